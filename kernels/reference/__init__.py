@@ -1,0 +1,1 @@
+"""Every op in plain torch: the definition, and the CPU path."""

@@ -1,0 +1,97 @@
+"""Attention of a few query rows per request over its paged KV cache: decode, verification and prefill alike.
+
+Query rows are laid out in tiles of a fixed number of rows, keys at their absolute positions from 0 on. With
+both fixed, torch's CPU attention gives a row the same bits whatever else is in the launch and however far the
+context is padded (tests/test_row_invariance.py compares bits). Masked keys contribute exact zeros, so a stale
+or foreign cache entry may be read as long as it is finite; the cache starts zeroed for that reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(kw_only=True, eq=False)
+class AttentionTiles:
+    """Tiles that share one launch: S tiles of M query rows, each over one request's blocks."""
+
+    query_rows: torch.Tensor  # [S * M] int64: row of the launch that fills each tile row (0 where padded)
+    query_positions: torch.Tensor  # [S, M] int64: absolute position of each tile row (0 where padded)
+    block_table: torch.Tensor  # [S, num_blocks] int64, 0 (the null block) where padded
+    block_size: int
+    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask [S, 1, M, context], built once a launch and shared by all layers of one window."""
+        key = (sliding_window, dtype)
+        if key not in self._masks:
+            context = self.block_table.shape[1] * self.block_size
+            key_positions = torch.arange(context, device=self.block_table.device)
+            distance = self.query_positions[:, None, :, None] - key_positions
+            hidden = distance < 0
+            if sliding_window is not None:
+                hidden |= distance >= sliding_window
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[key] = zeros.masked_fill_(hidden, float("-inf"))
+        return self._masks[key]
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_rows, num_heads, head_dim]
+    kv_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads * (head_dim + value_dim)], keys before values
+    tiles: list[AttentionTiles],
+    output_rows: torch.Tensor,  # [num_rows] int64: tile row, counted over all tiles, that holds each launch row
+    *,
+    num_kv_heads: int,
+    value_dim: int,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
+    sinks: torch.Tensor | None = None,  # [num_heads]: an extra logit a head that takes mass and yields nothing (gpt-oss)
+) -> torch.Tensor:  # [num_rows, num_heads * value_dim]
+    num_heads, head_dim = query.shape[1:]
+    key_width = num_kv_heads * head_dim
+    outputs = []
+    for tile in tiles:
+        num_tiles, tile_rows = tile.query_positions.shape
+        q = query.index_select(0, tile.query_rows).view(num_tiles, tile_rows, num_heads, head_dim).transpose(1, 2)
+        kv = kv_cache.flatten(1).index_select(0, tile.block_table.flatten())
+        kv = kv.view(num_tiles, -1, kv_cache.shape[-1])
+        k = kv[..., :key_width].unflatten(-1, (num_kv_heads, head_dim)).transpose(1, 2)
+        v = kv[..., key_width:].unflatten(-1, (num_kv_heads, value_dim)).transpose(1, 2)
+        mask = tile.mask(sliding_window, query.dtype)
+        if softcap is None and sinks is None and value_dim == head_dim:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv_heads
+            )
+        else:
+            out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
+        outputs.append(out.transpose(1, 2).reshape(num_tiles * tile_rows, num_heads * value_dim))
+    stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return stacked.index_select(0, output_rows)
+
+
+def _explicit_attention(
+    q: torch.Tensor,  # [S, H, M, D]
+    k: torch.Tensor,  # [S, Hkv, context, D]
+    v: torch.Tensor,  # [S, Hkv, context, Dv]
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # [S, H, M, Dv]
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    logits = (q @ k.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits + mask
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        probs = torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
+    else:
+        probs = logits.softmax(-1)
+    return probs.to(v.dtype) @ v

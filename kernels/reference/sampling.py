@@ -1,0 +1,107 @@
+"""Sampling operations on logits rows: the definition of every processor, and the Gumbel-max draw.
+
+All take and return float32 [num_rows, vocab] without changing their input; a masked token has logit -inf.
+Each row's bits depend on that row alone: sums that decide something run in one fixed order in float64, and a value
+that switches a processor off for a row (penalty 0, repetition 1, min_p 0, top_k 0, top_p 1) leaves the row's bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.reference.philox import gumbel, row_slabs
+
+_NEG_INF = float("-inf")
+
+
+def apply_logit_bias(logits: Tensor, row_idx: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
+    """Adds bias[i] to logits[row_idx[i], token_ids[i]]; each (row, token) at most once."""
+    return logits.index_put((row_idx, token_ids), logits[row_idx, token_ids] + bias)
+
+
+def mask_tokens(logits: Tensor, row_idx: Tensor, token_ids: Tensor) -> Tensor:
+    """Forbids token_ids[i] in row row_idx[i]."""
+    return logits.index_put((row_idx, token_ids), logits.new_tensor(_NEG_INF))
+
+
+def token_counts(slot_idx: Tensor, token_ids: Tensor, *, num_slots: int, vocab_size: int) -> Tensor:
+    """How often each token occurs in each slot, [num_slots, vocab_size] int32, from flat (slot, token) pairs."""
+    counts = torch.zeros(num_slots * vocab_size, dtype=torch.int32, device=token_ids.device)
+    ones = torch.ones((), dtype=torch.int32, device=token_ids.device).expand(token_ids.shape)
+    return counts.scatter_add_(0, slot_idx * vocab_size + token_ids, ones).view(num_slots, vocab_size)
+
+
+def add_ancestor_counts(counts: Tensor, ancestor_ids: Tensor, num_ancestors: Tensor) -> Tensor:
+    """counts [num_rows, vocab] plus the first num_ancestors[row] of ancestor_ids [num_rows, K]; -1 counts nothing."""
+    offsets = torch.arange(ancestor_ids.shape[1], device=ancestor_ids.device)
+    is_ancestor = (offsets < num_ancestors.unsqueeze(1)) & (ancestor_ids >= 0)
+    return counts.scatter_add(1, ancestor_ids.clamp(min=0), is_ancestor.to(counts.dtype))
+
+
+def apply_penalties(
+    logits: Tensor,  # [num_rows, vocab]
+    seen: Tensor,  # [num_rows, vocab] bool: token is in prompt or output
+    output_counts: Tensor,  # [num_rows, vocab] int32
+    repetition: Tensor,  # [num_rows] float32
+    frequency: Tensor,  # [num_rows] float32
+    presence: Tensor,  # [num_rows] float32
+) -> Tensor:
+    """Repetition penalty (CTRL's) over prompt and output, then OpenAI's two over the output; vLLM's order."""
+    factor = repetition.unsqueeze(1)
+    logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    logits = logits - frequency.unsqueeze(1) * output_counts
+    return logits - presence.unsqueeze(1) * (output_counts > 0)
+
+
+def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Drops tokens less likely than min_p [num_rows] float32 times the likeliest: logit < max + log(min_p)."""
+    threshold = logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
+    return logits.masked_fill(logits < threshold, _NEG_INF)
+
+
+def apply_top_k(logits: Tensor, top_k: Tensor, *, max_top_k: int) -> Tensor:
+    """Keeps the top_k [num_rows] int64 likeliest tokens (<= 0 or >= vocab: all) and those that tie with the last.
+
+    max_top_k: the largest top_k in the batch that is below the vocabulary size.
+    """
+    largest = logits.topk(max_top_k, dim=-1).values
+    kth = largest.gather(1, (top_k.clamp(1, max_top_k) - 1).unsqueeze(1))
+    keeps_all = ((top_k <= 0) | (top_k >= logits.shape[-1])).unsqueeze(1)
+    return logits.masked_fill((logits < kth) & ~keeps_all, _NEG_INF)
+
+
+def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Keeps all tokens with p >= t, t the largest probability for which the kept mass reaches top_p [num_rows] float64.
+
+    The law is the softmax of the logits as they come, that is after min_p and top_k; ties at t are kept together.
+    """
+    ordered = logits.sort(dim=-1, descending=True).values
+    weights = (ordered - ordered[:, :1]).to(torch.float64).exp_()
+    # Sorted, then summed one by one: the order of the sum depends on the row's values only.
+    mass = weights.cumsum(dim=-1)
+    num_below = (mass < top_p.unsqueeze(1) * mass[:, -1:]).sum(dim=-1, keepdim=True)
+    threshold = ordered.gather(1, num_below.clamp(max=logits.shape[-1] - 1))
+    return logits.masked_fill((logits < threshold) & (top_p < 1.0).unsqueeze(1), _NEG_INF)
+
+
+def gumbel_argmax(
+    logits: Tensor,  # [num_rows, vocab] float32
+    seeds: Tensor,  # [num_rows] int64
+    positions: Tensor,  # [num_rows] int64
+    stream: int | Tensor,  # Stream, or one for each row
+    draft_step: int | Tensor = 0,
+) -> Tensor:
+    """A draw from softmax(logits) for each row, [num_rows] int64: argmax of logits + noise, ties to the lowest id."""
+    num_rows, vocab_size = logits.shape
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    for rows in row_slabs(num_rows, vocab_size, logits.device):
+        noise = gumbel(
+            seeds[rows],
+            positions[rows],
+            stream[rows] if isinstance(stream, Tensor) else stream,
+            draft_step[rows] if isinstance(draft_step, Tensor) else draft_step,
+            vocab_size=vocab_size,
+        )
+        token_ids[rows] = (logits[rows] + noise).argmax(dim=-1)
+    return token_ids

@@ -1,0 +1,91 @@
+"""What a speculation method is: something that guesses the next tokens of running requests.
+
+A new method is one file in this folder, named as its `method` key, with one subclass of Proposer in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from runner.engine.request import DraftTokens, VerifyOutput
+from runner.engine.scheduler import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposerContext:
+    """What the engine tells a proposer about itself."""
+
+    vocab_size: int
+    max_model_len: int  # tokens, of the target
+    eos_token_ids: tuple[int, ...]
+    block_size: int  # tokens a KV block holds; one block table serves target and draft
+    device: torch.device
+    dtype: torch.dtype
+    batch_invariant: bool
+    load_format: str  # of the target; a draft loads alike
+    trust_remote_code: bool
+    needs_draft_probs: bool  # the verification rule reads the law q each draft was drawn from
+
+
+class Proposer(ABC):
+    """Guesses tokens. Reads requests, never writes them; keeps what it knows by request_id.
+
+    One step: `propose` before verification, `update` after its result is committed. `release` comes when a request
+    finishes, and when it is preempted: it will then come back from its first token.
+    """
+
+    def __init__(self, *, num_speculative_tokens: int, context: ProposerContext) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self.context = context
+
+    @abstractmethod
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        """Guesses for `schedule.decoding`, in that order; at most `max_draft_tokens` each, none is fine."""
+
+    def update(self, schedule: Schedule, output: VerifyOutput) -> None:  # noqa: B027 - optional
+        """Learn from a step; its tokens are committed, requests that ended have given back their blocks."""
+
+    def release(self, request_id: str) -> None:  # noqa: B027 - optional
+        """Forget a request."""
+
+    @property
+    def cache_bytes_per_block(self) -> int:
+        """Device memory this proposer needs for every KV block of the engine."""
+        return 0
+
+    def allocate_cache(self, num_blocks: int) -> None:  # noqa: B027 - optional
+        """Allocate what `cache_bytes_per_block` announced."""
+
+
+def available_methods() -> list[str]:
+    import proposers
+
+    return sorted(module.name for module in pkgutil.iter_modules(proposers.__path__) if module.name != "base")
+
+
+def proposer_class(method: str) -> type[Proposer]:
+    """The Proposer defined in proposers/<method>.py."""
+    module = importlib.import_module(f"proposers.{method}")
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Proposer) and value.__module__ == module.__name__
+    ]
+    assert len(found) == 1, f"proposers/{method}.py must define one Proposer, found {found}"
+    return found[0]
+
+
+def draft_tokens_from_lists(guesses: list[list[int]], device: torch.device) -> DraftTokens:
+    """DraftTokens of host-side guesses, one list a decoding request."""
+    cu_num_draft_tokens = [0]
+    for guess in guesses:
+        cu_num_draft_tokens.append(cu_num_draft_tokens[-1] + len(guess))
+    flat = [token for guess in guesses for token in guess]
+    return DraftTokens(
+        token_ids=torch.tensor(flat, dtype=torch.int64, device=device), cu_num_draft_tokens=cu_num_draft_tokens
+    )

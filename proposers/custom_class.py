@@ -1,0 +1,49 @@
+"""A user's own proposer, named by its dotted path (vLLM's `custom_class`).
+
+The class subclasses proposers.base.Proposer and takes num_speculative_tokens and context, nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from proposers.base import Proposer, ProposerContext
+from runner.engine.errors import UserError
+from runner.engine.request import DraftTokens, VerifyOutput
+from runner.engine.scheduler import Schedule
+
+
+class CustomClassProposer(Proposer):
+    def __init__(self, *, num_speculative_tokens: int, context: ProposerContext, model: str) -> None:
+        super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
+        self.inner = _import_class(model)(num_speculative_tokens=num_speculative_tokens, context=context)
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        return self.inner.propose(schedule)
+
+    def update(self, schedule: Schedule, output: VerifyOutput) -> None:
+        self.inner.update(schedule, output)
+
+    def release(self, request_id: str) -> None:
+        self.inner.release(request_id)
+
+    @property
+    def cache_bytes_per_block(self) -> int:
+        return self.inner.cache_bytes_per_block
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.inner.allocate_cache(num_blocks)
+
+
+def _import_class(dotted_path: str) -> type[Proposer]:
+    module_name, _, class_name = dotted_path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"method.model must be the dotted path of a Proposer class, got {dotted_path!r}: {error}; "
+            "check the spelling, and that the module is on PYTHONPATH"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Proposer)):
+        raise UserError(f"method.model must name a subclass of proposers.base.Proposer, got {dotted_path!r}: {found!r}")
+    return found

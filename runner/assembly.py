@@ -1,0 +1,247 @@
+"""Builds an engine from a configuration: device, target, proposer, cache.
+
+The one place where names of the configuration become classes and keyword arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from proposers.base import Proposer, ProposerContext, proposer_class
+from runner.config import ModelConfig, SpeculativeConfig
+from runner.engine.checkpoint import DTYPES, ModelSource, load_config, resolve_directory
+from runner.engine.errors import UserError
+from runner.engine.kv_cache import BlockManager
+from runner.engine.loader import LoadedModel, load_model
+from runner.engine.memory import GIB, available_memory
+from runner.engine.model_runner import ModelRunner
+from runner.prompts import Tokenizer
+from runner.tiny import DRAFT_DIR, TARGET_DIR
+from verifier.rejection_sampler import RejectionSampler
+from verifier.verifier import Verifier
+
+BUILT_IN_MODELS = {"tiny": TARGET_DIR, "tiny-draft": DRAFT_DIR}
+COMMON_METHOD_KEYS = frozenset(
+    {
+        "method",
+        "num_speculative_tokens",
+        "rejection_sample_method",
+        "draft_sample_method",
+        "synthetic_acceptance_rate",
+        "synthetic_acceptance_rates",
+        "synthetic_acceptance_length",
+        "draft_tensor_parallel_size",
+    }
+)
+CPU_CACHE_BYTES = 4 * GIB  # as vLLM's default on the CPU
+ACTIVATION_SHARE = 0.05  # of a GPU's memory, kept free for activations until a profile run measures them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """Everything a step needs, built once a run."""
+
+    config: SpeculativeConfig
+    device: torch.device
+    dtype: torch.dtype
+    tokenizer: Tokenizer
+    target: ModelRunner
+    target_info: LoadedModel
+    proposer: Proposer
+    plain_proposer: Proposer  # method=none over the same target, for the baseline
+    verifier: Verifier
+    block_manager: BlockManager
+    eos_token_ids: tuple[int, ...]
+
+
+def assemble(config: SpeculativeConfig) -> Assembly:
+    """Load everything a configuration names.
+
+    Raises:
+        UserError: what is asked for does not exist, does not fit, or does not go together.
+    """
+    hide_kernels_client()
+    hardware = config.hardware
+    device = resolve_device(hardware.device)
+    if hardware.num_threads is not None:
+        torch.set_num_threads(hardware.num_threads)
+    source = model_source(config.model, "model.model")
+    dtype = _resolve_dtype(hardware.dtype, device, source)
+    info = load_model(source, device=device, dtype=dtype, max_model_len=config.model.max_model_len)
+    target = ModelRunner(
+        info.model,
+        block_size=hardware.block_size,
+        device=device,
+        dtype=dtype,
+        batch_invariant=hardware.batch_invariant,
+    )
+    if not hardware.enable_chunked_prefill and hardware.max_num_batched_tokens < info.max_model_len:
+        raise UserError(
+            f"hardware.max_num_batched_tokens must be >= max_model_len ({info.max_model_len}) with "
+            f"enable_chunked_prefill=false, got {hardware.max_num_batched_tokens}; raise it, lower "
+            "model.max_model_len, or set hardware.enable_chunked_prefill=true"
+        )
+    tokenizer = _load_tokenizer(config.model, source)
+    eos_token_ids = _eos_token_ids(source, info, tokenizer)
+    context = ProposerContext(
+        vocab_size=info.model.vocab_size,
+        max_model_len=info.max_model_len,
+        eos_token_ids=eos_token_ids,
+        block_size=hardware.block_size,
+        device=device,
+        dtype=dtype,
+        batch_invariant=hardware.batch_invariant,
+        load_format=config.model.load_format,
+        trust_remote_code=config.model.trust_remote_code,
+        needs_draft_probs=config.method.rejection_sample_method == "probabilistic",
+    )
+    proposer = _build_proposer(config, context)
+    blocks = _num_blocks(config, info, target, proposer, device)
+    target.allocate_cache(blocks)
+    proposer.allocate_cache(blocks)
+    return Assembly(
+        config=config,
+        device=device,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        target=target,
+        target_info=info,
+        proposer=proposer,
+        plain_proposer=proposer_class("none")(num_speculative_tokens=0, context=context),
+        verifier=Verifier(target=target, rejection_sampler=_rejection_sampler(config), eos_token_ids=eos_token_ids),
+        block_manager=BlockManager(blocks, hardware.block_size),
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """Raises UserError when the device is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "hardware.device=cuda needs a CUDA GPU that torch can use, and none was found; "
+            "choose hardware=cpu, or install a CUDA build of torch"
+        )
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def model_source(model: ModelConfig, name: str) -> ModelSource:
+    return ModelSource(
+        model=str(BUILT_IN_MODELS.get(model.model, model.model)),
+        revision=model.revision,
+        load_format=model.load_format,
+        trust_remote_code=model.trust_remote_code,
+        hf_config=model.hf_config,
+        name=name,
+    )
+
+
+def hide_kernels_client() -> None:
+    """Keep transformers from taking our `kernels` package for an optional client of the same name.
+
+    Its probe finds any package called `kernels`; with the real client installed beside us, model imports would break.
+    """
+    import kernels
+
+    if not getattr(kernels, "IS_SPECULATIVE_RUNNER", False):
+        raise UserError(
+            f"the package `kernels` must be this project's, found {kernels.__file__}; "
+            "uninstall the Hugging Face client of that name, or run from the project's directory"
+        )
+    import transformers.utils as utils
+    import transformers.utils.import_utils as import_utils
+
+    def is_kernels_available(*_: object, **__: object) -> bool:
+        return False
+
+    for module in (import_utils, utils):
+        setattr(module, "is_kernels_available", is_kernels_available)  # noqa: B010 - mypy knows it as a function
+
+
+def _resolve_dtype(name: str, device: torch.device, source: ModelSource) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    stored = getattr(load_config(source), "dtype", None)
+    return stored if stored in DTYPES.values() else torch.bfloat16
+
+
+def _load_tokenizer(model: ModelConfig, source: ModelSource) -> Tokenizer:
+    if model.tokenizer is not None:
+        tokenizer_source = ModelSource(model=model.tokenizer, revision=model.revision, name="model.tokenizer")
+        return Tokenizer(
+            resolve_directory(tokenizer_source, weights=False), trust_remote_code=model.trust_remote_code
+        )
+    if source.is_dummy and source.hf_config is not None:
+        return Tokenizer(None)
+    return Tokenizer(resolve_directory(source, weights=False), trust_remote_code=model.trust_remote_code)
+
+
+def _eos_token_ids(source: ModelSource, info: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """generation_config.json's eos tokens, else config.json's, else the tokenizer's."""
+    from transformers import GenerationConfig
+
+    directory = Path(source.model)
+    found: Any = None
+    if (directory / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(directory).eos_token_id
+    if found is None:
+        found = getattr(info.hf_config, "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+def _build_proposer(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+    method = config.method
+    own_keys: dict[str, Any] = method.model_dump(exclude=set(COMMON_METHOD_KEYS))
+    draft = config.draft_model_config()
+    if draft is not None:
+        source = model_source(draft, "method.model")
+        own_keys |= {
+            "model": source.model,
+            "hf_config": draft.hf_config,
+            "draft_sample_method": method.draft_sample_method,
+        }
+    num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
+    return proposer_class(method.method)(num_speculative_tokens=num_tokens, context=context, **own_keys)
+
+
+def _rejection_sampler(config: SpeculativeConfig) -> RejectionSampler:
+    method = config.method
+    rule = "strict" if method.method == "none" else method.rejection_sample_method
+    rates = method.synthetic_conditional_rates() if rule == "synthetic" else None
+    return RejectionSampler(rejection_sample_method=rule, synthetic_conditional_rates=rates)
+
+
+def _num_blocks(
+    config: SpeculativeConfig, info: LoadedModel, target: ModelRunner, proposer: Proposer, device: torch.device
+) -> int:
+    """KV blocks for the target and the proposer, the null block included."""
+    hardware = config.hardware
+    if hardware.num_gpu_blocks_override is not None:
+        return hardware.num_gpu_blocks_override + 1
+    per_block = target.cache_bytes_per_block + proposer.cache_bytes_per_block
+    per_request = -(-info.max_model_len // hardware.block_size)
+    wanted = hardware.max_num_seqs * per_request + 1
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(total * (hardware.gpu_memory_utilization - ACTIVATION_SHARE)) - (total - free)
+    else:
+        budget = min(CPU_CACHE_BYTES, int(available_memory(device) * hardware.gpu_memory_utilization))
+    blocks = min(wanted, max(0, budget) // per_block)
+    if blocks < per_request + 1:
+        raise UserError(
+            f"the KV cache of one request of max_model_len={info.max_model_len} needs "
+            f"{(per_request + 1) * per_block / GIB:.1f} GiB on {device}, available are {max(0, budget) / GIB:.1f} GiB; "
+            "lower model.max_model_len, raise hardware.gpu_memory_utilization, or choose a smaller model"
+        )
+    return blocks

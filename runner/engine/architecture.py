@@ -1,0 +1,84 @@
+"""The decoder families we build ourselves, read from a Hugging Face config.
+
+`read_architecture` returns what the decoder needs and nothing else, or None for a family that runs through
+transformers' own modelling code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from runner.engine.errors import UserError
+
+# What a family fixes in code rather than in its config.
+_QKV_BIAS = {"qwen2": True, "mistral": False}
+_QK_NORM = {"qwen3": True}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Shapes of a dense pre-norm decoder (Llama, Mistral, Qwen2, Qwen3)."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool  # bias of the attention's output projection
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm over each query and key head, before rope (Qwen3)
+    sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
+
+
+def read_architecture(config: Any) -> Architecture | None:
+    """Shapes from a transformers config; None when the family is not one of ours.
+
+    Raises:
+        UserError: one of our families, with an option that our decoder does not have.
+    """
+    family = config.model_type
+    architectures = config.architectures or [f"{family.capitalize()}ForCausalLM"]
+    if family not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
+        return None
+    if config.hidden_act != "silu":
+        raise UserError(
+            f"hidden_act of a {family} checkpoint must be 'silu', got {config.hidden_act!r}; "
+            "use a checkpoint of the published architecture"
+        )
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Architecture(
+        family=family,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+        qkv_bias=_QKV_BIAS.get(family, attention_bias),
+        output_bias=attention_bias and family in ("llama", "qwen3"),
+        mlp_bias=bool(getattr(config, "mlp_bias", False)) and family == "llama",
+        qk_norm=_QK_NORM.get(family, False),
+        sliding_windows=_sliding_windows(config),
+    )
+
+
+def _sliding_windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:  # one window for all layers (Mistral), or none (Llama has no such key)
+        return (window if config.model_type == "mistral" else None,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)

@@ -1,0 +1,116 @@
+"""A model's files: where they are, what config they carry, and their tensors one by one.
+
+Accepts a directory in Hugging Face layout or a hub id. Reads safetensors only, never pickles, and runs no code
+of a checkpoint unless trust_remote_code is set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.engine.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Which model to load, and how."""
+
+    model: str  # directory or hub id
+    revision: str | None = None
+    load_format: str = "auto"  # auto | safetensors: from files; dummy: random weights of the config's shape
+    trust_remote_code: bool = False
+    hf_config: Mapping[str, Any] | None = None  # stands in for config.json when load_format is dummy
+    name: str = "model.model"  # the option to name in errors
+
+    @property
+    def is_dummy(self) -> bool:
+        return self.load_format == "dummy"
+
+
+def resolve_directory(source: ModelSource, *, weights: bool = True) -> Path:
+    """The local directory of a checkpoint, downloaded from the hub if need be."""
+    path = Path(source.model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or source.model.startswith((".", "/", "~")) or source.model.count("/") > 1:
+        raise UserError(
+            f"{source.name} must be a directory in Hugging Face layout or a hub id, got {source.model!r}, which "
+            "does not exist; check the path"
+        )
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.jinja", "tokenizer*", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(huggingface_hub.snapshot_download(source.model, revision=source.revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{source.name}={source.model}: cannot be downloaded from the hub ({type(error).__name__}: {reason}); "
+            "check the id, the network and HF_TOKEN, point to a local directory with "
+            f"`model=hf model.model=<directory>`, or try the shape with model.load_format=dummy"
+        ) from error
+
+
+def load_config(source: ModelSource) -> Any:
+    """The transformers config of a model."""
+    from transformers import AutoConfig
+
+    if source.is_dummy and source.hf_config is not None:
+        values = dict(source.hf_config)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    directory = resolve_directory(source, weights=not source.is_dummy)
+    if not (directory / "config.json").is_file():
+        raise UserError(
+            f"{source.name} must hold a config.json, got {directory}, which has none; "
+            "point to the directory that `save_pretrained` wrote"
+        )
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=source.trust_remote_code)
+    except (ValueError, OSError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(f"{source.name}: {directory / 'config.json'} cannot be read: {error}") from error
+
+
+def checkpoint_files(source: ModelSource) -> list[Path]:
+    """The safetensors files of a checkpoint, from its index when it is sharded."""
+    directory = resolve_directory(source)
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise UserError(f"{source.name}: {index} is not a safetensors index ({error}); download it again") from error
+        files = [directory / name for name in names]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise UserError(f"{source.name}: {directory} lacks {', '.join(missing)}; download the checkpoint again")
+        return files
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UserError(
+            f"{source.name}: {directory} holds no *.safetensors file; convert the checkpoint with "
+            "`save_pretrained(safe_serialization=True)` (pickled weights are not loaded)"
+        )
+    return files
+
+
+def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
+    """(name, safetensors slice) of every tensor; a slice is read only where it is indexed."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in checkpoint_files(source):
+        try:
+            with safe_open(str(file), framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+                    yield name, handle.get_slice(name)
+        except SafetensorError as error:
+            raise UserError(f"{source.name}: {file} is corrupt ({error}); download it again") from error
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,0 +1,77 @@
+"""From parts of requests to launches: what one pass of a model over a step's tokens consists of.
+
+Prompt tokens and generated tokens go through different arithmetic, so a step is at most two launches. A part that
+spans the end of a prompt, as when a preempted request is recomputed, is cut there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runner.engine.forward_batch import Family, Segment
+from runner.engine.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Consecutive tokens of one request: committed ones first, then drafts that are known on the device only."""
+
+    request: Request
+    start: int  # position of the first token
+    end: int  # position behind the last committed token
+    num_draft_tokens: int = 0  # they take the positions from end on
+    num_logits: int = 0  # how many of the last rows predict something that is wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Segments of one family and the tokens they hold."""
+
+    family: Family
+    segments: list[Segment] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # of all segments; draft rows hold placeholders
+    draft_rows: list[int] = field(default_factory=list)
+    logits_rows: list[int] = field(default_factory=list)
+
+    def add(self, part: Part, first: int, last: int, *, is_tail: bool) -> None:
+        """Append the part's committed tokens first..last-1, and its drafts and logits if this is its tail."""
+        num_drafts = part.num_draft_tokens if is_tail else 0
+        num_tokens = last - first + num_drafts
+        if num_tokens == 0:
+            return
+        self.segments.append(Segment(start=first, num_tokens=num_tokens, block_table=part.request.block_table))
+        self.token_ids.extend(part.request.tokens_between(first, last))
+        self.token_ids.extend([0] * num_drafts)
+        end = len(self.token_ids)
+        self.draft_rows.extend(range(end - num_drafts, end))
+        if is_tail:
+            self.logits_rows.extend(range(end - part.num_logits, end))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLaunches:
+    prefill: Launch
+    decode: Launch
+    logits_order: list[int] | None  # rows of cat(prefill logits, decode logits) by part; None: one launch, in order
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> StepLaunches:
+        prefill, decode = Launch(family="prefill"), Launch(family="decode")
+        by_part: list[tuple[bool, int, int]] = []  # (in decode, first logits row of the launch, count)
+        for part in parts:
+            boundary = min(max(part.request.num_prompt_tokens, part.start), part.end)
+            tail_is_decode = boundary < part.end or part.num_draft_tokens > 0
+            prefill.add(part, part.start, boundary, is_tail=not tail_is_decode)
+            decode.add(part, boundary, part.end, is_tail=tail_is_decode)
+            rows = (decode if tail_is_decode else prefill).logits_rows
+            by_part.append((tail_is_decode, len(rows) - part.num_logits, part.num_logits))
+        order = None
+        if prefill.logits_rows and decode.logits_rows:
+            shift = len(prefill.logits_rows)
+            order = [
+                first + offset + (shift if in_decode else 0)
+                for in_decode, first, count in by_part
+                for offset in range(count)
+            ]
+        return cls(prefill=prefill, decode=decode, logits_order=order)

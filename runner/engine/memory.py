@@ -1,0 +1,41 @@
+"""How much memory a device has left, and the error when a model does not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from runner.engine.errors import UserError
+
+GIB = 2**30
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that a new allocation may take on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(int(line.split()[1]) * 1024, _cgroup_limit())
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_memory(needed: int, device: torch.device, what: str, remedy: str) -> None:
+    """Raises UserError, with needed and available GiB, when `needed` bytes do not fit."""
+    available = available_memory(device)
+    if needed > available:
+        raise UserError(
+            f"{what} needs {needed / GIB:.1f} GiB on {device}, available are {available / GIB:.1f} GiB; {remedy}"
+        )
+
+
+def _cgroup_limit() -> int:
+    """What a container may still take (cgroup v2); a large number where there is no limit."""
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if not (limit.is_file() and used.is_file()) or limit.read_text().strip() == "max":
+        return 2**62
+    return int(limit.read_text()) - int(used.read_text())

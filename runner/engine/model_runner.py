@@ -1,0 +1,84 @@
+"""Runs one model over parts of requests: tokens in, logits out, their KV written on the way.
+
+Owns the model and its KV cache tensors. Serves the target and every model-based draft alike; knows nothing of
+sampling or of who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from runner.engine.decoder import Decoder
+from runner.engine.forward_batch import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, ForwardBatch
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.launch import Launch, Part, StepLaunches
+from runner.engine.transformers_model import TransformersModel
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: Decoder | TransformersModel,
+        *,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_invariant: bool,
+    ) -> None:
+        self.model, self.block_size, self.device, self.dtype = model, block_size, device, dtype
+        # Fixed tiles keep a row's bits on the CPU; torch's CUDA products promise nothing of the kind.
+        self.is_row_invariant = batch_invariant and model.is_row_invariant and device.type == "cpu"
+        self.tiles = ROW_INVARIANT_TILES if self.is_row_invariant else ANY_SHAPE_TILES
+        self.cache: PagedKVCache | None = None
+
+    @property
+    def cache_bytes_per_block(self) -> int:
+        return sum(self.model.kv_widths) * self.block_size * self.dtype.itemsize
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.cache = PagedKVCache(self.model.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def run(self, parts: Sequence[Part], draft_token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the parts' tokens.
+
+        Args:
+            parts: what to compute; their blocks are reserved.
+            draft_token_ids: [sum of num_draft_tokens] int64, in the order of the parts; never read back.
+
+        Returns:
+            logits [sum of num_logits, vocab] float32, in the order of the parts.
+        """
+        step = StepLaunches.of(parts)
+        logits = [self._launch(launch, draft_token_ids) for launch in (step.prefill, step.decode) if launch.segments]
+        if step.logits_order is not None:
+            order = torch.tensor(step.logits_order, device=self.device)
+            return torch.cat(logits).index_select(0, order)
+        return next((rows for rows in logits if len(rows)), logits[0])
+
+    def _launch(self, launch: Launch, draft_token_ids: torch.Tensor | None) -> torch.Tensor:
+        assert self.cache is not None, "allocate_cache comes first"
+        batch = ForwardBatch.build(
+            launch.family,
+            launch.segments,
+            launch.token_ids,
+            shape=self.tiles[launch.family],
+            block_size=self.block_size,
+            device=self.device,
+        )
+        if launch.draft_rows:
+            assert draft_token_ids is not None
+            batch.token_ids.index_copy_(0, torch.tensor(launch.draft_rows, device=self.device), draft_token_ids)
+        hidden, _ = self.model(batch, self.cache)
+        return self._logits(hidden, launch.logits_rows)
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        # Always in the decode family's tiles: the head has one arithmetic, whichever launch a row comes from.
+        if not rows:
+            return torch.empty(0, self.model.vocab_size, device=self.device)
+        tile = self.tiles["decode"].linear
+        padding = -len(rows) % (tile or 1)
+        index = torch.tensor(rows + rows[:1] * padding, device=self.device)
+        return self.model.logits(hidden.index_select(0, index), tile)[: len(rows)]

@@ -1,0 +1,101 @@
+"""The records that travel between scheduler, proposer and verifier.
+
+Only `Scheduler.commit` writes a Request's state; everyone else reads.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+
+from runner.engine.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """One prompt on its way to one completion."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int  # 64-bit key of every random draw of this request
+    prompt: str | None = None
+    arrival_time: float = 0.0  # s, time.perf_counter
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0  # tokens whose KV is in the target's cache
+    block_table: list[int] = field(default_factory=list)  # physical block of each block_size positions
+    num_preemptions: int = 0
+    finish_reason: str | None = None  # "stop" | "length" | "error"
+    stop_reason: int | str | None = None  # the stop token or string that ended it; None for eos
+    text: str = ""  # decoded output, up to the stop string
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens: prompt and output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.output_token_ids
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Committed tokens at positions start..end-1, without copying the whole sequence."""
+        num_prompt = len(self.prompt_token_ids)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : end - num_prompt]
+        if end <= num_prompt:
+            return self.prompt_token_ids[start:end]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - num_prompt]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status in (RequestStatus.FINISHED, RequestStatus.FAILED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTokens:
+    """Guesses of one step, flat over the requests of the batch (vLLM's layout).
+
+    Request b owns entries cu_num_draft_tokens[b] : cu_num_draft_tokens[b + 1].
+    """
+
+    token_ids: torch.Tensor  # [num_draft_tokens] int64
+    cu_num_draft_tokens: list[int]  # [B + 1], starts with 0
+    probs: torch.Tensor | None = None  # [num_draft_tokens, vocab] float32: the law q each token was drawn from; None = one-hot
+    parent_indices: torch.Tensor | None = None  # [num_draft_tokens] int64, -1 = root; None = chains
+    sources: tuple[str, ...] = ()  # the proposer of each token; empty = the one proposer of the run
+
+    @classmethod
+    def empty(cls, num_requests: int, device: torch.device | str = "cpu") -> DraftTokens:
+        return cls(
+            token_ids=torch.empty(0, dtype=torch.int64, device=device), cu_num_draft_tokens=[0] * (num_requests + 1)
+        )
+
+    @property
+    def num_draft_tokens(self) -> list[int]:
+        """Drafted tokens of each request, [B]."""
+        cu = self.cu_num_draft_tokens
+        return [end - start for start, end in zip(cu, cu[1:], strict=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOutput:
+    """What verification decided, one row a request."""
+
+    token_ids: torch.Tensor  # [B, max_draft_tokens + 1] int64: accepted, then recovered or bonus token, then -1
+    num_accepted_tokens: torch.Tensor  # [B] int64: accepted draft tokens, before stop conditions

@@ -1,0 +1,113 @@
+"""What the sampler and the drafters do with logits rows.
+
+process_logits applies, in vLLM's order: logit bias, min_tokens, penalties, temperature, min_p, top_k, top_p; a greedy
+row skips what cannot move its argmax. sample_tokens draws with position-keyed noise (kernels/reference/philox.py).
+Nothing here reads a tensor back to the host, and no row's bits depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.reference import sampling as ops
+from kernels.reference.philox import Stream
+from runner.engine.sampling_rows import SamplingRows, check_token_ids
+
+__all__ = [
+    "SamplingRows",
+    "check_token_ids",
+    "draft_tokens",
+    "process_logits",
+    "put_rows",
+    "sample_at",
+    "sample_tokens",
+    "take_rows",
+]
+
+
+def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """[num_rows, vocab] of any float dtype -> float32 logits whose softmax is the law to sample (its argmax if greedy).
+
+    Never changes its input; returns that very tensor when it is float32 and no row asks for anything.
+    """
+    assert logits.shape == (rows.num_rows, rows.vocab_size), (logits.shape, rows.num_rows, rows.vocab_size)
+    logits = logits.to(torch.float32)
+    if (bias := rows.logit_bias) is not None:
+        assert bias.values is not None
+        logits = ops.apply_logit_bias(logits, bias.row_idx, bias.token_ids, bias.values)
+    if (forbidden := rows.forbidden) is not None:
+        logits = ops.mask_tokens(logits, forbidden.row_idx, forbidden.token_ids)
+    if (pen := rows.penalties) is not None:
+        penalised = ops.apply_penalties(
+            take_rows(logits, pen.row_idx), pen.seen, pen.output_counts, pen.repetition, pen.frequency, pen.presence
+        )
+        logits = put_rows(logits, pen.row_idx, penalised)
+    if rows.temperatures is not None:
+        logits = logits / rows.temperatures.unsqueeze(1)
+    if (min_p := rows.min_p) is not None:
+        kept = ops.apply_min_p(take_rows(logits, min_p.row_idx), min_p.values)
+        logits = put_rows(logits, min_p.row_idx, kept)
+    if (top_k := rows.top_k) is not None:
+        kept = ops.apply_top_k(take_rows(logits, top_k.row_idx), top_k.values, max_top_k=rows.max_top_k)
+        logits = put_rows(logits, top_k.row_idx, kept)
+    if (top_p := rows.top_p) is not None:
+        kept = ops.apply_top_p(take_rows(logits, top_p.row_idx), top_p.values)
+        logits = put_rows(logits, top_p.row_idx, kept)
+    return logits
+
+
+def sample_tokens(
+    processed: Tensor, rows: SamplingRows, stream: int | Tensor = Stream.TARGET, draft_step: int = 0
+) -> Tensor:
+    """One token for each row of processed logits, [num_rows] int64; greedy rows: argmax. Ties go to the lowest id."""
+    return sample_at(processed, rows.seeds, rows.positions, rows.random_row_idx, stream, draft_step)
+
+
+def sample_at(
+    processed: Tensor,  # [num_rows, vocab] float32
+    seeds: Tensor,  # [num_rows] int64
+    positions: Tensor,  # [num_rows] int64
+    random_row_idx: Tensor | None,  # [num_random] int64; None = all rows
+    stream: int | Tensor,
+    draft_step: int = 0,
+) -> Tensor:
+    """`sample_tokens` with the keys given one by one, for rows picked out on the device."""
+    if random_row_idx is None:
+        return ops.gumbel_argmax(processed, seeds, positions, stream, draft_step)
+    token_ids = processed.argmax(dim=-1)
+    if random_row_idx.shape[0] == 0:
+        return token_ids
+    drawn = ops.gumbel_argmax(
+        processed[random_row_idx],
+        seeds[random_row_idx],
+        positions[random_row_idx],
+        stream[random_row_idx] if isinstance(stream, Tensor) else stream,
+        draft_step,
+    )
+    return token_ids.index_copy_(0, random_row_idx, drawn)
+
+
+def draft_tokens(
+    processed: Tensor, rows: SamplingRows, draft_sample_method: str, *, need_probs: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Draft token ids [num_rows] of a model drafter's processed logits, and the law q [num_rows, vocab] they came from.
+
+    greedy: argmax, q None (one-hot). probabilistic: a draw with the DRAFT stream, and q. coupled: a draw with the
+    target's own noise, and q if need_probs (the strict rule does not read it). q is None when all rows are greedy.
+    """
+    if draft_sample_method == "greedy" or (rows.all_greedy and draft_sample_method in ("probabilistic", "coupled")):
+        return processed.argmax(dim=-1), None
+    if draft_sample_method == "probabilistic":
+        return sample_tokens(processed, rows, Stream.DRAFT), processed.softmax(dim=-1)
+    if draft_sample_method == "coupled":
+        return sample_tokens(processed, rows), processed.softmax(dim=-1) if need_probs else None
+    raise ValueError(f"draft_sample_method must be greedy, probabilistic or coupled, got {draft_sample_method!r}")
+
+
+def take_rows(rows: Tensor, row_idx: Tensor | None) -> Tensor:
+    return rows if row_idx is None else rows.index_select(0, row_idx)
+
+
+def put_rows(rows: Tensor, row_idx: Tensor | None, new_rows: Tensor) -> Tensor:
+    return new_rows if row_idx is None else rows.index_copy(0, row_idx, new_rows)

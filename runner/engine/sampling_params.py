@@ -1,0 +1,70 @@
+"""What one request asks of the sampler, under vLLM's names, and the rules those values obey.
+
+Owns the ranges: the configuration and the Python API both check by building a SamplingParams.
+Imports nothing heavy, so a configuration can be checked without loading torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request.
+
+    Raises:
+        ValueError: a value is outside its range; the message names the field, the rule and the value.
+    """
+
+    n: int = 1  # completions per prompt, each with a noise stream of its own
+    temperature: float = 1.0  # 0 is greedy; logits are divided by it
+    top_k: int = 0  # keep the k most likely tokens; 0 or -1 keeps all
+    top_p: float = 1.0  # keep the smallest set of most likely tokens whose mass reaches top_p
+    min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
+    presence_penalty: float = 0.0  # subtracted once from every token already in the output
+    frequency_penalty: float = 0.0  # subtracted per occurrence in the output
+    repetition_penalty: float = 1.0  # divides (positive) or multiplies logits of tokens in prompt or output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    seed: int | None = None  # None: the run's seed folded with the request's index
+    max_tokens: int = 16  # output tokens at most
+    min_tokens: int = 0  # eos and stop tokens are masked until this many output tokens
+    stop: tuple[str, ...] = ()  # strings that end the text; not part of it
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the output, beside the model's eos
+    ignore_eos: bool = False  # generate on after eos, as throughput benchmarks do
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()})
+        rules = (
+            ("n", self.n >= 1, "be >= 1"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "be in [0, 100]"),
+            ("top_k", self.top_k >= -1, "be >= 1, or 0 or -1 for all tokens"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "be in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "be in [0, 1]"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "be in [-2, 2]"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "be in [-2, 2]"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "be in (0, 10]"),
+            ("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, "be in [0, 2**64 - 1] or null"),
+            ("max_tokens", self.max_tokens >= 1, "be >= 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"be in [0, max_tokens ({self.max_tokens})]"),
+            ("stop", all(self.stop), "hold no empty string"),
+            ("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "have values in [-100, 100]"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise ValueError(f"{name} must {rule}, got {getattr(self, name)!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)

@@ -1,0 +1,219 @@
+"""Which requests run in a step, with how many tokens each, and what becomes of the result.
+
+Continuous batching with chunked prefill under a token budget (Yu et al., Orca; Agrawal et al., arXiv 2308.16369)
+and preemption by recompute. `commit` is the one writer of a Request's state. Knows no tensor but VerifyOutput.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from runner.engine.kv_cache import BlockManager
+from runner.engine.request import DraftTokens, Request, RequestStatus, VerifyOutput
+from runner.engine.stopping import StopRules
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledRequest:
+    """One request's part of a step: committed tokens to compute, and room for drafts behind them.
+
+    Facts of the moment of scheduling; they stay what they were when commit moves the request on.
+    """
+
+    request: Request
+    start: int  # position of the first token that enters the cache in this step
+    num_new_tokens: int  # committed tokens that enter the cache in this step
+    max_draft_tokens: int  # drafts whose cache blocks are reserved; 0 unless decoding
+    yields_token: bool  # its last committed token is in this step, so the target predicts the next one
+    is_decoding: bool  # one pending token only, the one sampled last: the state in which drafts are proposed
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        return self.num_new_tokens + self.max_draft_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One step. Requests that decode come first, so their drafts are a prefix of the batch."""
+
+    scheduled: list[ScheduledRequest]
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def decoding(self) -> list[ScheduledRequest]:
+        return [item for item in self.scheduled if item.is_decoding]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommittedTokens:
+    """What one request gained in a step."""
+
+    request: Request
+    token_ids: list[int]
+    num_draft_tokens: int
+    num_accepted_tokens: int  # committed draft tokens, after eos and max_tokens
+
+
+class Scheduler:
+    def __init__(
+        self,
+        *,
+        block_manager: BlockManager,
+        stop_rules: StopRules,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_chunked_prefill: bool,
+        num_speculative_tokens: int,
+    ) -> None:
+        self.blocks, self.stop_rules = block_manager, stop_rules
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.num_speculative_tokens = num_speculative_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a request can never run, or None when it can."""
+        limit, num_prompt = self.stop_rules.max_model_len, request.num_prompt_tokens
+        if num_prompt == 0:
+            return "the prompt must have at least one token, got none"
+        if num_prompt >= limit:
+            return f"the prompt must be shorter than max_model_len ({limit} tokens), got {num_prompt} tokens"
+        longest = min(limit, num_prompt + request.sampling_params.max_tokens)
+        if self.blocks.num_blocks_for(longest) > self.blocks.num_usable_blocks:
+            room = self.blocks.num_usable_blocks * self.blocks.block_size
+            return f"prompt and max_tokens must fit the KV cache ({room} tokens), got {longest} tokens"
+        return None
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> Schedule:
+        """Decode what runs, go on with prompts that are not done, then admit in order of arrival."""
+        budget = self.max_num_batched_tokens
+        preempted: list[Request] = []
+        scheduled: list[ScheduledRequest] = []
+        for request in list(self.running):
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted below, by an earlier request's need
+            item = self._fit(request, budget)
+            if item is None:
+                continue  # no budget left; it keeps its blocks and its turn
+            while not self._reserve(item):
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted.append(victim)
+                # Its part of this step, if it already had one, is gone with its blocks.
+                budget += sum(other.num_reserved_tokens for other in scheduled if other.request is victim)
+                scheduled = [other for other in scheduled if other.request is not victim]
+                if victim is request:
+                    break
+            else:
+                scheduled.append(item)
+                budget -= item.num_reserved_tokens
+        while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
+            request = self.waiting[0]
+            item = self._fit(request, budget)
+            if item is None or not self._reserve(item):
+                break
+            self.waiting.popleft()
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+            scheduled.append(item)
+            budget -= item.num_reserved_tokens
+        scheduled.sort(key=lambda item: not item.is_decoding)
+        return Schedule(scheduled=scheduled, preempted=preempted)
+
+    def commit(self, schedule: Schedule, drafts: DraftTokens, output: VerifyOutput) -> list[CommittedTokens]:
+        """Write the step's result into its requests; the step's one read from the device.
+
+        output has a row for every scheduled request that yields a token, in order.
+        """
+        token_rows = output.token_ids.tolist()
+        num_accepted = output.num_accepted_tokens.tolist()
+        num_drafts = iter(drafts.num_draft_tokens)
+        committed = []
+        row = 0
+        for item in schedule.scheduled:
+            request = item.request
+            num_draft_tokens = next(num_drafts) if item.is_decoding else 0
+            request.num_computed_tokens += item.num_new_tokens
+            if not item.yields_token:
+                continue
+            accepted = num_accepted[row]
+            new_token_ids = token_rows[row][: accepted + 1]
+            row += 1
+            stop = self.stop_rules.apply(request, new_token_ids)
+            kept = new_token_ids[: stop.num_tokens]
+            accepted = min(accepted, len(kept))
+            request.output_token_ids.extend(kept)
+            # Accepted drafts are in the cache already; rejected ones lie beyond this count and are overwritten.
+            request.num_computed_tokens += min(accepted, len(kept) - 1)
+            committed.append(
+                CommittedTokens(
+                    request=request,
+                    token_ids=kept,
+                    num_draft_tokens=num_draft_tokens,
+                    num_accepted_tokens=accepted,
+                )
+            )
+            if stop.finish_reason is not None:
+                request.finish_reason, request.stop_reason = stop.finish_reason, stop.stop_reason
+                self._finish(request, RequestStatus.FINISHED)
+        return committed
+
+    def abort(self, request: Request, status: RequestStatus = RequestStatus.FAILED) -> None:
+        """Take a request out, with its blocks, whatever state it is in."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        request.finish_reason = "error"
+        self._finish(request, status)
+
+    def _fit(self, request: Request, budget: int) -> ScheduledRequest | None:
+        """The largest part of a request that the token budget allows; None when that is nothing."""
+        pending = request.num_tokens - request.num_computed_tokens
+        is_decoding = pending == 1 and bool(request.output_token_ids)
+        if budget <= 0 or (pending > budget and not self.enable_chunked_prefill):
+            return None
+        num_new_tokens = min(pending, budget)
+        max_draft_tokens = 0
+        if is_decoding:
+            # Drafts beyond the last token that can be committed would be verified for nothing.
+            room = min(
+                request.sampling_params.max_tokens - len(request.output_token_ids) - 1,
+                self.stop_rules.max_model_len - request.num_tokens - 1,
+                budget - 1,
+            )
+            max_draft_tokens = max(0, min(self.num_speculative_tokens, room))
+        return ScheduledRequest(
+            request=request,
+            start=request.num_computed_tokens,
+            num_new_tokens=num_new_tokens,
+            max_draft_tokens=max_draft_tokens,
+            yields_token=num_new_tokens == pending,
+            is_decoding=is_decoding,
+        )
+
+    def _reserve(self, item: ScheduledRequest) -> bool:
+        """Blocks for full acceptance, so that the step never stops for memory half way."""
+        return self.blocks.grow(item.request.block_table, item.start + item.num_reserved_tokens)
+
+    def _preempt(self, request: Request) -> None:
+        """Give up a request's cache; it starts again, prompt and output, when blocks are free."""
+        self.running.remove(request)
+        self.blocks.release(request.block_table)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        self.waiting.appendleft(request)
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        request.status = status
+        if request in self.running:
+            self.running.remove(request)
+        self.blocks.release(request.block_table)

@@ -1,0 +1,53 @@
+"""When a request ends: eos, stop tokens, stop strings, length.
+
+Tokens of one step are judged one by one, in order, so that the cut does not depend on how many arrived together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from runner.engine.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Where a request's new tokens end."""
+
+    num_tokens: int  # how many of the new tokens are kept
+    finish_reason: str | None = None  # "stop" | "length"; None = goes on
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRules:
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    decode: Callable[[Sequence[int]], str] | None = None  # needed for stop strings only
+
+    def apply(self, request: Request, new_token_ids: list[int]) -> Stop:
+        """How many of the new tokens stay, and whether the request ends there. Changes nothing."""
+        params = request.sampling_params
+        output = list(request.output_token_ids) if params.stop else []
+        longest_stop = max((len(text) for text in params.stop), default=0)
+        num_output = len(request.output_token_ids)
+        for kept, token in enumerate(new_token_ids, start=1):
+            if num_output + kept >= params.min_tokens:
+                if token in self.eos_token_ids and not params.ignore_eos:
+                    return Stop(num_tokens=kept, finish_reason="stop")
+                if token in params.stop_token_ids:
+                    return Stop(num_tokens=kept, finish_reason="stop", stop_reason=token)
+                if params.stop and self.decode is not None:
+                    output.append(token)
+                    # A stop string of c characters spans at most c tokens that print something; a few more in
+                    # front keep multi-byte characters whole.
+                    tail = self.decode(output[-(longest_stop + 8) :])
+                    found = next((text for text in params.stop if text in tail), None)
+                    if found is not None:
+                        return Stop(num_tokens=kept, finish_reason="stop", stop_reason=found)
+            elif params.stop:
+                output.append(token)
+            if num_output + kept >= params.max_tokens or request.num_tokens + kept >= self.max_model_len:
+                return Stop(num_tokens=kept, finish_reason="length")
+        return Stop(num_tokens=len(new_token_ids))

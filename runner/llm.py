@@ -1,0 +1,233 @@
+"""LLM: prompts in, completions out, in the shape people know from vLLM; and the step, the algorithm on one screen.
+
+Holds one assembled engine. `generate` runs the configured method; `run` takes a proposer, so that plain decoding is
+measured on the same engine, by the same lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from proposers.base import Proposer
+from runner.assembly import assemble
+from runner.config import SpeculativeConfig
+from runner.engine.request import Request, RequestStatus
+from runner.engine.sampling_params import SamplingParams
+from runner.engine.scheduler import CommittedTokens, Scheduler
+from runner.engine.stopping import StopRules
+from runner.metrics import MetricsCollector, RequestStep, StepRecord
+from runner.outputs import CompletionOutput, Counter, RequestOutput, Vector
+from runner.prompts import Prompt, make_requests
+from runner.trace import RequestTraces
+
+__all__ = ["LLM", "SamplingParams"]
+
+Observer = Callable[[MetricsCollector], None]
+
+
+class LLM:
+    """An offline engine.
+
+    Args:
+        model: directory, hub id, or a name of the tiny family (`tiny`).
+        speculative_config: keys of the `method` group, vLLM's names; None is plain decoding.
+        engine_args: keys of the `model` and `hardware` groups (dtype, max_num_seqs, load_format, ...), and `seed`.
+
+    Raises:
+        UserError: an argument or a checkpoint cannot be used; the message says which, why and what to do.
+    """
+
+    def __init__(
+        self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine_args: Any
+    ) -> None:
+        self._start(SpeculativeConfig.from_engine_args(model, speculative_config, **engine_args))
+
+    @classmethod
+    def from_config(cls, config: SpeculativeConfig) -> LLM:
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: SpeculativeConfig) -> None:
+        self.config = config
+        self.engine = assemble(config)
+        self.metrics = MetricsCollector()  # of every generate() since the start
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, in order.
+
+        Args:
+            prompts: a string, chat messages or {"prompt_token_ids": [...]}, or a list of these.
+            sampling_params: one for all prompts or one each; None: SamplingParams().
+            observer: called after every step with the metrics so far.
+        """
+        listed = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(listed)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(listed):
+                raise ValueError(f"sampling_params must be one or {len(listed)}, one a prompt, got {len(params)}")
+        requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
+        traces = self.run(requests, self.engine.proposer, self.metrics, observer=observer)
+        return _collect(requests, traces)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one conversation, or a list of them, through the tokenizer's chat template."""
+        return self.generate(messages, sampling_params)
+
+    def get_metrics(self) -> list[Counter | Vector]:
+        """Totals of every generate() since the start, under vLLM's names so that its scripts read them."""
+        drafted = [pair for record in self.metrics.records for pair in zip(
+            record.num_draft_tokens, record.num_accepted_tokens, strict=True) if pair[0] > 0]  # fmt: skip
+        depth = max((num_drafted for num_drafted, _ in drafted), default=0)
+        return [
+            Counter(name="vllm:spec_decode_num_drafts", value=len(drafted)),
+            Counter(name="vllm:spec_decode_num_draft_tokens", value=sum(count for count, _ in drafted)),
+            Counter(name="vllm:spec_decode_num_accepted_tokens", value=sum(count for _, count in drafted)),
+            Vector(
+                name="vllm:spec_decode_num_accepted_tokens_per_pos",
+                values=[sum(1 for _, count in drafted if count > position) for position in range(depth)],
+            ),
+        ]
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        proposer: Proposer,
+        metrics: MetricsCollector,
+        *,
+        categories: Mapping[str, str] | None = None,  # request_id -> category, for the breakdown
+        observer: Observer | None = None,
+    ) -> RequestTraces:
+        """Bring requests to their end with one proposer; a request that cannot run fails and the rest go on."""
+        engine, hardware = self.engine, self.config.hardware
+        scheduler = Scheduler(
+            block_manager=engine.block_manager,
+            stop_rules=StopRules(
+                eos_token_ids=frozenset(engine.eos_token_ids),
+                max_model_len=engine.target_info.max_model_len,
+                decode=engine.tokenizer.decode if engine.tokenizer.is_available else None,
+            ),
+            max_num_seqs=hardware.max_num_seqs,
+            max_num_batched_tokens=hardware.max_num_batched_tokens,
+            enable_chunked_prefill=hardware.enable_chunked_prefill,
+            num_speculative_tokens=proposer.num_speculative_tokens,
+        )
+        traces = RequestTraces(engine.tokenizer.decode, categories or {})
+        arrival = time.perf_counter()
+        for request in requests:
+            request.arrival_time = arrival
+            reason = scheduler.refusal(request)
+            if reason is None:
+                scheduler.add(request)
+            else:
+                scheduler.abort(request)
+                metrics.finish(traces.fail(request, reason))
+        try:
+            while scheduler.has_unfinished:
+                self.step(scheduler, proposer, metrics, traces)
+                if observer is not None:
+                    observer(metrics)
+        finally:  # also when interrupted: the engine stays usable
+            for request in [*scheduler.running, *scheduler.waiting]:
+                scheduler.abort(request)
+                proposer.release(request.request_id)
+        return traces
+
+    def step(
+        self, scheduler: Scheduler, proposer: Proposer, metrics: MetricsCollector, traces: RequestTraces
+    ) -> list[CommittedTokens]:
+        """One step of every method, `none` included."""
+        clock = [time.perf_counter()]
+        schedule = scheduler.schedule()
+        for request in schedule.preempted:
+            proposer.release(request.request_id)
+        clock.append(time.perf_counter())
+        drafts = proposer.propose(schedule)
+        clock.append(time.perf_counter())
+        output = self.engine.verifier.verify(schedule, drafts)
+        clock.append(time.perf_counter())
+        committed = scheduler.commit(schedule, drafts, output)
+        clock.append(time.perf_counter())
+        proposer.update(schedule, output)
+        for gain in committed:
+            if gain.request.is_finished:
+                proposer.release(gain.request.request_id)
+        clock.append(time.perf_counter())
+
+        started, scheduled, proposed, verified, done, updated = clock
+        for gain in committed:
+            traces.observe(gain, done)
+            if gain.request.status is RequestStatus.FINISHED:
+                metrics.finish(traces.finish(gain.request))
+        seconds = {
+            "schedule": scheduled - started + done - verified,
+            "propose": proposed - scheduled + updated - done,
+            "verify": verified - proposed,
+        }
+        finished_at = time.perf_counter()
+        metrics.observe(
+            StepRecord(
+                finished_at=finished_at,
+                seconds=seconds,
+                total_seconds=finished_at - started,
+                request_steps=tuple(
+                    RequestStep(
+                        request_id=gain.request.request_id,
+                        num_draft_tokens=gain.num_draft_tokens,
+                        num_accepted_tokens=gain.num_accepted_tokens,
+                        num_output_tokens=len(gain.token_ids),
+                    )
+                    for gain in committed
+                ),
+            )
+        )
+        return committed
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a string, a mapping and a list of chat messages are one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(item, Mapping) and "role" in item for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _collect(requests: Sequence[Request], traces: RequestTraces) -> list[RequestOutput]:
+    """Requests of one prompt, its n children, as one output."""
+    grouped: dict[str, list[Request]] = {}
+    for request in requests:
+        grouped.setdefault(request.request_id.split("-")[0], []).append(request)
+    return [
+        RequestOutput(
+            request_id=request_id,
+            prompt=children[0].prompt,
+            prompt_token_ids=tuple(children[0].prompt_token_ids),
+            outputs=tuple(
+                CompletionOutput(
+                    index=index,
+                    text=child.text,
+                    token_ids=tuple(child.output_token_ids),
+                    finish_reason=child.finish_reason,
+                    stop_reason=child.stop_reason,
+                )
+                for index, child in enumerate(children)
+            ),
+            error=traces.errors.get(children[0].request_id),
+        )
+        for request_id, children in grouped.items()
+    ]

@@ -1,0 +1,63 @@
+"""What happened to each request of a run, step by step, until it becomes a RequestRecord."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from runner.engine.request import Request
+from runner.engine.scheduler import CommittedTokens
+from runner.metrics import RequestRecord
+
+
+@dataclass(kw_only=True)
+class _Trace:
+    token_times: list[float] = field(default_factory=list)
+    tokens_per_step: list[int] = field(default_factory=list)
+    num_draft_tokens: list[int] = field(default_factory=list)
+    num_accepted_tokens: list[int] = field(default_factory=list)
+
+
+class RequestTraces:
+    """Collects a run's steps by request."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], categories: Mapping[str, str]) -> None:
+        self.errors: dict[str, str] = {}  # request_id -> why it failed
+        self._decode, self._categories = decode, categories
+        self._open: dict[str, _Trace] = {}
+
+    def observe(self, gain: CommittedTokens, arrived_at: float) -> None:
+        trace = self._open.setdefault(gain.request.request_id, _Trace())
+        trace.token_times.append(arrived_at)
+        trace.tokens_per_step.append(len(gain.token_ids))
+        trace.num_draft_tokens.append(gain.num_draft_tokens)
+        trace.num_accepted_tokens.append(gain.num_accepted_tokens)
+
+    def finish(self, request: Request) -> RequestRecord:
+        """The record of a request that is over; its text ends before the stop string."""
+        text = self._decode(request.output_token_ids)
+        if isinstance(request.stop_reason, str):
+            text = text.partition(request.stop_reason)[0]
+        request.text = text
+        return self._record(request)
+
+    def fail(self, request: Request, reason: str) -> RequestRecord:
+        self.errors[request.request_id] = reason
+        return self._record(request)
+
+    def _record(self, request: Request) -> RequestRecord:
+        trace = self._open.pop(request.request_id, _Trace())
+        return RequestRecord(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            text=request.text,
+            token_ids=request.output_token_ids,
+            finish_reason=request.finish_reason,
+            category=self._categories.get(request.request_id),
+            arrival_time=request.arrival_time,
+            token_times=tuple(trace.token_times),
+            tokens_per_step=tuple(trace.tokens_per_step),
+            num_draft_tokens=tuple(trace.num_draft_tokens),
+            num_accepted_tokens=tuple(trace.num_accepted_tokens),
+        )

@@ -1,0 +1,80 @@
+"""Checks a step's drafts: one target pass over everything scheduled, then the rule.
+
+Plain decoding is the case of zero drafts and runs the same lines.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from runner.engine.launch import Part
+from runner.engine.model_runner import ModelRunner
+from runner.engine.request import DraftTokens, VerifyOutput
+from runner.engine.sampling import SamplingRows
+from runner.engine.scheduler import Schedule
+from verifier.rejection_sampler import RejectionSampler
+
+
+class Verifier:
+    def __init__(
+        self, *, target: ModelRunner, rejection_sampler: RejectionSampler, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.target, self.rejection_sampler, self.eos_token_ids = target, rejection_sampler, eos_token_ids
+
+    @torch.inference_mode()
+    def verify(self, schedule: Schedule, drafts: DraftTokens) -> VerifyOutput:
+        """Compute the step's tokens and drafts; judge the drafts.
+
+        Returns a row for every scheduled request that yields a token, in the order of the schedule.
+        """
+        drafts = _cover(drafts, len(schedule.scheduled))
+        counts = drafts.num_draft_tokens
+        parts = [
+            Part(
+                request=item.request,
+                start=item.start,
+                end=item.start + item.num_new_tokens,
+                num_draft_tokens=count,
+                num_logits=count + 1 if item.yields_token else 0,
+            )
+            for item, count in zip(schedule.scheduled, counts, strict=True)
+        ]
+        logits = self.target.run(parts, drafts.token_ids)
+        yielding = [index for index, item in enumerate(schedule.scheduled) if item.yields_token]
+        if not yielding:  # prompts only, none of them done
+            nothing = torch.empty(0, 1, dtype=torch.int64, device=self.target.device)
+            return VerifyOutput(token_ids=nothing, num_accepted_tokens=nothing[:, 0])
+        counts = [counts[index] for index in yielding]
+        rows = SamplingRows.build(
+            [schedule.scheduled[index].request for index in yielding],
+            [row for row, count in enumerate(counts) for _ in range(count + 1)],
+            [ancestors for count in counts for ancestors in range(count + 1)],
+            _padded(drafts.token_ids, counts),
+            vocab_size=self.target.model.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            device=self.target.device,
+        )
+        return self.rejection_sampler(logits, _cover(drafts, len(yielding)), rows)
+
+
+def _cover(drafts: DraftTokens, num_requests: int) -> DraftTokens:
+    """The same drafts over the first num_requests requests of the step; those behind the decoding ones have none."""
+    cu = drafts.cu_num_draft_tokens
+    cu = (cu + cu[-1:] * (num_requests + 1 - len(cu)))[: num_requests + 1]
+    return DraftTokens(token_ids=drafts.token_ids, cu_num_draft_tokens=cu, probs=drafts.probs, sources=drafts.sources)
+
+
+def _padded(token_ids: torch.Tensor, counts: list[int]) -> torch.Tensor | None:
+    """Flat drafts as [num_requests, most drafts] int64, -1 where a request has fewer; None when nobody drafted."""
+    widest = max(counts)
+    if widest == 0:
+        return None
+    if min(counts) == widest:
+        return token_ids.view(len(counts), widest)
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    flat = [row * widest + offset for row, (start, end) in enumerate(pairwise(starts)) for offset in range(end - start)]
+    padded = torch.full((len(counts) * widest,), -1, dtype=torch.int64, device=token_ids.device)
+    padded.index_copy_(0, torch.tensor(flat, device=token_ids.device), token_ids)
+    return padded.view(len(counts), widest)
