@@ -1,4 +1,4 @@
-"""A small model of the same vocabulary drafts token by token (Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318).
+"""A small model of the same vocabulary drafts token by token (Leviathan et al., arXiv 2211.17192; Chen, 2302.01318).
 
 The draft keeps KV of its own under the target's block table. It computes prompts in the chunks the target does,
 and catches up on committed tokens when it next proposes: after full acceptance it lacks the last draft token too.
@@ -70,9 +70,7 @@ class DraftModelProposer(Proposer):
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:
         decoding = schedule.decoding
-        counts = [
-            max(0, min(item.max_draft_tokens, self.max_model_len - item.request.num_tokens)) for item in decoding
-        ]
+        counts = [max(0, min(item.max_draft_tokens, self.max_model_len - item.request.num_tokens)) for item in decoding]
         cu_num_draft_tokens = [0]
         for count in counts:
             cu_num_draft_tokens.append(cu_num_draft_tokens[-1] + count)

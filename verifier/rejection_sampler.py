@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.reference import rejection as rules
 from kernels.reference.philox import Stream, uniform
+from kernels.reference.sampling import greedy_argmax
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows, process_logits, put_rows, sample_at, sample_tokens, take_rows
 from runner.engine.sampling_rows import index_or_all, to_device
@@ -104,8 +105,11 @@ class RejectionSampler:
         """
         if drafts.parent_indices is not None:
             raise ValueError("parent_indices must be None (draft chains): this sampler does not verify trees")
-        batch = _Batch.build(drafts, rows)
         processed = process_logits(logits, rows)
+        if drafts.cu_num_draft_tokens[-1] == 0:  # every rule without a draft is a draw from the target
+            token_ids = sample_tokens(processed, rows)
+            return VerifyOutput(token_ids=token_ids.unsqueeze(1), num_accepted_tokens=torch.zeros_like(token_ids))
+        batch = _Batch.build(drafts, rows)
         if self._method == "synthetic":
             num_accepted, last_token_ids = self._synthetic(processed, batch, rows)
         elif self._method == "strict" or rows.all_greedy:
@@ -139,7 +143,7 @@ class RejectionSampler:
         num_accepted = batch.count_accepted(accepted)
         last_row_idx = batch.first_row_idx + num_accepted
         return num_accepted, sample_at(
-            processed[last_row_idx],
+            processed.index_select(0, last_row_idx),
             rows.seeds[last_row_idx],
             rows.positions[last_row_idx],
             batch.random_request_idx,
@@ -149,21 +153,22 @@ class RejectionSampler:
     def _probabilistic(
         self, processed: Tensor, batch: _Batch, rows: SamplingRows, probs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        accepted = rules.accept_strict(processed.argmax(dim=-1)[batch.row_idx], batch.token_ids)  # the greedy requests'
         random = batch.random_draft_idx
         row_idx, draft_ids = take_rows(batch.row_idx, random), take_rows(batch.token_ids, random)
         known_ids = draft_ids.clamp(min=0).unsqueeze(1)
-        p_draft = processed[row_idx].softmax(dim=-1).gather(1, known_ids).squeeze(1)
+        p_draft = processed.index_select(0, row_idx).softmax(dim=-1).gather(1, known_ids).squeeze(1)
         q_draft = None if probs is None else take_rows(probs, random).gather(1, known_ids).squeeze(1)
         uniforms = uniform(rows.seeds[row_idx], rows.positions[row_idx], Stream.ACCEPT)
-        drawn = rules.accept_probabilistic(p_draft, q_draft, uniforms) & (draft_ids >= 0)
-        num_accepted = batch.count_accepted(put_rows(accepted, random, drawn))
+        accepted = rules.accept_probabilistic(p_draft, q_draft, uniforms) & (draft_ids >= 0)
+        if random is not None:
+            greedy_accepted = rules.accept_strict(greedy_argmax(processed)[batch.row_idx], batch.token_ids)
+            accepted = greedy_accepted.index_copy_(0, random, accepted)
+        num_accepted = batch.count_accepted(accepted)
 
         last_row_idx = batch.first_row_idx + num_accepted
-        last_logits = processed[last_row_idx]  # [num_requests, vocab]: bonus rows; rejected rows are replaced below
+        last_logits = processed.index_select(0, last_row_idx)  # [num_requests, vocab]
         is_rejected = num_accepted < batch.num_draft_tokens
-        if batch.token_ids.shape[0]:
-            last_logits = _residual_logits(last_logits, is_rejected, num_accepted, batch, probs)
+        last_logits = _residual_logits(last_logits, is_rejected, num_accepted, batch, probs)
         return num_accepted, sample_at(
             last_logits,
             rows.seeds[last_row_idx],
@@ -187,6 +192,6 @@ def _residual_logits(
     if probs is None:
         law = rules.residual_one_hot(p, batch.token_ids[rejected_idx])
     else:
-        law = rules.residual(p, probs[rejected_idx])
+        law = rules.residual(p, probs.index_select(0, rejected_idx))
     replaced = torch.where(take_rows(is_rejected, random).unsqueeze(1), law.log(), logits)
     return put_rows(last_logits, random, replaced)

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 class AttentionTiles:
     """Tiles that share one launch: S tiles of M query rows, each over one request's blocks."""
 
-    query_rows: torch.Tensor  # [S * M] int64: row of the launch that fills each tile row (0 where padded)
+    query_rows: torch.Tensor | None  # [S * M] int64: launch row of each tile row (0 where padded); None: the same rows
     query_positions: torch.Tensor  # [S, M] int64: absolute position of each tile row (0 where padded)
     block_table: torch.Tensor  # [S, num_blocks] int64, 0 (the null block) where padded
     block_size: int
+    contiguous_from: int | None = None  # first block, when this is one tile over neighbouring blocks: no gather then
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -30,38 +31,49 @@ class AttentionTiles:
         if key not in self._masks:
             context = self.block_table.shape[1] * self.block_size
             key_positions = torch.arange(context, device=self.block_table.device)
-            distance = self.query_positions[:, None, :, None] - key_positions
-            hidden = distance < 0
+            query_positions = self.query_positions[:, None, :, None]
+            hidden = key_positions > query_positions
             if sliding_window is not None:
-                hidden |= distance >= sliding_window
+                hidden |= key_positions <= query_positions - sliding_window
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._masks[key] = zeros.masked_fill_(hidden, float("-inf"))
         return self._masks[key]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionPlan:
+    """How a launch's rows are cut into tiles and put together again."""
+
+    tiles: list[AttentionTiles]  # one call of the attention each
+    output_rows: torch.Tensor | None  # [num_rows] int64: tile row, over all tiles, of each launch row; None: the same
+
+
 def paged_attention(
     query: torch.Tensor,  # [num_rows, num_heads, head_dim]
     kv_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads * (head_dim + value_dim)], keys before values
-    tiles: list[AttentionTiles],
-    output_rows: torch.Tensor,  # [num_rows] int64: tile row, counted over all tiles, that holds each launch row
+    plan: AttentionPlan,
     *,
     num_kv_heads: int,
     value_dim: int,
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
-    sinks: torch.Tensor | None = None,  # [num_heads]: an extra logit a head that takes mass and yields nothing (gpt-oss)
+    sinks: torch.Tensor | None = None,  # [num_heads]: a logit that takes mass and yields nothing (gpt-oss)
 ) -> torch.Tensor:  # [num_rows, num_heads * value_dim]
     num_heads, head_dim = query.shape[1:]
-    key_width = num_kv_heads * head_dim
+    width = kv_cache.shape[-1]
     outputs = []
-    for tile in tiles:
+    for tile in plan.tiles:
         num_tiles, tile_rows = tile.query_positions.shape
-        q = query.index_select(0, tile.query_rows).view(num_tiles, tile_rows, num_heads, head_dim).transpose(1, 2)
-        kv = kv_cache.flatten(1).index_select(0, tile.block_table.flatten())
-        kv = kv.view(num_tiles, -1, kv_cache.shape[-1])
-        k = kv[..., :key_width].unflatten(-1, (num_kv_heads, head_dim)).transpose(1, 2)
-        v = kv[..., key_width:].unflatten(-1, (num_kv_heads, value_dim)).transpose(1, 2)
+        context = tile.block_table.shape[1] * tile.block_size
+        q = query if tile.query_rows is None else query.index_select(0, tile.query_rows)
+        q = q.view(num_tiles, tile_rows, num_heads, head_dim).transpose(1, 2)
+        if tile.contiguous_from is None:
+            kv, first = kv_cache.flatten(1).index_select(0, tile.block_table.flatten()), 0
+        else:
+            kv, first = kv_cache, tile.contiguous_from * tile.block_size
+        k = _heads(kv, first, 0, (num_tiles, num_kv_heads, context, head_dim), width)
+        v = _heads(kv, first, num_kv_heads * head_dim, (num_tiles, num_kv_heads, context, value_dim), width)
         mask = tile.mask(sliding_window, query.dtype)
         if softcap is None and sinks is None and value_dim == head_dim:
             out = F.scaled_dot_product_attention(
@@ -71,7 +83,14 @@ def paged_attention(
             out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
         outputs.append(out.transpose(1, 2).reshape(num_tiles * tile_rows, num_heads * value_dim))
     stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return stacked.index_select(0, output_rows)
+    return stacked if plan.output_rows is None else stacked.index_select(0, plan.output_rows)
+
+
+def _heads(kv: torch.Tensor, first_row: int, column: int, shape: tuple[int, int, int, int], width: int) -> torch.Tensor:
+    """Keys or values as [S, heads, context, dim], a view of rows of `width`; one call instead of four."""
+    _, _, context, dim = shape
+    offset = kv.storage_offset() + first_row * width + column
+    return kv.as_strided(shape, (context * width, dim, width, 1), offset)
 
 
 def _explicit_attention(

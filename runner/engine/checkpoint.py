@@ -40,17 +40,26 @@ def resolve_directory(source: ModelSource, *, weights: bool = True) -> Path:
         return path
     if path.exists() or source.model.startswith((".", "/", "~")) or source.model.count("/") > 1:
         raise UserError(
-            f"{source.name} must be a directory in Hugging Face layout or a hub id, got {source.model!r}, which "
-            "does not exist; check the path"
+            f"{source.name} must be a directory in Hugging Face layout or a hub id, got {source.model!r}, where "
+            "there is no directory; check the path"
         )
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.jinja", "tokenizer*", *(["*.safetensors"] if weights else [])]
+    patterns = ["*.json", "*.jinja", "tokenizer*"]
+    patterns += ["*.safetensors"] if weights else []
+    patterns += ["*.py"] if source.trust_remote_code else []
     try:
-        return Path(huggingface_hub.snapshot_download(source.model, revision=source.revision, allow_patterns=patterns))
+        return Path(
+            huggingface_hub.snapshot_download(
+                source.model,
+                revision=source.revision,
+                allow_patterns=patterns,
+                ignore_patterns=["original/*", "consolidated*"],  # the same weights in their makers' own layout
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = _one_line(error)
         raise UserError(
             f"{source.name}={source.model}: cannot be downloaded from the hub ({type(error).__name__}: {reason}); "
             "check the id, the network and HF_TOKEN, point to a local directory with "
@@ -59,22 +68,37 @@ def resolve_directory(source: ModelSource, *, weights: bool = True) -> Path:
 
 
 def load_config(source: ModelSource) -> Any:
-    """The transformers config of a model."""
+    """The transformers config of a model.
+
+    Raises:
+        UserError: no such model, or a config that cannot be read.
+    """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    unreadable = (ValueError, OSError, KeyError, ZeroDivisionError, StrictDataclassError)
     if source.is_dummy and source.hf_config is not None:
         values = dict(source.hf_config)
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+        name = source.name.replace(".model", ".hf_config")
+        if "model_type" not in values:
+            raise UserError(f"{name} must have a model_type, got {sorted(values)}; add one, such as model_type: llama")
+        try:
+            return AutoConfig.for_model(values.pop("model_type"), **values)
+        except unreadable as error:
+            raise UserError(f"{name} must be a config that transformers reads: {_one_line(error)}; mend it") from error
     directory = resolve_directory(source, weights=not source.is_dummy)
-    if not (directory / "config.json").is_file():
+    file = directory / "config.json"
+    if not file.is_file():
         raise UserError(
             f"{source.name} must hold a config.json, got {directory}, which has none; "
             "point to the directory that `save_pretrained` wrote"
         )
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=source.trust_remote_code)
-    except (ValueError, OSError, KeyError, json.JSONDecodeError) as error:
-        raise UserError(f"{source.name}: {directory / 'config.json'} cannot be read: {error}") from error
+    except unreadable as error:
+        raise UserError(
+            f"{source.name}: {file} cannot be read: {_one_line(error)}; mend it or download the checkpoint again"
+        ) from error
 
 
 def checkpoint_files(source: ModelSource) -> list[Path]:
@@ -85,13 +109,17 @@ def checkpoint_files(source: ModelSource) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            raise UserError(f"{source.name}: {index} is not a safetensors index ({error}); download it again") from error
+            raise UserError(
+                f"{source.name}: {index} is not a safetensors index ({error}); download it again"
+            ) from error
         files = [directory / name for name in names]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise UserError(f"{source.name}: {directory} lacks {', '.join(missing)}; download the checkpoint again")
         return files
-    files = sorted(directory.glob("*.safetensors"))
+    files = [directory / "model.safetensors"]
+    if not files[0].is_file():
+        files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise UserError(
             f"{source.name}: {directory} holds no *.safetensors file; convert the checkpoint with "
@@ -111,6 +139,11 @@ def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
                     yield name, handle.get_slice(name)
         except SafetensorError as error:
             raise UserError(f"{source.name}: {file} is corrupt ({error}); download it again") from error
+
+
+def _one_line(error: Exception) -> str:
+    """What a library says, its first paragraph in one line."""
+    return " ".join(str(error).strip().split("\n\n")[0].split()).rstrip(".")
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

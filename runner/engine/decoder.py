@@ -1,20 +1,21 @@
 """A dense pre-norm decoder over a paged KV cache: Llama, Mistral, Qwen2, Qwen3.
 
 The same layer serves targets and drafts; heads that reuse it (EAGLE, MTP) build on DecoderLayer. Modules hold one
-tensor-parallel shard. Parameters are allocated empty; runner.engine.loader fills them through weight_targets().
+tensor-parallel shard. Weights are allocated empty; runner.engine.loader fills them through weight_targets().
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from kernels.reference.linear import linear
 from kernels.reference.paged_attention import paged_attention
 from kernels.reference.rms_norm import add_rms_norm, rms_norm
-from kernels.reference.rope import apply_rope
+from kernels.reference.rope import RopeTable, apply_rope
 from kernels.reference.silu_and_mul import silu_and_mul
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
@@ -23,22 +24,29 @@ from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, Shard,
 from runner.engine.rope import rope_tables
 
 
-class RMSNorm(nn.Module):
+class RMSNorm:
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.eps = torch.tensor(eps, dtype=torch.float32)
+        self.weight = torch.empty(size, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
-class Attention(nn.Module):
+@dataclass(frozen=True, kw_only=True)
+class RopeRows:
+    """A launch's rotations, for whole rows of the fused projection; the same for every layer."""
+
+    cos: torch.Tensor  # [num_rows, qkv width]
+    signed_sin: torch.Tensor  # [num_rows, qkv width]
+    partner: torch.Tensor  # [qkv width] int64
+
+
+class Attention:
     def __init__(self, arch: Architecture, layer: int, shard: Shard, dtype: torch.dtype) -> None:
-        super().__init__()
         self.layer, self.head_dim = layer, arch.head_dim
         self.num_heads = shard.split(arch.num_heads, "num_attention_heads")
         self.num_kv_heads = shard.split(arch.num_kv_heads, "num_key_value_heads")
@@ -52,22 +60,20 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
 
-    def forward(
-        self, hidden: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch, cache: PagedKVCache
-    ) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         num_heads, num_kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         qkv = self.qkv_proj(hidden, batch.linear_tile)
-        qk = qkv[:, : (num_heads + num_kv_heads) * dim].view(-1, num_heads + num_kv_heads, dim)
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :num_heads]), self.k_norm(qk[:, num_heads:])), dim=1)
-        # Rotated in place, so that keys and values of a row lie side by side and are stored in one write.
-        qkv[:, : (num_heads + num_kv_heads) * dim] = apply_rope(qk, *rope).flatten(1)
-        cache.write(self.layer, batch.slot_mapping, qkv[:, num_heads * dim :])
+            heads = qkv.view(-1, num_heads + 2 * num_kv_heads, dim)
+            q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1).flatten(1)
+        qkv = apply_rope(qkv, rope.cos, rope.signed_sin, rope.partner)
+        query, kv = qkv.split_with_sizes((num_heads * dim, 2 * num_kv_heads * dim), dim=1)
+        cache.write(self.layer, batch.slot_mapping, kv)
         out = paged_attention(
-            qkv[:, : num_heads * dim].unflatten(1, (num_heads, dim)),
+            query.view(-1, num_heads, dim),
             cache.layers[self.layer],
-            batch.tiles,
-            batch.output_rows,
+            batch.attention,
             num_kv_heads=num_kv_heads,
             value_dim=dim,
             scale=dim**-0.5,
@@ -83,35 +89,33 @@ class Attention(nn.Module):
         return targets
 
 
-class MLP(nn.Module):
+class MLP:
     def __init__(self, arch: Architecture, shard: Shard, dtype: torch.dtype) -> None:
-        super().__init__()
         parts = {"mlp.gate_proj": arch.intermediate_size, "mlp.up_proj": arch.intermediate_size}
         self.gate_up_proj = ColumnParallelLinear(arch.hidden_size, parts, bias=arch.mlp_bias, shard=shard, dtype=dtype)
         self.down_proj = RowParallelLinear(
             arch.intermediate_size, arch.hidden_size, "mlp.down_proj", bias=arch.mlp_bias, shard=shard, dtype=dtype
         )
 
-    def forward(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         return self.down_proj(silu_and_mul(self.gate_up_proj(hidden, tile)), tile)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         return self.gate_up_proj.weight_targets(prefix) | self.down_proj.weight_targets(prefix)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer:
     def __init__(self, arch: Architecture, layer: int, shard: Shard, dtype: torch.dtype) -> None:
-        super().__init__()
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
         self.attention = Attention(arch, layer, shard, dtype)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
         self.mlp = MLP(arch, shard, dtype)
 
-    def forward(
+    def __call__(
         self,
         hidden: torch.Tensor | None,  # output of the layer below, not yet added; None for the first layer
         residual: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
+        rope: RopeRows,
         batch: ForwardBatch,
         cache: PagedKVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +134,7 @@ class DecoderLayer(nn.Module):
         return norms | self.attention.weight_targets(prefix) | self.mlp.weight_targets(prefix)
 
 
-class Decoder(nn.Module):
+class Decoder:
     """Token ids to final hidden states, and hidden states to logits."""
 
     is_row_invariant = True
@@ -138,29 +142,26 @@ class Decoder(nn.Module):
     def __init__(
         self, arch: Architecture, hf_config: Any, *, max_model_len: int, dtype: torch.dtype, shard: Shard | None = None
     ) -> None:
-        super().__init__()
         shard = shard or Shard()
         self.vocab_size, self.num_layers = arch.vocab_size, arch.num_layers
         # Embedding and head are replicated: every rank samples the same token from the same logits.
-        self.embed_tokens = nn.Parameter(
-            torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), requires_grad=False
-        )
-        self.layers = nn.ModuleList(DecoderLayer(arch, i, shard, dtype) for i in range(arch.num_layers))
+        self.embed_tokens = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
+        self.layers = [DecoderLayer(arch, index, shard, dtype) for index in range(arch.num_layers)]
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
         self.lm_head = (
             self.embed_tokens
             if arch.tie_word_embeddings
-            else nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), requires_grad=False)
+            else torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
         )
         self._rope_source = (hf_config, arch.head_dim, max_model_len)
-        self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rope: RopeTable | None = None
 
     @property
     def kv_widths(self) -> list[int]:
         """Elements a token takes in each layer's cache."""
         return [2 * layer.attention.num_kv_heads * layer.attention.head_dim for layer in self.layers]
 
-    def forward(
+    def __call__(
         self, batch: ForwardBatch, cache: PagedKVCache, tap_layers: tuple[int, ...] = ()
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run the rows of one launch, writing their KV.
@@ -170,8 +171,7 @@ class Decoder(nn.Module):
             layers [num_rows, hidden] (0 = embeddings, num_layers = input of the final norm).
         """
         residual = self.embed_tokens.index_select(0, batch.token_ids)
-        cos, signed_sin = self._tables()
-        rope = (cos.index_select(0, batch.positions), signed_sin.index_select(0, batch.positions))
+        rope = self._rope_rows(batch.positions)
         hidden: torch.Tensor | None = None
         taps: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -187,6 +187,13 @@ class Decoder(nn.Module):
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
         return linear(hidden, self.lm_head, None, tile).float()
 
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Checkpoint names and weights, each weight once; views, to be written in place."""
+        return ((name, target.view) for name, target in self.weight_targets().items())
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for _, parameter in self.named_parameters())
+
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {
             "model.embed_tokens.weight": WeightTarget(view=self.embed_tokens),
@@ -198,9 +205,11 @@ class Decoder(nn.Module):
             targets |= layer.weight_targets(f"model.layers.{index}.")
         return targets
 
-    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._rope is None:  # after loading: the tables live where the weights live, in their dtype
-            cos, signed_sin = rope_tables(*self._rope_source)
-            like = self.embed_tokens
-            self._rope = (cos.to(like.device, like.dtype), signed_sin.to(like.device, like.dtype))
-        return self._rope
+    def _rope_rows(self, positions: torch.Tensor) -> RopeRows:
+        if self._rope is None:  # after loading: the table lives where the weights live, in their dtype
+            attention, like = self.layers[0].attention, self.embed_tokens
+            cos, signed_sin = (table.to(like) for table in rope_tables(*self._rope_source))
+            num_rotated = attention.num_heads + attention.num_kv_heads
+            self._rope = RopeTable(cos, signed_sin, num_rotated, attention.num_kv_heads * attention.head_dim)
+        cos, signed_sin = self._rope.rows(positions)
+        return RopeRows(cos=cos, signed_sin=signed_sin, partner=self._rope.partner)

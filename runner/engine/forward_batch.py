@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 
-from kernels.reference.paged_attention import AttentionTiles
+from kernels.reference.paged_attention import AttentionPlan, AttentionTiles
 
 Family = Literal["prefill", "decode"]
 
@@ -27,14 +26,14 @@ class TileShape:
     attention: int
 
 
-# Decode: four rows cost a one-token step hardly more than one (measured on CPU), eight hold a request's K + 1
-# rows for the usual K. Prefill: 64 rows run within 15 % of an untiled product.
+# Decode: K + 1 rows of the default K = 4, so that verifying costs what one token costs; five rows take a CPU a few
+# percent longer than one. Prefill: 64 rows run within 15 % of an untiled product.
 ROW_INVARIANT_TILES: dict[Family, TileShape] = {
-    "decode": TileShape(linear=4, attention=8),
+    "decode": TileShape(linear=5, attention=5),
     "prefill": TileShape(linear=64, attention=64),
 }
 ANY_SHAPE_TILES: dict[Family, TileShape] = {
-    "decode": TileShape(linear=None, attention=8),
+    "decode": TileShape(linear=None, attention=5),
     "prefill": TileShape(linear=None, attention=64),
 }
 
@@ -56,8 +55,7 @@ class ForwardBatch:
     token_ids: torch.Tensor  # [num_rows] int64
     positions: torch.Tensor  # [num_rows] int64
     slot_mapping: torch.Tensor  # [num_rows] int64: cache slot each row's KV is written to
-    tiles: list[AttentionTiles]
-    output_rows: torch.Tensor  # [num_rows] int64: see paged_attention
+    attention: AttentionPlan
     linear_tile: int | None
 
     @classmethod
@@ -71,70 +69,67 @@ class ForwardBatch:
         block_size: int,
         device: torch.device,
     ) -> ForwardBatch:
-        lengths = np.array([segment.num_tokens for segment in segments])
-        starts = np.array([segment.start for segment in segments])
-        first_rows = np.cumsum(lengths) - lengths  # [num_segments]
-        num_tokens = int(lengths.sum())
         granule = shape.linear or 1
-        num_rows = -(-num_tokens // granule) * granule
-
-        segment_of_row = np.repeat(np.arange(len(segments)), lengths)
-        offsets = np.arange(num_tokens) - first_rows[segment_of_row]  # within the segment
-        positions = np.zeros(num_rows, dtype=np.int64)
-        positions[:num_tokens] = starts[segment_of_row] + offsets
-        tables = _padded_tables(segments, starts + lengths, block_size)
-        slots = np.zeros(num_rows, dtype=np.int64)
-        row_positions = positions[:num_tokens]
-        slots[:num_tokens] = tables[segment_of_row, row_positions // block_size] * block_size + row_positions % block_size
-
-        # Cut every segment into attention tiles of a fixed number of rows.
-        tile_rows = shape.attention
-        tiles_per_segment = -(-lengths // tile_rows)
-        tile_segment = np.repeat(np.arange(len(segments)), tiles_per_segment)
-        tile_index = np.arange(len(tile_segment)) - (np.cumsum(tiles_per_segment) - tiles_per_segment)[tile_segment]
-        within = tile_index[:, None] * tile_rows + np.arange(tile_rows)  # [num_tiles, tile_rows] offset in segment
-        filled = within < lengths[tile_segment][:, None]
-        query_rows = np.where(filled, first_rows[tile_segment][:, None] + within, 0)
-        query_positions = np.where(filled, starts[tile_segment][:, None] + within, 0)
-        output_rows = np.zeros(num_rows, dtype=np.int64)
-        output_rows[query_rows[filled]] = np.flatnonzero(filled.ravel())
-
-        ids = np.zeros(num_rows, dtype=np.int64)
-        ids[:num_tokens] = token_ids
-
-        def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device, non_blocking=True)
-
-        if family == "decode":
-            groups = [slice(0, len(tile_segment))]
-            num_blocks = [tables.shape[1]]
-        else:  # a tile a launch, each over no more context than its last row sees
-            groups = [slice(i, i + 1) for i in range(len(tile_segment))]
-            num_blocks = [int(last) // block_size + 1 for last in query_positions.max(axis=1)]
+        padding = [0] * (-len(token_ids) % granule)
+        num_rows, tile_rows = len(token_ids) + len(padding), shape.attention
+        positions: list[int] = []
+        slots: list[int] = []
+        output_rows: list[int] = []
+        query_rows: list[int] = []
+        query_positions: list[int] = []
+        tables: list[Sequence[int]] = []  # a tile's, as far as its last row sees
+        for segment in segments:
+            end = segment.start + segment.num_tokens
+            for first in range(segment.start, end, tile_rows):
+                places = range(first, min(first + tile_rows, end))
+                unfilled = [0] * (tile_rows - len(places))
+                output_rows += range(len(query_rows), len(query_rows) + len(places))
+                query_rows += [*range(len(positions), len(positions) + len(places)), *unfilled]
+                query_positions += [*places, *unfilled]
+                positions += places
+                slots += [segment.block_table[p // block_size] * block_size + p % block_size for p in places]
+                tables.append(segment.block_table[: places[-1] // block_size + 1])
+        groups = _groups(family, tables)
+        # One upload for everything the launch needs to know, then views of it.
+        lists = [[*token_ids, *padding], positions + padding, slots + padding, output_rows + padding]
+        lists += [query_rows, query_positions, *(table for _, table in groups)]
+        packed = torch.tensor([number for numbers in lists for number in numbers]).to(device, non_blocking=True)
+        ids, positions_, slots_, output_rows_, rows_, places_, *tables_ = packed.split_with_sizes(
+            [len(part) for part in lists]
+        )
+        is_lone_tile = len(tables) == 1 and tile_rows == num_rows  # launch rows and tile rows are the same
         tiles = [
             AttentionTiles(
-                query_rows=tensor(query_rows[group].ravel()),
-                query_positions=tensor(query_positions[group]),
-                block_table=tensor(tables[tile_segment[group], :blocks]),
+                query_rows=None if is_lone_tile else rows_[of.start * tile_rows : of.stop * tile_rows],
+                query_positions=places_[of.start * tile_rows : of.stop * tile_rows].view(-1, tile_rows),
+                block_table=table.view(len(of), -1),
                 block_size=block_size,
+                contiguous_from=_contiguous_from(numbers) if len(of) == 1 else None,
             )
-            for group, blocks in zip(groups, num_blocks, strict=True)
+            for (of, numbers), table in zip(groups, tables_, strict=True)
         ]
         return cls(
             family=family,
-            token_ids=tensor(ids),
-            positions=tensor(positions),
-            slot_mapping=tensor(slots),
-            tiles=tiles,
-            output_rows=tensor(output_rows),
+            token_ids=ids,
+            positions=positions_,
+            slot_mapping=slots_,
+            attention=AttentionPlan(tiles=tiles, output_rows=None if is_lone_tile else output_rows_),
             linear_tile=shape.linear,
         )
 
 
-def _padded_tables(segments: Sequence[Segment], ends: np.ndarray, block_size: int) -> np.ndarray:
-    """Block tables up to each segment's last position, padded with the null block: [num_segments, max_blocks]."""
-    needed = -(-ends // block_size)
-    tables = np.zeros((len(segments), int(needed.max())), dtype=np.int64)
-    for row, segment, count in zip(tables, segments, needed, strict=True):
-        row[:count] = segment.block_table[:count]
-    return tables
+def _groups(family: Family, tables: list[Sequence[int]]) -> list[tuple[range, list[int]]]:
+    """Which tiles share a call of the attention, and their block tables, flat and padded with the null block.
+
+    Tiles of generated tokens share one call. A tile of a prompt has one of its own, so that it sees no more context
+    than its last row does.
+    """
+    if family == "prefill":
+        return [(range(tile, tile + 1), list(table)) for tile, table in enumerate(tables)]
+    widest = max(len(table) for table in tables)
+    return [(range(len(tables)), [block for table in tables for block in [*table, *[0] * (widest - len(table))]])]
+
+
+def _contiguous_from(table: Sequence[int]) -> int | None:
+    """The first block of a table whose blocks are neighbours in the cache, as they are for a lone request."""
+    return table[0] if all(block == table[0] + index for index, block in enumerate(table)) else None

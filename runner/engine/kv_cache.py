@@ -18,13 +18,12 @@ class PagedKVCache:
         self, layer_widths: list[int], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         # Zeroed: a masked key contributes 0 * value, which is 0 for every finite value and NaN for garbage.
-        self.layers = [
-            torch.zeros(num_blocks, block_size, width, dtype=dtype, device=device) for width in layer_widths
-        ]
+        self.layers = [torch.zeros(num_blocks, block_size, width, dtype=dtype, device=device) for width in layer_widths]
+        self._slots = [layer.flatten(0, 1) for layer in self.layers]
 
     def write(self, layer: int, slot_mapping: torch.Tensor, kv: torch.Tensor) -> None:
         """Store kv [num_rows, width] in the slots [num_rows] of one layer."""
-        self.layers[layer].flatten(0, 1).index_copy_(0, slot_mapping, kv)
+        self._slots[layer].index_copy_(0, slot_mapping, kv)
 
 
 class BlockManager:

@@ -17,7 +17,9 @@ from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.linear import Shard, WeightTarget
 from runner.engine.memory import require_memory
-from runner.engine.transformers_model import TransformersModel, require_supported
+from runner.engine.rope import require_static_rope
+from runner.engine.transformers_model import TransformersModel
+from runner.engine.transformers_support import require_supported
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ def load_model(
     limit = int(getattr(config, "max_position_embeddings", None) or 2**20)
     if max_model_len is not None and max_model_len > limit:
         raise UserError(
-            f"max_model_len must be <= {limit}, the max_position_embeddings of {source.model}, got {max_model_len}"
+            f"{source.name.replace('.model', '.max_model_len')} must be <= {limit}, the max_position_embeddings of "
+            f"{source.model}, got {max_model_len}; lower it or leave it out"
         )
     length = max_model_len or limit
     arch = read_architecture(config)
@@ -58,10 +61,11 @@ def load_model(
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         return LoadedModel(model=model, hf_config=config, max_model_len=length, num_weight_bytes=num_bytes)
 
+    require_static_rope(config)
     logger.info("%s: %s runs on our own decoder", source.model, arch.family)
     num_bytes = _weight_bytes(arch, config, length, dtype, shard)
     remedy = "choose a smaller model, hardware.dtype=bfloat16, or a device with more memory"
-    require_memory(num_bytes, device, f"{source.name}={source.model}: its weights", remedy)
+    require_memory(num_bytes, device, f"{source.name}={source.model}", remedy)
     with torch.device(device):
         decoder = Decoder(arch, config, max_model_len=length, dtype=dtype, shard=shard)
     if source.is_dummy:

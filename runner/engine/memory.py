@@ -33,9 +33,11 @@ def require_memory(needed: int, device: torch.device, what: str, remedy: str) ->
         )
 
 
-def _cgroup_limit() -> int:
+def _cgroup_limit(group: Path = Path("/sys/fs/cgroup")) -> int:
     """What a container may still take (cgroup v2); a large number where there is no limit."""
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit, used = group / "memory.max", group / "memory.current"
     if not (limit.is_file() and used.is_file()) or limit.read_text().strip() == "max":
         return 2**62
-    return int(limit.read_text()) - int(used.read_text())
+    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    cached = int(statistics.get("inactive_file", 0))  # checkpoint pages read before: given back when needed
+    return int(limit.read_text()) - int(used.read_text()) + cached

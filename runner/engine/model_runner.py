@@ -79,6 +79,8 @@ class ModelRunner:
         if not rows:
             return torch.empty(0, self.model.vocab_size, device=self.device)
         tile = self.tiles["decode"].linear
+        if len(hidden) == tile and rows[-1] - rows[0] == len(rows) - 1:  # one tile, and neighbours in it: no gather
+            return self.model.logits(hidden, tile)[rows[0] : rows[-1] + 1]
         padding = -len(rows) % (tile or 1)
         index = torch.tensor(rows + rows[:1] * padding, device=self.device)
         return self.model.logits(hidden.index_select(0, index), tile)[: len(rows)]

@@ -6,6 +6,7 @@ Only `Scheduler.commit` writes a Request's state; everyone else reads.
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -76,7 +77,7 @@ class DraftTokens:
 
     token_ids: torch.Tensor  # [num_draft_tokens] int64
     cu_num_draft_tokens: list[int]  # [B + 1], starts with 0
-    probs: torch.Tensor | None = None  # [num_draft_tokens, vocab] float32: the law q each token was drawn from; None = one-hot
+    probs: torch.Tensor | None = None  # [num_draft_tokens, vocab] float32: the law q of each token; None = one-hot
     parent_indices: torch.Tensor | None = None  # [num_draft_tokens] int64, -1 = root; None = chains
     sources: tuple[str, ...] = ()  # the proposer of each token; empty = the one proposer of the run
 
@@ -89,8 +90,7 @@ class DraftTokens:
     @property
     def num_draft_tokens(self) -> list[int]:
         """Drafted tokens of each request, [B]."""
-        cu = self.cu_num_draft_tokens
-        return [end - start for start, end in zip(cu, cu[1:], strict=False)]
+        return [end - start for start, end in itertools.pairwise(self.cu_num_draft_tokens)]
 
 
 @dataclass(frozen=True, kw_only=True)

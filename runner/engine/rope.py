@@ -10,33 +10,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from runner.engine.errors import UserError
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
-def rope_type(config: Any) -> str:
+def rope_types(config: Any) -> list[str]:
+    """The rope type of a config, or of each of its layer types (Gemma 3)."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return str(parameters.get("rope_type", "default"))
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return [str(value.get("rope_type", "default")) for value in nested or [parameters]]
 
 
 def require_static_rope(config: Any) -> None:
     """Raises UserError when the rope frequencies depend on the batch."""
-    kind = rope_type(config)
-    if kind not in STATIC_ROPE_TYPES:
-        raise UserError(
-            f"rope type must be one of {', '.join(STATIC_ROPE_TYPES)}, got {kind!r}: its frequencies depend on the "
-            "longest sequence in the batch, so no request's output would be its own; use a checkpoint with static rope"
-        )
+    kinds = rope_types(config)
+    for kind in kinds:
+        # One factor set can be pinned for a whole model, not yet one for each of its layer types.
+        if kind not in STATIC_ROPE_TYPES or (kind == "longrope" and len(kinds) > 1):
+            raise UserError(
+                f"rope type must be one of {', '.join(STATIC_ROPE_TYPES)}, got {kind!r}: its frequencies depend on the "
+                "longest sequence in the batch, so no request's output would be its own; use a checkpoint with static "
+                "rope"
+            )
 
 
 def rope_tables(config: Any, head_dim: int, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, signed_sin), each [max_model_len, 1, head_dim] float32; see kernels.reference.rope for the sign."""
+    """(cos, signed_sin), each [max_model_len, head_dim] float32; see kernels.reference.rope for the sign."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     require_static_rope(config)
-    kind = rope_type(config)
+    (kind,) = rope_types(config)
     if kind == "default":
         theta = config.rope_parameters["rope_theta"]
         inv_freq = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
@@ -45,4 +51,29 @@ def rope_tables(config: Any, head_dim: int, max_model_len: int) -> tuple[torch.T
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_model_len)
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inv_freq.float()
     cos, sin = angles.cos() * scaling, angles.sin() * scaling
-    return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def pin_longrope(model: nn.Module, max_model_len: int) -> None:
+    """Fix the factor set of a transformers model, which would choose it by the longest sequence of each launch.
+
+    Raises:
+        UserError: the model's own code chooses by length all the same.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        if getattr(module, "rope_type", None) != "longrope":
+            continue
+        config: Any = module.config
+        inv_freq = module.get_buffer("inv_freq")
+        inv_freq.copy_(ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=max_model_len)[0])
+        module.rope_type = "default"  # type: ignore[assignment]
+        behind_switch = config.rope_parameters["original_max_position_embeddings"] + 1
+        positions = torch.tensor([[1, behind_switch]], device=inv_freq.device)
+        alone, beside = (module(inv_freq, positions[:, :count])[0][:, :1] for count in (1, 2))
+        if not torch.equal(alone, beside):
+            raise UserError(
+                f"rope type of a {config.model_type} model must not be 'longrope': its own code changes the rotation "
+                "of every sequence with the longest one in the batch; use a checkpoint with static rope"
+            )

@@ -75,11 +75,11 @@ def sample_at(
     """`sample_tokens` with the keys given one by one, for rows picked out on the device."""
     if random_row_idx is None:
         return ops.gumbel_argmax(processed, seeds, positions, stream, draft_step)
-    token_ids = processed.argmax(dim=-1)
+    token_ids = ops.greedy_argmax(processed)
     if random_row_idx.shape[0] == 0:
         return token_ids
     drawn = ops.gumbel_argmax(
-        processed[random_row_idx],
+        processed.index_select(0, random_row_idx),
         seeds[random_row_idx],
         positions[random_row_idx],
         stream[random_row_idx] if isinstance(stream, Tensor) else stream,
@@ -97,7 +97,7 @@ def draft_tokens(
     target's own noise, and q if need_probs (the strict rule does not read it). q is None when all rows are greedy.
     """
     if draft_sample_method == "greedy" or (rows.all_greedy and draft_sample_method in ("probabilistic", "coupled")):
-        return processed.argmax(dim=-1), None
+        return ops.greedy_argmax(processed), None
     if draft_sample_method == "probabilistic":
         return sample_tokens(processed, rows, Stream.DRAFT), processed.softmax(dim=-1)
     if draft_sample_method == "coupled":

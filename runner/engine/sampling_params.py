@@ -44,7 +44,11 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()})
         rules = (
             ("n", self.n >= 1, "be >= 1"),
-            ("temperature", 0.0 <= self.temperature <= 100.0, "be in [0, 100]"),
+            (
+                "temperature",
+                self.temperature == 0.0 or 1e-5 <= self.temperature <= 100.0,
+                "be 0 (greedy) or in [1e-5, 100]",
+            ),
             ("top_k", self.top_k >= -1, "be >= 1, or 0 or -1 for all tokens"),
             ("top_p", 0.0 < self.top_p <= 1.0, "be in (0, 1]"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "be in [0, 1]"),
@@ -68,3 +72,8 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def takes_the_argmax(self) -> bool:
+        """Greedy, and nothing changes the logits first."""
+        return self.is_greedy and not (self.has_penalties or self.logit_bias or self.min_tokens)

@@ -99,13 +99,22 @@ class SamplingRows:
         positions = [owner.num_tokens + n for owner, n in zip(owners, num_ancestors, strict=True)]
         keys = to_device([[seed_to_int64(owner.seed) for owner in owners], positions], torch.int64, device)
         random_rows = [r for r, greedy in enumerate(is_greedy) if not greedy]
+        random_row_idx = index_or_all(random_rows, len(params), device)
+        if all(p.takes_the_argmax for p in params):
+            return cls(
+                vocab_size=vocab_size,
+                is_greedy=is_greedy,
+                seeds=keys[0],
+                positions=keys[1],
+                random_row_idx=random_row_idx,
+            )
         top_k = _value_rows(params, lambda p: 0 < p.top_k < vocab_size, lambda p: p.top_k, torch.int64, device)
         return cls(
             vocab_size=vocab_size,
             is_greedy=is_greedy,
             seeds=keys[0],
             positions=keys[1],
-            random_row_idx=index_or_all(random_rows, len(params), device),
+            random_row_idx=random_row_idx,
             logit_bias=_logit_bias(params, vocab_size, device),
             forbidden=_forbidden(owners, num_ancestors, vocab_size, eos_token_ids, device),
             penalties=_penalties(requests, request_idx, num_ancestors, draft_token_ids, vocab_size, device),

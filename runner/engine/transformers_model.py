@@ -1,52 +1,29 @@
 """Any other decoder that transformers supports, run by its own modelling code over our paged KV cache.
 
-Our attention is registered under a name of its own; the model hands it queries, keys and values after rope, and
-the launch travels through as a keyword argument. Rows are not independent of the launch here (the modules are not
-ours), so the bitwise promise is off.
+Our attention is registered under a name of its own (runner.engine.transformers_attention). Rows are not independent
+of the launch here, because the modules are not ours, so the bitwise promise is off. What cannot run is refused with
+the reason: by its config before anything is loaded, and by one probing pass after.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from kernels.reference.paged_attention import paged_attention
-from runner.engine.checkpoint import ModelSource, resolve_directory
+from runner.engine.checkpoint import ModelSource, read_tensors, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.memory import require_memory
-from runner.engine.rope import require_static_rope
+from runner.engine.rope import pin_longrope
+from runner.engine.transformers_attention import ATTENTION_NAME, Launch, Probe, attention
+from runner.engine.transformers_support import auto_class, quantization_method, sliding_layers
 
-ATTENTION_NAME = "speculative_paged"
-
-
-def require_supported(config: Any, source: ModelSource) -> None:
-    """Raises UserError, with the reason, for a model that cannot run over our cache."""
-    from transformers import AutoModelForCausalLM
-
-    text_config = config.get_text_config(decoder=True)
-    try:
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError:
-        raise UserError(
-            f"{source.name}={source.model}: model_type {config.model_type!r} is no causal language model of transformers; "
-            "choose a decoder-only model"
-        ) from None
-    if not model_class._supports_attention_backend:
-        raise UserError(
-            f"{source.name}={source.model}: {model_class.__name__} does not let its attention be replaced "
-            "(_supports_attention_backend is false), so it cannot use a paged KV cache; choose another model"
-        )
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise UserError(
-            f"{source.name}={source.model}: layers of type {', '.join(sorted(kinds))} keep a state that is no "
-            "key-value cache; choose a model with attention layers only"
-        )
-    require_static_rope(text_config)
+PROBE_ROWS = 2
 
 
 class TransformersModel(nn.Module):
@@ -54,8 +31,179 @@ class TransformersModel(nn.Module):
 
     is_row_invariant = False
 
+    def __init__(self, causal_model: Any, config: Any, name: str) -> None:
+        """Take a loaded model apart into decoder and head.
+
+        Raises:
+            UserError: a probing pass shows that its attention does not go through our cache.
+        """
+        super().__init__()
+        self.decoder = causal_model.base_model.get_decoder()
+        # With the decoder replaced by a stand-in, the model's own forward is its head: projection, scale, soft cap.
+        path = next(path for path, module in causal_model.named_modules() if module is self.decoder)
+        causal_model.set_submodule(path, _GivenHiddenStates())
+        self.head = causal_model
+        self.num_layers: int = config.num_hidden_layers
+        probe, self.vocab_size = self._probe(config, name)
+        self.kv_widths = [probe.kv_widths[layer] for layer in range(self.num_layers)]
+        self._layers = [_enclosing_layer(self.decoder, probe.modules[layer]) for layer in range(self.num_layers)]
+
     @classmethod
     def load(
         cls, source: ModelSource, config: Any, *, device: torch.device, dtype: torch.dtype, max_model_len: int
     ) -> TransformersModel:
-        raise NotImplementedError
+        """Load a model that `require_supported` let through.
+
+        Raises:
+            UserError: a corrupt or incomplete checkpoint, too little memory, or attention that is not replaceable.
+        """
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION_NAME, attention)
+        config = copy.deepcopy(config)
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits = False  # a training loss would be computed from them
+        with torch.device("meta"):
+            num_bytes = sum(p.numel() * p.element_size() for p in _build(config, source, dtype).parameters())
+        remedy = "choose a smaller model, hardware.dtype=bfloat16, or a device with more memory"
+        require_memory(num_bytes, device, f"{source.name}={source.model}", remedy)
+        if source.is_dummy:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+                torch.manual_seed(0)
+                causal_model = _build(config, source, dtype)
+        else:
+            causal_model = _read(config, source, dtype, device)
+        pin_longrope(causal_model, max_model_len)
+        return cls(causal_model.requires_grad_(False).eval(), config, f"{source.name}={source.model}")
+
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, tap_layers: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run the rows of one launch, writing their KV; returns as Decoder.forward does."""
+        taps: dict[int, torch.Tensor] = {}
+        with ExitStack() as hooks:
+            for index in tap_layers:
+                hooks.enter_context(self._tap(index, taps))
+            hidden = self._decode(batch.token_ids, batch.positions, Launch(batch=batch, cache=cache))
+        return hidden, [taps[index] for index in tap_layers]
+
+    def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """[num_rows, hidden] -> [num_rows, vocab] float32; the head knows no tiles."""
+        logits: torch.Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        return logits[0].float()
+
+    def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor, launch: Launch | Probe) -> torch.Tensor:
+        output = self.decoder(
+            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, launch=launch
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _tap(self, index: int, taps: dict[int, torch.Tensor]) -> Any:
+        """A hook, removed on leaving its context, that keeps the residual stream after `index` layers."""
+
+        def keep_input(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            taps[index] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        def keep_output(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            taps[index] = (output[0] if isinstance(output, tuple) else output)[0]
+
+        if index < self.num_layers:
+            return self._layers[index].register_forward_pre_hook(keep_input, with_kwargs=True)
+        return self._layers[-1].register_forward_hook(keep_output)
+
+    @torch.inference_mode()
+    def _probe(self, config: Any, name: str) -> tuple[Probe, int]:
+        """A pass over two tokens that stores nothing: what each layer would store, and the width of the logits."""
+        probe = Probe(num_rows=PROBE_ROWS, sliding_layers=sliding_layers(config))
+        device = next(self.parameters()).device
+        token_ids = torch.zeros(PROBE_ROWS, dtype=torch.int64, device=device)
+        try:
+            hidden = self._decode(token_ids, torch.arange(PROBE_ROWS, device=device), probe)
+            vocab_size = self.logits(hidden, None).shape[-1]
+        except (UserError, TypeError, AttributeError) as error:  # the latter two: it needs a mask or cache of its own
+            raise UserError(
+                f"{name}: {type(self.head).__name__} cannot run over a paged KV cache: {error}; choose another model"
+            ) from error
+        if set(probe.modules) != set(range(self.num_layers)):
+            raise UserError(
+                f"{name}: {type(self.head).__name__} must attend once in each of its {self.num_layers} layers to run "
+                f"over a paged KV cache, and does in layers {sorted(probe.modules)}; choose another model"
+            )
+        return probe, vocab_size
+
+
+class _GivenHiddenStates(nn.Module):
+    """Stands in for the decoder of a causal model: its output is its input."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _DecoderOutput:
+        return _DecoderOutput(last_hidden_state=inputs_embeds)
+
+
+class _DecoderOutput(NamedTuple):
+    """The fields of a decoder's output that some model's forward passes on."""
+
+    last_hidden_state: torch.Tensor
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+    cross_attentions: None = None
+    router_logits: None = None
+
+
+def _build(config: Any, source: ModelSource, dtype: torch.dtype) -> Any:
+    """The model with the random weights of its own initialisation."""
+    return auto_class().from_config(
+        copy.deepcopy(config),
+        attn_implementation=ATTENTION_NAME,
+        dtype=dtype,
+        trust_remote_code=source.trust_remote_code,
+    )
+
+
+def _read(config: Any, source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model with the weights of its checkpoint, every one of them."""
+    for _ in read_tensors(source):  # headers only: missing, pickled and corrupt files have their errors there
+        pass
+    options: dict[str, Any] = {}
+    if quantization_method(config) == "mxfp4":
+        from transformers.utils.quantization_config import Mxfp4Config
+
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    try:
+        causal_model, info = auto_class().from_pretrained(
+            resolve_directory(source),
+            config=config,
+            attn_implementation=ATTENTION_NAME,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            trust_remote_code=source.trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported below
+            output_loading_info=True,
+            **options,
+        )
+    except RuntimeError as error:
+        if "conversion of the weights" not in str(error):  # tensors that belong together do not fit together
+            raise
+        info = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [("some expert's weights",)]}
+    problems = {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
+        "of another shape": sorted(str(entry[0]) for entry in info["mismatched_keys"]),
+    }
+    found = [f"{kind}: {', '.join(names[:4])}" for kind, names in problems.items() if names]
+    if found:
+        raise UserError(
+            f"{source.name}={source.model}: the tensors do not match its config ({config.model_type}, "
+            f"{config.num_hidden_layers} layers); {'; '.join(found)}; download the checkpoint again or mend its "
+            "config.json"
+        )
+    return causal_model
+
+
+def _enclosing_layer(decoder: nn.Module, attention_module: nn.Module) -> nn.Module:
+    """The decoder layer that holds an attention module: layers.3 of layers.3.self_attn."""
+    path = next(path for path, module in decoder.named_modules() if module is attention_module).split(".")
+    depth = next(index for index, part in enumerate(path) if part.isdigit())
+    return decoder.get_submodule(".".join(path[: depth + 1]))
