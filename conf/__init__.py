@@ -1,0 +1,1 @@
+"""Hydra's configuration groups, found as pkg://conf."""

@@ -1,0 +1,59 @@
+"""The command line: `python -m runner [group=option] [key=value] [-m]`. Compose, validate, run, log.
+
+An error the user can mend is one screen on stderr and status 2; a bug keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from runner.compose import HYDRA_VERSION_BASE, read_config
+from runner.engine.errors import UserError
+from runner.launch import checked, parse_args
+from runner.screen import USER_ERROR_STATUS, show_error, show_interrupt
+
+_shown: list[UserError] = []  # in a multirun a failing job shows its screen when it fails
+
+
+@hydra.main(version_base=HYDRA_VERSION_BASE, config_path="pkg://conf", config_name="config")
+def app(cfg: DictConfig) -> None:
+    """One job."""
+    from runner.run import execute
+
+    try:
+        execute(read_config(cfg), Path(HydraConfig.get().runtime.output_dir))
+    except UserError as error:
+        status = show_error(error)
+        if HydraConfig.get().mode is RunMode.RUN:
+            raise SystemExit(status) from None
+        _shown.append(error)
+        raise  # the sweep goes on with its other points and fails at its end
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what went wrong instead of printing it
+    try:
+        with checked(parse_args(argv)):
+            sys.argv[1:] = argv
+            app()
+    except UserError as error:
+        return USER_ERROR_STATUS if error in _shown else show_error(error)
+    except CompactHydraException as error:
+        return show_error(UserError(str(error)))
+    except KeyboardInterrupt:
+        return show_interrupt()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

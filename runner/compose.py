@@ -1,0 +1,200 @@
+"""Hydra's composition of conf/, checked: command-line overrides in, one SpeculativeConfig or one ConfigError out.
+
+Hydra reports one mistake at a time, in its own words; here all of them come out as name, rule, value, remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from runner.config.problem import ConfigError, Problem, did_you_mean
+from runner.config.root import SpeculativeConfig
+
+CONFIG_MODULE = "conf"
+HYDRA_VERSION_BASE = "1.3"
+
+
+class Composer:
+    """Composes points the way Hydra will compose them for the jobs. A context manager: Hydra's state is global."""
+
+    def __init__(self, config_name: str | None = None, config_dir: str | None = None) -> None:
+        self._config_name = config_name or "config"
+        if config_dir is not None and not os.path.isdir(config_dir):
+            raise ConfigError([Problem(name="--config-dir", rule="must be a directory", value=config_dir)])
+        self._search_path = [f"hydra.searchpath=[file://{os.path.abspath(config_dir)}]"] if config_dir else []
+
+    def __enter__(self) -> Self:
+        self._hydra = initialize_config_module(CONFIG_MODULE, version_base=HYDRA_VERSION_BASE)
+        self._hydra.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hydra.__exit__(kind, error, traceback)
+
+    def parse(self, overrides: list[str]) -> list[Override]:
+        """Overrides by Hydra's grammar.
+
+        Raises:
+            ConfigError: one is no override.
+        """
+        try:
+            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+            return parser.parse_overrides(overrides)
+        except HydraException as error:
+            raise ConfigError([_problem_of(error, overrides)]) from error
+
+    def compose(self, overrides: list[str]) -> DictConfig:
+        """The composed configuration with Hydra's own node, not yet validated.
+
+        Raises:
+            ConfigError: what Hydra refuses; its cause is Hydra's own error.
+        """
+        if problems := [problem for override in self.parse(overrides) for problem in self._not_one_choice(override)]:
+            raise ConfigError(problems)
+        try:
+            return self._compose(overrides)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            problems = self._unknown_keys(overrides) if _is_unknown_key(error) else []
+            raise ConfigError(problems or [_problem_of(error, overrides)]) from error
+
+    def config(self, overrides: list[str]) -> SpeculativeConfig:
+        """The validated configuration of one point.
+
+        Raises:
+            ConfigError: everything that is wrong with it.
+        """
+        problems: list[Problem] = []
+        while True:
+            try:
+                config = read_config(self.compose(overrides))
+                break
+            except ConfigError as error:
+                problems.extend(error.problems)
+                group = _group_of_missing_option(error.__cause__)
+                kept = [text for text in overrides if not (group and re.match(rf"{re.escape(group)}[.=]", text))]
+                if len(kept) == len(overrides):
+                    raise ConfigError(problems) from error
+                overrides = kept  # go on without the group that cannot be found, to see what else is wrong
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+    def _not_one_choice(self, override: Override) -> Iterator[Problem]:
+        """What Hydra says unclearly: values of a sweep without -m, and null or a number for a group."""
+        key, value = override.key_or_group, written_value(override)
+        if override.is_sweep_override():
+            remedy = f"add -m to run every one of them, or write {key}=[...] for a list"
+            yield Problem(name=key, rule="must be one value", value=value, remedy=remedy)
+        elif not override.is_delete() and not isinstance(override.value(), str | list | dict):
+            options = GlobalHydra.instance().config_loader().get_group_options(key)
+            if options:
+                yield Problem(name=key, rule=f"must be one of {', '.join(options)}", value=value)
+
+    def _compose(self, overrides: list[str]) -> DictConfig:
+        return compose(self._config_name, overrides=[*self._search_path, *overrides], return_hydra_config=True)
+
+    def _unknown_keys(self, overrides: list[str]) -> list[Problem]:
+        """All problems of overrides with unknown keys: the schema, unlike Hydra, names every one and suggests."""
+        groups = GlobalHydra.instance().config_loader().list_groups("")
+        forced: list[str] = []
+        for override in self.parse(overrides):
+            key = override.key_or_group
+            is_plain = not (override.is_add() or override.is_force_add() or override.is_delete())
+            is_value = key not in groups and "/" not in key and override.package is None
+            forced.append(f"{'++' if is_plain and is_value else ''}{override.input_line}")
+        try:
+            read_config(self._compose(forced))
+        except ConfigError as error:
+            return list(error.problems)
+        except (HydraException, OmegaConfBaseException, ValueError):
+            pass  # the caller reports what Hydra said first
+        return []
+
+
+def written_value(override: Override) -> str:
+    """The value of an override as it was typed, sweeps included."""
+    return (override.input_line or "").partition("=")[2]
+
+
+def read_config(cfg: DictConfig) -> SpeculativeConfig:
+    """The validated configuration of what Hydra composed; its own node is left out.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    try:
+        values = OmegaConf.to_container(
+            OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), resolve=True
+        )
+    except OmegaConfBaseException as error:
+        raise ConfigError([_problem_of(error, [])]) from error
+    assert isinstance(values, dict)
+    missing = list(_drop_missing(values))
+    problems: list[Problem] = []
+    try:
+        config = SpeculativeConfig.parse({str(key): value for key, value in values.items()})
+    except ConfigError as error:
+        problems.extend(error.problems)
+    reported = {problem.name for problem in problems}
+    problems.extend(
+        Problem(name=name, rule="is required", remedy=f"add {name}=<value>") for name in missing if name not in reported
+    )
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _drop_missing(values: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Delete the entries that are still ??? and give their names."""
+    for key, value in list(values.items()):
+        if isinstance(value, dict):
+            yield from _drop_missing(value, f"{prefix}{key}.")
+        elif value == "???":
+            del values[key]
+            yield f"{prefix}{key}"
+
+
+def _group_of_missing_option(error: BaseException | None) -> str | None:
+    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
+        return error.missing_cfg_file.rpartition("/")[0]
+    return None
+
+
+def _is_unknown_key(error: BaseException) -> bool:
+    return isinstance(error, ConfigCompositionException) and isinstance(
+        error.__cause__, ConfigAttributeError | ConfigKeyError
+    )
+
+
+def _problem_of(error: Exception, overrides: list[str]) -> Problem:
+    message = str(error).strip()
+    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        rule = f"must be one of {', '.join(error.options)}"
+        remedy = did_you_mean(option, error.options)
+        return Problem(name=group, rule=rule, value=option, remedy=remedy if remedy.startswith("did") else "")
+    if isinstance(error, OverrideParseException):
+        return Problem(name=error.override, rule="is not of the form key=value", remedy=message.splitlines()[0])
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return Problem(name=str(error.full_key), rule=f"cannot be resolved: {message.splitlines()[0]}")
+    twice = re.match(r"Multiple values for (\S+)\.|Could not append to config\. An item is already at '(\S+)'", message)
+    appended = [text for text in overrides if twice and text.startswith(f"+{twice[1] or twice[2]}=")]
+    if appended:
+        return Problem(name=appended[0], rule="adds what is there already", remedy=f"write {appended[0][1:]}")
+    if error.__cause__ is not None:
+        message += "\n" + str(error.__cause__).splitlines()[0]
+    return Problem(name="configuration:", rule=" ".join(line.strip() for line in message.splitlines() if line.strip()))

@@ -1,0 +1,40 @@
+"""The schema of a run: Hydra composes it, pydantic checks it once, plain keyword arguments go below.
+
+`SpeculativeConfig.parse(mapping)` returns the checked, frozen configuration or raises a ConfigError that lists
+every problem as name, rule, value, remedy. Imports no torch, so `python -m runner --help` stays quick.
+"""
+
+from runner.config.hardware import HardwareConfig
+from runner.config.method import MethodConfig
+from runner.config.method_union import (
+    CustomClassMethod,
+    DraftModelMethod,
+    NgramMethod,
+    NoneMethod,
+    parse_method,
+)
+from runner.config.model import DraftDefaults, ModelConfig
+from runner.config.problem import ConfigError, Problem
+from runner.config.root import SpeculativeConfig
+from runner.config.sampler import SamplerConfig
+from runner.config.workload import DemoWorkload, JsonlWorkload, SyntheticWorkload, WorkloadConfig
+
+__all__ = [
+    "ConfigError",
+    "CustomClassMethod",
+    "DemoWorkload",
+    "DraftDefaults",
+    "DraftModelMethod",
+    "HardwareConfig",
+    "JsonlWorkload",
+    "MethodConfig",
+    "ModelConfig",
+    "NgramMethod",
+    "NoneMethod",
+    "Problem",
+    "SamplerConfig",
+    "SpeculativeConfig",
+    "SyntheticWorkload",
+    "WorkloadConfig",
+    "parse_method",
+]

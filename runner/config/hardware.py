@@ -1,0 +1,63 @@
+"""Where the run computes and how much of it is in flight at once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from runner.config.node import Node
+
+TENSOR_PARALLEL_REMEDY = "tensor parallelism is not available yet; set {name}=1"
+
+
+class HardwareConfig(Node):
+    """Device, arithmetic and budgets of the engine."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto takes a CUDA GPU when there is one, else the CPU"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="dtype of weights and KV cache; auto is the checkpoint's own on CUDA and float32 on the CPU",
+    )
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="requests in one step at most, in [1, 4096]")
+    max_num_batched_tokens: int = Field(
+        default=2048,
+        ge=1,
+        le=2**20,
+        description="tokens in one step at most, in [1, 2**20]; at least max_num_seqs * (1 + num_speculative_tokens), "
+        "so that every running request can verify all its drafts in every step",
+    )
+    enable_chunked_prefill: bool = Field(
+        default=True, description="split prompts over steps; without it a prompt must fit max_num_batched_tokens"
+    )
+    enforce_eager: bool = Field(default=False, description="never capture CUDA graphs; the CPU is always eager")
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="share of the device's memory for weights and KV cache, in (0, 1]"
+    )
+    block_size: int = Field(
+        default=16, ge=16, le=256, multiple_of=16, description="tokens per KV block, a multiple of 16 in [16, 256]"
+    )
+    num_gpu_blocks_override: int | None = Field(
+        default=None, ge=1, description="KV blocks, >= 1 (vLLM's name, also on the CPU); null: as many as memory holds"
+    )
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs a layer is split over; 1 until it lands")
+    batch_invariant: bool = Field(
+        default=True, description="a token's bits do not depend on what shares its launch; needed for the same text"
+    )
+    num_threads: int | None = Field(
+        default=None, ge=1, le=1024, description="CPU threads of torch, in [1, 1024]; null leaves torch's choice"
+    )
+
+    @model_validator(mode="after")
+    def _check_budgets(self) -> HardwareConfig:
+        if self.tensor_parallel_size > 1:
+            remedy = TENSOR_PARALLEL_REMEDY.format(name="hardware.tensor_parallel_size")
+            raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size}; {remedy}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be >= max_num_seqs ({self.max_num_seqs}), "
+                f"got {self.max_num_batched_tokens}; raise it or lower hardware.max_num_seqs"
+            )
+        return self

@@ -1,0 +1,155 @@
+"""The keys that every speculation method has: vLLM's `speculative_config` keys, spelled as vLLM spells them.
+
+Common keys exist on every method, so any cross product of a sweep composes; a method names those it ignores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
+
+from runner.config.node import Node
+
+DraftSampleMethod = Literal["greedy", "probabilistic", "coupled"]
+SYNTHETIC_KEYS = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")
+
+
+class MethodConfig(Node):
+    """Keys that every method has."""
+
+    renamed_keys: ClassVar[dict[str, str]] = {"tensor_parallel_size": "draft_tensor_parallel_size"}
+    ignored_keys: ClassVar[tuple[str, ...]] = ()  # common keys that change nothing for this method
+
+    method: str = Field(description="the speculation method")
+    num_speculative_tokens: int = Field(
+        default=4, ge=1, le=128, description="tokens drafted per request and step, in [1, 128]"
+    )
+    rejection_sample_method: Literal["strict", "probabilistic", "synthetic"] = Field(
+        default="strict",
+        description="strict keeps the very tokens of plain decoding, probabilistic (alias standard) their "
+        "distribution; synthetic accepts at a set rate whatever the tokens are, for benchmarks",
+    )
+    draft_sample_method: DraftSampleMethod | None = Field(
+        default=None,
+        validate_default=True,
+        description="how a model drafter picks tokens; null: probabilistic under the rule probabilistic, else coupled "
+        "(drawn with the noise the target will use)",
+    )
+    synthetic_acceptance_rate: float | None = Field(
+        default=None, ge=0, le=1, description="synthetic rule: accepted / drafted tokens on average, in [0, 1]"
+    )
+    synthetic_acceptance_rates: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Strict(False)] | None = (
+        Field(
+            default=None,
+            description="synthetic rule: share of drafts accepted up to each position (unconditional), each in "
+            "[0, 1], non-increasing, num_speculative_tokens of them",
+        )
+    )
+    synthetic_acceptance_length: float | None = Field(
+        default=None,
+        ge=1,
+        description="synthetic rule: tokens per step on average, in [1, num_speculative_tokens + 1]",
+    )
+
+    @field_validator("rejection_sample_method", mode="before")
+    @classmethod
+    def _resolve_alias(cls, value: Any) -> Any:
+        return "probabilistic" if value == "standard" else value
+
+    @field_validator("draft_sample_method")
+    @classmethod
+    def _resolve_default(cls, value: DraftSampleMethod | None, info: ValidationInfo) -> DraftSampleMethod:
+        if value is not None:
+            return value
+        return "probabilistic" if info.data.get("rejection_sample_method") == "probabilistic" else "coupled"
+
+    @model_validator(mode="after")
+    def _check_synthetic(self) -> MethodConfig:
+        given = [key for key in SYNTHETIC_KEYS if getattr(self, key) is not None]
+        if self.rejection_sample_method != "synthetic":
+            if given:
+                raise ValueError(
+                    f"{given[0]} must be null unless rejection_sample_method=synthetic, got "
+                    f"{getattr(self, given[0])!r}; add method.rejection_sample_method=synthetic"
+                )
+            return self
+        if len(given) != 1:
+            raise ValueError(
+                "rejection_sample_method synthetic needs exactly one of "
+                f"{', '.join(SYNTHETIC_KEYS)}, got {', '.join(given) or 'none'}"
+            )
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        if rates is not None:
+            if len(rates) != self.num_speculative_tokens:
+                raise ValueError(
+                    f"synthetic_acceptance_rates must have num_speculative_tokens ({self.num_speculative_tokens}) "
+                    f"entries, got {len(rates)}"
+                )
+            if any(later > earlier for earlier, later in itertools.pairwise(rates)):
+                raise ValueError(
+                    f"synthetic_acceptance_rates must be non-increasing, got {list(rates)}; "
+                    "entry i is the share of drafts whose tokens 0..i are all accepted"
+                )
+        if length is not None and length > self.num_speculative_tokens + 1:
+            raise ValueError(
+                f"synthetic_acceptance_length must be <= num_speculative_tokens + 1 "
+                f"({self.num_speculative_tokens + 1}), got {length}"
+            )
+        return self
+
+    def synthetic_rates(self) -> list[float]:
+        """Share of drafts accepted up to each position, unconditional: K entries, the last ones may be 0."""
+        num_tokens = self.num_speculative_tokens
+        if self.synthetic_acceptance_rates is not None:
+            return list(self.synthetic_acceptance_rates)
+        if self.synthetic_acceptance_rate is not None:
+            accepted = self.synthetic_acceptance_rate * num_tokens
+        elif self.synthetic_acceptance_length is not None:
+            accepted = self.synthetic_acceptance_length - 1
+        else:
+            raise ValueError("synthetic rates exist only under rejection_sample_method=synthetic")
+        # vLLM's schedule: of all with this mean, the one whose accepted length varies least
+        whole = math.floor(accepted)
+        return [1.0 if i < whole else accepted - whole if i == whole else 0.0 for i in range(num_tokens)]
+
+    def synthetic_conditional_rates(self) -> list[float]:
+        """Acceptance at each position given that all before were accepted: p_i / p_{i-1}, with 0/0 = 0."""
+        rates = self.synthetic_rates()
+        return [rate / before if before > 0 else 0.0 for before, rate in zip([1.0, *rates[:-1]], rates, strict=True)]
+
+    def normalised(self) -> Self:
+        """The same run with the keys that it ignores at their defaults: two equal ones need one run."""
+        kept = {key: value for key, value in self.model_dump().items() if key not in self.ignored_keys}
+        return type(self).model_validate(kept)
+
+    def notes(self) -> list[str]:
+        """What the run does not do although it was asked for."""
+        default = self.normalised()
+        ignored = [
+            f"{key}={getattr(self, key)}" for key in self.ignored_keys if getattr(self, key) != getattr(default, key)
+        ]
+        return [f"method={self.method} ignores {', '.join(ignored)}"] if ignored else []
+
+    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
+        """vLLM's speculative_config for this method, and notes on what has no counterpart there."""
+        config: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_speculative_tokens}
+        notes = []
+        if self.rejection_sample_method == "synthetic":
+            config["rejection_sample_method"] = "synthetic"
+            if self.synthetic_acceptance_rates is not None:
+                config["synthetic_acceptance_rates"] = list(self.synthetic_acceptance_rates)
+            else:
+                config["synthetic_acceptance_length"] = 1.0 + math.fsum(self.synthetic_rates())
+            if self.synthetic_acceptance_rate is not None:
+                notes.append("synthetic_acceptance_rate is given to vLLM as synthetic_acceptance_length")
+        else:
+            config["rejection_sample_method"] = "standard"
+            if self.rejection_sample_method == "strict":
+                notes.append(
+                    "rejection_sample_method=strict has no counterpart in vLLM: standard keeps the distribution, "
+                    "not the very tokens (at temperature 0 they are the same rule)"
+                )
+        return config, notes

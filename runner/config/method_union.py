@@ -1,0 +1,192 @@
+"""The methods: one class each for the keys of its own, and their union, chosen by `method.method`.
+
+Which class implements a method is not known here: names map to classes in the composition root.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+
+from runner.config.hardware import TENSOR_PARALLEL_REMEDY
+from runner.config.method import SYNTHETIC_KEYS, MethodConfig
+from runner.config.node import Node
+from runner.config.problem import ConfigError, node_classes, problems_of
+
+# Substrings of a checkpoint's name by which vLLM recognises a head that is no plain draft model, in its order.
+_NAME_MARKS = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
+
+
+class NoneMethod(MethodConfig):
+    """Plain decoding: verification with zero drafts."""
+
+    ignored_keys: ClassVar[tuple[str, ...]] = (
+        "num_speculative_tokens",
+        "rejection_sample_method",
+        "draft_sample_method",
+        *SYNTHETIC_KEYS,
+    )
+
+    method: Literal["none"] = Field(default="none", description="plain decoding, no drafts")
+
+    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
+        return {}, ["method=none is vLLM without a speculative_config"]
+
+
+class NgramMethod(MethodConfig):
+    """Prompt lookup: drafts what followed an earlier occurrence of the n-gram that ends the text."""
+
+    ignored_keys: ClassVar[tuple[str, ...]] = ("draft_sample_method",)
+
+    method: Literal["ngram"] = Field(default="ngram", description="drafts copied from earlier in the same text")
+    prompt_lookup_min: int = Field(
+        default=5, ge=1, description="shortest n-gram matched, tokens, in [1, prompt_lookup_max]; null takes the max"
+    )
+    prompt_lookup_max: int = Field(
+        default=5, ge=1, description="longest n-gram matched, tokens, >= prompt_lookup_min; null takes the min"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mirror_bounds(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        values = dict(values)
+        bounds = {key: values.pop(key, None) for key in ("prompt_lookup_min", "prompt_lookup_max")}
+        given = [bound for bound in bounds.values() if bound is not None]
+        if len(given) == 1 and isinstance(given[0], int):
+            bounds = dict.fromkeys(bounds, given[0])
+        return values | {key: bound for key, bound in bounds.items() if bound is not None}
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> NgramMethod:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min must be <= prompt_lookup_max ({self.prompt_lookup_max}), "
+                f"got {self.prompt_lookup_min}"
+            )
+        return self
+
+    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
+        config, notes = super().to_vllm()
+        bounds = {"prompt_lookup_min": self.prompt_lookup_min, "prompt_lookup_max": self.prompt_lookup_max}
+        return config | bounds, notes
+
+
+class DraftModelMethod(MethodConfig):
+    """A smaller model of the same vocabulary drafts token by token."""
+
+    method: Literal["draft_model"] = Field(default="draft_model", description="a smaller model drafts")
+    model: str | None = Field(
+        default=None, min_length=1, description="directory or hub id of the draft model; null takes model.draft"
+    )
+    revision: str | None = Field(
+        default=None, min_length=1, description="branch, tag or commit of the draft on the hub; null: default branch"
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="longest text the draft sees, tokens, >= 1; longer requests get no drafts"
+    )
+    draft_tensor_parallel_size: int = Field(
+        default=1, ge=1, description="GPUs the draft's layers are split over; 1 until tensor parallelism lands"
+    )
+
+    @field_validator("draft_tensor_parallel_size")
+    @classmethod
+    def _check_parallel_size(cls, value: int) -> int:
+        if value > 1:
+            remedy = TENSOR_PARALLEL_REMEDY.format(name="method.draft_tensor_parallel_size")
+            raise ValueError(f"must be 1, got {value}; {remedy}")
+        return value
+
+    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
+        config, notes = super().to_vllm()
+        for key in ("model", "revision", "max_model_len"):
+            if getattr(self, key) is not None:
+                config[key] = getattr(self, key)
+        if self.model is None:
+            notes.append("vLLM needs speculative_config.model: here it comes from model.draft")
+        config["draft_tensor_parallel_size"] = self.draft_tensor_parallel_size
+        if self.draft_sample_method == "coupled":
+            notes.append("draft_sample_method=coupled has no counterpart in vLLM: greedy drafts")
+        config["draft_sample_method"] = "greedy" if self.draft_sample_method == "coupled" else self.draft_sample_method
+        return config, notes
+
+
+class CustomClassMethod(MethodConfig):
+    """A proposer of the user's own."""
+
+    method: Literal["custom_class"] = Field(default="custom_class", description="a proposer of the user's own")
+    model: str = Field(description="dotted path of a Proposer subclass, for instance my_package.MyProposer")
+
+    @field_validator("model")
+    @classmethod
+    def _check_dotted(cls, value: str) -> str:
+        if not is_dotted_path(value):
+            raise ValueError(f"must be a dotted path to a class, such as my_package.MyProposer, got {value!r}")
+        return value
+
+    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
+        config, notes = super().to_vllm()
+        notes.append("vLLM's custom_class has an interface of its own: the class needs a counterpart written for it")
+        return config | {"model": self.model}, notes
+
+
+def infer_method(values: Any) -> Any:
+    """Add a missing `method` exactly as vLLM does, and drop a `model` that only names the method."""
+    if not isinstance(values, Mapping):
+        return values
+    values = dict(values)
+    model = values.get("model")
+    if values.get("method") is None:
+        if not isinstance(model, str):
+            raise ValueError(f"method is required when model is null; add one of {', '.join(METHODS)}")
+        values["method"] = _method_of_model(model)
+        if values["method"] not in METHODS:
+            raise ValueError(
+                f"method inferred from the name of model {model!r} is {values['method']}, which is not available; "
+                "name method=draft_model if it is a plain draft model"
+            )
+    if values["method"] == "ngram" and model in (None, "ngram", "[ngram]"):
+        values.pop("model", None)
+    return values
+
+
+def _method_of_model(model: str) -> str:
+    if is_dotted_path(model):
+        return "custom_class"
+    if model in ("ngram", "[ngram]"):
+        return "ngram"
+    return next((method for mark, method in _NAME_MARKS if mark in model.lower()), "draft_model")
+
+
+def is_dotted_path(model: str) -> bool:
+    """Whether `model` reads as package.module.Class."""
+    return "." in model and all(part.isidentifier() for part in model.split("."))
+
+
+AnyMethod = NoneMethod | NgramMethod | DraftModelMethod | CustomClassMethod
+METHODS = tuple(str(member.model_fields["method"].default) for member in node_classes(AnyMethod))
+MethodUnion = Annotated[Annotated[AnyMethod, Field(discriminator="method")], BeforeValidator(infer_method)]
+
+
+class _SpeculativeConfigArgument(Node):
+    method: MethodUnion = Field(description="the method node")
+
+
+def parse_method(values: Mapping[str, Any], name: str = "speculative_config") -> AnyMethod:
+    """The checked method node of a mapping, with a missing `method` inferred.
+
+    Raises:
+        ConfigError: all problems, under the given name.
+    """
+    try:
+        return _SpeculativeConfigArgument.model_validate({"method": dict(values)}).method
+    except ValidationError as error:
+        problems = problems_of(error, _SpeculativeConfigArgument)
+        renamed = [
+            dataclasses.replace(problem, name=name + problem.name.removeprefix("method")) for problem in problems
+        ]
+        raise ConfigError(renamed) from None

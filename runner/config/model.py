@@ -1,0 +1,46 @@
+"""The target model: where its weights and tokenizer come from, and which draft goes with it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from runner.config.node import Node
+
+
+class DraftDefaults(Node):
+    """The draft model that method=draft_model takes when method.model is null."""
+
+    model: str = Field(min_length=1, description="directory or hub id of the draft model")
+    hf_config: dict[str, Any] | None = Field(
+        default=None, description="architecture of the draft, used with load_format=dummy; null reads its config.json"
+    )
+
+
+class ModelConfig(Node):
+    """The target model."""
+
+    model: str = Field(min_length=1, description="directory, hub id, or a name of the tiny family (tiny, tiny-draft)")
+    tokenizer: str | None = Field(
+        default=None, min_length=1, description="directory or hub id of the tokenizer; null takes the model's own"
+    )
+    revision: str | None = Field(
+        default=None, min_length=1, description="branch, tag or commit on the hub; null takes the default branch"
+    )
+    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+        default="auto",
+        description="auto and safetensors read the checkpoint; dummy makes random weights of the right shape",
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="longest prompt plus output, tokens, >= 1; null takes the model's own limit"
+    )
+    trust_remote_code: bool = Field(default=False, description="run modelling code that comes with the checkpoint")
+    hf_config: dict[str, Any] | None = Field(
+        default=None,
+        description="architecture as in config.json, used with load_format=dummy, so that no hub is needed; "
+        "null reads config.json",
+    )
+    draft: DraftDefaults | None = Field(
+        default=None, description="draft of method=draft_model when method.model is null; null: none is known"
+    )

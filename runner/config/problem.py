@@ -1,0 +1,202 @@
+"""What is wrong with a configuration, in the terms of the person who wrote it: name, rule, value, remedy.
+
+Translates pydantic's errors; knows the schema only through the model class it is given.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from runner.engine.errors import UserError
+
+NO_VALUE = object()  # the problem is not about a value, for instance a missing key
+
+_TYPE_RULES = {
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "dict_type": "must be a mapping",
+    "tuple_type": "must be a list",
+    "finite_number": "must be finite",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "string_too_short": "must not be empty",
+}
+_LIMITS = {
+    "greater_than_equal": (">=", "ge"),
+    "greater_than": (">", "gt"),
+    "less_than_equal": ("<=", "le"),
+    "less_than": ("<", "lt"),
+    "multiple_of": ("a multiple of", "multiple_of"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing to mend."""
+
+    name: str  # dotted, as it is written on the command line
+    rule: str  # "must be >= 1"
+    value: Any = NO_VALUE
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        value = "" if self.value is NO_VALUE else f", got {self.value!r}"
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{self.name} {self.rule}{value}{remedy}"
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration that cannot run, with all its problems."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self.problems)  # the arguments pickle: launchers carry errors between processes
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+class RuleErrors(ValueError):
+    """Raised by a validator that finds several problems at once; names are relative to its node."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(str(problem) for problem in problems))
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """A remedy that names the closest options, or all of them when none is close."""
+    options = sorted(options)
+    close = difflib.get_close_matches(word, options, n=2, cutoff=0.6)
+    if close:
+        return "did you mean " + " or ".join(repr(option) for option in close) + "?"
+    return f"known: {', '.join(options)}" if options else ""
+
+
+def problems_of(error: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[Problem]:
+    """The problems behind a pydantic error raised by `schema`; names get the prefix."""
+    problems: list[Problem] = []
+    for details in error.errors(include_url=False):
+        problems.extend(_translate(details, schema, prefix))
+    return problems
+
+
+def _translate(details: ErrorDetails, schema: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[Problem]:
+    node, path, field = _locate(schema, details["loc"])
+    name = ".".join((*prefix, *path))
+    kind, context, value = details["type"], details.get("ctx", {}), details["input"]
+    if kind == "value_error" and isinstance(context["error"], RuleErrors):
+        for problem in context["error"].problems:
+            full_name = ".".join(part for part in (name, problem.name) if part)
+            yield Problem(name=full_name, rule=problem.rule, value=problem.value, remedy=problem.remedy)
+    elif kind == "value_error":
+        rule = str(context["error"])
+        if field is None or _is_node(field):  # the validator of a node begins with the field it is about
+            key, rule = rule.split(" ", 1)
+            name = f"{name}.{key}" if name else key
+        yield Problem(name=name, rule=rule)
+    elif kind == "missing":
+        meaning = f"<{field.description}>" if field is not None else "<value>"
+        yield Problem(name=name, rule="is required", remedy=f"add {name}={meaning}")
+    elif kind == "extra_forbidden":
+        yield Problem(name=name, rule="is an unknown key", value=value, remedy=_unknown_key(path, node, schema))
+    elif kind == "union_tag_invalid":
+        options = context["expected_tags"].replace("'", "").split(", ")
+        tag_name = f"{name}.{context['discriminator'].strip(chr(39))}"
+        rule = f"must be one of {', '.join(options)}"
+        yield Problem(name=tag_name, rule=rule, value=context["tag"], remedy=_closest(str(context["tag"]), options))
+    elif kind == "union_tag_not_found":
+        tag_name = f"{name}.{context['discriminator'].strip(chr(39))}"
+        yield Problem(name=tag_name, rule="is required")
+    elif kind == "literal_error":
+        options = [str(option) for option in _literals(field)]
+        rule = f"must be one of {', '.join(options)}"
+        yield Problem(name=name, rule=rule, value=value, remedy=_closest(str(value), options))
+    elif kind in _LIMITS:
+        relation, key = _LIMITS[kind]
+        meaning = field.description or "" if field is not None else ""
+        yield Problem(name=name, rule=f"must be {relation} {context[key]}", value=value, remedy=meaning)
+    else:
+        rule = _TYPE_RULES.get(kind) or details["msg"]
+        yield Problem(name=name, rule=rule, value=value, remedy=_quote_it(name, kind, value))
+
+
+def _closest(word: str, options: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def _quote_it(name: str, kind: str, value: object) -> str:
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return f"""quote it twice on the command line: {name}='"..."'"""
+    return ""
+
+
+def _unknown_key(path: Sequence[str], node: type[BaseModel], schema: type[BaseModel]) -> str:
+    key = path[-1]
+    renamed: Mapping[str, str] = getattr(node, "renamed_keys", {})
+    if key in renamed:
+        return f"pass {renamed[key]!r} instead"
+    for parent, field in schema.model_fields.items():
+        owners = [owner for owner in node_classes(field.annotation) if key in owner.model_fields]
+        if owners and parent == path[0]:
+            return f"only {parent}={' or '.join(map(union_tag, owners))} has it"
+        if owners:
+            return f"it is a key of {parent}: {parent}.{key}"
+    return did_you_mean(key, node.model_fields)
+
+
+def node_classes(annotation: Any) -> list[type[BaseModel]]:
+    """The configuration nodes in an annotation: one, or the members of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [node for argument in get_args(annotation) for node in node_classes(argument)]
+
+
+def _is_node(field: FieldInfo) -> bool:
+    return bool(node_classes(field.annotation))
+
+
+def _literals(field: FieldInfo | None) -> list[object]:
+    def flatten(annotation: Any) -> list[object]:
+        return [
+            option for argument in get_args(annotation) for option in (flatten(argument) or [argument])
+            if option is not None and not isinstance(option, type)
+        ]  # fmt: skip
+
+    return flatten(field.annotation) if field is not None else []
+
+
+def _locate(
+    schema: type[BaseModel], location: Sequence[int | str]
+) -> tuple[type[BaseModel], tuple[str, ...], FieldInfo | None]:
+    """The node, the path without union tags, and the field that a pydantic location is about."""
+    node, path, field = schema, [], None
+    members: list[type[BaseModel]] = []
+    for part in location:
+        if len(members) > 1:  # a union: pydantic puts the tag of the member here
+            node = next(member for member in members if part == union_tag(member))
+            members = []
+            continue
+        field = node.model_fields.get(str(part)) if field is None or _is_node(field) else field
+        path.append(str(part))
+        members = node_classes(field.annotation) if field is not None else []
+        if len(members) == 1:
+            node = members[0]
+    return node, tuple(path), field
+
+
+def union_tag(member: type[BaseModel]) -> str:
+    """The value by which a member of a union is chosen: the default of its one-valued Literal field."""
+    return next(
+        str(field.default) for field in member.model_fields.values() if get_args(field.annotation) == (field.default,)
+    )

@@ -1,0 +1,164 @@
+"""SpeculativeConfig: one validated run, and the rules that span its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from runner.config.hardware import HardwareConfig
+from runner.config.method_union import DraftModelMethod, MethodUnion, NoneMethod
+from runner.config.model import ModelConfig
+from runner.config.node import Node
+from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean, problems_of
+from runner.config.sampler import SamplerConfig
+from runner.config.workload import DemoWorkload, WorkloadConfig
+
+
+class SpeculativeConfig(Node):
+    """One run: what is generated from what, by which method, on which hardware, and where the numbers go."""
+
+    model: ModelConfig = Field(description="the target model and its draft")
+    method: MethodUnion = Field(default_factory=NoneMethod, description="the speculation method")
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="sampling parameters of every request")
+    hardware: HardwareConfig = Field(default_factory=HardwareConfig, description="device, arithmetic and budgets")
+    workload: WorkloadConfig = Field(default_factory=DemoWorkload, description="the requests")
+    seed: int = Field(
+        default=0, ge=0, lt=2**64, description="seed of requests without one of their own, in [0, 2**64 - 1]"
+    )
+    baseline: bool = Field(
+        default=True, description="also run method=none in the same process, for speedup and identity"
+    )
+    tracking: Literal["mlflow", "jsonl", "none"] = Field(
+        default="mlflow", description="mlflow also logs the run there; jsonl writes files only; none writes nothing"
+    )
+    tracking_uri: str | None = Field(
+        default=None, min_length=1, description="MLflow tracking URI; null takes MLFLOW_TRACKING_URI, else ./mlflow.db"
+    )
+    experiment_name: str = Field(
+        default="speculative-runner", min_length=1, description="MLflow experiment that the run belongs to"
+    )
+    run_name: str | None = Field(
+        default=None, min_length=1, description="MLflow run name; null builds one from model and method"
+    )
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """The checked configuration of a composed mapping.
+
+        Raises:
+            ConfigError: every problem found, each with name, rule, value and remedy.
+        """
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ConfigError(problems_of(error, cls)) from None
+
+    @classmethod
+    def from_engine_args(
+        cls, model: str, speculative_config: Mapping[str, Any] | None = None, **engine_args: Any
+    ) -> Self:
+        """The configuration of the Python API: `LLM(model=..., speculative_config={...}, dtype=..., ...)`.
+
+        Flat keyword arguments are keys of the model and hardware nodes, `seed` is the run's. No speculative_config
+        is plain decoding.
+
+        Raises:
+            ConfigError: every problem found, under the names of the arguments.
+        """
+        values: dict[str, Any] = {"model": {"model": model}, "hardware": {}}
+        if speculative_config is not None:
+            values["method"] = speculative_config
+        owners = dict.fromkeys(ModelConfig.model_fields, "model")
+        owners |= dict.fromkeys(HardwareConfig.model_fields, "hardware")
+        problems = []
+        for key, value in engine_args.items():
+            if key == "seed":
+                values["seed"] = value
+            elif key in owners:
+                values[owners[key]][key] = value
+            else:
+                remedy = did_you_mean(key, [*owners, "seed", "speculative_config"])
+                problems.append(Problem(name=key, rule="is an unknown argument", value=value, remedy=remedy))
+        try:
+            config = cls.model_validate(values)
+        except ValidationError as error:
+            problems.extend(_as_argument(problem) for problem in problems_of(error, cls))
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+    @model_validator(mode="after")
+    def _check_across_nodes(self) -> Self:
+        problems = [*self._draft_problems(), *self._budget_problems()]
+        if problems:
+            raise RuleErrors(problems)
+        return self
+
+    def _draft_problems(self) -> list[Problem]:
+        if not isinstance(self.method, DraftModelMethod):
+            return []
+        problems = []
+        if self.method.model is None and self.model.draft is None:
+            problems.append(
+                Problem(
+                    name="method.model",
+                    rule=f"is required: no draft is known for model {self.model.model!r}",
+                    remedy="give the directory or hub id of a draft of the same vocabulary, or choose method=ngram",
+                )
+            )
+        draft_len, target_len = self.method.max_model_len, self.model.max_model_len
+        if draft_len is not None and target_len is not None and draft_len > target_len:
+            problems.append(
+                Problem(
+                    name="method.max_model_len", rule=f"must be <= model.max_model_len ({target_len})", value=draft_len
+                )
+            )
+        return problems
+
+    def _budget_problems(self) -> list[Problem]:
+        if isinstance(self.method, NoneMethod):
+            return []
+        num_tokens = self.hardware.max_num_seqs * (1 + self.method.num_speculative_tokens)
+        if self.hardware.max_num_batched_tokens >= num_tokens:
+            return []
+        return [
+            Problem(
+                name="hardware.max_num_batched_tokens",
+                rule=f"must be >= max_num_seqs * (1 + num_speculative_tokens) ({num_tokens})",
+                value=self.hardware.max_num_batched_tokens,
+                remedy=f"set it to {num_tokens}, or lower max_num_seqs",
+            )
+        ]
+
+    def draft_model_config(self) -> ModelConfig | None:
+        """The draft as a model node of its own: method.model, or the draft that belongs to the target."""
+        if not isinstance(self.method, DraftModelMethod):
+            return None
+        default = self.model.draft
+        name = self.method.model or (default.model if default is not None else "")
+        is_default = default is not None and name == default.model
+        return ModelConfig(
+            model=name,
+            revision=self.method.revision,
+            load_format=self.model.load_format,
+            max_model_len=self.method.max_model_len or self.model.max_model_len,
+            trust_remote_code=self.model.trust_remote_code,
+            hf_config=default.hf_config if default is not None and is_default else None,
+        )
+
+    def normalised(self) -> Self:
+        """The same run with ignored keys at their defaults; points of a sweep that are equal so are run once."""
+        return self.model_copy(update={"method": self.method.normalised()})
+
+    def notes(self) -> list[str]:
+        """What the run does not do although it was asked for, one sentence each."""
+        return self.method.notes()
+
+
+def _as_argument(problem: Problem) -> Problem:
+    """A problem under the name of the Python argument: the node's name is not written there."""
+    node, _, rest = problem.name.partition(".")
+    name = {"model": rest, "hardware": rest, "method": f"speculative_config.{rest}"}.get(node) or problem.name
+    return Problem(name=name, rule=problem.rule, value=problem.value, remedy=problem.remedy)

@@ -1,0 +1,81 @@
+"""The sampling parameters of every request of the run, under SamplingParams' names.
+
+The ranges live in SamplingParams: this node checks by building one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, Strict, model_validator
+
+from runner.config.node import Node
+from runner.config.problem import Problem, RuleErrors
+from runner.engine.sampling_params import SamplingParams
+
+
+def _as_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _none_as_empty(value: Any) -> Any:
+    return {} if value is None else value  # an empty mapping in YAML could not be replaced from the command line
+
+
+class SamplerConfig(Node):
+    """Sampling parameters; `to_sampling_params` gives the record that the engine reads."""
+
+    n: int = Field(default=1, description="completions per prompt, >= 1, each with noise of its own")
+    temperature: float = Field(default=0.0, description="logits are divided by it, in [0, 100]; 0 is greedy")
+    top_k: int = Field(default=0, description="keep the k most likely tokens, >= 1; 0 or -1 keeps all")
+    top_p: float = Field(
+        default=1.0, description="keep the smallest set of most likely tokens whose mass reaches it, in (0, 1]"
+    )
+    min_p: float = Field(default=0.0, description="drop tokens less likely than min_p times the likeliest, in [0, 1]")
+    presence_penalty: float = Field(
+        default=0.0, description="subtracted once from the logit of every token in the output, in [-2, 2]"
+    )
+    frequency_penalty: float = Field(
+        default=0.0, description="subtracted per occurrence in the output from a token's logit, in [-2, 2]"
+    )
+    repetition_penalty: float = Field(
+        default=1.0, description="weakens the logits of tokens in prompt or output, in (0, 10]; 1 is off"
+    )
+    logit_bias: Annotated[dict[Annotated[int, Strict(False)], float], BeforeValidator(_none_as_empty)] = Field(
+        default_factory=dict, description="{token id: bias}, added to the token's logit, in [-100, 100]; null is none"
+    )
+    seed: int | None = Field(
+        default=None,
+        description="seed of every request, in [0, 2**64 - 1]; null folds the run's seed with the request's index",
+    )
+    max_tokens: int = Field(default=128, description="output tokens at most, >= 1")
+    min_tokens: int = Field(default=0, description="output tokens before eos or a stop token may come, <= max_tokens")
+    stop: Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)] = Field(
+        default=(), description="strings that end the text; not part of it"
+    )
+    stop_token_ids: Annotated[tuple[int, ...], Strict(False)] = Field(
+        default=(), description="token ids, >= 0, that end the output, beside the model's eos"
+    )
+    ignore_eos: bool = Field(default=False, description="generate on after eos, as throughput benchmarks do")
+
+    @model_validator(mode="after")
+    def _check_ranges(self) -> SamplerConfig:
+        values = self.model_dump()
+        problems = []
+        while True:
+            try:
+                SamplingParams(**values)
+            except ValueError as error:
+                name, rule = str(error).split(" ", 1)
+                problems.append(Problem(name=name, rule=rule))
+                del values[name]  # its default is in range, so the next round finds the next problem
+                if name == "max_tokens":
+                    values.pop("min_tokens", None)  # its rule reads max_tokens
+            else:
+                break
+        if problems:
+            raise RuleErrors(problems)
+        return self
+
+    def to_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**self.model_dump())

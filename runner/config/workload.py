@@ -1,0 +1,37 @@
+"""The requests of a run: the project's own demo prompts, a JSONL file, or random token ids."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runner.config.node import Node
+
+
+class DemoWorkload(Node):
+    """The project's own prompts, in the categories people compare by."""
+
+    name: Literal["demo"] = Field(default="demo", description="which workload this is")
+    limit: int | None = Field(default=None, ge=1, description="prompts taken from the start, >= 1; null takes all")
+
+
+class JsonlWorkload(Node):
+    """One JSON object a line."""
+
+    name: Literal["jsonl"] = Field(default="jsonl", description="which workload this is")
+    path: str = Field(min_length=1, description="path of a .jsonl file, one JSON object a line")
+    prompt_field: str = Field(default="prompt", min_length=1, description="the field of a line that holds the prompt")
+    limit: int | None = Field(default=None, ge=1, description="lines taken from the start, >= 1; null takes all")
+
+
+class SyntheticWorkload(Node):
+    """Random token ids: prompts of one length, no tokenizer needed. Output lengths are the sampler's."""
+
+    name: Literal["synthetic"] = Field(default="synthetic", description="which workload this is")
+    num_requests: int = Field(default=16, ge=1, description="requests, >= 1")
+    prompt_len: int = Field(default=128, ge=1, description="prompt length of each request, tokens, >= 1")
+    seed: int = Field(default=0, ge=0, lt=2**64, description="seed of the token ids, in [0, 2**64 - 1]")
+
+
+WorkloadConfig = Annotated[DemoWorkload | JsonlWorkload | SyntheticWorkload, Field(discriminator="name")]

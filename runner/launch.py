@@ -1,0 +1,66 @@
+"""What happens between the command line and Hydra: help, and every check that needs no model.
+
+`checked(args)` returns only for a command line whose every point is valid; Hydra runs inside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra._internal.utils import get_args_parser
+from hydra.types import RunMode
+
+from runner.compose import Composer
+from runner.config.problem import ConfigError, Problem
+from runner.sweep import Sweep, hydra_node, launching, read_sweep
+from runner.usage import help_text
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Hydra's own flags and overrides; an unknown flag exits with status 2."""
+    parser = get_args_parser()
+    parser.prog = "python -m runner"
+    return parser.parse_args(argv)
+
+
+@contextmanager
+def checked(args: argparse.Namespace) -> Iterator[None]:
+    """The context that Hydra runs in; entering it prints the help, or checks everything that will run.
+
+    Raises:
+        ConfigError, SweepError: what is wrong, before anything ran.
+    """
+    if args.help:
+        print(help_text())
+        sys.exit(0)
+    if args.cfg is not None and args.multirun:
+        raise ConfigError([Problem(name="--cfg", rule="shows one configuration", remedy="leave out -m")])
+    if args.hydra_help or args.shell_completion or args.info is not None or args.config_path is not None:
+        yield
+        return
+    sweep = None
+    with Composer(args.config_name, args.config_dir) as composer:
+        hydra = hydra_node(composer, args.overrides)
+        if args.cfg is not None:
+            composer.compose(args.overrides)
+        elif args.multirun or hydra.mode == RunMode.MULTIRUN:
+            sweep = read_sweep(composer, args.overrides, hydra)
+        else:
+            composer.config(args.overrides)
+    if sweep is None:
+        yield
+        return
+    _report_duplicates(sweep)
+    with launching(sweep):
+        yield
+
+
+def _report_duplicates(sweep: Sweep) -> None:
+    if sweep.duplicates:
+        count = len(sweep.duplicates)
+        subject = "1 point is the same run as an earlier one and is" if count == 1 else f"{count} points are the same"
+        runs = "" if count == 1 else " runs as earlier ones and are"
+        print(f"{subject}{runs} left out: {'; '.join(' '.join(point) for point in sweep.duplicates)}")

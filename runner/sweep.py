@@ -1,0 +1,161 @@
+"""Every point of a multirun, composed and validated before Hydra gets the first.
+
+Hydra would find a bad point only when it reaches it, after earlier jobs ran. Points that are the same run once
+ignored keys are out (method=none at several draft lengths) are run once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.sweeper import Sweeper
+from omegaconf import DictConfig
+
+from runner.compose import Composer, written_value
+from runner.config.problem import ConfigError, Problem
+from runner.config.root import SpeculativeConfig
+from runner.engine.errors import UserError
+from runner.screen import problem_lines
+
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The distinct points of a multirun, in Hydra's order."""
+
+    points: tuple[tuple[str, ...], ...]  # the overrides of each job
+    configs: tuple[SpeculativeConfig, ...]  # of each point
+    duplicates: tuple[tuple[str, ...], ...]  # points left out because an earlier one is the same run
+    swept: dict[str, str]  # key -> its values as written
+
+
+class SweepError(UserError):
+    """Some points of a sweep cannot run, so none was."""
+
+    def __init__(self, num_points: int, failures: list[tuple[tuple[str, ...], ConfigError]]) -> None:
+        self.num_points = num_points
+        self.failures = failures
+        super().__init__(num_points, failures)  # the arguments pickle
+
+    def __str__(self) -> str:
+        one = self.num_points == len(self.failures) == 1
+        verb = "is" if len(self.failures) == 1 else "are"
+        points = "the only point" if one else f"{len(self.failures)} of {self.num_points} points"
+        lines = [f"{points} of this sweep {verb} invalid; nothing was run"]
+        by_problems: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+        for point, error in self.failures:
+            by_problems.setdefault(tuple(problem_lines(error.problems)), []).append(point)
+        for problems, points_with in by_problems.items():
+            more = f"   (and {len(points_with) - 1} more)" if len(points_with) > 1 else ""
+            lines += ["", f"  {' '.join(points_with[0]) or 'the defaults'}{more}", *(f"  {line}" for line in problems)]
+        return "\n".join(lines)
+
+
+def hydra_node(composer: Composer, overrides: list[str]) -> DictConfig:
+    """Hydra's own settings under these overrides: the mode and the sweeper. Swept groups keep their defaults."""
+    relevant = [override for override in composer.parse(overrides) if _concerns_hydra(override)]
+    node = composer.compose([str(override.input_line) for override in relevant]).hydra
+    assert isinstance(node, DictConfig)
+    return node
+
+
+def _concerns_hydra(override: Override) -> bool:
+    return not override.is_sweep_override() and (override.is_hydra_override() or override.key_or_group == "experiment")
+
+
+def read_sweep(composer: Composer, overrides: list[str], hydra: DictConfig) -> Sweep | None:
+    """All points of a multirun, validated; None under a sweeper that chooses its points while it runs.
+
+    Raises:
+        ConfigError: an override is malformed.
+        SweepError: at least one point is invalid.
+    """
+    if hydra.sweeper["_target_"] != BASIC_SWEEPER:
+        return None
+    params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
+    parsed = composer.parse(params + overrides)
+    for_hydra = [str(override.input_line) for override in parsed if override.is_hydra_override()]
+    of_points = [override for override in parsed if not override.is_hydra_override()]
+    try:
+        points = [tuple(point) for point in _basic_sweeper().split_arguments(of_points, None)[0]]
+    except HydraException as error:
+        raise ConfigError([Problem(name="sweep:", rule=str(error))]) from error
+    configs, failures = [], []
+    for point in points:
+        try:
+            configs.append(composer.config([*for_hydra, *point]))
+        except ConfigError as error:
+            failures.append((point, error))
+    if failures:
+        raise SweepError(len(points), failures)
+    distinct: dict[str, tuple[tuple[str, ...], SpeculativeConfig]] = {}
+    duplicates = []
+    for point, config in zip(points, configs, strict=True):
+        key = config.normalised().model_dump_json()
+        if key in distinct:
+            duplicates.append(point)
+        else:
+            distinct[key] = (point, config)
+    return Sweep(
+        points=tuple(point for point, _ in distinct.values()),
+        configs=tuple(config for _, config in distinct.values()),
+        duplicates=tuple(duplicates),
+        swept={o.get_key_element(): written_value(o) for o in of_points if o.is_sweep_override()},
+    )
+
+
+@contextmanager
+def launching(sweep: Sweep) -> Iterator[None]:
+    """Inside, Hydra's sweeper launches exactly these points, as children of one parent run (tracking=mlflow).
+
+    Hydra takes sweepers of one's own only from its plugin namespace, hence the replaced method: the cross product it
+    would make has the duplicates again.
+    """
+    sweeper = _basic_sweeper()
+    original = sweeper.split_arguments
+
+    def split_arguments(overrides: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
+        points = [list(point) for point in sweep.points]
+        return list(sweeper.split_overrides_to_chunks(points, max_batch_size))
+
+    sweeper.split_arguments = staticmethod(split_arguments)
+    try:
+        with _parent_run(sweep.configs[0], sweep.swept):
+            yield
+    finally:
+        sweeper.split_arguments = staticmethod(original)
+
+
+def _basic_sweeper() -> Any:
+    """The class Hydra will use: its plugin scan imports the module anew, so an import of ours may be another one."""
+    return next(sweeper for sweeper in Plugins.instance().discover(Sweeper) if sweeper.__name__ == "BasicSweeper")
+
+
+@contextmanager
+def _parent_run(config: SpeculativeConfig, swept: dict[str, str]) -> Iterator[None]:
+    if config.tracking != "mlflow":
+        yield
+        return
+    from runner.report import print_comparison
+    from runner.tracking import start_sweep
+
+    with start_sweep(
+        config.tracking,
+        params=swept,
+        tracking_uri=config.tracking_uri,
+        experiment_name=config.experiment_name,
+        run_name=config.run_name,
+    ) as parent:
+        try:
+            yield
+        finally:  # also what an interrupted or partly failed sweep has measured
+            if rows := parent.children():
+                print_comparison(rows)
+                print(f"sweep {parent.location}")

@@ -1,0 +1,104 @@
+"""The text of `python -m runner --help`: examples, groups with their options, and every key with its meaning.
+
+Read from conf/ and the schema, so it cannot drift from either.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from importlib import resources
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from runner.config.problem import node_classes, union_tag
+from runner.config.root import SpeculativeConfig
+
+EXAMPLES = """\
+Runs a speculative decoding method on a model and measures it against plain decoding.
+
+  python -m runner                                     the tiny trained model, CPU or GPU, no network
+  python -m runner method=ngram sampler=sampled        another method, sampled
+  python -m runner model=hf model.model=<directory or hub id> method=ngram
+  python -m runner model=llama8b model.load_format=dummy workload=synthetic hardware=h200
+  python -m runner workload=jsonl workload.path=prompts.jsonl sampler.max_tokens=256
+  python -m runner -m method=ngram,draft_model method.num_speculative_tokens=2,4
+  python -m runner experiment=compare_methods          a prepared sweep
+  python -m runner --cfg job                           print the composed configuration and stop
+  python -m runner --hydra-help                        Hydra's own flags"""
+
+_GROUPS = ("model", "method", "sampler", "hardware", "workload", "experiment")
+_TAGS = ("method", "name")  # the keys that tell the members of a union apart
+_INDENT = 34
+
+
+def options(group: str) -> list[str]:
+    """The options of a configuration group: its YAML files."""
+    files = resources.files("conf").joinpath(group).iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def help_text() -> str:
+    root = _yaml("config")
+    defaults = {group: choice for entry in root["defaults"] if entry != "_self_" for group, choice in entry.items()}
+    lines = [EXAMPLES, "", "Groups (group=option; * is the default)", ""]
+    for group in _GROUPS:
+        marked = [f"{option}*" if option == defaults[group] else option for option in options(group)]
+        lines.append(f"  {group:<12}{'  '.join(marked)}")
+    lines += ["", "Keys (key=value) with their [default]; null leaves the choice to the runner", ""]
+    nodes = {key: field for key, field in SpeculativeConfig.model_fields.items() if node_classes(field.annotation)}
+    for key, field in SpeculativeConfig.model_fields.items():
+        if key not in nodes:
+            lines.append(_key_line(key, field.description, root[key]))
+    for group in nodes:
+        lines += ["", *_group_lines(group, str(defaults[group]))]
+    return "\n".join(lines)
+
+
+def _group_lines(group: str, default: str) -> list[str]:
+    """Keys of a group in the order of its classes, with the value of the default option or the first that has it."""
+    values: dict[str, Any] = {}
+    for option in [default, *options(group)]:
+        values = _yaml(f"{group}/{option}") | values
+    nodes = node_classes(SpeculativeConfig.model_fields[group].annotation)
+    lines: dict[str, str] = {}
+    for node in nodes:
+        for key, field in node.model_fields.items():
+            if key in _TAGS:
+                continue  # chosen by the group's option
+            only = "" if all(key in other.model_fields for other in nodes) else f"{union_tag(node)}: "
+            lines.setdefault(
+                f"{key} {field.description}", _key_line(f"{group}.{key}", f"{only}{field.description}", values[key])
+            )
+    return list(lines.values())
+
+
+def _key_line(name: str, meaning: str | None, value: Any) -> str:
+    width = max(80, min(shutil.get_terminal_size().columns, 140))
+    text = textwrap.fill(
+        f"{meaning} [{_shown(value)}]",
+        width,
+        break_on_hyphens=False,
+        initial_indent=" " * _INDENT,
+        subsequent_indent=" " * _INDENT,
+    )
+    name = f"  {name}"
+    return f"{name:<{_INDENT - 1}} {text.lstrip()}" if len(name) < _INDENT else f"{name}\n{text}"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value == "???":
+        return "required"
+    return "{...}" if isinstance(value, dict) and value else str(value)
+
+
+def _yaml(name: str) -> dict[str, Any]:
+    text = resources.files("conf").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    values = OmegaConf.to_container(OmegaConf.create(text))
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

@@ -1,0 +1,67 @@
+"""The command line in this process: what it prints, how it ends, and which configurations it would have run."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from runner.__main__ import main
+from runner.config import SpeculativeConfig
+
+Job = tuple[SpeculativeConfig, Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    status: int
+    out: str
+    err: str
+    jobs: list[Job]  # configuration and output directory of every run that was started
+
+
+class CommandLine:
+    """Runs `main` in an empty directory with `runner.run.execute` replaced by one that only takes notes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], directory: Path) -> None:
+        self._capsys = capsys
+        self.jobs: list[Job] = []
+        self.on_job: Callable[[SpeculativeConfig], None] = lambda config: None
+        monkeypatch.chdir(directory)
+        monkeypatch.setattr(sys, "argv", ["runner"])
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///must-not-be-used.db")
+        module = types.ModuleType("runner.run")
+        module.execute = self._execute  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "runner.run", module)
+
+    def __call__(self, *argv: str) -> Ending:
+        with _logging_as_it_was():
+            try:
+                status = main(list(argv))
+            except SystemExit as exit_:
+                status = int(exit_.code or 0)
+        captured = self._capsys.readouterr()
+        return Ending(status=status, out=captured.out, err=captured.err, jobs=self.jobs)
+
+    def _execute(self, config: SpeculativeConfig, output_dir: Path) -> None:
+        self.jobs.append((config, output_dir))
+        self.on_job(config)
+
+
+@contextmanager
+def _logging_as_it_was() -> Iterator[None]:
+    """Every Hydra job points the root logger at its own streams and files."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:], root.level = handlers, level

@@ -1,0 +1,233 @@
+"""The command line: what reaches the run, and that whatever a user can cause ends in one screen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from runner.config import SpeculativeConfig
+from runner.config.problem import node_classes
+from runner.engine.errors import UserError
+from tests.command_line import CommandLine
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
+    return CommandLine(monkeypatch, capsys, tmp_path)
+
+
+# --- what runs ----------------------------------------------------------------------------------------------------
+
+
+def test_no_arguments_run_the_defaults_in_a_directory_of_their_own(cli: CommandLine, tmp_path: Path) -> None:
+    ending = cli()
+    assert (ending.status, ending.err) == (0, "")
+    ((config, output_dir),) = ending.jobs
+    assert (config.model.model, config.method.method, config.sampler.temperature) == ("tiny", "draft_model", 0)
+    assert output_dir.is_dir()
+    assert output_dir.is_relative_to(tmp_path / "runs")
+
+
+def test_overrides_reach_the_run(cli: CommandLine) -> None:
+    ending = cli("method=ngram", "method.num_speculative_tokens=2", "sampler=sampled", "sampler.stop=[a, b]", "seed=7")
+    ((config, _),) = ending.jobs
+    assert (config.method.method, config.method.num_speculative_tokens, config.seed) == ("ngram", 2, 7)
+    assert (config.sampler.temperature, config.sampler.stop) == (0.8, ("a", "b"))
+
+
+def test_mappings_can_be_given_on_the_command_line(cli: CommandLine) -> None:
+    """`logit_bias: {}` in the YAML made Hydra refuse every bias: an empty mapping is closed, null is not."""
+    ((config, _),) = cli("sampler.logit_bias={5: 1, 7: -2.5}", "model.hf_config={model_type: llama}").jobs
+    assert config.sampler.logit_bias == {5: 1.0, 7: -2.5}
+    assert config.model.hf_config == {"model_type": "llama"}
+
+
+def test_two_runs_in_the_same_second_do_not_share_a_directory(cli: CommandLine) -> None:
+    cli()
+    cli()
+    first, second = (output_dir for _, output_dir in cli.jobs)
+    assert first != second
+
+
+def test_options_of_ones_own_come_from_a_config_directory(cli: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "method").mkdir(parents=True)
+    text = (ROOT / "conf" / "method" / "ngram.yaml").read_text()
+    (tmp_path / "mine" / "method" / "short.yaml").write_text(text.replace("tokens: 4", "tokens: 1"))
+    ending = cli("--config-dir", "mine", "method=short")
+    assert [config.method.num_speculative_tokens for config, _ in ending.jobs] == [1]
+
+
+# --- what cannot run ----------------------------------------------------------------------------------------------
+
+
+def screen(cli: CommandLine, *argv: str) -> list[str]:
+    """The lines of the screen that these arguments end in; nothing was run and nothing left behind."""
+    ending = cli(*argv)
+    assert ending.status == 2, ending.out
+    assert ending.jobs == []
+    assert ending.out == ""
+    assert "Traceback" not in ending.err
+    assert ending.err.startswith("error: ")
+    assert list(Path.cwd().iterdir()) == []
+    return ending.err.splitlines()
+
+
+def test_a_typo_in_an_option_names_the_options(cli: CommandLine) -> None:
+    assert screen(cli, "method=ngrm") == [
+        "error: 1 problem in the configuration; nothing was run",
+        "",
+        "  method must be one of custom_class, draft_model, ngram, none, got 'ngrm'",
+        "      did you mean 'ngram'?",
+    ]
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_an_unknown_key_gets_the_same_screen_with_and_without_plus(cli: CommandLine, prefix: str) -> None:
+    assert screen(cli, f"{prefix}method.num_speculative_token=3")[2:] == [
+        "  method.num_speculative_token is an unknown key, got 3",
+        "      did you mean 'num_speculative_tokens'?",
+    ]
+
+
+def test_a_typo_in_a_group_is_an_unknown_key(cli: CommandLine) -> None:
+    assert screen(cli, "metod=ngram")[2:] == [
+        "  metod is an unknown key, got 'ngram'",
+        "      did you mean 'method' or 'model'?",
+    ]
+
+
+def test_a_value_out_of_range_says_the_range(cli: CommandLine) -> None:
+    assert screen(cli, "method.num_speculative_tokens=0")[2:] == [
+        "  method.num_speculative_tokens must be >= 1, got 0",
+        "      tokens drafted per request and step, in [1, 128]",
+    ]
+
+
+def test_a_missing_value_says_how_to_give_it(cli: CommandLine) -> None:
+    lines = screen(cli, "model=hf", "workload=jsonl", "method=custom_class")
+    assert [line for line in lines if "required" in line] == [
+        "  model.model is required",
+        "  method.model is required",
+        "  workload.path is required",
+    ]
+    assert "      add workload.path=<path of a .jsonl file, one JSON object a line>" in lines
+
+
+def test_mistakes_of_different_kinds_are_listed_together(cli: CommandLine) -> None:
+    lines = screen(cli, "method=ngrm", "method.prompt_lookup_max=3", "hardwar=cpu", "sampler.topp=1", "seed=-1")
+    assert lines[0] == "error: 4 problems in the configuration; nothing was run"
+    names = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
+    assert sorted(names) == ["hardwar", "method", "sampler.topp", "seed"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["foo"], "foo is not of the form key=value"),
+        (["seed=[1,"], "is not of the form key=value"),
+        (["~foo"], "'foo' does not exist"),
+        (["~model"], "model is required"),
+        (["+method=ngram"], "write method=ngram"),
+        (["+seed=1"], "write seed=1"),
+        (["method=null"], "method must be one of"),
+        (["method=ngram,none"], "add -m to run every one of them"),
+        (["hydra.foo=1"], "Could not override 'hydra.foo'"),
+        (["hydra/launcher=nope"], "hydra/launcher must be one of"),
+        (["experiment=nope"], "experiment must be one of compare_methods, synthetic_acceptance"),
+        (["run_name=${oc.env:SURELY_NOT_SET}"], "run_name cannot be resolved"),
+        (["seed=${sed}"], "seed cannot be resolved"),
+        (["model={model: x}", "seed.x=1"], "seed must be an integer, got {'x': 1}"),
+        (["--cfg", "job", "method.foo=1"], "method.foo is an unknown key"),
+        (["--cfg", "job", "-m", "method=ngram,none"], "leave out -m"),
+        (["--config-dir", "nowhere"], "--config-dir must be a directory, got 'nowhere'"),
+        (["--config-name", "nope"], "nope"),
+        (["hardware.tensor_parallel_size=2"], "tensor parallelism is not available yet"),
+        (["method.tensor_parallel_size=2"], "pass 'draft_tensor_parallel_size' instead"),
+    ],
+)
+def test_hydras_complaints_come_out_as_our_screen(cli: CommandLine, argv: list[str], text: str) -> None:
+    assert text in "\n".join(screen(cli, *argv))
+
+
+def test_an_error_the_user_can_mend_ends_the_run_with_one_screen(cli: CommandLine) -> None:
+    def fail(_: SpeculativeConfig) -> None:
+        raise UserError("model.model must be a directory or a hub id, got 'x'; check the path")
+
+    cli.on_job = fail
+    ending = cli("tracking=none")
+    assert ending.status == 2
+    assert ending.err == "error: model.model must be a directory or a hub id, got 'x'; check the path\n"
+
+
+def test_a_bug_keeps_its_traceback(cli: CommandLine) -> None:
+    def fail(_: SpeculativeConfig) -> None:
+        raise ZeroDivisionError("a bug")
+
+    cli.on_job = fail
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        cli()
+
+
+def test_an_interrupt_is_one_line(cli: CommandLine) -> None:
+    def interrupt(_: SpeculativeConfig) -> None:
+        raise KeyboardInterrupt
+
+    cli.on_job = interrupt
+    ending = cli()
+    assert (ending.status, ending.err) == (130, "interrupted\n")
+
+
+def test_a_terminal_gets_the_same_screen_in_colour(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("runner.screen.sys.stderr.isatty", lambda: True)
+    ending = cli("metod=ngram")
+    assert ending.status == 2
+    assert "\x1b[" in ending.err
+    assert "metod is an unknown key, got 'ngram'" in ending.err
+
+
+# --- help ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_option_and_every_key(cli: CommandLine) -> None:
+    ending = cli("--help")
+    assert (ending.status, ending.jobs) == (0, [])
+    for path in (ROOT / "conf").glob("*/*.yaml"):
+        assert path.stem in ending.out
+    for name, field in SpeculativeConfig.model_fields.items():
+        nodes = node_classes(field.annotation)
+        if not nodes:
+            assert f"  {name} " in ending.out
+        for key in {key for node in nodes for key in node.model_fields if key not in ("method", "name")}:
+            assert f"  {name}.{key}" in ending.out
+    assert "\n  python -m runner -m method=ngram,draft_model" in ending.out
+
+
+def test_cfg_job_prints_what_would_run(cli: CommandLine) -> None:
+    ending = cli("--cfg", "job", "method=ngram")
+    assert (ending.status, ending.jobs) == (0, [])
+    assert OmegaConf.create(ending.out).method.method == "ngram"
+
+
+def test_the_command_line_answers_without_loading_the_heavy_packages(tmp_path: Path) -> None:
+    """--help and every screen come within a second: torch, transformers and mlflow load only when something runs."""
+    heavy = ("torch", "transformers", "mlflow", "triton", "numpy", "matplotlib")
+    code = (
+        "import sys\n"
+        "from runner.__main__ import main\n"
+        "assert main(['method=ngrm']) == 2\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        f"print(sorted(set(sys.modules) & set({heavy!r})), file=sys.stderr)\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "[]"

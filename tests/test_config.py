@@ -1,0 +1,328 @@
+"""The schema: what it accepts, how it reads a mapping, and what it says about one that is wrong."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from pydantic import BaseModel
+
+from runner.compose import Composer
+from runner.config import (
+    ConfigError,
+    HardwareConfig,
+    MethodConfig,
+    ModelConfig,
+    NoneMethod,
+    SamplerConfig,
+    SpeculativeConfig,
+)
+from runner.config.problem import node_classes, union_tag
+from runner.engine.sampling_params import SamplingParams
+
+CONF = Path(__file__).parent.parent / "conf"
+OPTIONS = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.glob("*/*.yaml"))
+MANDATORY = {"model/hf": ["model.model=x", "method=ngram"], "method/custom_class": ["method.model=a.B"]}
+MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
+EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
+TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
+
+
+def nodes_of(group: str) -> dict[str, type[BaseModel]]:
+    """The schema of each option of a group: one class for all, or the member of the union with the option's name."""
+    classes = node_classes(SpeculativeConfig.model_fields[group].annotation)
+    options = [option.split("/")[1] for option in OPTIONS if option.startswith(f"{group}/")]
+    if len(classes) == 1:
+        return dict.fromkeys(options, classes[0])
+    return {union_tag(node): node for node in classes}
+
+
+def problems(**values: Any) -> str:
+    """The screen's text for a configuration that must be refused."""
+    with pytest.raises(ConfigError) as raised:
+        SpeculativeConfig.parse({"model": TINY} | values)
+    return str(raised.value)
+
+
+# --- the YAML files and the schema say the same -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_yaml_option_composes_and_validates(option: str) -> None:
+    group, name = option.split("/")
+    overrides = [f"{group}={name}", *MANDATORY.get(option, []), *EXPERIMENT_POINTS.get(option, [])]
+    with Composer() as composer:
+        config = composer.config(overrides)
+    if group == "method":
+        assert config.method.method == name
+    if group == "workload":
+        assert config.workload.name == name
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if not option.startswith("experiment/")])
+def test_every_yaml_lists_exactly_the_fields_of_its_schema(option: str) -> None:
+    group, name = option.split("/")
+    assert set(OmegaConf.load(CONF / f"{option}.yaml")) == set(nodes_of(group)[name].model_fields)
+
+
+def test_config_yaml_lists_exactly_the_scalars_of_the_root() -> None:
+    listed = set(OmegaConf.load(CONF / "config.yaml")) - {"defaults", "hydra"}
+    fields = SpeculativeConfig.model_fields
+    assert listed == {name for name in fields if not node_classes(fields[name].annotation)}
+
+
+@pytest.mark.parametrize("group", ["method", "workload"])
+def test_every_member_of_a_union_has_a_yaml_and_every_yaml_a_member(group: str) -> None:
+    options = {option.split("/")[1] for option in OPTIONS if option.startswith(f"{group}/")}
+    assert set(nodes_of(group)) == options
+
+
+def test_common_keys_exist_on_every_method() -> None:
+    common = set(MethodConfig.model_fields)
+    assert all(common <= set(node.model_fields) for node in nodes_of("method").values())
+
+
+def test_every_field_says_what_it_means_and_every_number_its_range() -> None:
+    pending: list[type[BaseModel]] = [SpeculativeConfig]
+    while pending:
+        node = pending.pop()
+        for name, field in node.model_fields.items():
+            pending += node_classes(field.annotation)
+            assert field.description, f"{node.__name__}.{name}"
+            if re.search(r"\b(int|float)\b", str(field.annotation)):
+                assert re.search(r"in \[|in \(|>=|<=|; 1 until", field.description), f"{node.__name__}.{name}"
+
+
+def test_sampler_keys_are_those_of_sampling_params() -> None:
+    assert list(SamplerConfig.model_fields) == list(SamplingParams.__dataclass_fields__)
+
+
+def test_defaults_are_the_trained_pair_with_four_draft_tokens_greedy() -> None:
+    with Composer() as composer:
+        config = composer.config([])
+    assert (config.model.model, config.method.method, config.method.num_speculative_tokens) == (
+        "tiny",
+        "draft_model",
+        4,
+    )
+    assert config.sampler.to_sampling_params().is_greedy
+    assert config.baseline
+    draft = config.draft_model_config()
+    assert draft is not None
+    assert draft.model == "tiny-draft"
+
+
+# --- presets ------------------------------------------------------------------------------------------------------
+
+
+def num_parameters(config: dict[str, Any]) -> int:
+    """Weights of a Llama or Qwen3 decoder, from its config.json."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    norms = 2 * hidden + (2 * head_dim if config["model_type"] == "qwen3" else 0)
+    layer = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * inner + norms
+    embeddings = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
+    return int(config["num_hidden_layers"] * layer + embeddings + hidden)
+
+
+@pytest.mark.parametrize(
+    ("preset", "target", "draft"),
+    [
+        ("llama8b", 8_030_261_248, 1_235_814_400),
+        ("llama70b", 70_553_706_496, 1_235_814_400),
+        ("qwen3_8b", 8_190_735_360, 596_049_920),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(preset: str, target: int, draft: int) -> None:
+    with Composer() as composer:
+        config = composer.config([f"model={preset}", "model.load_format=dummy"])
+    draft_model = config.draft_model_config()
+    assert config.model.hf_config is not None
+    assert draft_model is not None
+    assert draft_model.hf_config is not None
+    assert num_parameters(config.model.hf_config) == target
+    assert num_parameters(draft_model.hf_config) == draft
+    assert config.model.hf_config["vocab_size"] == draft_model.hf_config["vocab_size"]
+    assert draft_model.load_format == "dummy"
+
+
+@pytest.mark.parametrize(
+    ("preset", "rope_type"), [("llama8b", "llama3"), ("llama70b", "llama3"), ("qwen3_8b", "default")]
+)
+def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) -> None:
+    from transformers import AutoConfig
+
+    with Composer() as composer:
+        values = dict(composer.config([f"model={preset}"]).model.hf_config or {})
+    config = AutoConfig.for_model(**values)
+    assert config.rope_parameters["rope_type"] == rope_type
+    assert config.rope_parameters["rope_theta"] == values["rope_theta"]
+
+
+# --- types and ranges ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [True, "4", 4.0, 4.5, None, [4]])
+def test_only_an_integer_is_an_integer(value: object) -> None:
+    text = problems(method={"method": "ngram", "num_speculative_tokens": value})
+    assert text == f"method.num_speculative_tokens must be an integer, got {value!r}"
+
+
+def test_an_integer_is_taken_for_a_float_but_a_bool_is_not() -> None:
+    config = SpeculativeConfig.parse(
+        {"model": TINY, "sampler": {"temperature": 1}, "hardware": {"gpu_memory_utilization": 1}}
+    )
+    assert config.sampler.temperature == 1.0
+    assert "sampler.temperature must be a number, got True" in problems(sampler={"temperature": True})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_are_finite(value: float) -> None:
+    assert "sampler.temperature must be finite" in problems(sampler={"temperature": value})
+
+
+def test_a_number_is_not_taken_for_a_string_because_it_may_have_lost_its_spelling() -> None:
+    """`model.revision=1e5` reaches us as the float 100000.0: the commit that was meant is gone."""
+    text = problems(model={"model": "x", "revision": 100000.0})
+    remedy = """quote it twice on the command line: model.revision='"..."'"""
+    assert text == f"model.revision must be a string, got 100000.0; {remedy}"
+
+
+@pytest.mark.parametrize("value", [0, -1, 129])
+def test_draft_length_is_between_1_and_128(value: int) -> None:
+    assert "method.num_speculative_tokens must be" in problems(
+        method={"method": "ngram", "num_speculative_tokens": value}
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"top_p": 2}, "sampler.top_p must be in (0, 1], got 2.0"),
+        ({"top_k": -2}, "sampler.top_k must be >= 1, or 0 or -1 for all tokens, got -2"),
+        ({"seed": -1}, "sampler.seed must be in [0, 2**64 - 1] or null, got -1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "sampler.min_tokens must be in [0, max_tokens (8)], got 9"),
+        ({"min_tokens": 200, "max_tokens": 300, "min_p": 2}, "sampler.min_p must be in [0, 1], got 2.0"),
+        ({"max_tokens": 0, "min_tokens": 9}, "sampler.max_tokens must be >= 1, got 0"),
+        ({"logit_bias": {3: 200}}, "sampler.logit_bias must have values in [-100, 100], got {3: 200.0}"),
+    ],
+)
+def test_sampler_ranges_are_those_of_sampling_params(values: dict[str, Any], message: str) -> None:
+    assert problems(sampler=values) == message
+
+
+def test_all_problems_of_a_configuration_are_listed_at_once() -> None:
+    text = problems(
+        method={"method": "ngram", "num_speculative_tokens": 0, "prompt_lookup_min": 7, "max_dept": 3},
+        sampler={"top_p": 2, "temperature": -1},
+        hardware={"device": "cdua"},
+        workload={"name": "jsonl"},
+        sed=1,
+    )
+    assert text.splitlines() == [
+        "method.num_speculative_tokens must be >= 1, got 0; tokens drafted per request and step, in [1, 128]",
+        "method.max_dept is an unknown key, got 3; known: draft_sample_method, method, num_speculative_tokens, "
+        "prompt_lookup_max, prompt_lookup_min, rejection_sample_method, synthetic_acceptance_length, "
+        "synthetic_acceptance_rate, synthetic_acceptance_rates",
+        "sampler.temperature must be in [0, 100], got -1.0",
+        "sampler.top_p must be in (0, 1], got 2.0",
+        "hardware.device must be one of auto, cpu, cuda, got 'cdua'; did you mean 'cuda'?",
+        "workload.path is required; add workload.path=<path of a .jsonl file, one JSON object a line>",
+        "sed is an unknown key, got 1; did you mean 'seed'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("prompt_lookup_mx", "did you mean 'prompt_lookup_max' or 'prompt_lookup_min'?"),
+        ("temperature", "it is a key of sampler: sampler.temperature"),
+        ("draft_tensor_parallel_size", "only method=draft_model has it"),
+        ("tensor_parallel_size", "pass 'draft_tensor_parallel_size' instead"),
+    ],
+)
+def test_an_unknown_key_is_told_where_it_belongs(key: str, remedy: str) -> None:
+    assert problems(method={"method": "ngram", key: 1}) == f"method.{key} is an unknown key, got 1; {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"hardware": {"tensor_parallel_size": 2}}, "hardware.tensor_parallel_size"),
+        ({"method": {"method": "draft_model", "draft_tensor_parallel_size": 2}}, "method.draft_tensor_parallel_size"),
+    ],
+)
+def test_parallel_sizes_above_one_are_refused_with_the_remedy(values: dict[str, Any], name: str) -> None:
+    assert problems(**values) == f"{name} must be 1, got 2; tensor parallelism is not available yet; set {name}=1"
+
+
+@pytest.mark.parametrize("block_size", [0, 8, 24, 272])
+def test_block_size_is_a_multiple_of_16_up_to_256(block_size: int) -> None:
+    assert problems(hardware={"block_size": block_size}).startswith("hardware.block_size must be")
+
+
+def test_token_budget_holds_every_running_request_with_all_its_drafts() -> None:
+    """A smaller budget would leave requests out of a step: a request must not wait because of its neighbours."""
+    method = {"method": "ngram", "num_speculative_tokens": 31}
+    SpeculativeConfig.parse({"model": TINY, "method": method})
+    text = problems(method=method | {"num_speculative_tokens": 32})
+    assert text.startswith(
+        "hardware.max_num_batched_tokens must be >= max_num_seqs * (1 + num_speculative_tokens) (2112)"
+    )
+    SpeculativeConfig.parse({"model": TINY, "method": {"method": "none", "num_speculative_tokens": 128}})
+    assert "hardware.max_num_batched_tokens must be >= max_num_seqs (64), got 63" in problems(
+        hardware={"max_num_batched_tokens": 63}
+    )
+
+
+def test_a_configuration_is_frozen() -> None:
+    config = SpeculativeConfig.parse({"model": TINY})
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 1  # type: ignore[misc]
+
+
+def test_a_checked_configuration_reads_back_from_its_own_dump() -> None:
+    with Composer() as composer:
+        config = composer.config(
+            ["sampler.stop=[a,b]", "sampler.logit_bias={5: 1}", "method.rejection_sample_method=standard"]
+        )
+    assert SpeculativeConfig.parse(config.model_dump()) == config
+
+
+def test_errors_survive_the_trip_between_processes() -> None:
+    with pytest.raises(ConfigError) as raised:
+        SpeculativeConfig.parse({"model": 3})
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert str(copy) == str(raised.value) == "model must be a mapping, got 3"
+
+
+# --- the Python API -----------------------------------------------------------------------------------------------
+
+
+def test_engine_args_are_the_keys_of_model_and_hardware() -> None:
+    config = SpeculativeConfig.from_engine_args(
+        "tiny", {"model": "tiny-draft"}, dtype="float32", max_model_len=64, max_num_seqs=4, seed=7
+    )
+    assert config.model == ModelConfig(model="tiny", max_model_len=64)
+    assert config.hardware == HardwareConfig(dtype="float32", max_num_seqs=4)
+    assert (config.seed, config.method.method) == (7, "draft_model")
+
+
+def test_without_speculative_config_decoding_is_plain() -> None:
+    assert SpeculativeConfig.from_engine_args("tiny").method == NoneMethod()
+
+
+def test_engine_args_that_are_wrong_are_named_as_they_were_written() -> None:
+    with pytest.raises(ConfigError) as raised:
+        SpeculativeConfig.from_engine_args("tiny", {"method": "ngrm"}, dtype="f32", block_sice=16, max_model_len=0)
+    assert str(raised.value).splitlines() == [
+        "block_sice is an unknown argument, got 16; did you mean 'block_size'?",
+        "max_model_len must be >= 1, got 0; longest prompt plus output, tokens, >= 1; null takes the model's own limit",
+        "speculative_config.method must be one of none, ngram, draft_model, custom_class, got 'ngrm'; "
+        "did you mean 'ngram'?",
+        "dtype must be one of auto, float32, bfloat16, float16, got 'f32'; did you mean 'float32'?",
+    ]

@@ -1,0 +1,274 @@
+"""The method node: which method a mapping means, what each accepts, synthetic schedules, and vLLM's spelling of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.config import (
+    ConfigError,
+    CustomClassMethod,
+    DraftModelMethod,
+    MethodConfig,
+    ModelConfig,
+    NgramMethod,
+    NoneMethod,
+    SpeculativeConfig,
+    parse_method,
+)
+from runner.config.method_union import METHODS
+
+TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
+
+
+def problems(**values: Any) -> str:
+    """The screen's text for a configuration that must be refused."""
+    with pytest.raises(ConfigError) as raised:
+        SpeculativeConfig.parse({"model": TINY} | values)
+    return str(raised.value)
+
+
+# --- methods ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"model": "ngram"}, NgramMethod),
+        ({"model": "[ngram]"}, NgramMethod),
+        ({"method": "ngram", "model": "ngram"}, NgramMethod),
+        ({"model": "my_package.proposers.Mine"}, CustomClassMethod),
+        ({"model": "meta-llama/Llama-3.2-1B-Instruct"}, DraftModelMethod),
+        ({"model": "./drafts/small"}, DraftModelMethod),
+        ({"model": "tiny-draft"}, DraftModelMethod),
+        ({"method": None, "model": "tiny-draft"}, DraftModelMethod),
+        ({"method": "none"}, NoneMethod),
+    ],
+)
+def test_a_missing_method_is_inferred_as_vllm_infers_it(values: dict[str, Any], expected: type) -> None:
+    assert isinstance(parse_method(values), expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("x/EAGLE-llama", "eagle"),
+        ("z-lab/Qwen3-8B-DFlash-b16", "dflash"),
+    ],
+)
+def test_a_head_that_vllm_knows_by_name_is_not_mistaken_for_a_draft_model(model: str, method: str) -> None:
+    with pytest.raises(ConfigError, match=f"is {method}, which is not available; name method=draft_model"):
+        parse_method({"model": model})
+    assert isinstance(parse_method({"method": "draft_model", "model": model}), DraftModelMethod)
+
+
+def test_a_method_without_name_and_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^speculative_config\.method is required when model is null"):
+        parse_method({"num_speculative_tokens": 4})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (5, 5)),
+        ({"min": 3}, (3, 3)),
+        ({"max": 7}, (7, 7)),
+        ({"min": 2, "max": 4}, (2, 4)),
+        ({"min": None, "max": None}, (5, 5)),
+    ],
+)
+def test_ngram_bounds_follow_vllm(given: dict[str, int | None], expected: tuple[int, int]) -> None:
+    method = parse_method({"method": "ngram"} | {f"prompt_lookup_{key}": value for key, value in given.items()})
+    assert isinstance(method, NgramMethod)
+    assert (method.prompt_lookup_min, method.prompt_lookup_max) == expected
+
+
+def test_ngram_bounds_are_ordered() -> None:
+    text = problems(method={"method": "ngram", "prompt_lookup_min": 7, "prompt_lookup_max": 5})
+    assert text == "method.prompt_lookup_min must be <= prompt_lookup_max (5), got 7"
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "expected"),
+    [
+        ("strict", None, "coupled"),
+        ("probabilistic", None, "probabilistic"),
+        ("standard", None, "probabilistic"),
+        ("strict", "greedy", "greedy"),
+        ("probabilistic", "coupled", "coupled"),
+    ],
+)
+def test_draft_sampling_suits_the_rule_unless_it_is_named(rule: str, given: str | None, expected: str) -> None:
+    method = parse_method({"method": "draft_model", "rejection_sample_method": rule, "draft_sample_method": given})
+    assert method.draft_sample_method == expected
+    assert method.rejection_sample_method != "standard"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", ["strict", "probabilistic", "synthetic"])
+@pytest.mark.parametrize("drafting", ["greedy", "probabilistic", "coupled"])
+def test_any_cross_product_of_common_keys_composes(method: str, rule: str, drafting: str) -> None:
+    values: dict[str, Any] = {"method": method, "rejection_sample_method": rule, "draft_sample_method": drafting}
+    values |= {"synthetic_acceptance_rate": 0.5} if rule == "synthetic" else {}
+    values |= {"model": "a.B"} if method == "custom_class" else {}
+    assert parse_method(values).method == method
+
+
+def test_none_ignores_the_common_keys_with_a_note() -> None:
+    method = parse_method({"method": "none", "num_speculative_tokens": 8, "draft_sample_method": "greedy"})
+    assert method.notes() == ["method=none ignores num_speculative_tokens=8, draft_sample_method=greedy"]
+    assert method.normalised() == NoneMethod()
+    assert parse_method({"method": "none"}).notes() == []
+
+
+def test_ngram_ignores_only_how_a_model_would_draft() -> None:
+    method = parse_method({"method": "ngram", "num_speculative_tokens": 8, "draft_sample_method": "greedy"})
+    assert method.notes() == ["method=ngram ignores draft_sample_method=greedy"]
+    assert method.normalised().num_speculative_tokens == 8
+
+
+def test_custom_class_takes_a_dotted_path() -> None:
+    text = problems(method={"method": "custom_class", "model": "mine"})
+    assert text == "method.model must be a dotted path to a class, such as my_package.MyProposer, got 'mine'"
+
+
+# --- drafts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_without_a_known_draft_needs_one_named() -> None:
+    text = problems(model={"model": "some/model"}, method={"method": "draft_model"})
+    assert text.startswith("method.model is required: no draft is known for model 'some/model'; give")
+
+
+def test_the_draft_inherits_how_the_target_is_loaded() -> None:
+    model = {"model": "t", "load_format": "dummy", "max_model_len": 64, "trust_remote_code": True}
+    model["draft"] = {"model": "d", "hf_config": {"model_type": "llama"}}
+    default = SpeculativeConfig.parse({"model": model, "method": {"method": "draft_model"}}).draft_model_config()
+    assert default == ModelConfig(
+        model="d", load_format="dummy", max_model_len=64, trust_remote_code=True, hf_config={"model_type": "llama"}
+    )
+    named = SpeculativeConfig.parse(
+        {"model": model, "method": {"method": "draft_model", "model": "other", "revision": "v1", "max_model_len": 32}}
+    ).draft_model_config()
+    assert named == ModelConfig(
+        model="other", revision="v1", load_format="dummy", max_model_len=32, trust_remote_code=True
+    )
+
+
+def test_a_draft_cannot_see_more_than_the_target() -> None:
+    text = problems(model=TINY | {"max_model_len": 64}, method={"method": "draft_model", "max_model_len": 65})
+    assert text == "method.max_model_len must be <= model.max_model_len (64), got 65"
+
+
+# --- synthetic acceptance -----------------------------------------------------------------------------------------
+
+
+def synthetic(num_tokens: int, **key: Any) -> MethodConfig:
+    return parse_method(
+        {"method": "ngram", "num_speculative_tokens": num_tokens, "rejection_sample_method": "synthetic"} | key
+    )
+
+
+def test_synthetic_length_gives_vllms_schedule() -> None:
+    assert synthetic(4, synthetic_acceptance_length=3.25).synthetic_rates() == [1.0, 1.0, 0.25, 0.0]
+    assert synthetic(4, synthetic_acceptance_length=1).synthetic_rates() == [0.0] * 4
+    assert synthetic(4, synthetic_acceptance_length=5).synthetic_rates() == [1.0] * 4
+    assert synthetic(4, synthetic_acceptance_length=3.25).synthetic_conditional_rates() == [1.0, 1.0, 0.25, 0.0]
+
+
+@given(num_tokens=st.integers(1, 128), share=st.floats(0, 1), by_length=st.booleans())
+def test_a_synthetic_schedule_accepts_what_was_asked_for_with_the_least_variance(
+    num_tokens: int, share: float, by_length: bool
+) -> None:
+    length = 1 + share * num_tokens
+    key = {"synthetic_acceptance_length": length} if by_length else {"synthetic_acceptance_rate": share}
+    rates = synthetic(num_tokens, **key).synthetic_rates()
+    assert len(rates) == num_tokens
+    assert sum(rates) == pytest.approx(length - 1, abs=1e-9)
+    assert rates == sorted(rates, reverse=True)
+    assert sum(0 < rate < 1 for rate in rates) <= 1  # at most two neighbouring lengths occur
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=16))
+def test_conditional_rates_multiply_to_the_unconditional_ones(rates: list[float]) -> None:
+    rates = sorted(rates, reverse=True)
+    method = synthetic(len(rates), synthetic_acceptance_rates=rates)
+    reached = 1.0
+    for rate, conditional in zip(rates, method.synthetic_conditional_rates(), strict=True):
+        assert 0 <= conditional <= 1
+        reached *= conditional
+        assert reached == pytest.approx(rate, rel=1e-9, abs=1e-300)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"synthetic_acceptance_rates": [0.5, 0.6]}, "synthetic_acceptance_rates must be non-increasing"),
+        (
+            {"synthetic_acceptance_rates": [0.5]},
+            "synthetic_acceptance_rates must have num_speculative_tokens (2) entries",
+        ),
+        ({"synthetic_acceptance_rates": [2.0, 0.5]}, "synthetic_acceptance_rates.0 must be <= 1"),
+        ({"synthetic_acceptance_length": 3.5}, "synthetic_acceptance_length must be <= num_speculative_tokens + 1 (3)"),
+        ({"synthetic_acceptance_length": 0.5}, "synthetic_acceptance_length must be >= 1"),
+        ({"synthetic_acceptance_rate": 1.5}, "synthetic_acceptance_rate must be <= 1"),
+        ({}, "rejection_sample_method synthetic needs exactly one of"),
+        ({"synthetic_acceptance_rate": 0.5, "synthetic_acceptance_length": 2}, "needs exactly one of"),
+        (
+            {"rejection_sample_method": "strict", "synthetic_acceptance_rate": 0.5},
+            "synthetic_acceptance_rate must be null",
+        ),
+    ],
+)
+def test_synthetic_values_that_make_no_schedule_are_refused(values: dict[str, Any], message: str) -> None:
+    method = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"} | values
+    assert message in problems(method=method)
+
+
+# --- vLLM ---------------------------------------------------------------------------------------------------------
+
+
+def test_to_vllm_translates_what_has_a_counterpart_and_names_what_has_none() -> None:
+    config, notes = parse_method({"method": "draft_model", "model": "d", "num_speculative_tokens": 3}).to_vllm()
+    assert config == {
+        "method": "draft_model",
+        "model": "d",
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "standard",
+        "draft_sample_method": "greedy",
+        "draft_tensor_parallel_size": 1,
+    }
+    assert [note.split(" ")[0] for note in notes] == ["rejection_sample_method=strict", "draft_sample_method=coupled"]
+
+
+def test_to_vllm_of_the_probabilistic_rule_loses_nothing() -> None:
+    method = parse_method({"method": "draft_model", "model": "d", "rejection_sample_method": "probabilistic"})
+    config, notes = method.to_vllm()
+    assert (config["rejection_sample_method"], config["draft_sample_method"]) == ("standard", "probabilistic")
+    assert notes == []
+
+
+def test_to_vllm_keeps_the_synthetic_schedule() -> None:
+    config, notes = synthetic(4, synthetic_acceptance_rate=0.625).to_vllm()
+    assert config["synthetic_acceptance_length"] == 3.5
+    assert notes == ["synthetic_acceptance_rate is given to vLLM as synthetic_acceptance_length"]
+    assert synthetic(2, synthetic_acceptance_rates=[0.5, 0.25]).to_vllm()[0]["synthetic_acceptance_rates"] == [
+        0.5,
+        0.25,
+    ]
+
+
+def test_to_vllm_of_plain_decoding_is_no_speculative_config() -> None:
+    assert parse_method({"method": "none"}).to_vllm()[0] == {}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_goes_to_vllm_is_accepted_here_too(method: str) -> None:
+    extra = {"model": "a.B"} if method == "custom_class" else {}
+    config, _ = parse_method({"method": method} | extra).to_vllm()
+    if config:
+        assert parse_method(config).method == method

@@ -1,0 +1,185 @@
+"""Sweeps: all points are checked before the first runs, and the same run is not run twice."""
+
+from __future__ import annotations
+
+import pickle
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import runner.tracking
+from runner.compose import Composer
+from runner.config import ConfigError, Problem, SpeculativeConfig
+from runner.engine.errors import UserError
+from runner.sweep import BASIC_SWEEPER, SweepError, hydra_node, read_sweep
+from tests.command_line import CommandLine, Ending
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
+    return CommandLine(monkeypatch, capsys, tmp_path)
+
+
+def points(ending: Ending) -> list[tuple[str, int]]:
+    return [(config.method.method, config.method.num_speculative_tokens) for config, _ in ending.jobs]
+
+
+def test_a_sweep_runs_the_cross_product_each_in_its_own_directory(cli: CommandLine) -> None:
+    ending = cli("-m", "method=ngram,draft_model", "method.num_speculative_tokens=2,4", "tracking=none")
+    assert ending.status == 0, ending.err
+    assert points(ending) == [("ngram", 2), ("ngram", 4), ("draft_model", 2), ("draft_model", 4)]
+    assert len({output_dir for _, output_dir in ending.jobs}) == 4
+    assert all(output_dir.is_dir() for _, output_dir in ending.jobs)
+
+
+def test_one_invalid_point_stops_the_sweep_before_anything_runs(cli: CommandLine) -> None:
+    ending = cli("-m", "method=ngram,draft_model", "method.num_speculative_tokens=2,4", "method.prompt_lookup_min=4")
+    assert (ending.status, ending.jobs, ending.out) == (2, [], "")
+    assert ending.err.splitlines()[0] == "error: 2 of 4 points of this sweep are invalid; nothing was run"
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_the_screen_of_a_sweep_names_the_points_and_their_problems(cli: CommandLine) -> None:
+    ending = cli("-m", "method=none,ngrm", "method.num_speculative_tokens=2,0", "tracking=none")
+    assert ending.err.splitlines() == [
+        "error: 3 of 4 points of this sweep are invalid; nothing was run",
+        "",
+        "  method=none method.num_speculative_tokens=0 tracking=none",
+        "    method.num_speculative_tokens must be >= 1, got 0",
+        "        tokens drafted per request and step, in [1, 128]",
+        "",
+        "  method=ngrm method.num_speculative_tokens=2 tracking=none   (and 1 more)",
+        "    method must be one of custom_class, draft_model, ngram, none, got 'ngrm'",
+        "        did you mean 'ngram'?",
+    ]
+
+
+def test_a_single_invalid_point_is_spoken_of_in_the_singular(cli: CommandLine) -> None:
+    ending = cli("-m", "method.num_speculative_tokens=2,4,8,0")
+    assert ending.err.startswith("error: 1 of 4 points of this sweep is invalid; nothing was run\n")
+
+
+def test_none_runs_once_whatever_the_common_keys_are(cli: CommandLine) -> None:
+    ending = cli("-m", "method=none,ngram", "method.num_speculative_tokens=2,4,8", "tracking=none")
+    assert points(ending) == [("none", 2), ("ngram", 2), ("ngram", 4), ("ngram", 8)]
+    assert ending.out.startswith("2 points are the same runs as earlier ones and are left out: method=none ")
+
+
+def test_batches_of_a_sweep_hold_the_distinct_points_only(cli: CommandLine) -> None:
+    ending = cli(
+        "-m",
+        "method=none,ngram",
+        "method.num_speculative_tokens=2,4",
+        "tracking=none",
+        "hydra.sweeper.max_batch_size=2",
+    )
+    assert points(ending) == [("none", 2), ("ngram", 2), ("ngram", 4)]
+
+
+def test_a_later_sweep_has_its_own_points(cli: CommandLine) -> None:
+    """The sweeper is told the points of one sweep; it must not keep them."""
+    cli("-m", "method=none,ngram", "tracking=none")
+    cli.jobs.clear()
+    assert points(cli("-m", "method.num_speculative_tokens=3", "tracking=none")) == [("draft_model", 3)]
+
+
+def test_an_experiment_brings_its_sweep_along(cli: CommandLine) -> None:
+    ending = cli("experiment=compare_methods", "tracking=none")
+    expected = [("none", 2), *[(method, k) for method in ("ngram", "draft_model") for k in (2, 4, 8)]]
+    assert points(ending) == expected
+    assert not any(config.baseline for config, _ in ending.jobs)
+
+
+def test_the_command_line_overrides_what_an_experiment_sweeps(cli: CommandLine) -> None:
+    ending = cli("experiment=compare_methods", "tracking=none", "method=ngram", "method.num_speculative_tokens=1,3")
+    assert points(ending) == [("ngram", 1), ("ngram", 3)]
+
+
+def test_synthetic_acceptance_is_swept_at_set_rates(cli: CommandLine) -> None:
+    ending = cli("experiment=synthetic_acceptance", "tracking=none", "method.num_speculative_tokens=4")
+    rates = [config.method.synthetic_conditional_rates() for config, _ in ending.jobs]
+    assert rates == [pytest.approx([1, 0.6, 0, 0]), pytest.approx([1, 1, 0.4, 0]), pytest.approx([1, 1, 1, 0.2])]
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["seed=interval(0,1)"], "does not support sweep type"),
+        (["hydra/launcher=nope"], "hydra/launcher must be one of"),
+    ],
+)
+def test_a_sweep_that_cannot_be_expanded_is_refused(cli: CommandLine, argv: list[str], text: str) -> None:
+    ending = cli("-m", *argv)
+    assert (ending.status, ending.jobs) == (2, [])
+    assert text in ending.err
+    assert "Traceback" not in ending.err
+
+
+def test_a_point_that_fails_leaves_the_others_running_and_fails_the_sweep(cli: CommandLine) -> None:
+    def fail(config: SpeculativeConfig) -> None:
+        if config.method.method == "ngram":
+            raise UserError("model.model must fit the device's memory")
+
+    cli.on_job = fail
+    ending = cli("-m", "method=ngram,none", "tracking=none")
+    assert points(ending) == [("ngram", 4), ("none", 4)]
+    assert ending.status == 2
+    assert ending.err.count("error: model.model must fit the device's memory") == 1
+    assert "Traceback" not in ending.err
+
+
+def test_an_mlflow_sweep_runs_inside_one_parent_run(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    parents: list[dict[str, Any]] = []
+    is_open = []
+
+    @contextmanager
+    def start_sweep(tracking: str, **options: Any) -> Iterator[Any]:
+        parents.append({"tracking": tracking} | options)
+        is_open.append(True)
+        yield types.SimpleNamespace(children=list, location="")
+        is_open.clear()
+
+    def check(_: SpeculativeConfig) -> None:
+        assert is_open
+
+    monkeypatch.setattr(runner.tracking, "start_sweep", start_sweep)
+    cli.on_job = check
+    ending = cli("-m", "method=ngram,none", "method.num_speculative_tokens=2", "experiment_name=e", "run_name=r")
+    assert ending.status == 0, ending.err
+    assert len(ending.jobs) == 2
+    assert parents == [
+        {
+            "tracking": "mlflow",
+            "params": {"method": "ngram,none"},
+            "tracking_uri": None,
+            "experiment_name": "e",
+            "run_name": "r",
+        }
+    ]
+
+
+def test_an_invalid_sweep_opens_no_parent_run(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.tracking, "start_sweep", None)  # calling it would be a TypeError
+    assert cli("-m", "method=ngram,ngrm").status == 2
+
+
+def test_points_are_left_to_a_sweeper_that_chooses_them_while_it_runs() -> None:
+    hydra = OmegaConf.create({"sweeper": {"_target_": "hydra_plugins.optuna.OptunaSweeper", "params": None}})
+    with Composer() as composer:
+        assert read_sweep(composer, ["seed=1,2"], hydra) is None
+
+
+def test_the_sweeper_whose_points_we_set_is_hydras_default() -> None:
+    with Composer() as composer:
+        assert hydra_node(composer, ["method=ngram,none"]).sweeper["_target_"] == BASIC_SWEEPER
+
+
+def test_a_sweep_error_survives_the_trip_between_processes() -> None:
+    error = SweepError(3, [(("seed=-1",), ConfigError([Problem(name="seed", rule="must be >= 0", value=-1)]))])
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(error).startswith("1 of 3 points of this sweep is invalid")
