@@ -1,0 +1,11 @@
+"""Counts, rates and latencies of a run: the one place where every reported number is defined.
+
+Pure Python without torch. The step loop hands `StepRecord`s and `RequestRecord`s to a `MetricsCollector`; its `summary`
+does the arithmetic, in plain dicts and lists that go to metrics.json as they are.
+"""
+
+from runner.metrics.collector import MetricsCollector
+from runner.metrics.rates import count_identical
+from runner.metrics.records import RequestRecord, RequestStep, StepPoint, StepRecord
+
+__all__ = ["MetricsCollector", "RequestRecord", "RequestStep", "StepPoint", "StepRecord", "count_identical"]

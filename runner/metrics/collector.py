@@ -1,0 +1,145 @@
+"""Observes steps and finished requests, keeps sums and records, and makes the summary that every report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runner.metrics.rates import (
+    acceptance,
+    categories,
+    inter_token_ms,
+    per_output_token_ms,
+    percentiles,
+    ratio,
+    speedup,
+    to_first_token_ms,
+)
+from runner.metrics.records import RequestRecord, StepPoint, StepRecord
+
+PHASES = ("propose", "verify", "schedule")  # the timed parts of a step; what remains of it is "other"
+
+
+class MetricsCollector:
+    """Takes steps and requests as they finish; `summary` may be called at any time.
+
+    `num_finished_requests`, `num_output_tokens`, `num_drafts` and `num_accepted_tokens` are live counts for a progress
+    bar: they follow the steps, so they include requests that have not finished or have failed.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[RequestRecord] = []  # in the order they finished
+        self.step_points: list[StepPoint] = []
+        self.num_finished_requests = 0
+        self.num_output_tokens = 0
+        self.num_drafts = 0
+        self.num_accepted_tokens = 0
+        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
+
+    def observe(self, step: StepRecord) -> None:
+        """Adds one step."""
+        drafts = [r for r in step.request_steps if r.num_draft_tokens > 0]
+        point = StepPoint(
+            finished_at=step.finished_at,
+            total_seconds=step.total_seconds,
+            num_requests=len(step.request_steps),
+            num_drafts=len(drafts),
+            num_draft_tokens=sum(r.num_draft_tokens for r in drafts),
+            num_accepted_tokens=sum(r.num_accepted_tokens for r in drafts),
+            num_output_tokens=sum(r.num_output_tokens for r in step.request_steps),
+        )
+        self.step_points.append(point)
+        for phase in PHASES:
+            self._phase_seconds[phase] += step.seconds.get(phase, 0.0)
+        self.num_output_tokens += point.num_output_tokens
+        self.num_drafts += point.num_drafts
+        self.num_accepted_tokens += point.num_accepted_tokens
+
+    def finish(self, record: RequestRecord) -> None:
+        """Adds one request that is over, finished or failed."""
+        name = f"request {record.request_id}"
+        steps = zip(record.num_draft_tokens, record.num_accepted_tokens, record.tokens_per_step, strict=True)
+        for drafted, accepted, committed in steps:
+            assert 0 <= accepted <= drafted, f"{name}: accepted {accepted} of {drafted} drafted tokens"
+            assert committed in (accepted, accepted + 1), f"{name}: {committed} tokens from {accepted} accepted ones"
+            assert committed > 0, f"{name}: an entry for a step that yielded no token"
+        assert len(record.token_times) == len(record.tokens_per_step), f"{name}: one arrival time a step"
+        assert sum(record.tokens_per_step) == len(record.token_ids), f"{name}: the tokens of the steps add up"
+        self.records.append(record)
+        self.num_finished_requests += 1
+
+    def summary(
+        self,
+        *,
+        method: str,
+        num_speculative_tokens: int,
+        baseline: Mapping[str, Any] | None = None,
+        identical_to_baseline: Mapping[str, int] | None = None,
+        peak_memory_bytes: int | None = None,
+        num_preemptions: int = 0,
+    ) -> dict[str, Any]:
+        """The numbers of the run, ready for metrics.json.
+
+        A request-step is one request in one step that yielded tokens; a draft is a request-step with >= 1 drafted
+        token; accepted tokens are committed draft tokens (after eos and max_tokens). Failed requests are only counted.
+        A zero denominator gives None.
+
+        - acceptance_rate: accepted / drafted tokens.
+        - mean_acceptance_length: 1 + accepted tokens / drafts, pooled over the run (as vLLM and SGLang report it).
+        - mean_acceptance_length_per_request: unweighted mean of each request's own 1 + accepted / drafts; requests
+          without a draft are left out (SpecForge, SPEED-Bench).
+        - tokens_per_step: output tokens / request-steps, those without a draft included.
+        - acceptance_per_position[i]: drafts whose token i was accepted / drafts (unconditional, as vLLM).
+        - conditional_acceptance_per_position[i]: the same / drafts that have a token i and all before it accepted.
+        - acceptance_length_histogram: acceptance length (1 + accepted, as text) -> number of drafts.
+        - duration_s: time spent in steps; pauses between two calls of generate do not count.
+        - output_tokens_per_second: output tokens / duration_s.
+        - ttft_ms: per request, first token - arrival.
+        - tpot_ms: per request with n >= 2 tokens, (last token - first token) / (n - 1).
+        - itl_ms: per token after a request's first step. The gap between two steps' arrivals is divided evenly over
+          the tokens of the later one, so that its mean agrees with tpot when a step yields several tokens.
+        - The three have {median, p20, p80, p99}, linear between order statistics.
+        - time_share: part of duration_s in propose, verify, schedule and other; adds up to 1.
+        - speedup: median tpot of method=none / median tpot, both of the same run; 1.0 for method=none itself.
+        - identical_to_baseline: {requests, identical} of `count_identical`; None where not promised or not measured.
+        - categories: category -> counts, acceptance, tpot_ms and speedup over its requests.
+
+        Args:
+            num_speculative_tokens: the most tokens a draft may have (0 for none); the per-position lists are this long,
+                longer if a draft was.
+            baseline: the summary of method=none in the same run.
+        """
+        finished = [record for record in self.records if not record.failed]
+        num_output_tokens = sum(len(record.token_ids) for record in finished)
+        num_request_steps = sum(len(record.tokens_per_step) for record in finished)
+        duration_s = sum(point.total_seconds for point in self.step_points)
+        tpot_ms = percentiles(per_output_token_ms(finished))
+        if method == "none" and baseline is None:  # plain decoding is its own baseline
+            baseline = {"tpot_ms": tpot_ms, "categories": categories(finished, None)}
+        return {
+            "method": method,
+            "num_speculative_tokens": num_speculative_tokens,
+            "num_requests": len(finished),
+            "num_failed_requests": len(self.records) - len(finished),
+            "num_steps": len(self.step_points),
+            "num_request_steps": num_request_steps,
+            "num_preemptions": num_preemptions,
+            "num_output_tokens": num_output_tokens,
+            **acceptance(finished, num_speculative_tokens),
+            "tokens_per_step": ratio(num_output_tokens, num_request_steps),
+            "duration_s": duration_s,
+            "output_tokens_per_second": ratio(num_output_tokens, duration_s),
+            "ttft_ms": percentiles(to_first_token_ms(finished)),
+            "tpot_ms": tpot_ms,
+            "itl_ms": percentiles(inter_token_ms(finished)),
+            "time_share": self._time_share(duration_s),
+            "speedup": speedup(baseline, tpot_ms),
+            "identical_to_baseline": dict(identical_to_baseline) if identical_to_baseline is not None else None,
+            "peak_memory_bytes": peak_memory_bytes,
+            "categories": categories(finished, baseline),
+        }
+
+    def _time_share(self, duration_s: float) -> dict[str, float | None]:
+        shares = {phase: ratio(seconds, duration_s) for phase, seconds in self._phase_seconds.items()}
+        other = duration_s - sum(self._phase_seconds.values())
+        return {**shares, "other": ratio(max(other, 0.0), duration_s)}  # the parts may overshoot by a rounding

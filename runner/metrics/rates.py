@@ -1,0 +1,125 @@
+"""Counters to rates: pure functions from finished requests to the numbers of the summary.
+
+The definitions are in `MetricsCollector.summary`. A zero denominator gives None, never 0 or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from runner.metrics.records import RequestRecord
+
+
+def count_identical(records: Iterable[RequestRecord], baseline: Iterable[RequestRecord]) -> dict[str, int]:
+    """Requests that finished in both runs, matched by request_id, and how many of them have the very same tokens.
+
+    Raises:
+        ValueError: the two runs do not have the same requests, so there is nothing to compare.
+    """
+    ours = {record.request_id: record for record in records}
+    plain = {record.request_id: record for record in baseline}
+    if ours.keys() != plain.keys():
+        odd = sorted(ours.keys() ^ plain.keys())[:3]
+        raise ValueError(f"the run and its baseline must have the same requests; only in one of them: {', '.join(odd)}")
+    pairs = [(ours[i], plain[i]) for i in ours if not ours[i].failed and not plain[i].failed]
+    return {"requests": len(pairs), "identical": sum(list(a.token_ids) == list(b.token_ids) for a, b in pairs)}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """{median, p20, p80, p99}, linear between order statistics (numpy's default); all None without values."""
+    ordered = sorted(values)
+
+    def at(quantile: float) -> float | None:
+        if not ordered:
+            return None
+        rank = quantile * (len(ordered) - 1)
+        low = int(rank)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+    return {"median": at(0.5), "p20": at(0.2), "p80": at(0.8), "p99": at(0.99)}
+
+
+def acceptance(records: Iterable[RequestRecord], num_positions: int) -> dict[str, Any]:
+    """Counts and rates of the drafts; lists have num_positions entries, or as many as the longest draft has tokens."""
+    records = list(records)
+    drafts = _drafts_of(records)
+    num_positions = max([num_positions, *(drafted for drafted, _ in drafts)])
+    num_draft_tokens = sum(drafted for drafted, _ in drafts)
+    num_accepted_tokens = sum(accepted for _, accepted in drafts)
+    accepted_at = [sum(accepted > i for _, accepted in drafts) for i in range(num_positions)]
+    reached_at = [sum(drafted > i and accepted >= i for drafted, accepted in drafts) for i in range(num_positions)]
+    own_lengths = [_acceptance_length(own) for record in records if (own := _drafts_of([record]))]
+    return {
+        "num_drafts": len(drafts),
+        "num_draft_tokens": num_draft_tokens,
+        "num_accepted_tokens": num_accepted_tokens,
+        "acceptance_rate": ratio(num_accepted_tokens, num_draft_tokens),
+        "mean_acceptance_length": _acceptance_length(drafts) if drafts else None,
+        "mean_acceptance_length_per_request": ratio(sum(own_lengths), len(own_lengths)),
+        "acceptance_per_position": [ratio(count, len(drafts)) for count in accepted_at],
+        "conditional_acceptance_per_position": [ratio(a, r) for a, r in zip(accepted_at, reached_at, strict=True)],
+        "acceptance_length_histogram": {
+            str(1 + count): sum(accepted == count for _, accepted in drafts) for count in range(num_positions + 1)
+        },
+    }
+
+
+def categories(records: Sequence[RequestRecord], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Category -> its share of the summary; requests without a category are left out."""
+    plain = baseline.get("categories", {}) if baseline else {}
+    breakdown: dict[str, Any] = {}
+    for category in sorted({record.category for record in records if record.category is not None}):
+        own = [record for record in records if record.category == category]
+        pooled = acceptance(own, 0)
+        tpot_ms = percentiles(per_output_token_ms(own))
+        breakdown[category] = {
+            "num_requests": len(own),
+            "num_output_tokens": sum(len(record.token_ids) for record in own),
+            "acceptance_rate": pooled["acceptance_rate"],
+            "mean_acceptance_length": pooled["mean_acceptance_length"],
+            "tpot_ms": tpot_ms,
+            "speedup": speedup(plain.get(category), tpot_ms),
+        }
+    return breakdown
+
+
+def to_first_token_ms(records: Iterable[RequestRecord]) -> list[float]:
+    return [1e3 * (record.token_times[0] - record.arrival_time) for record in records if record.token_times]
+
+
+def per_output_token_ms(records: Iterable[RequestRecord]) -> list[float]:
+    return [
+        1e3 * (record.token_times[-1] - record.token_times[0]) / (len(record.token_ids) - 1)
+        for record in records
+        if len(record.token_ids) >= 2
+    ]
+
+
+def inter_token_ms(records: Iterable[RequestRecord]) -> list[float]:
+    gaps: list[float] = []
+    for record in records:
+        times = record.token_times
+        for before, now, num_tokens in zip(times, times[1:], record.tokens_per_step[1:], strict=False):
+            gaps += [1e3 * (now - before) / num_tokens] * num_tokens
+    return gaps
+
+
+def speedup(baseline: Mapping[str, Any] | None, tpot_ms: Mapping[str, float | None]) -> float | None:
+    plain, own = baseline["tpot_ms"]["median"] if baseline else None, tpot_ms["median"]
+    return None if plain is None or own is None else ratio(plain, own)
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def _drafts_of(records: Iterable[RequestRecord]) -> list[tuple[int, int]]:
+    """(drafted, accepted) of every draft."""
+    steps = ((r.num_draft_tokens, r.num_accepted_tokens) for r in records)
+    return [step for drafted, accepted in steps for step in zip(drafted, accepted, strict=True) if step[0] > 0]
+
+
+def _acceptance_length(drafts: Sequence[tuple[int, int]]) -> float:
+    return 1 + sum(accepted for _, accepted in drafts) / len(drafts)

@@ -1,0 +1,61 @@
+"""What the step loop hands over about steps and requests: counts and times, no tensors, frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestStep:
+    """One request in one step that yielded tokens."""
+
+    request_id: str
+    num_draft_tokens: int  # drafted and verified
+    num_accepted_tokens: int  # draft tokens committed, after eos and max_tokens
+    num_output_tokens: int  # tokens committed: the accepted ones and at most one recovered or bonus token
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of the engine."""
+
+    finished_at: float  # s, time.perf_counter
+    seconds: Mapping[str, float]  # "propose", "verify", "schedule" -> s; the rest of the step is "other"
+    total_seconds: float  # s, the whole step
+    request_steps: tuple[RequestStep, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """One request that is over, with one entry per step that yielded tokens in each per-step tuple."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str | None  # "stop" | "length" | "error"; error = failed
+    category: str | None
+    arrival_time: float  # s, time.perf_counter
+    token_times: tuple[float, ...]  # s, when the tokens of each step arrived
+    tokens_per_step: tuple[int, ...]
+    num_draft_tokens: tuple[int, ...]
+    num_accepted_tokens: tuple[int, ...]
+
+    @property
+    def failed(self) -> bool:
+        return self.finish_reason == "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPoint:
+    """What is kept of a step: sums over its requests, the points of the time series."""
+
+    finished_at: float  # s, time.perf_counter
+    total_seconds: float
+    num_requests: int  # requests that yielded tokens
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_output_tokens: int

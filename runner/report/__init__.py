@@ -1,0 +1,10 @@
+"""What a person sees in the terminal: a progress bar, the summary of a run, the comparison of a sweep.
+
+Readable at 80 columns, in a pipe (no escape codes) and without Unicode. A number that does not exist is "-".
+"""
+
+from runner.report.comparison import print_comparison
+from runner.report.progress import RunProgress
+from runner.report.summary import print_summary
+
+__all__ = ["RunProgress", "print_comparison", "print_summary"]

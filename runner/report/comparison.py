@@ -1,0 +1,75 @@
+"""The runs of a sweep side by side, fastest marked, in the order they were run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from runner.report.console import open_wide_console
+from runner.report.text import identical, identical_style, number, percent, speedup_style, times
+
+HIGHER_IS_BETTER = ("speedup", "output_tokens_per_second", "mean_acceptance_length", "acceptance_rate")
+FORMATS = {
+    "acceptance_rate": percent,
+    "mean_acceptance_length": lambda value: number(value, "{:.2f}"),
+    "output_tokens_per_second": lambda value: number(value, "{:,.1f}"),
+    "speedup": times,
+}
+HEADINGS = ("acceptance", "length", "tokens/s", "speed-up")
+
+
+def print_comparison(rows: Sequence[Mapping[str, Any]], *, console: Console | None = None) -> None:
+    """Prints one row a run: summaries (metrics.json), or the rows of `Tracker.children`.
+
+    The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where no speed-up was
+    measured) carries a star. Runs go by their names only where method and number of tokens do not tell two of them
+    apart.
+    """
+    names = Counter((row["method"], row["num_speculative_tokens"]) for row in rows)
+    ambiguous = max(names.values(), default=0) > 1 and any(row.get("run_name") for row in rows)
+    best = {key: _best(rows, key) for key in HIGHER_IS_BETTER}
+    fastest = best["speedup"] if best["speedup"] is not None else best["output_tokens_per_second"]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, header_style="bold", show_edge=False)
+    table.add_column("run" if ambiguous else "method", overflow="fold")
+    table.add_column("K", justify="right", no_wrap=True)
+    for heading in (*HEADINGS, "identical"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, row in enumerate(rows):
+        cells = [Text(form(row.get(key)), _style(row, key, index == best[key])) for key, form in FORMATS.items()]
+        same = row.get("identical_to_baseline")
+        table.add_row(
+            _name(row, by_run=ambiguous) + Text(" *" if index == fastest else "", "bold green"),
+            number(row["num_speculative_tokens"] or None),
+            *cells,
+            Text(identical(same), identical_style(same)),
+        )
+    console = console or open_wide_console()
+    console.print(table, crop=False)
+    if fastest is not None:
+        console.print(Text(" * fastest", "dim"))
+
+
+def _best(rows: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    """The finished run with the highest value; None where none has one."""
+    finished = [(index, row) for index, row in enumerate(rows) if row.get("status", "FINISHED") == "FINISHED"]
+    values = {index: row[key] for index, row in finished if row.get(key) is not None}
+    return max(values, key=values.__getitem__) if values else None
+
+
+def _style(row: Mapping[str, Any], key: str, is_best: bool) -> str:
+    if key == "speedup":
+        return speedup_style(row.get(key))
+    return "bold" if is_best else ""
+
+
+def _name(row: Mapping[str, Any], *, by_run: bool) -> Text:
+    text = Text(str((by_run and row.get("run_name")) or row["method"] or "-"))
+    if (status := row.get("status", "FINISHED")) != "FINISHED":
+        text.append(f" ({status.lower()})", style="bold red")
+    return text

@@ -1,0 +1,130 @@
+"""The summary of one run as a panel: the promise first (speed-up, same text), then why (acceptance), then the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from runner.report.console import MIN_WIDTH, open_wide_console
+from runner.report.text import (
+    bar,
+    identical,
+    identical_style,
+    latency,
+    mebibytes,
+    method_title,
+    number,
+    percent,
+    speedup_style,
+    times,
+)
+
+MAX_POSITIONS = 12  # longer drafts are in metrics.json in full
+
+
+def print_summary(
+    summary: Mapping[str, Any],
+    *,
+    model: str,
+    device: str,
+    dtype: str,
+    notes: Sequence[str] = (),
+    files: Sequence[str | Path] = (),
+    location: str | None = None,
+    ui_command: str | None = None,
+    console: Console | None = None,
+) -> None:
+    """Prints a `MetricsCollector.summary`.
+
+    Args:
+        notes: what the reader must know to read the numbers, such as a promise that is off in this run.
+        files: what was written.
+        location, ui_command: of the tracker.
+    """
+    console = console or open_wide_console()
+    parts: list[RenderableType] = [_numbers(summary, model, device, dtype, ascii_only=console.options.ascii_only)]
+    if len(summary["categories"]) > 1:
+        parts += ["", _categories(summary["categories"])]
+    if notes:
+        parts += ["", *(_note(note) for note in notes)]
+    title = Text(method_title(summary), style="bold")
+    panel = Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1), width=MIN_WIDTH)
+    console.print(panel, crop=False)
+    lines = [("files", str(path)) for path in files] + [("run", location), ("show", ui_command)]
+    previous = ""
+    for label, line in lines:
+        if line is not None:  # unboxed and unbroken, to be copied
+            head = f"{label if label != previous else '':<6}"
+            console.print(Text(head, style="dim") + Text(line), soft_wrap=True)
+            previous = label
+
+
+def _numbers(summary: Mapping[str, Any], model: str, device: str, dtype: str, *, ascii_only: bool) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    same, share = summary["identical_to_baseline"], summary["time_share"]
+    failed = summary["num_failed_requests"]
+    requests = Text(f"{summary['num_requests']:,}, {summary['num_output_tokens']:,} output tokens")
+    if failed:
+        requests.append(f", {failed:,} failed", style="bold red")
+    grid.add_row("model", f"{model} on {device}, {dtype}")
+    grid.add_row("requests", requests)
+    grid.add_row("speed-up over plain decoding", Text(times(summary["speedup"]), speedup_style(summary["speedup"])))
+    grid.add_row("identical to plain decoding", Text(identical(same), identical_style(same)))
+    if summary["num_speculative_tokens"] or summary["num_drafts"]:
+        _acceptance(grid, summary, ascii_only=ascii_only)
+    grid.add_row("tokens per step", number(summary["tokens_per_step"], "{:.2f}"))
+    grid.add_row("output tokens per second", number(summary["output_tokens_per_second"], "{:,.1f}"))
+    grid.add_row("time per output token", latency(summary["tpot_ms"]))
+    grid.add_row("time to first token", latency(summary["ttft_ms"]))
+    grid.add_row("share of time", ", ".join(f"{phase} {number(value, '{:.0%}')}" for phase, value in share.items()))
+    grid.add_row("peak memory", mebibytes(summary["peak_memory_bytes"]))
+    if summary["num_preemptions"]:
+        grid.add_row("preemptions", number(summary["num_preemptions"]))
+    return grid
+
+
+def _acceptance(grid: Table, summary: Mapping[str, Any], *, ascii_only: bool) -> None:
+    counts = f" ({summary['num_accepted_tokens']:,} of {summary['num_draft_tokens']:,} drafted tokens)"
+    grid.add_row("acceptance rate", Text(percent(summary["acceptance_rate"]), "bold") + Text(counts))
+    length = Text(number(summary["mean_acceptance_length"], "{:.2f}"), "bold")
+    own = f" (mean over requests {number(summary['mean_acceptance_length_per_request'], '{:.2f}')})"
+    grid.add_row("mean acceptance length", length + Text(own))
+    rates = list(zip(summary["acceptance_per_position"], summary["conditional_acceptance_per_position"], strict=True))
+    for position, (rate, conditional) in enumerate(rates[:MAX_POSITIONS], start=1):
+        line = Text(f"{position:>2} ") + Text(bar(rate, ascii_only=ascii_only), "cyan") + Text(f" {percent(rate):>6}")
+        if position > 1:
+            line.append(f"  {percent(conditional)} if reached", style="dim")
+        grid.add_row("acceptance by position" if position == 1 else "", line)
+    if len(rates) > MAX_POSITIONS:
+        grid.add_row("", Text(f"and {len(rates) - MAX_POSITIONS} more in metrics.json", "dim"))
+
+
+def _categories(categories: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="dim", show_edge=False)
+    table.add_column("category", overflow="fold")
+    for heading in ("requests", "acceptance", "length", "speed-up"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in categories.items():
+        table.add_row(
+            Text(name),
+            number(row["num_requests"]),
+            percent(row["acceptance_rate"]),
+            number(row["mean_acceptance_length"], "{:.2f}"),
+            Text(times(row["speedup"]), speedup_style(row["speedup"])),
+        )
+    return table
+
+
+def _note(note: str) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(Text("note:", style="bold yellow"), Text(note, overflow="fold"))
+    return grid

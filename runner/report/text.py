@@ -1,0 +1,71 @@
+"""Numbers as text, in one way everywhere; None is "-"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BAR_WIDTH = 16
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def number(value: float | None, pattern: str = "{:,}") -> str:
+    return "-" if value is None else pattern.format(value)
+
+
+def percent(value: float | None) -> str:
+    return number(value, "{:.1%}")
+
+
+def times(value: float | None) -> str:
+    """A speed-up."""
+    return number(value, "{:.2f}x")
+
+
+def speedup_style(value: float | None) -> str:
+    """Green for faster than plain decoding, red for slower, yellow within 2 %, where a repetition may turn it over."""
+    if value is None:
+        return ""
+    return "bold green" if value > 1.02 else "bold red" if value < 0.98 else "bold yellow"
+
+
+def mebibytes(value: int | None) -> str:
+    return number(None if value is None else value / 2**20, "{:,.0f} MiB")
+
+
+def latency(value: Mapping[str, float | None]) -> str:
+    """Median with its spread: "2.13 ms (p20 1.98, p80 2.40, p99 3.31)"."""
+    if value["median"] is None:
+        return "-"
+    spread = ", ".join(f"{name} {number(value[name], '{:.2f}')}" for name in ("p20", "p80", "p99"))
+    return f"{value['median']:.2f} ms ({spread})"
+
+
+def identical(value: Mapping[str, int] | str | None) -> str:
+    """Identical requests of all: "40/40"."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return f"{value['identical']}/{value['requests']}"
+
+
+def identical_style(value: Mapping[str, int] | str | None) -> str:
+    if value is None:
+        return ""
+    same, _, all_requests = identical(value).partition("/")
+    return "bold green" if same == all_requests else "bold red"
+
+
+def method_title(row: Mapping[str, Any]) -> str:
+    """The method and how many tokens it drafts: "ngram, 4 tokens"."""
+    k = row["num_speculative_tokens"]
+    return f"{row['method']}, {k} token{'s' * (k != 1)}" if k else str(row["method"])
+
+
+def bar(share: float | None, *, ascii_only: bool) -> str:
+    """A share of 1 as a bar of BAR_WIDTH characters, in steps of an eighth of one."""
+    if share is None:
+        return " " * BAR_WIDTH
+    if ascii_only:
+        return ("#" * round(share * BAR_WIDTH)).ljust(BAR_WIDTH)
+    full, eighths = divmod(round(share * BAR_WIDTH * 8), 8)
+    return ("█" * full + (_EIGHTHS[eighths] if eighths else "")).ljust(BAR_WIDTH)

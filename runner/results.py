@@ -1,0 +1,90 @@
+"""Results as files: metrics.json and outputs.jsonl in the run's directory.
+
+Every file appears whole or not at all: it is written beside its place and renamed onto it, so nobody ever reads half
+of one, also when a run is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from runner.metrics import RequestRecord
+
+METRICS_FILE = "metrics.json"
+OUTPUTS_FILE = "outputs.jsonl"
+
+
+def write_metrics(path: str | Path, summary: Mapping[str, Any]) -> None:
+    """Writes a summary as indented JSON.
+
+    Raises:
+        ValueError: a number is NaN or infinite; rates without a denominator are None instead.
+    """
+    text = json.dumps(summary, indent=2, allow_nan=False)
+    with _replacing(Path(path)) as file:
+        file.write(text.encode() + b"\n")
+
+
+def write_outputs(path: str | Path, records: Iterable[RequestRecord]) -> None:
+    """Writes one JSON object a line and request, in the order given.
+
+    The last three fields have one entry per step that yielded tokens: how many were drafted, how many of those were
+    accepted, and how many tokens were committed. `prompt_token_ids` is there when the prompt came without text.
+    """
+    with _replacing(Path(path)) as file:
+        for record in records:
+            file.write(_json_line(_output(record)))
+
+
+def read_summaries(directory: str | Path) -> list[dict[str, Any]]:
+    """The summaries of all runs below a directory (a sweep's), ordered by path as Hydra numbers them: 2 before 10."""
+    paths = Path(directory).rglob(METRICS_FILE)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths, key=_natural_order)]
+
+
+def _output(record: RequestRecord) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt": record.prompt}
+    if record.prompt is None:
+        prompt["prompt_token_ids"] = list(record.prompt_token_ids)
+    return {
+        "request_id": record.request_id,
+        "category": record.category,
+        **prompt,
+        "text": record.text,
+        "token_ids": list(record.token_ids),
+        "finish_reason": record.finish_reason,
+        "num_draft_tokens": list(record.num_draft_tokens),
+        "num_accepted_tokens": list(record.num_accepted_tokens),
+        "tokens_per_step": list(record.tokens_per_step),
+    }
+
+
+def _json_line(value: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot hold but a JSON escape can
+        return json.dumps(value).encode() + b"\n"
+
+
+def _natural_order(path: Path) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.parts]
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` when the block ends well, and vanishes when it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # same directory: a rename is atomic within one disk
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

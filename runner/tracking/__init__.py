@@ -1,0 +1,11 @@
+"""Where runs are recorded: MLflow, a line in runs.jsonl, or nowhere, behind one small interface.
+
+`open_tracker` gives the tracker of one run, `start_sweep` the parent of many; both are context managers whose run ends
+FINISHED, FAILED or KILLED as the block does. Nothing here is called in the decode loop. MLflow is imported by
+tracking=mlflow alone, so everything else runs without it.
+"""
+
+from runner.tracking.opening import open_tracker, start_sweep
+from runner.tracking.tracker import PARENT_RUN_ENV, Tracker
+
+__all__ = ["PARENT_RUN_ENV", "Tracker", "open_tracker", "start_sweep"]

@@ -1,0 +1,59 @@
+"""The comparison of a sweep's runs as files: a table for machines and a picture for people."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BAR, BEST, GRID = "#9db4c0", "#2a6f97", "#e5e5e5"
+ON_TOP: Any = {"zorder": 4, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
+
+
+def write_comparison(directory: Path, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """Writes comparison.csv and, where matplotlib is there (it comes with full MLflow), comparison.png."""
+    table = directory / "comparison.csv"
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    picture = directory / "comparison.png"
+    try:
+        _draw(picture, rows)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("matplotlib"):
+            raise
+        return [table]
+    return [table, picture]
+
+
+def _draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Two panels of horizontal bars, one bar a run, fastest on top; the best bar of a panel stands out."""
+    from matplotlib.figure import Figure  # without pyplot, so no display and no global state
+
+    rows = sorted(rows, key=lambda row: row["speedup"] or 0.0)
+    labels = [_label(row) for row in rows]
+    figure = Figure(figsize=(9, 1.2 + 0.38 * len(rows)), layout="constrained", dpi=140)
+    panels = figure.subplots(1, 2, sharey=True)
+    columns = (("speedup", "speed-up over plain decoding", "{:.2f}x"), ("mean_acceptance_length",) * 2 + ("{:.2f}",))
+    for panel, (key, title, pattern) in zip(panels, columns, strict=True):
+        values = [row[key] or 0.0 for row in rows]
+        colours = [BEST if value == max(values) > 0 else BAR for value in values]
+        bars = panel.barh(range(len(rows)), values, color=colours, height=0.7, zorder=2)
+        texts = ["-" if row[key] is None else pattern.format(row[key]) for row in rows]
+        panel.bar_label(bars, texts, padding=4, **ON_TOP)
+        panel.axvline(1.0, color="#888888", linewidth=1, linestyle="--", zorder=3)  # plain decoding
+        panel.set_title(title.replace("_", " "), fontsize=11, loc="left")
+        panel.set_xlim(0, 1.18 * max([*values, 1.0]))
+        panel.set_yticks(range(len(rows)), labels)
+        panel.grid(axis="x", color=GRID, zorder=0)
+        panel.tick_params(length=0)
+        panel.spines[:].set_visible(False)
+    figure.savefig(path)
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    k = row["num_speculative_tokens"]
+    name = row["run_name"] or (f"{row['method']} K={k}" if k else str(row["method"]))
+    return name if row["status"] == "FINISHED" else f"{name} ({row['status'].lower()})"

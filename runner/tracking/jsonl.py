@@ -1,0 +1,70 @@
+"""tracking=jsonl: one line a run in runs.jsonl, for machines without MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.metrics import StepPoint
+from runner.tracking.file_lock import file_lock
+from runner.tracking.tracker import PARENT_RUN_ENV, Tracker, comparison_row
+
+RUNS_FILE = "runs.jsonl"
+
+
+class JsonlTracker(Tracker):
+    """Collects the run and appends it as one JSON object when it ends, whatever its status.
+
+    The line has run_id, parent_run_id, run_name, status, start_time (s since 1970), seconds, tags, params, summary and
+    artifacts (paths, not copies). It is appended in one write under a lock, so that parallel jobs can share the file.
+    The time series is left out: the per-step counts of every request are in outputs.jsonl.
+    """
+
+    def __init__(self, *, output_dir: str | Path, run_name: str | None, tags: Mapping[str, str]) -> None:
+        self._path = Path(output_dir).absolute() / RUNS_FILE
+        self._run: dict[str, Any] = {"run_name": run_name, "tags": dict(tags), "params": {}, "summary": {}}
+        self._artifacts: list[str] = []
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        self._run["params"].update(params)
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        self._run["summary"].update(summary)
+
+    def log_series(self, points: Sequence[StepPoint]) -> None:
+        pass
+
+    def log_artifacts(self, paths: Iterable[str | Path]) -> None:
+        self._artifacts += [str(Path(path).absolute()) for path in paths]
+
+    def children(self) -> list[dict[str, Any]]:
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        runs = [run for run in map(json.loads, lines) if run["parent_run_id"] == self.run_id]
+        runs.sort(key=lambda run: float(run["start_time"]))
+        return [comparison_row(run["summary"], run_name=run["run_name"], status=run["status"]) for run in runs]
+
+    def _start(self) -> None:
+        self.run_id = uuid.uuid4().hex
+        self.location = str(self._path)
+        self._parent_run_id = os.environ.get(PARENT_RUN_ENV)
+        self._start_time = time.time()
+
+    def _end(self, status: str) -> None:
+        run = {
+            "run_id": self.run_id,
+            "parent_run_id": self._parent_run_id,
+            "status": status,
+            "start_time": self._start_time,
+            "seconds": time.time() - self._start_time,
+            **self._run,
+            "artifacts": self._artifacts,
+        }
+        line = json.dumps(run, default=str).encode() + b"\n"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(self._path), self._path.open("ab", buffering=0) as file:
+            file.write(line)

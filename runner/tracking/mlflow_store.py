@@ -1,0 +1,94 @@
+"""The way to an MLflow store: its address, a client that many processes may open, and errors a user can read.
+
+A new SQLite store is created under a lock: several processes that open a fresh one at the same time break it for good,
+because MLflow's migrations race (MLflow 3.17).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.engine.errors import UserError
+from runner.tracking.file_lock import file_lock
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+def resolve_tracking_uri(tracking_uri: str | None) -> str:
+    """The address given, else MLFLOW_TRACKING_URI, else mlflow.db in the current directory."""
+    return tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+
+
+def connect(tracking_uri: str, experiment_name: str) -> tuple[MlflowClient, str]:
+    """Opens the store, creating it and the experiment where missing; returns the client and the experiment's id.
+
+    Raises:
+        UserError: MLflow is not installed, or the store cannot be used.
+    """
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the default, 7, is minutes before a typo shows
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    with store_errors(tracking_uri):
+        from mlflow import MlflowClient
+
+        for name in ("alembic", "mlflow.store.db.utils"):  # each migration of a new database is a line otherwise
+            logging.getLogger(name).setLevel(logging.WARNING)
+        path = sqlite_path(tracking_uri)
+        with file_lock(path) if path else nullcontext():
+            client = MlflowClient(tracking_uri=tracking_uri)
+            return client, _experiment_id(client, experiment_name, path)
+
+
+def _experiment_id(client: MlflowClient, experiment_name: str, database: Path | None) -> str:
+    experiment = client.get_experiment_by_name(experiment_name)
+    if experiment is None:
+        # MLflow would keep artifacts in the first run's current directory; beside the database they are found.
+        folder = re.sub(r"[^\w\-.]", "_", experiment_name)
+        artifacts = str(database.parent / "mlruns" / folder) if database else None
+        return str(client.create_experiment(experiment_name, artifact_location=artifacts))
+    if experiment.lifecycle_stage == "deleted":
+        raise UserError(
+            f"experiment_name must not be a deleted MLflow experiment, got {experiment_name!r}; choose another name, "
+            f"or restore it: mlflow experiments restore --experiment-id {experiment.experiment_id}"
+        )
+    return str(experiment.experiment_id)
+
+
+def sqlite_path(tracking_uri: str) -> Path | None:
+    """The database file of a sqlite address; None for every other store."""
+    match = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", tracking_uri)
+    return Path(match[1]).absolute() if match else None
+
+
+@contextmanager
+def store_errors(tracking_uri: str) -> Iterator[None]:
+    """Turns the store's own exceptions into a UserError that names it; all others pass."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = error.name or "mlflow"
+        raise UserError(
+            f"tracking=mlflow needs the package {package}, which is not installed; "
+            f"pip install {'mlflow' if package.startswith('mlflow') else package}, or run with tracking=jsonl"
+        ) from error
+    except Exception as error:
+        if not _is_store_error(error):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"tracking_uri must be a store that MLflow can write to, got {tracking_uri!r}: {reason}\n"
+            "Use sqlite:///<file>.db or the address of a server, or run with tracking=jsonl."
+        ) from error
+
+
+def _is_store_error(error: Exception) -> bool:
+    """MLflow's own errors, those of the database layers below it, and the disk's."""
+    families = {cls.__module__.split(".")[0] for cls in type(error).__mro__}
+    return isinstance(error, OSError) or bool(families & {"mlflow", "sqlalchemy", "alembic"})

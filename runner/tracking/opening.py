@@ -1,0 +1,81 @@
+"""Opens the tracker of a run and the parent of a sweep; the one place where `tracking` turns into a class."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from runner.tracking.git_sha import git_sha
+from runner.tracking.jsonl import JsonlTracker
+from runner.tracking.mlflow_run import MlflowTracker
+from runner.tracking.tracker import PARENT_RUN_ENV, NoTracker, Tracker
+
+EXPERIMENT_NAME = "speculative"
+
+
+def open_tracker(
+    tracking: str,
+    *,
+    output_dir: str | Path = ".",
+    tracking_uri: str | None = None,
+    experiment_name: str = EXPERIMENT_NAME,
+    run_name: str | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> Tracker:
+    """The tracker of one run, to be used as a context manager; nothing is recorded before its block is entered.
+
+    Args:
+        tracking: "mlflow", "jsonl" or "none".
+        output_dir: the directory of runs.jsonl (jsonl).
+        tracking_uri: the store (mlflow); None is MLFLOW_TRACKING_URI, else sqlite in the current directory.
+        run_name: None lets MLflow make one up.
+        tags: what runs are filtered by: method, model, the chosen options; git_sha is added.
+    """
+    if tracking == "none":
+        return NoTracker()
+    tags = {**({"git_sha": sha} if (sha := git_sha()) else {}), **(tags or {})}
+    if tracking == "jsonl":
+        return JsonlTracker(output_dir=output_dir, run_name=run_name, tags=tags)
+    if tracking == "mlflow":
+        return MlflowTracker(tracking_uri=tracking_uri, experiment_name=experiment_name, run_name=run_name, tags=tags)
+    raise ValueError(f"tracking must be one of mlflow, jsonl, none, got {tracking!r}")
+
+
+@contextmanager
+def start_sweep(tracking: str, *, params: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Tracker]:
+    """The parent run of a sweep, around everything that launches its jobs; options as `open_tracker`'s.
+
+    Runs opened in the meantime, here or in processes started from here, become its children. When the block ends,
+    however it does, the children's comparison is kept with the parent as comparison.csv and comparison.png (mlflow).
+
+    Args:
+        params: what is swept over, recorded with the parent.
+    """
+    with open_tracker(tracking, **options) as parent:
+        parent.log_params(params or {})
+        try:
+            with _exported(parent.run_id):
+                yield parent
+        finally:
+            if tracking == "mlflow" and (rows := parent.children()):
+                from runner.tracking.comparison import write_comparison
+
+                with TemporaryDirectory() as directory:
+                    parent.log_artifacts(write_comparison(Path(directory), rows))
+
+
+@contextmanager
+def _exported(run_id: str | None) -> Iterator[None]:
+    before = os.environ.get(PARENT_RUN_ENV)
+    if run_id is not None:
+        os.environ[PARENT_RUN_ENV] = run_id
+    try:
+        yield
+    finally:
+        os.environ.pop(PARENT_RUN_ENV, None)
+        if before is not None:
+            os.environ[PARENT_RUN_ENV] = before

@@ -1,0 +1,112 @@
+"""Tracker: what a run tells whoever records it, and the tracker that records nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from runner.metrics import StepPoint
+
+PARENT_RUN_ENV = "SPECULATIVE_PARENT_RUN_ID"  # the sweep a run belongs to, set by the process that launches the sweep
+
+
+class Tracker(ABC):
+    """One run. The run starts when the block is entered, and ends with the status the block earned."""
+
+    run_id: str | None = None
+    location: str | None = None  # where the run is to be found, for people
+    ui_command: str | None = None  # the command that shows it
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end(status_of(exc))
+
+    @abstractmethod
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        """Records the resolved configuration, nested or flat; call it once, parameters never change."""
+
+    @abstractmethod
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Records the numbers of the run, `MetricsCollector.summary`."""
+
+    @abstractmethod
+    def log_series(self, points: Sequence[StepPoint]) -> None:
+        """Records the steps as time series; call it once, after the last step."""
+
+    @abstractmethod
+    def log_artifacts(self, paths: Iterable[str | Path]) -> None:
+        """Keeps copies of (or references to) files and directories."""
+
+    @abstractmethod
+    def children(self) -> list[dict[str, Any]]:
+        """The runs started under this one, oldest first, as rows of a comparison table (see `comparison_row`)."""
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _end(self, status: str) -> None: ...
+
+
+class NoTracker(Tracker):
+    """tracking=none."""
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        pass
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        pass
+
+    def log_series(self, points: Sequence[StepPoint]) -> None:
+        pass
+
+    def log_artifacts(self, paths: Iterable[str | Path]) -> None:
+        pass
+
+    def children(self) -> list[dict[str, Any]]:
+        return []
+
+    def _start(self) -> None:
+        pass
+
+    def _end(self, status: str) -> None:
+        pass
+
+
+def status_of(exc: BaseException | None) -> str:
+    """MLflow's word for how a block ended: only a body that ran to its end is FINISHED."""
+    if exc is None or (isinstance(exc, SystemExit) and exc.code in (None, 0)):
+        return "FINISHED"
+    return "KILLED" if isinstance(exc, KeyboardInterrupt) else "FAILED"
+
+
+COMPARED = (
+    "method",
+    "num_speculative_tokens",
+    "acceptance_rate",
+    "mean_acceptance_length",
+    "output_tokens_per_second",
+    "speedup",
+)
+
+
+def comparison_row(summary: Mapping[str, Any], *, run_name: str | None, status: str) -> dict[str, Any]:
+    """One run of a sweep: run_name, status, the compared numbers, and identical_to_baseline as "identical/requests".
+
+    What the run does not have is None.
+    """
+    same = summary.get("identical_to_baseline")
+    return {
+        "run_name": run_name,
+        "status": status,
+        **{key: summary.get(key) for key in COMPARED},
+        "identical_to_baseline": f"{same['identical']}/{same['requests']}" if same else None,
+    }

@@ -1,0 +1,282 @@
+"""The terminal says what the numbers say, at 80 columns, in a pipe and without Unicode."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from runner.metrics import MetricsCollector, RequestRecord, RequestStep, StepRecord
+from runner.report import RunProgress, print_comparison, print_summary
+from runner.report import progress as progress_module
+from runner.report.text import BAR_WIDTH, bar, identical_style, method_title, speedup_style
+
+
+def record(index: int, *, k: int, num_categories: int) -> RequestRecord:
+    """Four tokens, 10 ms a step; with k > 0, two drafts of k tokens, of which one token is accepted."""
+    tokens = (1, 2, 1) if k else (1, 1, 1, 1)
+    return RequestRecord(
+        request_id=str(index),
+        prompt="p",
+        prompt_token_ids=(1,),
+        text="t",
+        token_ids=(1, 2, 3, 4),
+        finish_reason="length",
+        category=f"category {index % num_categories}",
+        arrival_time=0.0,
+        token_times=tuple(0.01 * (step + 1) for step in range(len(tokens))),
+        tokens_per_step=tokens,
+        num_draft_tokens=(0, *[k] * (len(tokens) - 1)),
+        num_accepted_tokens=tuple(n - 1 for n in tokens),
+    )
+
+
+def summary(*, method: str = "ngram", k: int = 2, num_categories: int = 2, **options: Any) -> dict[str, Any]:
+    collector = MetricsCollector()
+    for index in range(2):
+        collector.finish(record(index, k=k, num_categories=num_categories))
+    collector.observe(StepRecord(finished_at=0.03, seconds={"verify": 0.02}, total_seconds=0.04, request_steps=()))
+    return collector.summary(method=method, num_speculative_tokens=k, **options)
+
+
+def console(*, terminal: bool = False, encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    return Console(file=stream, width=80, force_terminal=terminal), raw
+
+
+def shown(numbers: Mapping[str, Any], *, encoding: str = "utf-8", **options: Any) -> str:
+    out, raw = console(encoding=encoding)
+    print_summary(numbers, model="tiny", device="cpu", dtype="float32", console=out, **options)
+    return raw.getvalue().decode(encoding)
+
+
+def row(**fields: Any) -> dict[str, Any]:
+    defaults = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "acceptance_rate": 0.5,
+        "mean_acceptance_length": 3.0,
+        "output_tokens_per_second": 100.0,
+        "speedup": 1.5,
+    }
+    return {**defaults, **fields}
+
+
+def compared(*rows: Mapping[str, Any], terminal: bool = False) -> list[str]:
+    out, raw = console(terminal=terminal)
+    print_comparison(rows, console=out)
+    return raw.getvalue().decode().splitlines()
+
+
+def test_the_summary_shows_the_numbers_of_the_run() -> None:
+    plain = summary(method="none", k=0)
+    text = shown(
+        summary(baseline=plain, identical_to_baseline={"requests": 2, "identical": 2}, peak_memory_bytes=2**22)
+    )
+    for words in (
+        "ngram, 2 tokens",
+        "tiny on cpu, float32",
+        "2, 8 output tokens",
+        "speed-up over plain decoding  1.50x",
+        "identical to plain decoding   2/2",
+        "25.0% (2 of 8 drafted tokens)",
+        "mean acceptance length        1.50 (mean over requests 1.50)",
+        "50.0%",
+        "0.0% if reached",
+        "tokens per step               1.33",
+        "output tokens per second      200.0",
+        "6.67 ms (p20 6.67, p80 6.67, p99 6.67)",
+        "propose 0%, verify 50%, schedule 0%, other 50%",
+        "4 MiB",
+        "category 1",
+    ):
+        assert words in text, words
+
+
+def test_the_summary_fits_80_columns_and_has_no_escape_codes_in_a_pipe() -> None:
+    text = shown(summary(), notes=["the bitwise promise is off on this path " * 4])
+    assert "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) == 80
+
+
+def test_files_and_commands_are_never_broken_or_boxed() -> None:
+    path, command = f"/{'a' * 90}/metrics.json", f"mlflow ui --backend-store-uri sqlite:////{'b' * 90}/mlflow.db"
+    lines = shown(summary(), files=[path, "outputs.jsonl"], location="run 1", ui_command=command).splitlines()
+    assert lines[-4:] == [f"files {path}", "      outputs.jsonl", "run   run 1", f"show  {command}"]
+
+
+def test_brackets_in_names_are_text_not_markup() -> None:
+    text = shown(summary(), notes=["got [red]7[/red]"], files=["out/[bold]x"], location="[a]")
+    assert "got [red]7[/red]" in text
+    assert "out/[bold]x" in text
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    text = shown(MetricsCollector().summary(method="ngram", num_speculative_tokens=2))
+    assert "None" not in text
+    assert "nan" not in text
+    assert "speed-up over plain decoding  -" in text
+
+
+def test_plain_decoding_has_no_lines_about_drafts() -> None:
+    text = shown(summary(method="none", k=0))
+    assert "acceptance rate" not in text
+    assert "speed-up over plain decoding  1.00x" in text
+
+
+def test_failed_requests_are_shown_only_when_there_are_some() -> None:
+    assert "failed" not in shown(summary())
+    assert "2, 8 output tokens, 3 failed" in shown({**summary(), "num_failed_requests": 3})
+
+
+def test_one_category_needs_no_table() -> None:
+    assert "category" not in shown(summary(num_categories=1))
+
+
+def test_long_drafts_do_not_flood_the_screen() -> None:
+    rates = [0.5] * 40
+    text = shown({**summary(), "acceptance_per_position": rates, "conditional_acceptance_per_position": rates})
+    assert "and 28 more in metrics.json" in text
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    assert "####" in shown(summary(), encoding="ascii")
+
+
+def test_a_pipe_without_unicode_does_not_break_on_a_path() -> None:
+    """A run's name or path may hold anything; with LANG=C it must not end the run in a UnicodeEncodeError."""
+    code = """
+from runner.metrics import MetricsCollector
+from runner.report import print_summary
+numbers = MetricsCollector().summary(method="none", num_speculative_tokens=0)
+print_summary(numbers, model="mod\u00e8le", device="cpu", dtype="float32", files=["/home/\u65e5/x"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ".", "PYTHONIOENCODING": "ascii", "COLUMNS": "40"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "model                         mod?le on cpu, float32" in done.stdout  # nor is it cut at 40 columns
+
+
+def test_bars_are_as_long_as_their_share() -> None:
+    assert bar(1.0, ascii_only=False) == "█" * BAR_WIDTH
+    assert bar(0.5, ascii_only=True) == "#" * (BAR_WIDTH // 2) + " " * (BAR_WIDTH // 2)
+    assert bar(1 / BAR_WIDTH / 2, ascii_only=False).rstrip() == "▌"
+    assert {len(bar(i / 100, ascii_only=False)) for i in range(101)} == {BAR_WIDTH}
+    assert bar(None, ascii_only=False) == bar(0.0, ascii_only=False) == " " * BAR_WIDTH
+
+
+def test_colours_follow_the_value() -> None:
+    assert [speedup_style(value) for value in (1.5, 1.0, 0.5, None)] == ["bold green", "bold yellow", "bold red", ""]
+    assert identical_style({"requests": 2, "identical": 2}) == "bold green"
+    assert identical_style("1/2") == "bold red"
+
+
+@pytest.mark.parametrize(("k", "title"), [(0, "ngram"), (1, "ngram, 1 token"), (2, "ngram, 2 tokens"), (None, "ngram")])
+def test_titles_count_their_tokens(k: int | None, title: str) -> None:
+    assert method_title({"method": "ngram", "num_speculative_tokens": k}) == title
+
+
+def test_a_sweep_is_one_row_a_run_with_the_fastest_marked() -> None:
+    lines = compared(
+        row(method="none", num_speculative_tokens=0, speedup=1.0, acceptance_rate=None, mean_acceptance_length=None),
+        row(num_speculative_tokens=2, identical_to_baseline={"requests": 3, "identical": 3}),
+        row(speedup=1.75, identical_to_baseline="2/3"),
+    )
+    assert lines[0].split() == ["method", "K", "acceptance", "length", "tokens/s", "speed-up", "identical"]
+    assert lines[2].split() == ["none", "-", "-", "-", "100.0", "1.00x", "-"]
+    assert lines[3].split() == ["ngram", "2", "50.0%", "3.00", "100.0", "1.50x", "3/3"]
+    assert lines[4].split() == ["ngram", "*", "4", "50.0%", "3.00", "100.0", "1.75x", "2/3"]
+    assert lines[5].strip() == "* fastest"
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_sweep_without_a_baseline_is_ranked_by_throughput() -> None:
+    lines = compared(row(speedup=None, output_tokens_per_second=90.0), row(num_speculative_tokens=8, speedup=None))
+    assert ["*" in line.split() for line in lines[2:4]] == [False, True]
+
+
+def test_a_failed_run_is_shown_as_failed_and_never_the_fastest() -> None:
+    lines = compared(row(speedup=9.0, status="FAILED"), row(num_speculative_tokens=8, status="FINISHED"))
+    assert lines[2].split()[:2] == ["ngram", "(failed)"]
+    assert lines[3].split()[:2] == ["ngram", "*"]
+
+
+def test_runs_go_by_name_where_method_and_tokens_do_not_tell_them_apart() -> None:
+    lines = compared(row(run_name="ngram t=0"), row(run_name="ngram t=1"))
+    assert lines[0].split()[0] == "run"
+    assert lines[3].split()[:2] == ["ngram", "t=1"]
+    assert compared(row(run_name="a"), row(method="none", run_name="b"))[0].split()[0] == "method"
+
+
+def test_an_empty_sweep_is_an_empty_table() -> None:
+    assert compared()[0].split()[0] == "method"
+
+
+def one_step(*, num_draft_tokens: int) -> StepRecord:
+    request_step = RequestStep(
+        request_id="0", num_draft_tokens=num_draft_tokens, num_accepted_tokens=0, num_output_tokens=1
+    )
+    return StepRecord(finished_at=0.0, seconds={}, total_seconds=0.1, request_steps=(request_step,))
+
+
+def run(out: Console, *, num_draft_tokens: int = 4) -> None:
+    collector = MetricsCollector()
+    with RunProgress("ngram", 2, console=out) as progress:
+        for _ in range(2):
+            collector.observe(one_step(num_draft_tokens=num_draft_tokens))
+            progress.update(collector)
+
+
+def test_in_a_pipe_progress_is_one_line_at_the_end() -> None:
+    out, raw = console()
+    run(out)
+    lines = raw.getvalue().decode().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("ngram: 0/2 requests in ")
+    assert lines[0].endswith("mean acceptance length 1.00")
+    assert "2 tokens" in lines[0]
+
+
+def test_in_a_terminal_progress_is_a_bar_that_ends_with_the_last_counts() -> None:
+    out, raw = console(terminal=True)
+    run(out)
+    last = raw.getvalue().decode().split("\r")[-1]
+    assert "ngram" in last
+    assert "2 tokens" in last
+
+
+def test_progress_without_drafts_has_no_acceptance_length() -> None:
+    out, raw = console()
+    run(out, num_draft_tokens=0)
+    assert "length" not in raw.getvalue().decode()
+
+
+def test_progress_is_not_drawn_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes a millisecond, which is a decode step of a small model."""
+    monkeypatch.setattr(progress_module, "SECONDS_BETWEEN_DRAWINGS", 3600.0)
+    out, raw = console(terminal=True)
+    collector = MetricsCollector()
+    with RunProgress("ngram", 2, console=out) as progress:
+        size = len(raw.getvalue())
+        for _ in range(100):
+            progress.update(collector)
+        assert len(raw.getvalue()) == size
+
+
+def test_an_interrupted_run_prints_no_final_line() -> None:
+    out, raw = console()
+    with pytest.raises(KeyboardInterrupt), RunProgress("ngram", 2, console=out) as progress:
+        progress.update(MetricsCollector())
+        raise KeyboardInterrupt
+    assert raw.getvalue() == b""

@@ -1,0 +1,99 @@
+"""metrics.json and outputs.jsonl hold what the run produced, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.metrics import RequestRecord
+from runner.results import read_summaries, write_metrics, write_outputs
+
+
+def record(**fields: Any) -> RequestRecord:
+    defaults: dict[str, Any] = {
+        "request_id": "7",
+        "prompt": "def f",
+        "prompt_token_ids": (3, 4),
+        "text": "(x):\n",
+        "token_ids": (5, 6, 7),
+        "finish_reason": "length",
+        "category": "code",
+        "arrival_time": 0.0,
+        "token_times": (0.1, 0.2),
+        "tokens_per_step": (1, 2),
+        "num_draft_tokens": (0, 4),
+        "num_accepted_tokens": (0, 1),
+    }
+    return RequestRecord(**{**defaults, **fields})
+
+
+def test_metrics_come_back_as_written(tmp_path: Path) -> None:
+    summary = {"method": "ngram", "speedup": None, "tpot_ms": {"median": 1.25}, "acceptance_per_position": [0.5, None]}
+    write_metrics(tmp_path / "new" / "metrics.json", summary)
+    assert json.loads((tmp_path / "new" / "metrics.json").read_text()) == summary
+
+
+def test_a_number_that_is_none_is_refused_rather_than_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_metrics(tmp_path / "metrics.json", {"speedup": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outputs_have_text_tokens_and_per_step_counts(tmp_path: Path) -> None:
+    write_outputs(tmp_path / "outputs.jsonl", [record(), record(request_id="8", text="\u00e9 \u2028 \u65e5")])
+    first, second = ((json.loads(line)) for line in (tmp_path / "outputs.jsonl").read_bytes().split(b"\n")[:2])
+    assert first == {
+        "request_id": "7",
+        "category": "code",
+        "prompt": "def f",
+        "text": "(x):\n",
+        "token_ids": [5, 6, 7],
+        "finish_reason": "length",
+        "num_draft_tokens": [0, 4],
+        "num_accepted_tokens": [0, 1],
+        "tokens_per_step": [1, 2],
+    }
+    assert (second["request_id"], second["text"]) == ("8", "\u00e9 \u2028 \u65e5")
+
+
+def test_a_prompt_of_token_ids_is_written_as_token_ids(tmp_path: Path) -> None:
+    write_outputs(tmp_path / "outputs.jsonl", [record(prompt=None)])
+    line = json.loads((tmp_path / "outputs.jsonl").read_text())
+    assert (line["prompt"], line["prompt_token_ids"]) == (None, [3, 4])
+
+
+def test_text_that_utf8_cannot_hold_is_escaped(tmp_path: Path) -> None:
+    write_outputs(tmp_path / "outputs.jsonl", [record(text="bad \ud800")])
+    assert json.loads((tmp_path / "outputs.jsonl").read_text())["text"] == "bad \ud800"
+
+
+def test_a_broken_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "outputs.jsonl"
+    path.write_text("old\n")
+
+    def records() -> Iterator[RequestRecord]:
+        yield record()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_outputs(path, records())
+    assert path.read_text() == "old\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["outputs.jsonl"]
+
+
+def test_written_files_have_the_usual_permissions(tmp_path: Path) -> None:
+    """A temporary file made with mkstemp would be readable by its owner alone, also after the rename."""
+    (tmp_path / "plain").write_text("")
+    write_metrics(tmp_path / "metrics.json", {})
+    assert (tmp_path / "metrics.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_summaries_of_a_sweep_come_in_the_order_of_its_jobs(tmp_path: Path) -> None:
+    for job in (10, 2, 0):
+        write_metrics(tmp_path / str(job) / "metrics.json", {"job": job})
+    assert [summary["job"] for summary in read_summaries(tmp_path)] == [0, 2, 10]
+    assert read_summaries(tmp_path / "0") == [{"job": 0}]

@@ -1,0 +1,418 @@
+"""Runs are recorded as they went: numbers, status, parent, and nothing half-written marked finished."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.engine.errors import UserError
+from runner.metrics import StepPoint
+from runner.tracking import PARENT_RUN_ENV, Tracker, open_tracker, start_sweep
+from runner.tracking.comparison import write_comparison
+from runner.tracking.flatten import flat_metrics, flat_params
+from runner.tracking.git_sha import git_sha
+from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path
+from runner.tracking.series import step_series
+from runner.tracking.tracker import comparison_row, status_of
+
+SUMMARY = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "acceptance_rate": 0.5,
+    "mean_acceptance_length": 3.0,
+    "output_tokens_per_second": 120.5,
+    "speedup": None,
+    "tpot_ms": {"median": 8.25, "p20": None},
+    "acceptance_per_position": [0.75, None, 0.25],
+    "identical_to_baseline": None,
+    "categories": {"docs & logs": {"num_requests": 2}},
+}
+
+
+def point(step: int, *, drafts: int = 2, drafted: int = 8, accepted: int = 4) -> StepPoint:
+    return StepPoint(
+        finished_at=float(step),
+        total_seconds=0.5,
+        num_requests=4,
+        num_drafts=drafts,
+        num_draft_tokens=drafted,
+        num_accepted_tokens=accepted,
+        num_output_tokens=6,
+    )
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for the whole file: a fresh one costs a second or more. The folder's name has a blank on purpose."""
+    return f"sqlite:///{tmp_path_factory.mktemp('a store')}/mlflow.db"
+
+
+@pytest.fixture
+def client(uri: str) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+@pytest.fixture
+def no_parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(PARENT_RUN_ENV, raising=False)
+    yield
+
+
+pytestmark = pytest.mark.usefixtures("no_parent")
+
+
+def test_mlflow_gets_parameters_numbers_series_artifacts_and_tags(uri: str, client: Any, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs.jsonl"
+    outputs.write_text("{}\n")
+    hydra = tmp_path / ".hydra"
+    hydra.mkdir()
+    (hydra / "config.yaml").write_text("seed: 0\n")
+    with open_tracker("mlflow", tracking_uri=uri, run_name="one", tags={"method": "ngram"}) as tracker:
+        assert client.get_run(tracker.run_id).info.status == "RUNNING"
+        tracker.log_params({"seed": 0, "method": {"method": "ngram", "model": None}})
+        tracker.log_summary(SUMMARY)
+        tracker.log_series([point(0, drafts=0, drafted=0, accepted=0), point(1)])
+        tracker.log_artifacts([outputs, hydra])
+    run = client.get_run(tracker.run_id)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "one")
+    assert run.data.params == {"seed": "0", "method.method": "ngram", "method.model": "None"}
+    assert run.data.tags["method"] == "ngram"
+    assert run.data.tags.get("git_sha") == git_sha()
+    numbers = {key: value for key, value in run.data.metrics.items() if not key.startswith("step/")}
+    assert numbers == {
+        "num_speculative_tokens": 4,
+        "acceptance_rate": 0.5,
+        "mean_acceptance_length": 3,
+        "output_tokens_per_second": 120.5,
+        "tpot_ms/median": 8.25,
+        "acceptance_per_position/0": 0.75,
+        "acceptance_per_position/2": 0.25,
+        "categories/docs _ logs/num_requests": 2,
+    }
+    rates = client.get_metric_history(tracker.run_id, "step/acceptance_rate")
+    assert [(m.step, m.value) for m in rates] == [(1, 0.5)]  # step 0 had no draft, so no rate
+    assert [m.step for m in client.get_metric_history(tracker.run_id, "step/num_requests")] == [0, 1]
+    assert sorted(f.path for f in client.list_artifacts(tracker.run_id)) == [".hydra", "outputs.jsonl"]
+    assert f"mlflow ui --backend-store-uri '{uri}'" == tracker.ui_command
+    assert tracker.run_id in str(tracker.location)
+
+
+def test_artifacts_lie_beside_the_database_wherever_the_run_was_started(uri: str, client: Any) -> None:
+    with open_tracker("mlflow", tracking_uri=uri, experiment_name="a/b: c") as tracker:
+        pass
+    database = sqlite_path(uri)
+    assert database is not None
+    assert client.get_run(tracker.run_id).info.artifact_uri.startswith(str(database.parent / "mlruns" / "a_b__c"))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(RuntimeError("boom"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(2), "FAILED")],
+)
+def test_a_run_that_did_not_finish_is_not_marked_finished(
+    uri: str, client: Any, error: BaseException, status: str
+) -> None:
+    tracker = open_tracker("mlflow", tracking_uri=uri)
+    with pytest.raises(type(error)), tracker:
+        tracker.log_summary(SUMMARY)
+        raise error
+    assert client.get_run(tracker.run_id).info.status == status
+
+
+def test_leaving_with_exit_code_zero_is_finished() -> None:
+    assert [status_of(SystemExit(code)) for code in (None, 0, 1, "message")] == [
+        "FINISHED",
+        "FINISHED",
+        "FAILED",
+        "FAILED",
+    ]
+
+
+def test_nothing_is_recorded_before_the_block_is_entered(tmp_path: Path) -> None:
+    open_tracker("mlflow", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    open_tracker("jsonl", output_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_series_and_many_parameters_fit_the_limits_of_one_call(uri: str, client: Any) -> None:
+    """A server refuses a log_batch of more than 1000 metrics or 100 parameters; SQLite does not."""
+    with open_tracker("mlflow", tracking_uri=uri) as tracker:
+        calls: list[tuple[int, int]] = []
+        client_of_tracker: Any = vars(tracker)["_client"]
+        log_batch: Callable[..., Any] = client_of_tracker.log_batch
+
+        def counting(run_id: str, metrics: Any = (), params: Any = (), **kwargs: Any) -> Any:
+            calls.append((len(metrics), len(params)))
+            return log_batch(run_id, metrics=metrics, params=params, **kwargs)
+
+        client_of_tracker.log_batch = counting
+        tracker.log_params({f"key{i}": "v" * (7000 if i == 0 else 1) for i in range(150)})
+        tracker.log_series([point(i) for i in range(300)])
+        del client_of_tracker.log_batch
+    assert calls == [(0, 100), (0, 50), (1000, 0), (200, 0)]
+    run = client.get_run(tracker.run_id)
+    assert len(run.data.params) == 150
+    assert len(run.data.params["key0"]) == 6000
+
+
+def test_children_of_a_sweep_are_compared_on_the_parent(uri: str, client: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tracking_uri": uri, "experiment_name": "sweep"}
+    fast = {**SUMMARY, "speedup": 1.75, "identical_to_baseline": {"requests": 3, "identical": 2}}
+    with start_sweep("mlflow", params={"method": "none,ngram"}, run_name="parent", **options) as parent:
+        assert os.environ[PARENT_RUN_ENV] == parent.run_id
+        with open_tracker("mlflow", run_name="none", tags={"method": "none"}, **options) as child:
+            child.log_summary({"num_speculative_tokens": 0, "speedup": 1.0})
+        with pytest.raises(RuntimeError), open_tracker("mlflow", run_name="broken", **options):
+            raise RuntimeError("boom")
+        with open_tracker("mlflow", run_name="ngram k=4", tags={"method": "ngram"}, **options) as child:
+            child.log_summary(fast)
+    assert PARENT_RUN_ENV not in os.environ
+    with open_tracker("mlflow", **options):
+        pass  # opened after the sweep, so not one of its runs
+    assert client.get_run(child.run_id).data.tags["mlflow.parentRunId"] == parent.run_id
+    run = client.get_run(parent.run_id)
+    assert (run.info.status, run.data.params) == ("FINISHED", {"method": "none,ngram"})
+    assert sorted(f.path for f in client.list_artifacts(parent.run_id)) == ["comparison.csv", "comparison.png"]
+    table = client.download_artifacts(parent.run_id, "comparison.csv", str(tmp_path))
+    with Path(table).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run_name"], row["status"], row["speedup"]) for row in rows] == [
+        ("none", "FINISHED", "1.0"),
+        ("broken", "FAILED", ""),
+        ("ngram k=4", "FINISHED", "1.75"),
+    ]
+    row = parent.children()[2]
+    assert row == comparison_row(fast, run_name="ngram k=4", status="FINISHED")
+    assert row["identical_to_baseline"] == "2/3"
+
+
+def test_an_interrupted_sweep_is_killed_and_still_compares_what_ran(uri: str, client: Any) -> None:
+    with pytest.raises(KeyboardInterrupt), start_sweep("mlflow", tracking_uri=uri) as parent:
+        with open_tracker("mlflow", tracking_uri=uri, tags={"method": "ngram"}) as child:
+            child.log_summary(SUMMARY)
+        raise KeyboardInterrupt
+    assert PARENT_RUN_ENV not in os.environ
+    assert client.get_run(parent.run_id).info.status == "KILLED"
+    assert len(client.list_artifacts(parent.run_id)) == 2
+
+
+def test_four_processes_may_open_a_fresh_database_at_once(tmp_path: Path) -> None:
+    """Without a lock, the migrations of MLflow 3.17 race: all four fail, and the file stays broken for every later run.
+
+    The same runs show that a parent reaches jobs in other processes, and that creating a database is silent.
+    """
+    code = """
+from runner.tracking import open_tracker
+with open_tracker("mlflow", experiment_name="fresh") as tracker:
+    tracker.log_summary({"speedup": 2.0})
+print(tracker.run_id)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), PARENT_RUN_ENV: "0" * 32}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(4)
+    ]
+    outputs = [job.communicate(timeout=120) for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * 4, outputs
+    assert [error for _, error in outputs] == [""] * 4
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    for output, _ in outputs:
+        run = client.get_run(output.strip())
+        assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", "0" * 32)
+
+
+def test_the_default_store_is_a_file_here_unless_the_environment_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert resolve_tracking_uri(None) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert sqlite_path("sqlite:///mlflow.db?timeout=5") == tmp_path / "mlflow.db"
+    assert sqlite_path("http://server:5000") is None
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
+    assert resolve_tracking_uri(None) == "http://server:5000"
+    assert resolve_tracking_uri("sqlite:///x.db") == "sqlite:///x.db"
+
+
+@pytest.mark.parametrize("bad", ["./mlruns", "foo://bar", "http://127.0.0.1:9", "sqlite:////proc/no/mlflow.db"])
+def test_a_store_that_cannot_be_used_is_one_clear_message(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with (
+        pytest.raises(UserError, match=r"tracking_uri must be .* got '.*") as caught,
+        open_tracker("mlflow", tracking_uri=bad),
+    ):
+        pass
+    assert bad in str(caught.value)
+    assert "tracking=jsonl" in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.db"
+    path.write_text("not a database, but somebody's notes\n" * 100)
+    with (
+        pytest.raises(UserError, match="file is not a database"),
+        open_tracker("mlflow", tracking_uri=f"sqlite:///{path}"),
+    ):
+        pass
+    assert path.read_text().startswith("not a database")
+
+
+def test_a_deleted_experiment_is_refused_with_the_remedy(uri: str, client: Any) -> None:
+    with open_tracker("mlflow", tracking_uri=uri, experiment_name="old"):
+        pass
+    client.delete_experiment(client.get_experiment_by_name("old").experiment_id)
+    with (
+        pytest.raises(UserError, match="mlflow experiments restore"),
+        open_tracker("mlflow", tracking_uri=uri, experiment_name="old"),
+    ):
+        pass
+
+
+def test_without_mlflow_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with (
+        pytest.raises(UserError, match="pip install mlflow, or run with tracking=jsonl"),
+        open_tracker("mlflow", tracking_uri=f"sqlite:///{tmp_path}/x.db"),
+    ):
+        pass
+
+
+def test_only_tracking_to_mlflow_imports_mlflow(tmp_path: Path) -> None:
+    code = """
+import sys
+from runner.tracking import open_tracker
+for tracking in ("none", "jsonl"):
+    with open_tracker(tracking, output_dir=sys.argv[1]) as tracker:
+        tracker.log_params({}); tracker.log_summary({}); tracker.log_series([]); tracker.log_artifacts([])
+open_tracker("mlflow")
+sys.exit("mlflow" in sys.modules or "torch" in sys.modules or "matplotlib" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "runs.jsonl").read_text().splitlines()]
+
+
+def test_jsonl_appends_one_line_a_run_whatever_its_end(tmp_path: Path) -> None:
+    with open_tracker("jsonl", output_dir=tmp_path / "new", run_name="good", tags={"method": "ngram"}) as tracker:
+        tracker.log_params({"seed": 0})
+        tracker.log_summary(SUMMARY)
+        tracker.log_series([point(0)])
+        tracker.log_artifacts([tmp_path / "metrics.json"])
+    with pytest.raises(KeyboardInterrupt), open_tracker("jsonl", output_dir=tmp_path / "new"):
+        raise KeyboardInterrupt
+    good, killed = read_lines(tmp_path / "new")
+    assert (good["run_name"], good["status"], good["parent_run_id"]) == ("good", "FINISHED", None)
+    assert (good["params"], good["summary"]) == ({"seed": 0}, SUMMARY)
+    assert good["tags"]["method"] == "ngram"
+    assert good["artifacts"] == [str(tmp_path / "metrics.json")]
+    assert (killed["status"], killed["summary"]) == ("KILLED", {})
+
+
+def test_a_sweep_recorded_as_jsonl_knows_its_children(tmp_path: Path) -> None:
+    with start_sweep("jsonl", output_dir=tmp_path) as parent:
+        with open_tracker("jsonl", output_dir=tmp_path, run_name="child") as child:
+            child.log_summary(SUMMARY)
+        assert parent.children() == [comparison_row(SUMMARY, run_name="child", status="FINISHED")]
+    child_line, parent_line = read_lines(tmp_path)
+    assert child_line["parent_run_id"] == parent_line["run_id"] == parent.run_id
+
+
+def test_tracking_none_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with start_sweep("none") as parent:
+        assert PARENT_RUN_ENV not in os.environ
+        with open_tracker("none") as tracker:
+            tracker.log_summary(SUMMARY)
+    assert parent.children() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_tracking_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of mlflow, jsonl, none, got 'wandb'"):
+        open_tracker("wandb")
+
+
+def test_flat_metrics_keep_finite_numbers_only() -> None:
+    nested = {
+        "a": {"b": 1, "c": None},
+        "d": [0.5, None],
+        "e": float("nan"),
+        "f": True,
+        "g": "text",
+        "h@i/j": 2,
+        "..": 3,
+    }
+    assert flat_metrics(nested) == {"a/b": 1.0, "d/0": 0.5, "h_i_j": 2.0, "__": 3.0}
+
+
+def test_flat_params_keep_every_value_as_text() -> None:
+    nested = {"method": {"model": None, "rates": [0.5, 1]}, "hf_config": {}, "stop": [], "seed": 0, "on": True}
+    assert flat_params(nested) == {
+        "method.model": "None",
+        "method.rates": "[0.5, 1]",
+        "hf_config": "{}",
+        "stop": "[]",
+        "seed": "0",
+        "on": "True",
+    }
+    assert flat_params({}) == {}
+
+
+@given(st.integers(0, 60), st.integers(1, 20))
+def test_buckets_of_a_series_keep_the_sums_of_its_steps(num_steps: int, max_points: int) -> None:
+    steps = [point(i, drafts=1, drafted=4, accepted=i % 5) for i in range(num_steps)]
+    series = step_series(steps, max_points)
+    assert len(series) <= max_points
+    ends = [p.step + 1 for p in series]
+    assert ends[-1:] == ([num_steps] if num_steps else [])
+    for bucket, start, end in zip(series, [0, *ends], ends, strict=False):
+        accepted = sum(step.num_accepted_tokens for step in steps[start:end])
+        assert bucket.values["mean_acceptance_length"] == pytest.approx(1 + accepted / (end - start))
+        assert bucket.values["acceptance_rate"] == pytest.approx(accepted / (4 * (end - start)))
+        assert bucket.values["output_tokens_per_second"] == pytest.approx(12)
+        assert bucket.finished_at == end - 1
+
+
+def test_the_comparison_is_drawn_for_runs_without_numbers_too(tmp_path: Path) -> None:
+    rows = [comparison_row({"method": "none"}, run_name=None, status="FAILED")]
+    assert [path.name for path in write_comparison(tmp_path, rows)] == ["comparison.csv", "comparison.png"]
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_comparison_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    rows = [comparison_row(SUMMARY, run_name="a", status="FINISHED")]
+    assert [path.name for path in write_comparison(tmp_path, rows)] == ["comparison.csv"]
+
+
+def test_every_tracker_has_a_status_and_a_place(tmp_path: Path) -> None:
+    none: Tracker = open_tracker("none")
+    jsonl: Tracker = open_tracker("jsonl", output_dir=tmp_path)
+    with none, jsonl:
+        assert (none.run_id, none.location, none.ui_command) == (None, None, None)
+        assert jsonl.location == str(tmp_path / "runs.jsonl")
