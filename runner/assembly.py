@@ -169,15 +169,13 @@ def _resolve_dtype(name: str, device: torch.device, source: ModelSource) -> torc
     if device.type == "cpu":
         return torch.float32
     stored = getattr(load_config(source), "dtype", None)
-    return stored if stored in DTYPES.values() else torch.bfloat16
+    return next((dtype for dtype in DTYPES.values() if dtype == stored), torch.bfloat16)
 
 
 def _load_tokenizer(model: ModelConfig, source: ModelSource) -> Tokenizer:
     if model.tokenizer is not None:
         tokenizer_source = ModelSource(model=model.tokenizer, revision=model.revision, name="model.tokenizer")
-        return Tokenizer(
-            resolve_directory(tokenizer_source, weights=False), trust_remote_code=model.trust_remote_code
-        )
+        return Tokenizer(resolve_directory(tokenizer_source, weights=False), trust_remote_code=model.trust_remote_code)
     if source.is_dummy and source.hf_config is not None:
         return Tokenizer(None)
     return Tokenizer(resolve_directory(source, weights=False), trust_remote_code=model.trust_remote_code)

@@ -39,9 +39,7 @@ class LLM:
         UserError: an argument or a checkpoint cannot be used; the message says which, why and what to do.
     """
 
-    def __init__(
-        self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine_args: Any
-    ) -> None:
+    def __init__(self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine_args: Any) -> None:
         self._start(SpeculativeConfig.from_engine_args(model, speculative_config, **engine_args))
 
     @classmethod
@@ -204,7 +202,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if prompts and all(isinstance(item, Mapping) and "role" in item for item in prompts):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    return list(prompts)
 
 
 def _collect(requests: Sequence[Request], traces: RequestTraces) -> list[RequestOutput]:

@@ -19,7 +19,7 @@ class Tokenizer:
     """The target's tokenizer, or none: a dummy model of no checkpoint takes token ids only."""
 
     def __init__(self, directory: Path | None, *, trust_remote_code: bool = False) -> None:
-        self._tokenizer = None
+        self._tokenizer: Any = None
         if directory is not None:
             logging.getLogger("transformers").setLevel(logging.ERROR)
             from transformers import AutoTokenizer

@@ -1,0 +1,197 @@
+"""python -m runner.benchmark: this engine against transformers' generate, on one machine, in one run.
+
+Same weights, threads, dtype, prompts and output lengths (eos ignored on both sides); the contestants take turns, so
+that a machine whose speed drifts is unfair to none, and ratios are taken round by round. Checks first that both
+write the same text. Prints a table, and writes the numbers as JSON when asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.assembly import BUILT_IN_MODELS, hide_kernels_client
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from runner.metrics import MetricsCollector
+from runner.prompts import make_requests
+from runner.tiny import DEMO_PATH
+
+SINGLE, BATCH = 1, 16
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    torch.set_num_threads(options.threads)
+    contestants = _contestants(options)
+    rounds: dict[str, list[float]] = {name: [] for name in contestants}
+    for index in range(options.rounds + 1):
+        for name, generate in contestants.items():
+            started = time.perf_counter()
+            num_tokens = generate()
+            if index > 0:  # the first round warms up
+                rounds[name].append(num_tokens / (time.perf_counter() - started))
+        print(f"round {index}/{options.rounds}", file=sys.stderr)
+    _print_table(rounds, options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(_as_json(rounds, options), indent=2) + "\n")
+    return 0
+
+
+def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], int]]:
+    """Name -> a function that generates and returns the number of output tokens. One prompt, or BATCH of them."""
+    hide_kernels_client()
+    from transformers import AutoModelForCausalLM
+
+    directory = BUILT_IN_MODELS["tiny"]
+    reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    engines = {
+        "none": _engine(None, options),
+        "ngram": _engine({"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}, options),
+        "draft_model": _engine({"method": "draft_model"}, options),
+    }
+    prompts = _prompts(engines["none"], options.prompt_len)
+
+    def transformers(batches: list[list[list[int]]]) -> list[list[int]]:
+        texts: list[list[int]] = []
+        for batch in batches:
+            out = reference.generate(
+                torch.tensor(batch),
+                attention_mask=torch.ones(len(batch), options.prompt_len, dtype=torch.int64),
+                max_new_tokens=options.output_len,
+                min_new_tokens=options.output_len,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            texts += out[:, options.prompt_len :].tolist()
+        return texts
+
+    def ours(method: str, batch: list[list[int]]) -> list[list[int]]:
+        llm = engines[method]
+        params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True)
+        requests = make_requests(
+            [{"prompt_token_ids": prompt} for prompt in batch], [params] * len(batch), llm.engine.tokenizer, 0
+        )
+        llm.run(requests, llm.engine.proposer, MetricsCollector())
+        return [request.output_token_ids for request in requests]
+
+    expected = transformers([[prompt] for prompt in prompts])
+    for method in engines:
+        same = sum(a == b for a, b in zip(ours(method, prompts), expected, strict=True))
+        print(f"{method}: {same} of {len(prompts)} texts equal transformers'", file=sys.stderr)
+
+    def count(generate: Callable[[], list[list[int]]]) -> Callable[[], int]:
+        return lambda: sum(map(len, generate()))
+
+    alone = prompts[:SINGLE]
+    contestants = {
+        "transformers, batch 1": count(lambda: transformers([alone])),
+        f"transformers, {BATCH} one by one": count(lambda: transformers([[prompt] for prompt in prompts])),
+        f"transformers, padded batch of {BATCH}": count(lambda: transformers([prompts])),
+    }
+    for method in engines:
+        contestants[f"{method}, batch 1"] = count(lambda method=method: ours(method, alone))  # type: ignore[misc]
+        contestants[f"{method}, {BATCH} concurrent"] = count(lambda method=method: ours(method, prompts))  # type: ignore[misc]
+    return contestants
+
+
+def _engine(method: dict[str, Any] | None, options: argparse.Namespace) -> LLM:
+    draft = {"model": "tiny-draft"}
+    return LLM(
+        "tiny", speculative_config=method, draft=draft, device="cpu", dtype="float32", num_threads=options.threads
+    )
+
+
+def _prompts(llm: LLM, prompt_len: int) -> list[list[int]]:
+    """BATCH demo prompts of exactly prompt_len tokens, so that no side pads."""
+    lines = [json.loads(line)["prompt"] for line in DEMO_PATH.read_text(encoding="utf-8").splitlines()]
+    encoded = [llm.engine.tokenizer.encode(line)[1] for line in lines]
+    return [tokens[:prompt_len] for tokens in encoded if len(tokens) >= prompt_len][:BATCH]
+
+
+_COMPARISONS = (
+    ("none, batch 1", "transformers, batch 1"),
+    (f"none, {BATCH} concurrent", f"transformers, {BATCH} one by one"),
+    (f"none, {BATCH} concurrent", f"transformers, padded batch of {BATCH}"),
+    ("ngram, batch 1", "none, batch 1"),
+    ("draft_model, batch 1", "none, batch 1"),
+    (f"ngram, {BATCH} concurrent", f"none, {BATCH} concurrent"),
+    (f"draft_model, {BATCH} concurrent", f"none, {BATCH} concurrent"),
+)
+
+
+def _ratios(rounds: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {
+        f"{name} / {base}": [a / b for a, b in zip(rounds[name], rounds[base], strict=True)]
+        for name, base in _COMPARISONS
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=5, method="inclusive") if len(values) > 1 else values * 4
+    return {"median": statistics.median(values), "p20": cuts[0], "p80": cuts[3]}
+
+
+def _print_table(rounds: dict[str, list[float]], options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = (
+        f"tiny, float32, {options.threads} threads, prompt {options.prompt_len}, output {options.output_len}, "
+        f"{options.rounds} rounds"
+    )
+    table = Table("", "median", "p20", "p80", title=title)
+    for name, values in rounds.items():
+        table.add_row(f"{name} (tokens/s)", *(f"{value:,.0f}" for value in _spread(values).values()))
+    table.add_section()
+    for name, values in _ratios(rounds).items():
+        table.add_row(name, *(f"{value:.2f}x" for value in _spread(values).values()))
+    Console(width=100).print(table)
+
+
+def _as_json(rounds: dict[str, list[float]], options: argparse.Namespace) -> dict[str, Any]:
+    import transformers
+
+    return {
+        "cpu": _cpu_name(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "conditions": {key: getattr(options, key) for key in ("threads", "prompt_len", "output_len", "rounds")},
+        "tokens_per_second": {name: _spread(values) for name, values in rounds.items()},
+        "ratios": {name: _spread(values) for name, values in _ratios(rounds).items()},
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m runner.benchmark", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of both sides")
+    parser.add_argument("--prompt-len", type=int, default=64, help="tokens of every prompt")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens generated for every prompt")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that warms up")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

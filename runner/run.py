@@ -1,0 +1,177 @@
+"""One run, from a checked configuration to numbers: baseline, method, files, tracking, report."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from proposers.base import Proposer
+from runner.config import SpeculativeConfig
+from runner.engine.request import Request
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from runner.metrics import MetricsCollector, count_identical
+from runner.prompts import make_requests
+from runner.report import RunProgress, print_summary
+from runner.results import METRICS_FILE, OUTPUTS_FILE, write_metrics, write_outputs
+from runner.tracking import open_tracker
+from runner.workload import WorkloadItem, load_workload
+
+WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code path and cache first
+
+
+def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
+    """Run a configuration; files go to output_dir. Returns the summary.
+
+    Raises:
+        UserError: the configuration cannot run on this machine; nothing is recorded then.
+    """
+    llm = LLM.from_config(config)
+    items = load_workload(config.workload, llm.engine.target_info.model.vocab_size)
+    method = config.method.method
+    tracker = open_tracker(
+        config.tracking,
+        output_dir=output_dir,
+        tracking_uri=config.tracking_uri,
+        experiment_name=config.experiment_name,
+        run_name=config.run_name or _run_name(config),
+        tags={"method": method, "model": config.model.model, "workload": config.workload.name},
+    )
+    with tracker:
+        tracker.log_params(config.model_dump(mode="json"))
+        measurement = measure(llm, items)
+        summary, metrics = measurement.summary, measurement.metrics
+        files: list[Path] = []
+        if config.tracking != "none":
+            files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
+            write_metrics(files[0], summary)
+            write_outputs(files[1], sorted(metrics.records, key=lambda record: _order(record.request_id)))
+            tracker.log_summary(summary)
+            tracker.log_series(metrics.step_points)
+            tracker.log_artifacts(files)
+    print_summary(
+        summary,
+        model=config.model.model,
+        device=str(llm.engine.device),
+        dtype=str(llm.engine.dtype).removeprefix("torch."),
+        notes=[*config.notes(), *promise_notes(llm), *measurement.failures],
+        files=files,
+        location=tracker.location,
+        ui_command=tracker.ui_command,
+    )
+    return summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    summary: dict[str, Any]
+    metrics: MetricsCollector  # of the method
+    failures: list[str]  # one line a failed request
+
+
+def measure(llm: LLM, items: Sequence[WorkloadItem]) -> Measurement:
+    """Run a workload plainly (unless baseline is off) and with the method, on one engine and one clock."""
+    config, engine = llm.config, llm.engine
+    params = SamplingParams(**config.sampler.model_dump())
+    method = config.method.method
+    is_plain = method == "none"
+    _warm_up(llm, items, params)
+    baseline = None
+    if config.baseline and not is_plain:
+        baseline, _, _ = _measure_one(llm, engine.plain_proposer, items, params, "plain decoding")
+    metrics, requests, errors = _measure_one(llm, engine.proposer, items, params, method)
+    identical = None
+    if baseline is not None and keeps_the_tokens(config):
+        identical = count_identical(metrics.records, baseline.records)
+    summary = metrics.summary(
+        method=method,
+        num_speculative_tokens=engine.proposer.num_speculative_tokens,
+        baseline=None if baseline is None else baseline.summary(method="none", num_speculative_tokens=0),
+        identical_to_baseline=identical,
+        peak_memory_bytes=_peak_memory(engine.device),
+        num_preemptions=sum(request.num_preemptions for request in requests),
+    )
+    return Measurement(
+        summary=summary,
+        metrics=metrics,
+        failures=[f"request {request_id} failed: {reason}" for request_id, reason in errors.items()],
+    )
+
+
+def keeps_the_tokens(config: SpeculativeConfig) -> bool:
+    """Whether the rule promises plain decoding's very tokens, so that comparing them says something."""
+    rule = config.method.rejection_sample_method
+    return rule == "strict" or (rule == "probabilistic" and config.sampler.temperature == 0)
+
+
+def promise_notes(llm: LLM) -> list[str]:
+    """Why the bitwise promise is off in this run, if it is."""
+    config, engine = llm.config, llm.engine
+    notes = []
+    if config.method.method != "none" and not keeps_the_tokens(config):
+        notes.append(
+            f"rejection_sample_method={config.method.rejection_sample_method} does not keep plain decoding's tokens"
+        )
+    if not engine.target.model.is_row_invariant:
+        notes.append(
+            "bitwise promise off: this architecture runs through transformers' modelling code, whose rows depend on "
+            "the batch"
+        )
+    elif not config.hardware.batch_invariant:
+        notes.append("bitwise promise off: hardware.batch_invariant=false")
+    elif not engine.target.is_row_invariant:
+        notes.append(f"bitwise promise off: no row-invariant kernels on {engine.device.type} yet")
+    if engine.device.type == "cuda" and not config.hardware.enforce_eager:
+        notes.append("hardware.enforce_eager=false has no effect yet: steps run eagerly, without CUDA graphs")
+    return notes
+
+
+def _measure_one(
+    llm: LLM, proposer: Proposer, items: Sequence[WorkloadItem], params: SamplingParams, title: str
+) -> tuple[MetricsCollector, list[Request], dict[str, str]]:
+    requests = make_requests(
+        [item.prompt for item in items], [params] * len(items), llm.engine.tokenizer, llm.config.seed
+    )
+    categories = {
+        request.request_id: category
+        for request in requests
+        if (category := items[_order(request.request_id)[0]].category) is not None
+    }
+    metrics = MetricsCollector()
+    with RunProgress(title, len(requests)) as progress:
+        traces = llm.run(requests, proposer, metrics, categories=categories, observer=progress.update)
+    return metrics, requests, traces.errors
+
+
+def _warm_up(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> None:
+    short = SamplingParams(temperature=params.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    for proposer in (llm.engine.plain_proposer, llm.engine.proposer):
+        requests = make_requests(
+            [item.prompt for item in items[:2]], [short] * len(items[:2]), llm.engine.tokenizer, llm.config.seed
+        )
+        llm.run(requests, proposer, MetricsCollector())
+
+
+def _run_name(config: SpeculativeConfig) -> str:
+    method = config.method
+    tokens = "" if method.method == "none" else f"-k{method.num_speculative_tokens}"
+    return f"{Path(config.model.model).name}-{method.method}{tokens}"
+
+
+def _order(request_id: str) -> list[int]:
+    """Request ids sort as numbers: prompt index, then child index."""
+    return [int(part) for part in request_id.split("-")]
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes at the peak: of the GPU's allocator, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

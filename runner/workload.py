@@ -1,0 +1,78 @@
+"""The requests of a run: the project's own demo prompts, a JSONL file, or random token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.config import DemoWorkload, JsonlWorkload, SyntheticWorkload
+from runner.engine.errors import UserError
+from runner.prompts import Prompt
+from runner.tiny import DEMO_PATH
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadItem:
+    """One prompt and the category it is reported under."""
+
+    prompt: Prompt
+    category: str | None = None
+
+
+def load_workload(config: DemoWorkload | JsonlWorkload | SyntheticWorkload, vocab_size: int) -> list[WorkloadItem]:
+    """The items of a workload, in order.
+
+    Raises:
+        UserError: a file is missing, empty or malformed; the message names the line.
+    """
+    if isinstance(config, SyntheticWorkload):
+        generator = torch.Generator().manual_seed(config.seed % 2**63)
+        shape = (config.num_requests, config.prompt_len)
+        rows = torch.randint(vocab_size, shape, generator=generator).tolist()
+        return [WorkloadItem(prompt={"prompt_token_ids": row}) for row in rows]
+    if isinstance(config, DemoWorkload):
+        return _read_jsonl(DEMO_PATH, "prompt", config.limit)
+    return _read_jsonl(Path(config.path).expanduser(), config.prompt_field, config.limit)
+
+
+def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[WorkloadItem]:
+    if not path.is_file():
+        raise UserError(f"workload.path must be a .jsonl file, got {str(path)!r}, which does not exist; check the path")
+    items: list[WorkloadItem] = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if limit is not None and len(items) == limit:
+                break
+            if line.strip():
+                items.append(_read_line(line, prompt_field, f"{path}:{number}"))
+    if not items:
+        raise UserError(f"workload.path must hold at least one prompt, got {str(path)!r}, which holds none")
+    return items
+
+
+def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
+    """A prompt is a string, a list of chat messages, or token ids."""
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place} must be a JSON object, got {line.strip()[:60]!r}: {error}") from error
+    if not isinstance(row, Mapping) or prompt_field not in row:
+        known = f"it has {', '.join(row)}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
+        raise UserError(
+            f"{place} must be a JSON object with the field {prompt_field!r}, and {known}; set workload.prompt_field"
+        )
+    prompt = row[prompt_field]
+    if isinstance(prompt, list) and prompt and all(isinstance(entry, int) for entry in prompt):
+        prompt = {"prompt_token_ids": prompt}
+    is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(entry, Mapping) for entry in prompt)
+    if not (is_chat or (isinstance(prompt, str) and prompt) or isinstance(prompt, Mapping)):
+        raise UserError(
+            f"{place}: {prompt_field} must be a string, chat messages or token ids, got {str(prompt)[:60]!r}"
+        )
+    category = row.get("category")
+    return WorkloadItem(prompt=prompt, category=None if category is None else str(category))
