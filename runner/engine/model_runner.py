@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.reference.linear import rows_keep_their_bits
 from runner.engine.decoder import Decoder
-from runner.engine.forward_batch import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, ForwardBatch
+from runner.engine.forward_batch import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, Family, ForwardBatch, TileShape
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
 from runner.engine.transformers_model import TransformersModel
@@ -29,8 +30,12 @@ class ModelRunner:
     ) -> None:
         self.model, self.block_size, self.device, self.dtype = model, block_size, device, dtype
         # Fixed tiles keep a row's bits on the CPU; torch's CUDA products promise nothing of the kind.
-        self.is_row_invariant = batch_invariant and model.is_row_invariant and device.type == "cpu"
-        self.tiles = ROW_INVARIANT_TILES if self.is_row_invariant else ANY_SHAPE_TILES
+        if isinstance(model, Decoder) and batch_invariant and device.type == "cpu":
+            self.tiles = ROW_INVARIANT_TILES
+            self.is_row_invariant = _keeps_bits(model, self.tiles)
+        else:
+            self.tiles = ANY_SHAPE_TILES
+            self.is_row_invariant = False
         self.cache: PagedKVCache | None = None
 
     @property
@@ -84,3 +89,15 @@ class ModelRunner:
         padding = -len(rows) % (tile or 1)
         index = torch.tensor(rows + rows[:1] * padding, device=self.device)
         return self.model.logits(hidden.index_select(0, index), tile)[: len(rows)]
+
+
+def _keeps_bits(model: Decoder, tiles: dict[Family, TileShape]) -> bool:
+    """Asked of this machine's BLAS at the start, with the weights of one layer and the head."""
+    mlp = model.layers[0].mlp
+    weights = (mlp.gate_up_proj.weight, mlp.down_proj.weight, model.lm_head)
+    return all(
+        rows_keep_their_bits(weight, shape.linear)
+        for shape in tiles.values()
+        for weight in weights
+        if shape.linear is not None
+    )

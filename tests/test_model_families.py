@@ -1,0 +1,245 @@
+"""Our decoder computes what transformers computes, for every family and option it claims to support."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.reference.linear import linear
+from runner.engine.architecture import read_architecture
+from runner.engine.decoder import Decoder
+from runner.engine.forward_batch import ROW_INVARIANT_TILES
+from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, Shard
+from runner.engine.loader import load_model
+from tests.transformers_reference import (
+    CPU,
+    assert_as_accurate,
+    assert_taps_are_hidden_states,
+    engine_logits,
+    float64_logits,
+    load,
+    long_context_logits,
+    random_model,
+    random_sequences,
+    reference_logits,
+    save,
+    saved_model,
+)
+
+VOCAB_SIZE = 96
+LENGTHS = ((5, 5), (70, 4), (17, 4))  # prompt and output of each request; 70 spans two prefill tiles
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": 32,
+}
+# name -> (family, options)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, attention bias": ("llama", {"attention_bias": True}),
+    "llama, mlp bias": ("llama", {"mlp_bias": True}),
+    "llama, wide heads": ("llama", {"head_dim": 24}),
+    "llama, as many kv heads": ("llama", {"num_key_value_heads": 4}),
+    "llama, ignores layer_types": ("llama", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}),
+    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, yarn rope": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, sliding": ("mistral", {"sliding_window": 8, "head_dim": 24}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, sliding layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen2, yarn rope": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"head_dim": 24}),
+    "qwen3, tied, biased": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3, sliding layer": (
+        "qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+}
+
+
+def make_config(variant: str) -> Any:
+    from transformers import AutoConfig
+
+    family, options = VARIANTS[variant]
+    return AutoConfig.for_model(family, **{**SHAPE, **options})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_as_accurate_as_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    model = random_model(make_config(variant))
+    sequences = random_sequences(VOCAB_SIZE, LENGTHS)
+    loaded = load(save(model, tmp_path))
+    assert isinstance(loaded.model, Decoder)
+    ours = engine_logits(loaded, sequences)
+    assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2, sliding layer", "qwen3"])
+def test_logits_are_accurate_without_fixed_tiles(variant: str, tmp_path: Path) -> None:
+    model = random_model(make_config(variant))
+    sequences = random_sequences(VOCAB_SIZE, LENGTHS)
+    ours = engine_logits(load(save(model, tmp_path)), sequences, batch_invariant=False)
+    assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
+
+
+@pytest.mark.parametrize("variant", ["llama, attention bias", "mistral, sliding", "qwen2, tied", "qwen3"])
+def test_bfloat16_logits_are_as_accurate_as_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    source = save(random_model(make_config(variant)), tmp_path)
+    model = saved_model(tmp_path, torch.bfloat16)
+    sequences = random_sequences(VOCAB_SIZE, LENGTHS)
+    ours = engine_logits(load(source, dtype=torch.bfloat16), sequences)
+    assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
+
+
+def test_longrope_takes_its_short_factors_when_max_model_len_does_not_pass_the_switch(tmp_path: Path) -> None:
+    model = random_model(longrope_config())
+    sequences = random_sequences(VOCAB_SIZE, ((5, 5), (24, 4), (17, 4)))  # transformers uses its short set up to 32
+    ours = engine_logits(load(save(model, tmp_path), max_model_len=32), sequences)
+    assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
+
+
+def test_longrope_takes_its_long_factors_for_short_sequences_too_when_max_model_len_passes_the_switch(
+    tmp_path: Path,
+) -> None:
+    """transformers switches by the longest sequence at hand, so a request's text would change with its neighbours."""
+    model = random_model(longrope_config())
+    sequences = random_sequences(VOCAB_SIZE, LENGTHS)
+    ours = engine_logits(load(save(model, tmp_path), max_model_len=128), sequences)
+    assert_as_accurate(ours, *long_context_logits(model, sequences))
+
+
+def longrope_config() -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model("llama", **SHAPE, rope_parameters=LONGROPE)
+
+
+@pytest.mark.parametrize("variant", ["llama, tied", "mistral, sliding", "qwen2", "qwen3"])
+def test_taps_are_the_hidden_states_of_transformers(variant: str, tmp_path: Path) -> None:
+    model = random_model(make_config(variant))
+    assert_taps_are_hidden_states(load(save(model, tmp_path)), model, ROW_INVARIANT_TILES["prefill"])
+
+
+def test_a_sharded_checkpoint_loads_as_the_whole_one_does(tmp_path: Path) -> None:
+    model = random_model(make_config("qwen3"))
+    whole = load(save(model, tmp_path / "whole")).model
+    sharded = load(save(model, tmp_path / "sharded", max_shard_size="40KB")).model
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    for (name, ours), (_, theirs) in zip(sharded.named_parameters(), whole.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_families_that_are_not_ours_are_left_to_transformers() -> None:
+    from transformers import AutoConfig
+
+    assert read_architecture(AutoConfig.for_model("mixtral")) is None
+    assert read_architecture(AutoConfig.for_model("qwen3", architectures=["Qwen3ForTokenClassification"])) is None
+
+
+def test_column_shards_concatenate_to_the_whole_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 6, generator=generator)
+    weights = {"a": torch.randn(8, 6, generator=generator), "b": torch.randn(4, 6, generator=generator)}
+    biases = {"a": torch.randn(8, generator=generator), "b": torch.randn(4, generator=generator)}
+    outputs: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
+    for rank in range(2):
+        layer = ColumnParallelLinear(
+            6, {"a": 8, "b": 4}, bias=True, shard=Shard(rank=rank, size=2), dtype=torch.float32
+        )
+        targets = layer.weight_targets("p.")
+        assert set(targets) == {"p.a.weight", "p.a.bias", "p.b.weight", "p.b.bias"}
+        for name in ("a", "b"):
+            assert targets[f"p.{name}.weight"].shard_dim == targets[f"p.{name}.bias"].shard_dim == 0
+            targets[f"p.{name}.weight"].view.copy_(weights[name].chunk(2)[rank])
+            targets[f"p.{name}.bias"].view.copy_(biases[name].chunk(2)[rank])
+        for name, part in zip(("a", "b"), layer(x, 4).split([4, 2], dim=1), strict=True):
+            outputs[name].append(part)
+    for name in ("a", "b"):
+        torch.testing.assert_close(torch.cat(outputs[name], dim=1), linear(x, weights[name], biases[name], 4))
+
+
+def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)  # each rank's own summand
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(size, generator=generator) for size in ((4, 6), (8, 6), (8,)))
+    summands = []
+    for rank in range(2):
+        layer = RowParallelLinear(6, 8, "o", bias=True, shard=Shard(rank=rank, size=2), dtype=torch.float32)
+        targets = layer.weight_targets("p.")
+        assert targets["p.o.weight"].shard_dim == 1 and targets["p.o.bias"].shard_dim is None
+        targets["p.o.weight"].view.copy_(weight.chunk(2, dim=1)[rank])
+        targets["p.o.bias"].view.copy_(bias)
+        summands.append(layer(x.chunk(2, dim=1)[rank].contiguous(), 4))
+    torch.testing.assert_close(sum(summands), linear(x, weight, bias, 4))
+
+
+@pytest.mark.parametrize("variant", ["llama, attention bias", "llama, mlp bias", "qwen3"])
+def test_two_ranks_compute_together_what_one_computes_alone(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(make_config(variant))
+    source = save(model, tmp_path)
+    sequences = random_sequences(VOCAB_SIZE, LENGTHS)
+    ranks = [
+        load_model(source, device=CPU, dtype=torch.float32, max_model_len=None, shard=Shard(rank=rank, size=2))
+        for rank in range(2)
+    ]
+    whole = load(source)
+    assert [2 * width for width in ranks[0].model.kv_widths] == whole.model.kv_widths
+
+    # Two threads in lockstep stand in for two processes: all_reduce is where they meet.
+    current, meeting, summands = threading.local(), threading.Barrier(2), [torch.empty(0)] * 2
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        summands[current.rank] = tensor.clone()
+        meeting.wait()
+        total = summands[0] + summands[1]
+        meeting.wait()
+        tensor.copy_(total)
+
+    logits: list[torch.Tensor] = [torch.empty(0)] * 2
+
+    def run(rank: int) -> None:
+        current.rank = rank
+        logits[rank] = engine_logits(ranks[rank], sequences)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert torch.equal(*logits)
+    assert_as_accurate(logits[0], reference_logits(model, sequences), float64_logits(model, sequences))
+
+
+def test_a_shard_must_divide_its_dimension() -> None:
+    with pytest.raises(ValueError, match=r"num_key_value_heads must be divisible by tensor_parallel_size \(4\), got 2"):
+        Shard(rank=0, size=4).split(2, "num_key_value_heads")
