@@ -15,10 +15,10 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from runner.compose import HYDRA_VERSION_BASE, read_config
+from runner.cli.compose import HYDRA_VERSION_BASE, read_config
+from runner.cli.launch import checked, parse_args
+from runner.cli.screen import USER_ERROR_STATUS, show_error, show_interrupt
 from runner.engine.errors import UserError
-from runner.launch import checked, parse_args
-from runner.screen import USER_ERROR_STATUS, show_error, show_interrupt
 
 _shown: list[UserError] = []  # in a multirun a failing job shows its screen when it fails
 

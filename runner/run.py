@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from proposers.base import Proposer
-from runner.config import SpeculativeConfig
+from runner.config import SpeculativeConfig, SyntheticWorkload
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
@@ -21,7 +21,7 @@ from runner.prompts import make_requests
 from runner.report import RunProgress, print_summary
 from runner.results import METRICS_FILE, OUTPUTS_FILE, write_metrics, write_outputs
 from runner.tracking import open_tracker
-from runner.workload import WorkloadItem, load_workload
+from runner.workload import WorkloadItem, read_workload, synthetic_workload
 
 WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code path and cache first
 
@@ -32,8 +32,13 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
     Raises:
         UserError: the configuration cannot run on this machine; nothing is recorded then.
     """
-    llm = LLM.from_config(config)
-    items = load_workload(config.workload, llm.engine.target_info.model.vocab_size)
+    workload = config.workload
+    if isinstance(workload, SyntheticWorkload):
+        llm = LLM.from_config(config)
+        items = synthetic_workload(workload, llm.engine.target_info.model.vocab_size)
+    else:  # a file is read before a model is loaded, so that a wrong path shows at once
+        items = read_workload(workload)
+        llm = LLM.from_config(config)
     method = config.method.method
     tracker = open_tracker(
         config.tracking,
@@ -47,14 +52,12 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
         tracker.log_params(config.model_dump(mode="json"))
         measurement = measure(llm, items)
         summary, metrics = measurement.summary, measurement.metrics
-        files: list[Path] = []
-        if config.tracking != "none":
-            files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
-            write_metrics(files[0], summary)
-            write_outputs(files[1], sorted(metrics.records, key=lambda record: _order(record.request_id)))
-            tracker.log_summary(summary)
-            tracker.log_series(metrics.step_points)
-            tracker.log_artifacts(files)
+        files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
+        write_metrics(files[0], summary)
+        write_outputs(files[1], sorted(metrics.records, key=lambda record: _order(record.request_id)))
+        tracker.log_summary(summary)
+        tracker.log_series(metrics.step_points)
+        tracker.log_artifacts(files)
     print_summary(
         summary,
         model=config.model.model,
@@ -126,7 +129,8 @@ def promise_notes(llm: LLM) -> list[str]:
     elif not config.hardware.batch_invariant:
         notes.append("bitwise promise off: hardware.batch_invariant=false")
     elif not engine.target.is_row_invariant:
-        notes.append(f"bitwise promise off: no row-invariant kernels on {engine.device.type} yet")
+        reason = {"cpu": "this CPU's matrix products depend on a row's place"}
+        notes.append(f"bitwise promise off: {reason.get(engine.device.type, 'no row-invariant kernels on CUDA yet')}")
     if engine.device.type == "cuda" and not config.hardware.enforce_eager:
         notes.append("hardware.enforce_eager=false has no effect yet: steps run eagerly, without CUDA graphs")
     return notes

@@ -24,20 +24,22 @@ class WorkloadItem:
     category: str | None = None
 
 
-def load_workload(config: DemoWorkload | JsonlWorkload | SyntheticWorkload, vocab_size: int) -> list[WorkloadItem]:
-    """The items of a workload, in order.
+def read_workload(config: DemoWorkload | JsonlWorkload) -> list[WorkloadItem]:
+    """The prompts of a file, in order.
 
     Raises:
-        UserError: a file is missing, empty or malformed; the message names the line.
+        UserError: the file is missing, empty or malformed; the message names the line.
     """
-    if isinstance(config, SyntheticWorkload):
-        generator = torch.Generator().manual_seed(config.seed % 2**63)
-        shape = (config.num_requests, config.prompt_len)
-        rows = torch.randint(vocab_size, shape, generator=generator).tolist()
-        return [WorkloadItem(prompt={"prompt_token_ids": row}) for row in rows]
     if isinstance(config, DemoWorkload):
         return _read_jsonl(DEMO_PATH, "prompt", config.limit)
     return _read_jsonl(Path(config.path).expanduser(), config.prompt_field, config.limit)
+
+
+def synthetic_workload(config: SyntheticWorkload, vocab_size: int) -> list[WorkloadItem]:
+    """Prompts of random token ids, the same for the same seed."""
+    generator = torch.Generator().manual_seed(config.seed % 2**63)
+    rows = torch.randint(vocab_size, (config.num_requests, config.prompt_len), generator=generator).tolist()
+    return [WorkloadItem(prompt={"prompt_token_ids": row}) for row in rows]
 
 
 def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[WorkloadItem]:

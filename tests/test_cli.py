@@ -186,7 +186,7 @@ def test_an_interrupt_is_one_line(cli: CommandLine) -> None:
 
 def test_a_terminal_gets_the_same_screen_in_colour(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("runner.screen.sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("runner.cli.screen.sys.stderr.isatty", lambda: True)
     ending = cli("metod=ngram")
     assert ending.status == 2
     assert "\x1b[" in ending.err

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
-from runner.compose import Composer
+from runner.cli.compose import Composer
 from runner.config import (
     ConfigError,
     HardwareConfig,
@@ -228,7 +228,7 @@ def test_all_problems_of_a_configuration_are_listed_at_once() -> None:
         "method.max_dept is an unknown key, got 3; known: draft_sample_method, method, num_speculative_tokens, "
         "prompt_lookup_max, prompt_lookup_min, rejection_sample_method, synthetic_acceptance_length, "
         "synthetic_acceptance_rate, synthetic_acceptance_rates",
-        "sampler.temperature must be in [0, 100], got -1.0",
+        "sampler.temperature must be 0 (greedy) or in [1e-5, 100], got -1.0",
         "sampler.top_p must be in (0, 1], got 2.0",
         "hardware.device must be one of auto, cpu, cuda, got 'cdua'; did you mean 'cuda'?",
         "workload.path is required; add workload.path=<path of a .jsonl file, one JSON object a line>",

@@ -13,10 +13,10 @@ import pytest
 from omegaconf import OmegaConf
 
 import runner.tracking
-from runner.compose import Composer
+from runner.cli.compose import Composer
+from runner.cli.sweep import BASIC_SWEEPER, SweepError, hydra_node, read_sweep
 from runner.config import ConfigError, Problem, SpeculativeConfig
 from runner.engine.errors import UserError
-from runner.sweep import BASIC_SWEEPER, SweepError, hydra_node, read_sweep
 from tests.command_line import CommandLine, Ending
 
 

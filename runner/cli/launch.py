@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from hydra._internal.utils import get_args_parser
 from hydra.types import RunMode
 
-from runner.compose import Composer
+from runner.cli.compose import Composer
+from runner.cli.sweep import Sweep, hydra_node, launching, read_sweep
+from runner.cli.usage import help_text
 from runner.config.problem import ConfigError, Problem
-from runner.sweep import Sweep, hydra_node, launching, read_sweep
-from runner.usage import help_text
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

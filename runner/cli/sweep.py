@@ -17,11 +17,11 @@ from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
-from runner.compose import Composer, written_value
+from runner.cli.compose import Composer, written_value
+from runner.cli.screen import problem_lines
 from runner.config.problem import ConfigError, Problem
 from runner.config.root import SpeculativeConfig
 from runner.engine.errors import UserError
-from runner.screen import problem_lines
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 

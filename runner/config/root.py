@@ -31,7 +31,8 @@ class SpeculativeConfig(Node):
         default=True, description="also run method=none in the same process, for speedup and identity"
     )
     tracking: Literal["mlflow", "jsonl", "none"] = Field(
-        default="mlflow", description="mlflow also logs the run there; jsonl writes files only; none writes nothing"
+        default="mlflow",
+        description="mlflow: also log the run there; jsonl: also add a line to runs.jsonl; none: the run's files only",
     )
     tracking_uri: str | None = Field(
         default=None, min_length=1, description="MLflow tracking URI; null takes MLFLOW_TRACKING_URI, else ./mlflow.db"

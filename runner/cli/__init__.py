@@ -1,0 +1,1 @@
+"""What stands between the command line and a run: composition, checks, sweeps, help and the error screen."""
