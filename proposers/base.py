@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
 
@@ -27,8 +28,6 @@ class ProposerContext:
     device: torch.device
     dtype: torch.dtype
     batch_invariant: bool
-    load_format: str  # of the target; a draft loads alike
-    trust_remote_code: bool
     needs_draft_probs: bool  # the verification rule reads the law q each draft was drawn from
 
 
@@ -60,6 +59,39 @@ class Proposer(ABC):
 
     def allocate_cache(self, num_blocks: int) -> None:  # noqa: B027 - optional
         """Allocate what `cache_bytes_per_block` announced."""
+
+
+def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) -> None:
+    """Refuse guesses that would corrupt the step.
+
+    Raises:
+        UserError: what the proposer must return, and what it returned.
+    """
+    context, counts, ids = proposer.context, drafts.num_draft_tokens, drafts.token_ids
+    limits = [item.max_draft_tokens for item in schedule.decoding]
+    total = drafts.cu_num_draft_tokens[-1]
+    is_known = context.device.type == "cpu" and total > 0  # elsewhere a look at the ids would stall the step
+    rules: tuple[tuple[bool, str, object], ...] = (
+        (len(counts) == len(limits), f"give drafts for the {len(limits)} decoding requests", len(counts)),
+        (
+            all(0 <= count <= limit for count, limit in zip(counts, limits, strict=False)),
+            f"draft at most max_draft_tokens ({limits})",
+            counts,
+        ),
+        (ids.dtype == torch.int64, "give token_ids of dtype int64", ids.dtype),
+        (ids.shape == (total,), f"give token_ids of shape [{total}]", list(ids.shape)),
+        (ids.device.type == context.device.type, f"give token_ids on {context.device}", ids.device),
+        (drafts.probs is None or len(drafts.probs) == total, f"give probs for {total} drafts, or None", drafts.probs),
+        (drafts.parent_indices is None, "draft chains, parent_indices None (trees are not verified yet)", "a tree"),
+    )
+    for holds, rule, found in rules:
+        if not holds:
+            raise UserError(f"{type(proposer).__name__}.propose must {rule}, got {found}; mend the proposer")
+    if is_known and not (0 <= int(ids.min()) and int(ids.max()) < context.vocab_size):
+        raise UserError(
+            f"{type(proposer).__name__}.propose must draft tokens in [0, {context.vocab_size - 1}], got {ids.tolist()}; "
+            "mend the proposer"
+        )
 
 
 def available_methods() -> list[str]:

@@ -16,7 +16,13 @@ from runner.engine.scheduler import Schedule
 class CustomClassProposer(Proposer):
     def __init__(self, *, num_speculative_tokens: int, context: ProposerContext, model: str) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
-        self.inner = _import_class(model)(num_speculative_tokens=num_speculative_tokens, context=context)
+        try:
+            self.inner = _import_class(model)(num_speculative_tokens=num_speculative_tokens, context=context)
+        except TypeError as error:
+            raise UserError(
+                f"method.model={model} must take num_speculative_tokens and context and define propose: {error}; "
+                "see proposers/base.py"
+            ) from error
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         return self.inner.propose(schedule)

@@ -6,9 +6,6 @@ and catches up on committed tokens when it next proposes: after full acceptance 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from proposers.base import Proposer, ProposerContext
@@ -28,26 +25,22 @@ class DraftModelProposer(Proposer):
         *,
         num_speculative_tokens: int,
         context: ProposerContext,
-        model: str,
+        source: ModelSource,
         draft_sample_method: str,
         max_model_len: int | None = None,
-        revision: str | None = None,
-        hf_config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
         self.draft_sample_method = draft_sample_method
-        source = ModelSource(
-            model=model,
-            revision=revision,
-            load_format=context.load_format,
-            trust_remote_code=context.trust_remote_code,
-            hf_config=hf_config,
-            name="method.model",
+        loaded = load_model(
+            source,
+            device=context.device,
+            dtype=context.dtype,
+            max_model_len=max_model_len,
+            longest_useful_len=context.max_model_len,
         )
-        loaded = load_model(source, device=context.device, dtype=context.dtype, max_model_len=max_model_len)
         if loaded.model.vocab_size != context.vocab_size:
             raise UserError(
-                f"method.model={model} must have the target's vocabulary ({context.vocab_size} entries), "
+                f"method.model={source.model} must have the target's vocabulary ({context.vocab_size} entries), "
                 f"got {loaded.model.vocab_size}; choose a draft of the same family as the target"
             )
         self.max_model_len = min(loaded.max_model_len, context.max_model_len)
@@ -79,6 +72,9 @@ class DraftModelProposer(Proposer):
 
         device = self.context.device
         widest = max(counts)
+        keeps_laws = self.context.needs_draft_probs and any(
+            not item.request.sampling_params.is_greedy for item in decoding
+        )
         ids = torch.full((len(decoding), widest), -1, dtype=torch.int64, device=device)
         probs: list[torch.Tensor] = []  # a step's laws, [active, vocab]
         active = [index for index, count in enumerate(counts) if count > 0]
@@ -91,8 +87,10 @@ class DraftModelProposer(Proposer):
             ancestors = ids if len(active) == len(ids) else ids[_index(active, device)]
             drafted, law = self._sample(logits, [decoding[index].request for index in active], step, ancestors)
             ids[slice(None) if len(active) == len(ids) else _index(active, device), step] = drafted
-            if law is not None:
-                probs.append(law)
+            if (
+                keeps_laws
+            ):  # every draft has its row, so that rows and drafts stay aligned; a greedy one's is never read
+                probs.append(torch.zeros_like(logits) if law is None else law)
         for item, count in zip(decoding, counts, strict=True):
             if count > 0:
                 self._num_computed[item.request.request_id] = item.request.num_tokens + count - 1

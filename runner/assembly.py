@@ -5,6 +5,7 @@ The one place where names of the configuration become classes and keyword argume
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,6 @@ ACTIVATION_SHARE = 0.05  # of a GPU's memory, kept free for activations until a 
 class Assembly:
     """Everything a step needs, built once a run."""
 
-    config: SpeculativeConfig
     device: torch.device
     dtype: torch.dtype
     tokenizer: Tokenizer
@@ -65,6 +65,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         UserError: what is asked for does not exist, does not fit, or does not go together.
     """
     hide_kernels_client()
+    _release_unused_memory()
     hardware = config.hardware
     device = resolve_device(hardware.device)
     if hardware.num_threads is not None:
@@ -95,8 +96,6 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         device=device,
         dtype=dtype,
         batch_invariant=hardware.batch_invariant,
-        load_format=config.model.load_format,
-        trust_remote_code=config.model.trust_remote_code,
         needs_draft_probs=config.method.rejection_sample_method == "probabilistic",
     )
     proposer = _build_proposer(config, context)
@@ -104,7 +103,6 @@ def assemble(config: SpeculativeConfig) -> Assembly:
     target.allocate_cache(blocks)
     proposer.allocate_cache(blocks)
     return Assembly(
-        config=config,
         device=device,
         dtype=dtype,
         tokenizer=tokenizer,
@@ -163,18 +161,27 @@ def hide_kernels_client() -> None:
         setattr(module, "is_kernels_available", is_kernels_available)  # noqa: B010 - mypy knows it as a function
 
 
+def _release_unused_memory() -> None:
+    """Give back what an earlier job of this process held, so that this one finds the GPU's memory free."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _resolve_dtype(name: str, device: torch.device, source: ModelSource) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
+    if device.type == "cpu" or Path(source.model) in BUILT_IN_MODELS.values():
+        return torch.float32  # the tiny family is stored in bfloat16 for its size only
     stored = getattr(load_config(source), "dtype", None)
     return next((dtype for dtype in DTYPES.values() if dtype == stored), torch.bfloat16)
 
 
 def _load_tokenizer(model: ModelConfig, source: ModelSource) -> Tokenizer:
     if model.tokenizer is not None:
-        tokenizer_source = ModelSource(model=model.tokenizer, revision=model.revision, name="model.tokenizer")
+        name = str(BUILT_IN_MODELS.get(model.tokenizer, model.tokenizer))
+        tokenizer_source = ModelSource(model=name, name="model.tokenizer")
         return Tokenizer(resolve_directory(tokenizer_source, weights=False), trust_remote_code=model.trust_remote_code)
     if source.is_dummy and source.hf_config is not None:
         return Tokenizer(None)
@@ -185,10 +192,11 @@ def _eos_token_ids(source: ModelSource, info: LoadedModel, tokenizer: Tokenizer)
     """generation_config.json's eos tokens, else config.json's, else the tokenizer's."""
     from transformers import GenerationConfig
 
-    directory = Path(source.model)
     found: Any = None
-    if (directory / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(directory).eos_token_id
+    if not (source.is_dummy and source.hf_config is not None):
+        directory = resolve_directory(source, weights=False)
+        if (directory / "generation_config.json").is_file():
+            found = GenerationConfig.from_pretrained(directory).eos_token_id
     if found is None:
         found = getattr(info.hf_config, "eos_token_id", None)
     if found is None:
@@ -204,11 +212,9 @@ def _build_proposer(config: SpeculativeConfig, context: ProposerContext) -> Prop
     draft = config.draft_model_config()
     if draft is not None:
         source = model_source(draft, "method.model")
-        own_keys |= {
-            "model": source.model,
-            "hf_config": draft.hf_config,
-            "draft_sample_method": method.draft_sample_method,
-        }
+        own_keys |= {"source": source, "draft_sample_method": method.draft_sample_method}
+        for key in ("model", "revision"):
+            own_keys.pop(key, None)
     num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
     return proposer_class(method.method)(num_speculative_tokens=num_tokens, context=context, **own_keys)
 
@@ -234,7 +240,8 @@ def _num_blocks(
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * (hardware.gpu_memory_utilization - ACTIVATION_SHARE)) - (total - free)
     else:
-        budget = min(CPU_CACHE_BYTES, int(available_memory(device) * hardware.gpu_memory_utilization))
+        budget = int(available_memory(device) * hardware.gpu_memory_utilization)
+        budget = min(budget, max(CPU_CACHE_BYTES, (per_request + 1) * per_block))
     blocks = min(wanted, max(0, budget) // per_block)
     if blocks < per_request + 1:
         raise UserError(

@@ -1,8 +1,8 @@
 """python -m runner.benchmark: this engine against transformers' generate, on one machine, in one run.
 
 Same weights, threads, dtype, prompts and output lengths (eos ignored on both sides); the contestants take turns, so
-that a machine whose speed drifts is unfair to none, and ratios are taken round by round. Checks first that both
-write the same text. Prints a table, and writes the numbers as JSON when asked.
+that a machine whose speed drifts is unfair to none, and ratios are taken round by round. Says first how many
+texts are transformers' own (float32 near-ties may fall either way). Prints a table, and writes JSON when asked.
 """
 
 from __future__ import annotations
@@ -115,7 +115,12 @@ def _prompts(llm: LLM, prompt_len: int) -> list[list[int]]:
     """BATCH demo prompts of exactly prompt_len tokens, so that no side pads."""
     lines = [json.loads(line)["prompt"] for line in DEMO_PATH.read_text(encoding="utf-8").splitlines()]
     encoded = [llm.engine.tokenizer.encode(line)[1] for line in lines]
-    return [tokens[:prompt_len] for tokens in encoded if len(tokens) >= prompt_len][:BATCH]
+    prompts = [tokens[:prompt_len] for tokens in encoded if len(tokens) >= prompt_len][:BATCH]
+    if len(prompts) < BATCH:
+        raise SystemExit(
+            f"--prompt-len must leave {BATCH} demo prompts, {len(prompts)} have {prompt_len} tokens; lower it"
+        )
+    return prompts
 
 
 _COMPARISONS = (

@@ -7,10 +7,11 @@ measured on the same engine, by the same lines.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from proposers.base import Proposer
+from proposers.base import Proposer, check_drafts
 from runner.assembly import assemble
 from runner.config import SpeculativeConfig
 from runner.engine.request import Request, RequestStatus
@@ -107,6 +108,7 @@ class LLM:
         proposer: Proposer,
         metrics: MetricsCollector,
         *,
+        max_concurrency: int | None = None,  # requests in flight at most; None: all arrive at once
         categories: Mapping[str, str] | None = None,  # request_id -> category, for the breakdown
         observer: Observer | None = None,
     ) -> RequestTraces:
@@ -119,31 +121,38 @@ class LLM:
                 max_model_len=engine.target_info.max_model_len,
                 decode=engine.tokenizer.decode if engine.tokenizer.is_available else None,
             ),
+            vocab_size=engine.target.model.vocab_size,
             max_num_seqs=hardware.max_num_seqs,
             max_num_batched_tokens=hardware.max_num_batched_tokens,
             enable_chunked_prefill=hardware.enable_chunked_prefill,
             num_speculative_tokens=proposer.num_speculative_tokens,
         )
         traces = RequestTraces(engine.tokenizer.decode, categories or {})
-        arrival = time.perf_counter()
-        for request in requests:
-            request.arrival_time = arrival
-            reason = scheduler.refusal(request)
-            if reason is None:
-                scheduler.add(request)
-            else:
-                scheduler.abort(request)
-                metrics.finish(traces.fail(request, reason))
+        arriving = deque(requests)
         try:
-            while scheduler.has_unfinished:
+            while arriving or scheduler.has_unfinished:
+                while arriving and (max_concurrency is None or scheduler.num_unfinished < max_concurrency):
+                    self._admit(arriving.popleft(), scheduler, metrics, traces)
+                if not scheduler.has_unfinished:
+                    continue  # those that arrived were refused
                 self.step(scheduler, proposer, metrics, traces)
                 if observer is not None:
                     observer(metrics)
         finally:  # also when interrupted: the engine stays usable
-            for request in [*scheduler.running, *scheduler.waiting]:
-                scheduler.abort(request)
+            for request in requests:
                 proposer.release(request.request_id)
+                if not request.is_finished:
+                    scheduler.abort(request)
         return traces
+
+    def _admit(self, request: Request, scheduler: Scheduler, metrics: MetricsCollector, traces: RequestTraces) -> None:
+        request.arrival_time = time.perf_counter()
+        reason = scheduler.refusal(request)
+        if reason is None:
+            scheduler.add(request)
+        else:
+            scheduler.abort(request)
+            metrics.finish(traces.fail(request, reason))
 
     def step(
         self, scheduler: Scheduler, proposer: Proposer, metrics: MetricsCollector, traces: RequestTraces
@@ -155,6 +164,7 @@ class LLM:
             proposer.release(request.request_id)
         clock.append(time.perf_counter())
         drafts = proposer.propose(schedule)
+        check_drafts(proposer, schedule, drafts)
         clock.append(time.perf_counter())
         output = self.engine.verifier.verify(schedule, drafts)
         clock.append(time.perf_counter())
@@ -207,12 +217,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _collect(requests: Sequence[Request], traces: RequestTraces) -> list[RequestOutput]:
     """Requests of one prompt, its n children, as one output."""
-    grouped: dict[str, list[Request]] = {}
+    grouped: dict[int, list[Request]] = {}
     for request in requests:
-        grouped.setdefault(request.request_id.split("-")[0], []).append(request)
+        grouped.setdefault(request.prompt_index, []).append(request)
     return [
         RequestOutput(
-            request_id=request_id,
+            request_id=str(prompt_index),
             prompt=children[0].prompt,
             prompt_token_ids=tuple(children[0].prompt_token_ids),
             outputs=tuple(
@@ -227,5 +237,5 @@ def _collect(requests: Sequence[Request], traces: RequestTraces) -> list[Request
             ),
             error=traces.errors.get(children[0].request_id),
         )
-        for request_id, children in grouped.items()
+        for prompt_index, children in grouped.items()
     ]

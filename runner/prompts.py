@@ -88,6 +88,7 @@ def make_requests(
             requests.append(
                 Request(
                     request_id=f"{index}-{child}" if parameters.n > 1 else str(index),
+                    prompt_index=index,
                     prompt=text,
                     prompt_token_ids=token_ids,
                     sampling_params=parameters,

@@ -13,16 +13,18 @@ import torch
 
 from proposers.base import Proposer
 from runner.config import SpeculativeConfig, SyntheticWorkload
+from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
-from runner.metrics import MetricsCollector, count_identical
+from runner.metrics import MetricsCollector, RequestRecord, count_identical
 from runner.prompts import make_requests
 from runner.report import RunProgress, print_summary
 from runner.results import METRICS_FILE, OUTPUTS_FILE, write_metrics, write_outputs
 from runner.tracking import open_tracker
 from runner.workload import WorkloadItem, read_workload, synthetic_workload
 
+MAX_FAILURES_SHOWN = 3
 WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code path and cache first
 
 
@@ -39,6 +41,8 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
     else:  # a file is read before a model is loaded, so that a wrong path shows at once
         items = read_workload(workload)
         llm = LLM.from_config(config)
+    # Prompts are encoded once for their errors: none of those may leave a run behind.
+    _requests(llm, items, config.sampler.to_sampling_params())
     method = config.method.method
     tracker = open_tracker(
         config.tracking,
@@ -54,7 +58,7 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
         summary, metrics = measurement.summary, measurement.metrics
         files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
         write_metrics(files[0], summary)
-        write_outputs(files[1], sorted(metrics.records, key=lambda record: _order(record.request_id)))
+        write_outputs(files[1], measurement.records)
         tracker.log_summary(summary)
         tracker.log_series(metrics.step_points)
         tracker.log_artifacts(files)
@@ -75,13 +79,14 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
 class Measurement:
     summary: dict[str, Any]
     metrics: MetricsCollector  # of the method
-    failures: list[str]  # one line a failed request
+    records: list[RequestRecord]  # in the order of the workload
+    failures: list[str]  # why requests failed, the first few
 
 
 def measure(llm: LLM, items: Sequence[WorkloadItem]) -> Measurement:
     """Run a workload plainly (unless baseline is off) and with the method, on one engine and one clock."""
     config, engine = llm.config, llm.engine
-    params = SamplingParams(**config.sampler.model_dump())
+    params = config.sampler.to_sampling_params()
     method = config.method.method
     is_plain = method == "none"
     _warm_up(llm, items, params)
@@ -100,10 +105,17 @@ def measure(llm: LLM, items: Sequence[WorkloadItem]) -> Measurement:
         peak_memory_bytes=_peak_memory(engine.device),
         num_preemptions=sum(request.num_preemptions for request in requests),
     )
+    failures = [f"request {request_id} failed: {reason}" for request_id, reason in errors.items()]
+    if not summary["num_requests"]:
+        raise UserError(f"no request of the workload could run; {failures[0]}")
+    if len(failures) > MAX_FAILURES_SHOWN:
+        failures[MAX_FAILURES_SHOWN:] = [f"{len(failures) - MAX_FAILURES_SHOWN} more requests failed"]
+    place = {request.request_id: index for index, request in enumerate(requests)}
     return Measurement(
         summary=summary,
         metrics=metrics,
-        failures=[f"request {request_id} failed: {reason}" for request_id, reason in errors.items()],
+        records=sorted(metrics.records, key=lambda record: place[record.request_id]),
+        failures=failures,
     )
 
 
@@ -139,38 +151,40 @@ def promise_notes(llm: LLM) -> list[str]:
 def _measure_one(
     llm: LLM, proposer: Proposer, items: Sequence[WorkloadItem], params: SamplingParams, title: str
 ) -> tuple[MetricsCollector, list[Request], dict[str, str]]:
-    requests = make_requests(
-        [item.prompt for item in items], [params] * len(items), llm.engine.tokenizer, llm.config.seed
-    )
+    requests = _requests(llm, items, params)
     categories = {
         request.request_id: category
         for request in requests
-        if (category := items[_order(request.request_id)[0]].category) is not None
+        if (category := items[request.prompt_index].category) is not None
     }
     metrics = MetricsCollector()
     with RunProgress(title, len(requests)) as progress:
-        traces = llm.run(requests, proposer, metrics, categories=categories, observer=progress.update)
+        traces = llm.run(
+            requests,
+            proposer,
+            metrics,
+            max_concurrency=llm.config.workload.max_concurrency,
+            categories=categories,
+            observer=progress.update,
+        )
     return metrics, requests, traces.errors
 
 
 def _warm_up(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> None:
     short = SamplingParams(temperature=params.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     for proposer in (llm.engine.plain_proposer, llm.engine.proposer):
-        requests = make_requests(
-            [item.prompt for item in items[:2]], [short] * len(items[:2]), llm.engine.tokenizer, llm.config.seed
-        )
-        llm.run(requests, proposer, MetricsCollector())
+        llm.run(_requests(llm, items[:2], short), proposer, MetricsCollector())
+
+
+def _requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> list[Request]:
+    prompts = [item.prompt for item in items]
+    return make_requests(prompts, [params] * len(prompts), llm.engine.tokenizer, llm.config.seed)
 
 
 def _run_name(config: SpeculativeConfig) -> str:
     method = config.method
     tokens = "" if method.method == "none" else f"-k{method.num_speculative_tokens}"
     return f"{Path(config.model.model).name}-{method.method}{tokens}"
-
-
-def _order(request_id: str) -> list[int]:
-    """Request ids sort as numbers: prompt index, then child index."""
-    return [int(part) for part in request_id.split("-")]
 
 
 def _peak_memory(device: torch.device) -> int:

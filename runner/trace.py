@@ -34,10 +34,13 @@ class RequestTraces:
         trace.num_accepted_tokens.append(gain.num_accepted_tokens)
 
     def finish(self, request: Request) -> RequestRecord:
-        """The record of a request that is over; its text ends before the stop string."""
-        text = self._decode(request.output_token_ids)
-        if isinstance(request.stop_reason, str):
-            text = text.partition(request.stop_reason)[0]
+        """The record of a request that is over; its text ends before the stop string or stop token."""
+        token_ids, reason = request.output_token_ids, request.stop_reason
+        text = self._decode(token_ids[:-1] if isinstance(reason, int) else token_ids)
+        if isinstance(reason, str):  # it was looked for behind min_tokens only
+            first = len(self._decode(token_ids[: request.sampling_params.min_tokens]))
+            kept, found, _ = text[first:].partition(reason)
+            text = text[:first] + kept if found else text.partition(reason)[0]
         request.text = text
         return self._record(request)
 

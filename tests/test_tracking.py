@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,8 @@ def client(uri: str) -> Any:
 
 
 @pytest.fixture
-def no_parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PARENT_RUN_ENV, raising=False)
-    yield
 
 
 pytestmark = pytest.mark.usefixtures("no_parent")

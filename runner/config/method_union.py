@@ -118,6 +118,8 @@ class DraftModelMethod(MethodConfig):
 class CustomClassMethod(MethodConfig):
     """A proposer of the user's own."""
 
+    ignored_keys: ClassVar[tuple[str, ...]] = ("draft_sample_method",)
+
     method: Literal["custom_class"] = Field(default="custom_class", description="a proposer of the user's own")
     model: str = Field(description="dotted path of a Proposer subclass, for instance my_package.MyProposer")
 

@@ -9,14 +9,24 @@ from pydantic import Field
 from runner.config.node import Node
 
 
-class DemoWorkload(Node):
+class TrafficNode(Node):
+    """What every workload has: how its requests arrive."""
+
+    max_concurrency: int | None = Field(
+        default=None,
+        ge=1,
+        description="requests in flight at most, >= 1: the next arrives when one ends; null: all arrive at once",
+    )
+
+
+class DemoWorkload(TrafficNode):
     """The project's own prompts, in the categories people compare by."""
 
     name: Literal["demo"] = Field(default="demo", description="which workload this is")
     limit: int | None = Field(default=None, ge=1, description="prompts taken from the start, >= 1; null takes all")
 
 
-class JsonlWorkload(Node):
+class JsonlWorkload(TrafficNode):
     """One JSON object a line."""
 
     name: Literal["jsonl"] = Field(default="jsonl", description="which workload this is")
@@ -25,7 +35,7 @@ class JsonlWorkload(Node):
     limit: int | None = Field(default=None, ge=1, description="lines taken from the start, >= 1; null takes all")
 
 
-class SyntheticWorkload(Node):
+class SyntheticWorkload(TrafficNode):
     """Random token ids: prompts of one length, no tokenizer needed. Output lengths are the sampler's."""
 
     name: Literal["synthetic"] = Field(default="synthetic", description="which workload this is")

@@ -32,6 +32,7 @@ ROW_INVARIANT_TILES: dict[Family, TileShape] = {
     "decode": TileShape(linear=5, attention=5),
     "prefill": TileShape(linear=64, attention=64),
 }
+MAX_GATHERED_BLOCKS = 4096  # of a cache, copied side by side for one call of the attention
 ANY_SHAPE_TILES: dict[Family, TileShape] = {
     "decode": TileShape(linear=None, attention=5),
     "prefill": TileShape(linear=None, attention=64),
@@ -121,13 +122,19 @@ class ForwardBatch:
 def _groups(family: Family, tables: list[Sequence[int]]) -> list[tuple[range, list[int]]]:
     """Which tiles share a call of the attention, and their block tables, flat and padded with the null block.
 
-    Tiles of generated tokens share one call. A tile of a prompt has one of its own, so that it sees no more context
-    than its last row does.
+    Tiles of generated tokens share a call, as many as may be gathered at once. A tile of a prompt has one of its own,
+    so that it sees no more context than its last row does.
     """
     if family == "prefill":
         return [(range(tile, tile + 1), list(table)) for tile, table in enumerate(tables)]
     widest = max(len(table) for table in tables)
-    return [(range(len(tables)), [block for table in tables for block in [*table, *[0] * (widest - len(table))]])]
+    together = max(1, MAX_GATHERED_BLOCKS // widest)
+    groups = []
+    for start in range(0, len(tables), together):
+        group = tables[start : start + together]
+        blocks = [block for table in group for block in [*table, *[0] * (widest - len(table))]]
+        groups.append((range(start, start + len(group)), blocks))
+    return groups
 
 
 def _contiguous_from(table: Sequence[int]) -> int | None:

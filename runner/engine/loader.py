@@ -38,6 +38,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     max_model_len: int | None,  # None: the checkpoint's max_position_embeddings
+    longest_useful_len: int | None = None,  # a draft sees no more than its target does
     shard: Shard | None = None,
 ) -> LoadedModel:
     """Load a target or draft.
@@ -52,7 +53,7 @@ def load_model(
             f"{source.name.replace('.model', '.max_model_len')} must be <= {limit}, the max_position_embeddings of "
             f"{source.model}, got {max_model_len}; lower it or leave it out"
         )
-    length = max_model_len or limit
+    length = max_model_len or min(limit, longest_useful_len or limit)
     arch = read_architecture(config)
     if arch is None:
         require_supported(config, source)

@@ -93,8 +93,9 @@ class ModelRunner:
 
 def _keeps_bits(model: Decoder, tiles: dict[Family, TileShape]) -> bool:
     """Asked of this machine's BLAS at the start, with the weights of one layer and the head."""
-    mlp = model.layers[0].mlp
-    weights = (mlp.gate_up_proj.weight, mlp.down_proj.weight, model.lm_head)
+    attention, mlp = model.layers[0].attention, model.layers[0].mlp
+    layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    weights = [*(layer.weight for layer in layers), model.lm_head]
     return all(
         rows_keep_their_bits(weight, shape.linear)
         for shape in tiles.values()

@@ -1,6 +1,6 @@
 """The records that travel between scheduler, proposer and verifier.
 
-Only `Scheduler.commit` writes a Request's state; everyone else reads.
+Only the scheduler moves a Request on; the caller sets when it arrived and, when it is over, its text.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Request:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     seed: int  # 64-bit key of every random draw of this request
+    prompt_index: int = 0  # place of the prompt in the workload; n completions share it
     prompt: str | None = None
     arrival_time: float = 0.0  # s, time.perf_counter
 
@@ -49,10 +50,6 @@ class Request:
     def num_tokens(self) -> int:
         """Committed tokens: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.prompt_token_ids + self.output_token_ids
 
     def tokens_between(self, start: int, end: int) -> list[int]:
         """Committed tokens at positions start..end-1, without copying the whole sequence."""

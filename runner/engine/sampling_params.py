@@ -37,11 +37,12 @@ class SamplingParams:
     ignore_eos: bool = False  # generate on after eos, as throughput benchmarks do
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()})
+        # A lone string, lists and None are taken as people write them for vLLM.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        bias = {int(token): float(value) for token, value in (self.logit_bias or {}).items()}
+        object.__setattr__(self, "logit_bias", bias)
         rules = (
             ("n", self.n >= 1, "be >= 1"),
             (

@@ -7,10 +7,11 @@ and preemption by recompute. `commit` is the one writer of a Request's state. Kn
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from runner.engine.kv_cache import BlockManager
 from runner.engine.request import DraftTokens, Request, RequestStatus, VerifyOutput
+from runner.engine.sampling_rows import check_token_ids
 from runner.engine.stopping import StopRules
 
 
@@ -61,12 +62,13 @@ class Scheduler:
         *,
         block_manager: BlockManager,
         stop_rules: StopRules,
+        vocab_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool,
         num_speculative_tokens: int,
     ) -> None:
-        self.blocks, self.stop_rules = block_manager, stop_rules
+        self.blocks, self.stop_rules, self.vocab_size = block_manager, stop_rules, vocab_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.num_speculative_tokens = num_speculative_tokens
@@ -74,8 +76,12 @@ class Scheduler:
         self.running: list[Request] = []
 
     @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    @property
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
+        return self.num_unfinished > 0
 
     def refusal(self, request: Request) -> str | None:
         """Why a request can never run, or None when it can."""
@@ -83,11 +89,19 @@ class Scheduler:
         if num_prompt == 0:
             return "the prompt must have at least one token, got none"
         if num_prompt >= limit:
-            return f"the prompt must be shorter than max_model_len ({limit} tokens), got {num_prompt} tokens"
+            return f"the prompt must be shorter than max_model_len ({limit} tokens), got {num_prompt}; shorten it"
+        if not all(0 <= token < self.vocab_size for token in request.prompt_token_ids):
+            return (
+                f"prompt_token_ids must lie in [0, {self.vocab_size - 1}], the vocabulary; use the target's tokenizer"
+            )
+        try:
+            check_token_ids(request.sampling_params, self.vocab_size)
+        except ValueError as error:
+            return str(error)
         longest = min(limit, num_prompt + request.sampling_params.max_tokens)
         if self.blocks.num_blocks_for(longest) > self.blocks.num_usable_blocks:
             room = self.blocks.num_usable_blocks * self.blocks.block_size
-            return f"prompt and max_tokens must fit the KV cache ({room} tokens), got {longest} tokens"
+            return f"prompt and max_tokens must fit the KV cache ({room} tokens), got {longest}; lower max_tokens"
         return None
 
     def add(self, request: Request) -> None:
@@ -105,12 +119,12 @@ class Scheduler:
             if item is None:
                 continue  # no budget left; it keeps its blocks and its turn
             while not self._reserve(item):
-                victim = self.running[-1]
+                if item.max_draft_tokens:  # going without drafts for a step is cheaper than a neighbour's recompute
+                    item = replace(item, max_draft_tokens=0)
+                    continue
+                victim = self.running[-1]  # the latest; it never has a part of this step yet
                 self._preempt(victim)
                 preempted.append(victim)
-                # Its part of this step, if it already had one, is gone with its blocks.
-                budget += sum(other.num_reserved_tokens for other in scheduled if other.request is victim)
-                scheduled = [other for other in scheduled if other.request is not victim]
                 if victim is request:
                     break
             else:
@@ -119,8 +133,10 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
             request = self.waiting[0]
             item = self._fit(request, budget)
-            if item is None or not self._reserve(item):
+            if item is None or not self._has_room(request):
                 break
+            reserved = self._reserve(item)
+            assert reserved, "a request with room for all its tokens has room for some"
             self.waiting.popleft()
             request.status = RequestStatus.RUNNING
             self.running.append(request)
@@ -198,6 +214,16 @@ class Scheduler:
             yields_token=num_new_tokens == pending,
             is_decoding=is_decoding,
         )
+
+    def _has_room(self, request: Request) -> bool:
+        """Blocks for all its tokens and the next one, beside those that running prompts have yet to take.
+
+        Admitting for a first chunk alone would let a long prompt start, run out, be preempted and start again.
+        """
+        claimed = sum(
+            max(0, self.blocks.num_blocks_for(other.num_tokens) - len(other.block_table)) for other in self.running
+        )
+        return self.blocks.num_blocks_for(request.num_tokens + 1) + claimed <= self.blocks.num_free_blocks
 
     def _reserve(self, item: ScheduledRequest) -> bool:
         """Blocks for full acceptance, so that the step never stops for memory half way."""

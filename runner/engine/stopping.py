@@ -42,7 +42,7 @@ class StopRules:
                     output.append(token)
                     # A stop string of c characters spans at most c tokens that print something; a few more in
                     # front keep multi-byte characters whole.
-                    tail = self.decode(output[-(longest_stop + 8) :])
+                    tail = self.decode(output[max(params.min_tokens, len(output) - longest_stop - 8) :])
                     found = next((text for text in params.stop if text in tail), None)
                     if found is not None:
                         return Stop(num_tokens=kept, finish_reason="stop", stop_reason=found)

@@ -1,0 +1,237 @@
+"""The recipe of the tiny family: tokenizer and target from the corpus, then the draft from the target.
+
+`Recipe` holds every number that decides the result. `train_target` and `train_draft` each install one directory and
+bring the manifest up to date; they work from a fixed seed and fixed step counts, never from the clock, so the same
+machine, thread count and versions give the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from runner.tiny import distill, manifest
+from runner.tiny.corpus import Corpus, TokenStream, num_bytes, read_corpus
+from runner.tiny.model import ModelShape, build_model, load_model, num_parameters, save_model
+from runner.tiny.optimizer import OptimizerSettings, Trainer
+from runner.tiny.tokenizer import load_tokenizer, train_tokenizer
+
+ReportProgress = Callable[[int, int, str], None]  # done, total, what to say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Steps that share a shape; a step sees num_rows x length tokens, micro_rows at a time."""
+
+    num_steps: int
+    length: int
+    num_rows: int
+    micro_rows: int
+
+
+TARGET_SHAPE = ModelShape(hidden_size=256, intermediate_size=512, num_layers=6, num_kv_heads=2)
+TARGET_OPTIMIZER = OptimizerSettings(matrix_lr=1.2e-2, embedding_lr=2e-2, decay_share=0.4)
+DRAFT_SHAPE = ModelShape(hidden_size=128, intermediate_size=352, num_layers=2, num_kv_heads=1)
+DRAFT_OPTIMIZER = OptimizerSettings(matrix_lr=1.2e-2, embedding_lr=2e-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Every number that decides the result, beside the interpreter's own sources and the versions of the libraries."""
+
+    seed: int = 0
+    vocab_size: int = 2048
+    max_documents: int | None = None
+    held_out_length: int = 512
+    max_held_out_windows: int | None = None
+
+    target_shape: ModelShape = TARGET_SHAPE
+    target_optimizer: OptimizerSettings = TARGET_OPTIMIZER
+    # Mostly short windows, where attention is cheap; then long ones, for prompts with a completion behind them.
+    target_phases: tuple[Phase, ...] = (
+        Phase(num_steps=920, length=256, num_rows=16, micro_rows=8),
+        Phase(num_steps=280, length=768, num_rows=6, micro_rows=3),
+    )
+
+    draft_shape: ModelShape = DRAFT_SHAPE
+    draft_optimizer: OptimizerSettings = DRAFT_OPTIMIZER
+    num_generated: int = 1024  # sequences of the target's own text
+    generated_length: int = 384
+    generation_rows: int = 128
+    draft_corpus_phase: Phase = Phase(num_steps=260, length=256, num_rows=16, micro_rows=8)
+    draft_generated_phase: Phase = Phase(num_steps=430, length=384, num_rows=12, micro_rows=6)
+    draft_long_phase: Phase = Phase(num_steps=110, length=768, num_rows=6, micro_rows=3)  # dealt among the generated
+
+
+def target_batches(recipe: Recipe, stream: TokenStream, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
+    """One tuple of micro-batches per optimizer step."""
+    for phase in recipe.target_phases:
+        batches = stream.batches(length=phase.length, batch_size=phase.num_rows, generator=generator)
+        for _ in range(phase.num_steps):
+            yield torch.split(next(batches), phase.micro_rows)
+
+
+def draft_batches(
+    recipe: Recipe, stream: TokenStream, generated: Tensor, generator: torch.Generator
+) -> Iterator[tuple[Tensor, ...]]:
+    """Corpus first; then the target's text with long corpus windows dealt evenly among it."""
+    first, own, long = recipe.draft_corpus_phase, recipe.draft_generated_phase, recipe.draft_long_phase
+    corpus_batches = stream.batches(length=first.length, batch_size=first.num_rows, generator=generator)
+    for _ in range(first.num_steps):
+        yield torch.split(next(corpus_batches), first.micro_rows)
+    long_batches = stream.batches(length=long.length, batch_size=long.num_rows, generator=generator)
+    order = torch.empty(0, dtype=torch.int64)
+    total = own.num_steps + long.num_steps
+    for step in range(total):
+        if (step + 1) * long.num_steps // total > step * long.num_steps // total:
+            yield torch.split(next(long_batches), long.micro_rows)
+            continue
+        if len(order) < own.num_rows:
+            order = torch.randperm(len(generated), generator=generator)
+        rows, order = order[: own.num_rows], order[own.num_rows :]
+        yield torch.split(generated[rows], own.micro_rows)
+
+
+def train_target(recipe: Recipe, root: Path, *, device: torch.device, report: ReportProgress) -> None:
+    """Installs root/target; a draft of an earlier target is removed, because it was distilled from another model."""
+    stages: dict[str, dict[str, Any]] = {"tokenizer": {}, "target": {}}
+    corpus = read_corpus(max_documents=recipe.max_documents)
+    with manifest.stage_clock(stages["tokenizer"]):
+        texts = (document.text for document in corpus.train)
+        tokenizer = train_tokenizer(texts, vocab_size=recipe.vocab_size, max_length=1024)
+    with manifest.stage_clock(stages["target"]):
+        model = build_model(recipe.target_shape, vocab_size=recipe.vocab_size, seed=recipe.seed)
+        nn.Module.to(model, device)
+        generator = torch.Generator().manual_seed(recipe.seed)
+        batches = target_batches(recipe, TokenStream(corpus.train, tokenizer), generator)
+        num_steps = sum(phase.num_steps for phase in recipe.target_phases)
+        trainer = Trainer(model, settings=recipe.target_optimizer, num_steps=num_steps)
+        loss_fn = partial(distill.next_token_loss, model)
+        stages["target"] |= run_steps(trainer, batches, loss_fn, device=device, report=report)
+    with manifest.replaced_directory(root / "target") as directory:
+        save_model(model, tokenizer, directory)
+    shutil.rmtree(root / "draft", ignore_errors=True)
+    update_manifest(recipe, root, corpus, stages, names=("target",), device=device)
+
+
+def train_draft(recipe: Recipe, root: Path, *, device: torch.device, report: ReportProgress) -> None:
+    """Installs root/draft, distilled from the target that lies in root/target."""
+    stages: dict[str, dict[str, Any]] = {"generate": {}, "draft": {}}
+    corpus = read_corpus(max_documents=recipe.max_documents)
+    tokenizer, target = load_tokenizer(root / "target"), load_model(root / "target", device)
+    target.requires_grad_(False)
+    stream = TokenStream(corpus.train, tokenizer)
+    generator = torch.Generator().manual_seed(recipe.seed + 1)
+    with manifest.stage_clock(stages["generate"]):
+        generated = generate(recipe, target, stream, generator, report=report)
+        stages["generate"]["tokens"] = generated.numel()
+    with manifest.stage_clock(stages["draft"]):
+        model = build_model(recipe.draft_shape, vocab_size=recipe.vocab_size, seed=recipe.seed + 1)
+        nn.Module.to(model, device)
+        batches = draft_batches(recipe, stream, generated, generator)
+        phases = (recipe.draft_corpus_phase, recipe.draft_generated_phase, recipe.draft_long_phase)
+        num_steps = sum(phase.num_steps for phase in phases)
+        trainer = Trainer(model, settings=recipe.draft_optimizer, num_steps=num_steps)
+        loss_fn = partial(distill.distillation_loss, model, target)
+        stages["draft"] |= run_steps(trainer, batches, loss_fn, device=device, report=report)
+    with manifest.replaced_directory(root / "draft") as directory:
+        save_model(model, tokenizer, directory)
+    update_manifest(recipe, root, corpus, stages, names=("target", "draft"), device=device)
+
+
+def generate(
+    recipe: Recipe, target: LlamaForCausalLM, stream: TokenStream, generator: torch.Generator, *, report: ReportProgress
+) -> Tensor:
+    """[num_generated, generated_length]: the target's continuations of windows of the training text."""
+    prompts = next(
+        stream.batches(length=recipe.generated_length // 2, batch_size=recipe.num_generated, generator=generator)
+    )
+    done = 0
+
+    def on_tokens(num_tokens: int) -> None:
+        nonlocal done
+        done += num_tokens
+        report(done, recipe.num_generated * recipe.generated_length, "target writes text")
+
+    return distill.generate_text(
+        target,
+        prompts,
+        length=recipe.generated_length,
+        batch_size=recipe.generation_rows,
+        generator=generator,
+        on_tokens=on_tokens,
+    )
+
+
+def run_steps(
+    trainer: Trainer,
+    batches: Iterator[tuple[Tensor, ...]],
+    loss_fn: Callable[[Tensor], Tensor],
+    *,
+    device: torch.device,
+    report: ReportProgress,
+) -> dict[str, Any]:
+    """Runs the trainer over all batches; returns steps, tokens and the mean loss of the last tenth."""
+    losses, tokens = [], 0
+    for micro_batches in batches:
+        losses.append(trainer.step(tuple(batch.to(device) for batch in micro_batches), loss_fn))
+        tokens += sum(batch.numel() for batch in micro_batches)
+        report(trainer.step_idx, trainer.num_steps, f"loss {sum(losses[-50:]) / len(losses[-50:]):.3f}")
+    tail = losses[-max(1, len(losses) // 10) :]
+    return {"steps": trainer.step_idx, "tokens": tokens, "final_training_loss": round(sum(tail) / len(tail), 4)}
+
+
+def evaluate(
+    recipe: Recipe, directory: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, device: torch.device
+) -> dict[str, Any]:
+    """Held-out loss of the checkpoint as stored: bfloat16 weights computed with in float32."""
+    stream = TokenStream(corpus.held_out, tokenizer)
+    windows = stream.consecutive(length=recipe.held_out_length)[: recipe.max_held_out_windows]
+    model = load_model(directory, device)
+    loss = distill.held_out_loss(model, windows)
+    bits_per_byte = loss / math.log(2) * len(stream) / stream.num_bytes
+    return {
+        "parameters": num_parameters(model),
+        "held_out_loss": round(loss, 4),  # nats per token
+        "held_out_bits_per_byte": round(bits_per_byte, 4),
+        "held_out_tokens": windows.numel(),
+    }
+
+
+def update_manifest(
+    recipe: Recipe,
+    root: Path,
+    corpus: Corpus,
+    stages: dict[str, dict[str, Any]],
+    *,
+    names: tuple[str, ...],
+    device: torch.device,
+) -> None:
+    """Rewrites the recipe's keys; a new target starts the manifest afresh, a new draft keeps the target's stages."""
+    path = root / "manifest.json"
+    earlier = manifest.read_manifest(path).get("stages", {}) if "draft" in names and path.exists() else {}
+    tokenizer = load_tokenizer(root / "target")
+    record = {
+        "recipe": asdict(recipe),
+        "stages": {**earlier, **stages},
+        "models": {name: evaluate(recipe, root / name, corpus, tokenizer, device) for name in names},
+        "corpus": {
+            "sha256": corpus.sha256,
+            "train_files": len(corpus.train),
+            "train_bytes": num_bytes(corpus.train),
+            "held_out_files": len(corpus.held_out),
+            "held_out_bytes": num_bytes(corpus.held_out),
+        },
+        "environment": manifest.environment(str(device), torch.get_num_threads()),
+        "files": manifest.file_records(root, names),
+    }
+    manifest.write_manifest(path, record)

@@ -1,0 +1,99 @@
+"""`python -m runner.tiny.train`: trains the tiny family offline from the standard library's sources.
+
+Parses the command line, draws the progress bar and hands over to `runner.tiny.recipe`; torch is imported only after the
+arguments have been read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+STAGES = ("target", "draft")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m runner.tiny.train",
+        description="Train the tiny model family (tokenizer, target, distilled draft) offline from a fixed seed.",
+        epilog="The committed family is in runner/tiny; compare manifest.json of a new run with the one there.",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("tiny-family"), help="directory to fill (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stages",
+        nargs="+",
+        choices=STAGES,
+        default=list(STAGES),
+        help="'target' also trains the tokenizer; 'draft' distils from the target already in the output directory",
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every draw (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads; part of the result's bits (default: 2)")
+    arguments = parser.parse_args(argv)
+    if "target" not in arguments.stages and not (arguments.output / "target" / "config.json").exists():
+        parser.error(
+            f"--stages draft needs a target in {arguments.output}/target, none found: run --stages target first"
+        )
+    if arguments.threads < 1:
+        parser.error(f"--threads must be >= 1, got {arguments.threads}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    # Threads that spin while they wait for each other crawl once another program wants a core; asleep, they share.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    import torch
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from transformers.utils import logging as transformers_logging
+
+    from runner.tiny.manifest import read_manifest
+    from runner.tiny.recipe import Recipe, train_draft, train_target
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # one bar is enough
+    torch.set_num_threads(arguments.threads)
+    name = arguments.device
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    recipe = Recipe(seed=arguments.seed)
+    started = time.perf_counter()
+    columns = (
+        TextColumn("{task.description:>6}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns) as progress:
+        for stage in STAGES:
+            if stage not in arguments.stages:
+                continue
+            task = progress.add_task(stage, total=None, note="")
+
+            def report(done: int, total: int, note: str, task: TaskID = task) -> None:
+                progress.update(task, completed=done, total=total, note=note)
+
+            train = train_target if stage == "target" else train_draft
+            train(recipe, arguments.output, device=device, report=report)
+    print(f"{arguments.output}: {time.perf_counter() - started:.0f} s")
+    for model, record in read_manifest(arguments.output / "manifest.json")["models"].items():
+        loss, bits = record["held_out_loss"], record["held_out_bits_per_byte"]
+        print(f"  {model}: {loss:.3f} nats/token, {bits:.3f} bits/byte held out")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A whole run: what it measures, what it writes, and how it ends when it does not end well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from runner.config import SpeculativeConfig
+from runner.engine.errors import UserError
+from runner.llm import LLM
+from runner.run import execute
+from runner.tracking import PARENT_RUN_ENV
+
+KEYS = {
+    "method", "num_requests", "num_output_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
+    "acceptance_rate", "mean_acceptance_length", "mean_acceptance_length_per_request", "tokens_per_step",
+    "acceptance_per_position", "conditional_acceptance_per_position", "output_tokens_per_second", "ttft_ms", "tpot_ms",
+    "itl_ms", "time_share", "speedup", "identical_to_baseline", "peak_memory_bytes",
+}  # fmt: skip
+
+
+def config(**changes: Any) -> SpeculativeConfig:
+    values: dict[str, Any] = {
+        "model": {"model": "tiny", "draft": {"model": "tiny-draft"}},
+        "method": {"method": "draft_model"},
+        "sampler": {"temperature": 0.0, "max_tokens": 12},
+        "workload": {"name": "demo", "limit": 4},
+        "tracking": "none",
+    }
+    return SpeculativeConfig.parse(values | changes)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv(PARENT_RUN_ENV, raising=False)
+    return f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_a_run_measures_writes_and_logs_the_same_numbers(tmp_path: Path, store: str) -> None:
+    summary = execute(config(tracking="mlflow", tracking_uri=store), tmp_path)
+    assert summary.keys() >= KEYS
+    assert summary["identical_to_baseline"] == {"requests": 4, "identical": 4}
+    assert summary["speedup"] > 0
+    assert json.loads((tmp_path / "metrics.json").read_text()) == summary
+
+    rows = [json.loads(line) for line in (tmp_path / "outputs.jsonl").read_text().splitlines()]
+    assert [row["request_id"] for row in rows] == ["0", "1", "2", "3"]
+    assert sum(len(row["token_ids"]) for row in rows) == summary["num_output_tokens"]
+    assert sum(map(sum, (row["num_accepted_tokens"] for row in rows))) == summary["num_accepted_tokens"]
+
+    client = mlflow.MlflowClient(store)
+    (experiment,) = [entry for entry in client.search_experiments() if entry.name == "speculative-runner"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["acceptance_rate"] == pytest.approx(summary["acceptance_rate"])
+    assert run.data.params["method.num_speculative_tokens"] == "4"
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"metrics.json", "outputs.jsonl"}
+    series = [key for key in run.data.metrics if key.startswith("step/")]
+    assert series
+
+
+def test_without_a_baseline_there_is_no_speedup_and_no_comparison(tmp_path: Path) -> None:
+    summary = execute(config(baseline=False, method={"method": "ngram"}), tmp_path)
+    assert summary["speedup"] is None
+    assert summary["identical_to_baseline"] is None
+
+
+def test_a_rule_that_keeps_only_the_distribution_is_not_compared_when_sampling(tmp_path: Path) -> None:
+    method = {"method": "draft_model", "rejection_sample_method": "probabilistic"}
+    sampled = execute(config(method=method, sampler={"temperature": 1.0, "max_tokens": 8}), tmp_path)
+    assert sampled["identical_to_baseline"] is None
+    greedy = execute(config(method=method), tmp_path)
+    assert greedy["identical_to_baseline"] == {"requests": 4, "identical": 4}
+
+
+def test_a_request_that_cannot_run_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "def f(x):"}) + "\n" + json.dumps({"prompt": "x = 1\n" * 2000}) + "\n")
+    summary = execute(config(workload={"name": "jsonl", "path": str(path)}), tmp_path)
+    assert (summary["num_requests"], summary["num_failed_requests"]) == (1, 1)
+    assert "request 1 failed" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_without_files_runs_on_random_weights(tmp_path: Path) -> None:
+    shape = {
+        "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128,
+    }  # fmt: skip
+    model = {"model": "shape", "load_format": "dummy", "hf_config": shape, "draft": {"model": "d", "hf_config": shape}}
+    workload = {"name": "synthetic", "num_requests": 3, "prompt_len": 20}
+    summary = execute(config(model=model, workload=workload), tmp_path)
+    # The draft has the target's shape, and so the target's weights: every guess is right.
+    assert summary["acceptance_rate"] == 1.0
+    assert summary["num_output_tokens"] == 3 * 12
+
+
+def test_an_interrupted_run_is_marked_so_and_leaves_no_result(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        execute(config(tracking="mlflow", tracking_uri=store), tmp_path)
+    client = mlflow.MlflowClient(store)
+    runs = client.search_runs([entry.experiment_id for entry in client.search_experiments()])
+    assert [run.info.status for run in runs] == ["KILLED"]
+    assert not (tmp_path / "metrics.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("not json", "must be a JSON object"),
+        ('{"text": "x"}', "set workload.prompt_field"),
+        ('{"prompt": 7}', "must be a string, chat messages or token ids"),
+        ("", "must hold at least one prompt"),
+    ],
+)
+def test_a_malformed_workload_is_named_by_its_line(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UserError, match=complaint):
+        execute(config(workload={"name": "jsonl", "path": str(path)}), tmp_path)
