@@ -87,11 +87,9 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
     for holds, rule, found in rules:
         if not holds:
             raise UserError(f"{type(proposer).__name__}.propose must {rule}, got {found}; mend the proposer")
-    if is_known and not (0 <= int(ids.min()) and int(ids.max()) < context.vocab_size):
-        raise UserError(
-            f"{type(proposer).__name__}.propose must draft tokens in [0, {context.vocab_size - 1}], got {ids.tolist()}; "
-            "mend the proposer"
-        )
+    if is_known and (int(ids.min()) < 0 or int(ids.max()) >= context.vocab_size):
+        rule = f"draft tokens in [0, {context.vocab_size - 1}], the vocabulary"
+        raise UserError(f"{type(proposer).__name__}.propose must {rule}, got {ids.tolist()}; mend the proposer")
 
 
 def available_methods() -> list[str]:

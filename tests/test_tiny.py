@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from runner.tiny import DEMO_PATH, DRAFT_DIR, MANIFEST_PATH, TARGET_DIR, TINY_DIR
+from runner.tiny.acceptance import measure_acceptance
 from runner.tiny.corpus import Corpus, TokenStream, is_held_out, read_corpus
 from runner.tiny.distill import held_out_loss
 from runner.tiny.manifest import file_records, read_manifest, replaced_directory
@@ -238,3 +239,12 @@ def test_a_draft_without_a_target_is_refused_with_the_remedy(
     with pytest.raises(SystemExit) as refusal:
         parse_arguments(["--stages", "draft", "--output", str(tmp_path)])
     assert refusal.value.code == 2 and "run --stages target first" in capsys.readouterr().err
+
+
+def test_the_manifest_states_the_acceptance_that_the_engine_measures() -> None:
+    stated = read_manifest(MANIFEST_PATH)["acceptance"]
+    measured = measure_acceptance(TINY_DIR)
+    for method, numbers in measured.items():
+        for key in ("mean_acceptance_length", "acceptance_rate"):
+            assert numbers[key] == pytest.approx(stated[method][key], rel=0.03), (method, key)
+    assert measured["draft_model"]["mean_acceptance_length"] >= 2.2
