@@ -60,8 +60,10 @@ def _logging_as_it_was() -> Iterator[None]:
     """Every Hydra job points the root logger at its own streams and files."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    yield
-    for handler in root.handlers:
-        if handler not in handlers:
-            handler.close()
-    root.handlers[:], root.level = handlers, level
+    try:
+        yield
+    finally:
+        for handler in root.handlers:
+            if handler not in handlers:
+                handler.close()
+        root.handlers[:], root.level = handlers, level

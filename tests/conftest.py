@@ -1,0 +1,86 @@
+"""Small engines with random weights, built once a session for each set of arguments, and the loop that drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from runner.engine.request import Request
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from runner.metrics import MetricsCollector
+from runner.prompts import make_requests
+
+TARGET_CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+
+
+class Engines:
+    """Builds engines; the same arguments give the same engine."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, LLM] = {}
+
+    def __call__(
+        self,
+        speculative_config: Mapping[str, Any] | None = None,
+        *,
+        architecture: Mapping[str, Any] | None = None,  # changes to TARGET_CONFIG
+        weight_scale: float = 8.0,
+        **engine_args: Any,
+    ) -> LLM:
+        """An engine on the CPU whose draft model is the first layer of its target.
+
+        The scale brings random weights to where texts wander and the draft is right about half of the time: upper
+        layers get half of it, so that the first layer alone is a fair guess.
+        """
+        key = repr((speculative_config, architecture, weight_scale, sorted(engine_args.items())))
+        if key not in self._built:
+            hf_config = {**TARGET_CONFIG, **(architecture or {})}
+            engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": hf_config, **engine_args}
+            draft = {"model": "first-layer", "hf_config": {**hf_config, "num_hidden_layers": 1}}
+            llm = LLM("dummy", speculative_config=speculative_config, draft=draft, **engine_args)
+            runner = getattr(llm.engine.proposer, "runner", None)
+            for model in (llm.engine.target.model, *([runner.model] if runner is not None else [])):
+                for name, parameter in model.named_parameters():
+                    if "norm" not in name:
+                        in_upper_layer = ".layers." in f".{name}" and "layers.0." not in name
+                        parameter.mul_(weight_scale / 2 if in_upper_layer else weight_scale)
+            self._built[key] = llm
+        return self._built[key]
+
+
+def complete(
+    llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams]
+) -> tuple[list[Request], MetricsCollector]:
+    """`generate`, with the requests themselves and the metrics of this call alone; checks that no block leaked."""
+    requests = make_requests(prompts, params, llm.engine.tokenizer, llm.config.seed)
+    metrics = MetricsCollector()
+    llm.run(requests, llm.engine.proposer, metrics)
+    llm.engine.block_manager.check_integrity([])
+    return requests, metrics
+
+
+@pytest.fixture(scope="session")
+def engines() -> Engines:
+    return Engines()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """The models are too small to share; tests that are about threads set their own number and put this one back."""
+    torch.set_num_threads(1)

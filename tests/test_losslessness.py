@@ -1,0 +1,209 @@
+"""Speculation is a schedule, never a change of the answer: every method says what method=none says, token for token.
+
+The reference is plain decoding with room for everything. Batches mix greedy and sampled requests of every kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proposers.base import available_methods
+from runner.engine.request import Request
+from runner.engine.sampling_params import SamplingParams
+from runner.metrics import MetricsCollector
+from tests.conftest import TARGET_CONFIG, Engines, complete
+from tests.proposers_for_tests import KnownText
+
+# What a method cannot do without, or needs so that it drafts often enough here; a new method starts with its defaults.
+METHOD_KEYS: dict[str, dict[str, Any]] = {
+    "custom_class": {"model": "tests.proposers_for_tests.RaggedProposer"},
+    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+}
+METHODS = [method for method in available_methods() if method != "none"]
+ROOMY = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
+NUM_PROMPT_TOKENS = (5, 1, 16, 17, 40, 33, 3, 90, 15, 31, 60, 8)
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=30),
+    SamplingParams(temperature=0.0, max_tokens=24, frequency_penalty=0.6),
+    SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.3, logit_bias={7: 3.0, 9: -50.0}),
+    SamplingParams(max_tokens=30, seed=11, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=8, max_tokens=20, seed=12),
+    SamplingParams(temperature=1.3, top_p=0.8, max_tokens=21, seed=2**64 - 1),
+    SamplingParams(temperature=0.9, min_p=0.1, presence_penalty=0.5, max_tokens=22, seed=13),
+    SamplingParams(n=3, max_tokens=18, seed=14),
+    SamplingParams(max_tokens=25, min_tokens=9, stop_token_ids=tuple(range(20, 40)), seed=15),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, max_tokens=1, seed=16),
+    SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+    SamplingParams(temperature=0.5, frequency_penalty=-0.4, max_tokens=40, seed=17, logit_bias={2: 1.0}),
+)
+
+
+def prompt_token_ids(length: int) -> list[int]:
+    """Tokens with a period that is broken now and then, so that n-grams match, sometimes in vain."""
+    vocab_size = TARGET_CONFIG["vocab_size"]
+    return [(length * 7 + (i % 9) * 5 + i // 31 * 3) % vocab_size for i in range(length)]
+
+
+PROMPTS = [{"prompt_token_ids": prompt_token_ids(length)} for length in NUM_PROMPT_TOKENS]
+
+
+def answers(requests: list[Request]) -> list[tuple[Any, ...]]:
+    return [(request.output_token_ids, request.finish_reason, request.stop_reason) for request in requests]
+
+
+def counts(metrics: MetricsCollector) -> tuple[int, int]:
+    """(drafted, accepted) tokens."""
+    return sum(point.num_draft_tokens for point in metrics.step_points), metrics.num_accepted_tokens
+
+
+def tell_test_proposers(requests: list[Request]) -> None:
+    KnownText.continuations = {request.request_id: list(request.output_token_ids) for request in requests}
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> list[Request]:
+    return complete(engines(**ROOMY), PROMPTS, PARAMS)[0]
+
+
+@pytest.fixture
+def reference(plain: list[Request]) -> list[tuple[Any, ...]]:
+    """Plain decoding's answers, request by request; test proposers know them."""
+    tell_test_proposers(plain)
+    return answers(plain)
+
+
+def method_config(method: str, num_speculative_tokens: int, **keys: Any) -> dict[str, Any]:
+    return {"method": method, "num_speculative_tokens": num_speculative_tokens, **METHOD_KEYS.get(method, {}), **keys}
+
+
+def test_the_reference_holds_requests_of_every_end(reference: list[tuple[Any, ...]]) -> None:
+    """Guards the workload: ends by eos, stop token and length, long texts, and texts that differ between children."""
+    assert {("stop", True), ("stop", False), ("length", True)} <= {(end, why is None) for _, end, why in reference}
+    assert len({tuple(tokens) for tokens, _, _ in reference}) == len(reference)
+    assert sum(len(tokens) for tokens, _, _ in reference) > 150
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [1, 2, 4, 7, 8, 16])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_changes_no_token(
+    engines: Engines, reference: list[tuple[Any, ...]], method: str, num_speculative_tokens: int
+) -> None:
+    requests, metrics = complete(engines(method_config(method, num_speculative_tokens), **ROOMY), PROMPTS, PARAMS)
+    assert answers(requests) == reference
+    drafted, accepted = counts(metrics)
+    assert 0 < accepted < drafted, "a test of a method that is never right, or never wrong, would show little"
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "one request at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 4096},
+    "three at a time": {"max_num_seqs": 3, "max_num_batched_tokens": 4096},
+    "chunks down to one token": {"max_num_seqs": 3, "max_num_batched_tokens": 15},
+    "odd chunks": {"max_num_seqs": 7, "max_num_batched_tokens": 37},
+    "no chunks": {"max_num_batched_tokens": 320, "enable_chunked_prefill": False},
+    "blocks of 32": {"block_size": 32, **ROOMY},
+    "few blocks": {"num_gpu_blocks_override": 8, **ROOMY},
+    "few blocks of 32, small chunks": {
+        "num_gpu_blocks_override": 4, "block_size": 32, "max_num_seqs": 6, "max_num_batched_tokens": 31,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("method", ["none", *METHODS])
+def test_the_schedule_changes_no_token(
+    engines: Engines, reference: list[tuple[Any, ...]], method: str, schedule: str
+) -> None:
+    requests, _ = complete(engines(method_config(method, 4), **SCHEDULES[schedule]), PROMPTS, PARAMS)
+    assert answers(requests) == reference
+    if "few blocks" in schedule:
+        assert any(request.num_preemptions for request in requests)
+    else:
+        assert not any(request.num_preemptions for request in requests)
+
+
+@pytest.mark.parametrize("method", ["none", *METHODS])
+def test_the_order_of_requests_changes_no_token(
+    engines: Engines, reference: list[tuple[Any, ...]], method: str
+) -> None:
+    """Under chunks and preemption, so that neighbours differ all the way. Greedy or seeded requests, as all here are."""
+    order = [7, 3, 11, 0, 9, 5, 1, 10, 8, 2, 6, 4]
+    llm = engines(method_config(method, 4), num_gpu_blocks_override=12, max_num_seqs=6, max_num_batched_tokens=47)
+    requests, _ = complete(llm, [PROMPTS[i] for i in order], [PARAMS[i] for i in order])
+    first_of = {i: sum(params.n for params in PARAMS[:i]) for i in order}
+    assert answers(requests) == [
+        reference[first_of[i] + child] for i in order for child in range(PARAMS[i].n)
+    ]  # fmt: skip
+    assert any(request.num_preemptions for request in requests)
+
+
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic", "coupled"])
+def test_how_a_draft_is_drawn_changes_no_token(
+    engines: Engines, reference: list[tuple[Any, ...]], draft_sample_method: str
+) -> None:
+    config = method_config("draft_model", 5, draft_sample_method=draft_sample_method)
+    requests, metrics = complete(engines(config, **ROOMY), PROMPTS, PARAMS)
+    assert answers(requests) == reference
+    assert counts(metrics)[1] > 0
+
+
+def test_a_coupled_draft_is_accepted_more_often_than_an_independent_one(engines: Engines) -> None:
+    accepted = {}
+    for draft_sample_method in ("probabilistic", "coupled"):
+        llm = engines(method_config("draft_model", 5, draft_sample_method=draft_sample_method), **ROOMY)
+        _, metrics = complete(llm, PROMPTS, PARAMS)
+        drafted, right = counts(metrics)
+        accepted[draft_sample_method] = right / drafted
+    assert accepted["coupled"] > 1.5 * accepted["probabilistic"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("blocks", [None, 11])
+def test_at_temperature_zero_the_probabilistic_rule_changes_no_token(
+    engines: Engines, method: str, blocks: int | None
+) -> None:
+    greedy = [SamplingParams(temperature=0.0, max_tokens=20, frequency_penalty=0.1 * i) for i in range(len(PROMPTS))]
+    expected, _ = complete(engines(**ROOMY), PROMPTS, greedy)
+    tell_test_proposers(expected)
+    config = method_config(method, 4, rejection_sample_method="probabilistic")
+    requests, metrics = complete(engines(config, num_gpu_blocks_override=blocks, **ROOMY), PROMPTS, greedy)
+    assert answers(requests) == answers(expected)
+    assert counts(metrics)[1] > 0
+
+
+def test_a_run_repeats_itself_on_the_same_engine(engines: Engines, reference: list[tuple[Any, ...]]) -> None:
+    """Nothing of a finished run, cache content included, reaches the next one."""
+    llm = engines(method_config("draft_model", 4), num_gpu_blocks_override=11, **ROOMY)
+    for _ in range(2):
+        requests, _ = complete(llm, PROMPTS, PARAMS)
+        assert answers(requests) == reference
+
+
+def test_a_draft_of_shorter_context_stops_guessing_and_changes_no_token(
+    engines: Engines, reference: list[tuple[Any, ...]]
+) -> None:
+    llm = engines(method_config("draft_model", 4, max_model_len=36), **ROOMY)
+    requests, metrics = complete(llm, PROMPTS, PARAMS)
+    assert answers(requests) == reference
+    for record in metrics.records:
+        drafted_at = [
+            len(record.prompt_token_ids) + sum(record.tokens_per_step[:step])
+            for step, count in enumerate(record.num_draft_tokens)
+            if count > 0
+        ]
+        assert all(position < 36 for position in drafted_at)
+    assert counts(metrics)[1] > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_changes_no_token_of_its_own_plain_decoding(engines: Engines, method: str) -> None:
+    """Rounding is coarse there, so logits tie and almost tie all the time."""
+    expected, _ = complete(engines(dtype="bfloat16", **ROOMY), PROMPTS, PARAMS)
+    tell_test_proposers(expected)
+    llm = engines(
+        method_config(method, 5), dtype="bfloat16", max_num_seqs=5, max_num_batched_tokens=33, num_gpu_blocks_override=9
+    )
+    requests, metrics = complete(llm, PROMPTS, PARAMS)
+    assert answers(requests) == answers(expected)
+    assert counts(metrics)[1] > 0 and any(request.num_preemptions for request in requests)
