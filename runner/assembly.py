@@ -6,6 +6,7 @@ The one place where names of the configuration become classes and keyword argume
 from __future__ import annotations
 
 import gc
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,11 +213,30 @@ def _build_proposer(config: SpeculativeConfig, context: ProposerContext) -> Prop
     draft = config.draft_model_config()
     if draft is not None:
         source = model_source(draft, "method.model")
+        _require_same_tokens(model_source(config.model, "model.model"), source)
         own_keys |= {"source": source, "draft_sample_method": method.draft_sample_method}
         for key in ("model", "revision"):
             own_keys.pop(key, None)
     num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
     return proposer_class(method.method)(num_speculative_tokens=num_tokens, context=context, **own_keys)
+
+
+def _require_same_tokens(target: ModelSource, draft: ModelSource) -> None:
+    """Raises UserError when both have a tokenizer.json and they number the tokens differently.
+
+    Vocabularies of one size may still be two (Llama 2 and Mistral); a draft of the other one is never right.
+    """
+    if target.is_dummy or draft.is_dummy:
+        return
+    files = [resolve_directory(source, weights=False) / "tokenizer.json" for source in (target, draft)]
+    if not all(file.is_file() for file in files):
+        return
+    ours, theirs = (json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"] for file in files)
+    if ours != theirs:
+        raise UserError(
+            f"method.model={draft.model} must number its tokens as {target.model} does, and its tokenizer.json "
+            "differs; choose a draft of the same family as the target"
+        )
 
 
 def _rejection_sampler(config: SpeculativeConfig) -> RejectionSampler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from runner.config import SpeculativeConfig
 from runner.engine.errors import UserError
 from runner.llm import LLM
 from runner.run import execute
+from runner.tiny import DRAFT_DIR
 from runner.tracking import PARENT_RUN_ENV
 
 KEYS = {
@@ -96,6 +98,18 @@ def test_a_model_without_files_runs_on_random_weights(tmp_path: Path) -> None:
     # The draft has the target's shape, and so the target's weights: every guess is right.
     assert summary["acceptance_rate"] == 1.0
     assert summary["num_output_tokens"] == 3 * 12
+
+
+def test_a_draft_that_numbers_its_tokens_otherwise_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "draft"
+    shutil.copytree(DRAFT_DIR, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="must number its tokens as"):
+        execute(config(method={"method": "draft_model", "model": str(other)}), tmp_path)
 
 
 def test_an_interrupted_run_is_marked_so_and_leaves_no_result(

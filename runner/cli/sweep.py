@@ -151,7 +151,7 @@ def _parent_run(config: SpeculativeConfig, swept: dict[str, str]) -> Iterator[No
         params=swept,
         tracking_uri=config.tracking_uri,
         experiment_name=config.experiment_name,
-        run_name=config.run_name,
+        run_name=config.run_name or "sweep",
     ) as parent:
         try:
             yield
