@@ -79,6 +79,15 @@ def test_a_rule_that_keeps_only_the_distribution_is_not_compared_when_sampling(t
     assert greedy["identical_to_baseline"] == {"requests": 4, "identical": 4}
 
 
+def test_the_synthetic_rule_accepts_at_the_rate_it_is_set_to(tmp_path: Path) -> None:
+    method = {"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
+    method |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    summary = execute(config(method=method, sampler={"temperature": 0.0, "max_tokens": 61}), tmp_path)
+    # Of all schedules with this mean the one that varies least: two of four guesses in every full draft.
+    assert summary["conditional_acceptance_per_position"][:3] == [1.0, 1.0, 0.0]
+    assert summary["identical_to_baseline"] is None
+
+
 def test_a_request_that_cannot_run_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "def f(x):"}) + "\n" + json.dumps({"prompt": "x = 1\n" * 2000}) + "\n")

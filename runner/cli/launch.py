@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +35,9 @@ def checked(args: argparse.Namespace) -> Iterator[None]:
     Raises:
         ConfigError, SweepError: what is wrong, before anything ran.
     """
+    # A run that is told to stop ends as one that is interrupted: marked so, its engine released.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.help:
         print(help_text())
         sys.exit(0)
