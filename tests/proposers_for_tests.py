@@ -1,4 +1,4 @@
-"""Proposers whose guesses are known to be right or wrong: method=custom_class method.model=tests.proposers_for_tests....
+"""Proposers whose guesses are known to be right or wrong, for method=custom_class.
 
 A test writes the true continuations into `KnownText.continuations` first, by request_id.
 """

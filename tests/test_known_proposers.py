@@ -1,4 +1,4 @@
-"""Proposers that are always right, always wrong, or right by half: the same tokens, in the very steps their guesses imply.
+"""Proposers that are always right, wrong, or right by half: the same tokens, in the very steps their guesses imply.
 
 A step count that is off by one is either work done twice or a token that the verifier let through unchecked.
 """

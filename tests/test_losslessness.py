@@ -127,7 +127,7 @@ def test_the_schedule_changes_no_token(
 def test_the_order_of_requests_changes_no_token(
     engines: Engines, reference: list[tuple[Any, ...]], method: str
 ) -> None:
-    """Under chunks and preemption, so that neighbours differ all the way. Greedy or seeded requests, as all here are."""
+    """Under chunks and preemption, so that neighbours differ all the way. Requests are greedy or seeded."""
     order = [7, 3, 11, 0, 9, 5, 1, 10, 8, 2, 6, 4]
     llm = engines(method_config(method, 4), num_gpu_blocks_override=12, max_num_seqs=6, max_num_batched_tokens=47)
     requests, _ = complete(llm, [PROMPTS[i] for i in order], [PARAMS[i] for i in order])
