@@ -72,8 +72,11 @@ class DraftModelProposer(Proposer):
 
         device = self.context.device
         widest = max(counts)
-        keeps_laws = self.context.needs_draft_probs and any(
-            not item.request.sampling_params.is_greedy for item in decoding
+        # Greedy drafts have no law but the one-hot one, which is told by giving none.
+        keeps_laws = (
+            self.context.needs_draft_probs
+            and self.draft_sample_method != "greedy"
+            and any(not item.request.sampling_params.is_greedy for item in decoding)
         )
         ids = torch.full((len(decoding), widest), -1, dtype=torch.int64, device=device)
         probs: list[torch.Tensor] = []  # a step's laws, [active, vocab]
