@@ -67,11 +67,16 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
     Raises:
         UserError: what the proposer must return, and what it returned.
     """
-    context, counts, ids = proposer.context, drafts.num_draft_tokens, drafts.token_ids
+    refused = f"{type(proposer).__name__}.propose must"
+    if not isinstance(drafts, DraftTokens):  # a user's class may return anything
+        raise UserError(f"{refused} return DraftTokens, got {drafts!r}; mend the proposer")
+    context, counts, ids, probs = proposer.context, drafts.num_draft_tokens, drafts.token_ids, drafts.probs
     limits = [item.max_draft_tokens for item in schedule.decoding]
-    total = drafts.cu_num_draft_tokens[-1]
+    total = sum(counts)
+    laws = None if probs is None else list(probs.shape)
     is_known = context.device.type == "cpu" and total > 0  # elsewhere a look at the ids would stall the step
     rules: tuple[tuple[bool, str, object], ...] = (
+        (drafts.cu_num_draft_tokens[:1] == [0], "start cu_num_draft_tokens with 0", drafts.cu_num_draft_tokens),
         (len(counts) == len(limits), f"give drafts for the {len(limits)} decoding requests", len(counts)),
         (
             all(0 <= count <= limit for count, limit in zip(counts, limits, strict=False)),
@@ -81,15 +86,15 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
         (ids.dtype == torch.int64, "give token_ids of dtype int64", ids.dtype),
         (ids.shape == (total,), f"give token_ids of shape [{total}]", list(ids.shape)),
         (ids.device.type == context.device.type, f"give token_ids on {context.device}", ids.device),
-        (drafts.probs is None or len(drafts.probs) == total, f"give probs for {total} drafts, or None", drafts.probs),
+        (laws in (None, [total, context.vocab_size]), f"give probs [{total}, {context.vocab_size}], or None", laws),
         (drafts.parent_indices is None, "draft chains, parent_indices None (trees are not verified yet)", "a tree"),
     )
     for holds, rule, found in rules:
         if not holds:
-            raise UserError(f"{type(proposer).__name__}.propose must {rule}, got {found}; mend the proposer")
+            raise UserError(f"{refused} {rule}, got {found}; mend the proposer")
     if is_known and (int(ids.min()) < 0 or int(ids.max()) >= context.vocab_size):
         rule = f"draft tokens in [0, {context.vocab_size - 1}], the vocabulary"
-        raise UserError(f"{type(proposer).__name__}.propose must {rule}, got {ids.tolist()}; mend the proposer")
+        raise UserError(f"{refused} {rule}, got {ids.tolist()}; mend the proposer")
 
 
 def available_methods() -> list[str]:

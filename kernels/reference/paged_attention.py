@@ -1,9 +1,10 @@
 """Attention of a few query rows per request over its paged KV cache: decode, verification and prefill alike.
 
-Query rows are laid out in tiles of a fixed number of rows, keys at their absolute positions from 0 on. With
-both fixed, torch's CPU attention gives a row the same bits whatever else is in the launch and however far the
-context is padded (tests/test_row_invariance.py compares bits). Masked keys contribute exact zeros, so a stale
-or foreign cache entry may be read as long as it is finite; the cache starts zeroed for that reason.
+Query rows are laid out in tiles of a fixed number of rows, keys at their absolute positions from 0 on. What a BLAS does
+with a sum depends on its length (measured: 400 keys, padded to 416, gave other bits), so the caller derives a tile's
+context from the positions of its rows alone. With rows and keys of every product fixed, torch's CPU attention gives a
+row the same bits whatever else is in the launch (tests/test_row_invariance.py). Masked keys contribute exact zeros,
+so a stale or foreign cache entry may be read as long as it is finite; the cache starts zeroed for that reason.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class AttentionTiles:
     query_rows: torch.Tensor | None  # [S * M] int64: launch row of each tile row (0 where padded); None: the same rows
     query_positions: torch.Tensor  # [S, M] int64: absolute position of each tile row (0 where padded)
     block_table: torch.Tensor  # [S, num_blocks] int64, 0 (the null block) where padded
-    block_size: int
+    context: int  # keys looked at; those behind a row's own position are masked
     contiguous_from: int | None = None  # first block, when this is one tile over neighbouring blocks: no gather then
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
@@ -29,8 +30,7 @@ class AttentionTiles:
         """Additive mask [S, 1, M, context], built once a launch and shared by all layers of one window."""
         key = (sliding_window, dtype)
         if key not in self._masks:
-            context = self.block_table.shape[1] * self.block_size
-            key_positions = torch.arange(context, device=self.block_table.device)
+            key_positions = torch.arange(self.context, device=self.block_table.device)
             query_positions = self.query_positions[:, None, :, None]
             hidden = key_positions > query_positions
             if sliding_window is not None:
@@ -61,19 +61,19 @@ def paged_attention(
     sinks: torch.Tensor | None = None,  # [num_heads]: a logit that takes mass and yields nothing (gpt-oss)
 ) -> torch.Tensor:  # [num_rows, num_heads * value_dim]
     num_heads, head_dim = query.shape[1:]
-    width = kv_cache.shape[-1]
+    num_blocks, block_size, width = kv_cache.shape
     outputs = []
     for tile in plan.tiles:
         num_tiles, tile_rows = tile.query_positions.shape
-        context = tile.block_table.shape[1] * tile.block_size
         q = query if tile.query_rows is None else query.index_select(0, tile.query_rows)
         q = q.view(num_tiles, tile_rows, num_heads, head_dim).transpose(1, 2)
-        if tile.contiguous_from is None:
+        kv, first = kv_cache, (tile.contiguous_from or 0) * block_size
+        if tile.contiguous_from is None or first + tile.context > num_blocks * block_size:
             kv, first = kv_cache.flatten(1).index_select(0, tile.block_table.flatten()), 0
-        else:
-            kv, first = kv_cache, tile.contiguous_from * tile.block_size
-        k = _heads(kv, first, 0, (num_tiles, num_kv_heads, context, head_dim), width)
-        v = _heads(kv, first, num_kv_heads * head_dim, (num_tiles, num_kv_heads, context, value_dim), width)
+        tile_stride = tile.block_table.shape[1] * block_size * width
+        k = _heads(kv, first, 0, (num_tiles, num_kv_heads, tile.context, head_dim), tile_stride, width)
+        v_column = num_kv_heads * head_dim
+        v = _heads(kv, first, v_column, (num_tiles, num_kv_heads, tile.context, value_dim), tile_stride, width)
         mask = tile.mask(sliding_window, query.dtype)
         if softcap is None and sinks is None and value_dim == head_dim:
             out = F.scaled_dot_product_attention(
@@ -86,11 +86,12 @@ def paged_attention(
     return stacked if plan.output_rows is None else stacked.index_select(0, plan.output_rows)
 
 
-def _heads(kv: torch.Tensor, first_row: int, column: int, shape: tuple[int, int, int, int], width: int) -> torch.Tensor:
+def _heads(
+    kv: torch.Tensor, first_row: int, column: int, shape: tuple[int, int, int, int], tile_stride: int, width: int
+) -> torch.Tensor:
     """Keys or values as [S, heads, context, dim], a view of rows of `width`; one call instead of four."""
-    _, _, context, dim = shape
     offset = kv.storage_offset() + first_row * width + column
-    return kv.as_strided(shape, (context * width, dim, width, 1), offset)
+    return kv.as_strided(shape, (tile_stride, shape[-1], width, 1), offset)
 
 
 def _explicit_attention(

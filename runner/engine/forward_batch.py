@@ -20,22 +20,23 @@ Family = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, kw_only=True)
 class TileShape:
-    """Rows of one product and of one attention tile; both are part of a token's arithmetic."""
+    """Shapes of products and of attention calls; they are part of a token's arithmetic."""
 
-    linear: int | None  # None = products of any shape, not row-invariant
-    attention: int
+    linear: int | None  # rows of one product; None = products of any shape, not row-invariant
+    attention: int  # rows of one attention tile
+    context: int | None  # a row at position p looks at the next multiple of this; None = at as much as is convenient
 
 
 # Decode: K + 1 rows of the default K = 4, so that verifying costs what one token costs; five rows take a CPU a few
 # percent longer than one. Prefill: 64 rows run within 15 % of an untiled product.
 ROW_INVARIANT_TILES: dict[Family, TileShape] = {
-    "decode": TileShape(linear=5, attention=5),
-    "prefill": TileShape(linear=64, attention=64),
+    "decode": TileShape(linear=5, attention=5, context=64),
+    "prefill": TileShape(linear=64, attention=64, context=64),
 }
 MAX_GATHERED_BLOCKS = 4096  # of a cache, copied side by side for one call of the attention
 ANY_SHAPE_TILES: dict[Family, TileShape] = {
-    "decode": TileShape(linear=None, attention=5),
-    "prefill": TileShape(linear=None, attention=64),
+    "decode": TileShape(linear=None, attention=5, context=None),
+    "prefill": TileShape(linear=None, attention=64, context=None),
 }
 
 
@@ -70,71 +71,107 @@ class ForwardBatch:
         block_size: int,
         device: torch.device,
     ) -> ForwardBatch:
-        granule = shape.linear or 1
-        padding = [0] * (-len(token_ids) % granule)
+        padding = [0] * (-len(token_ids) % (shape.linear or 1))
         num_rows, tile_rows = len(token_ids) + len(padding), shape.attention
         positions: list[int] = []
         slots: list[int] = []
-        output_rows: list[int] = []
+        for segment in segments:
+            places = range(segment.start, segment.start + segment.num_tokens)
+            positions += places
+            slots += [segment.block_table[p // block_size] * block_size + p % block_size for p in places]
+        tiles = _cut(segments, shape, block_size)
+        output_rows = [0] * num_rows
         query_rows: list[int] = []
         query_positions: list[int] = []
-        tables: list[Sequence[int]] = []  # a tile's, as far as its last row sees
-        for segment in segments:
-            end = segment.start + segment.num_tokens
-            for first in range(segment.start, end, tile_rows):
-                places = range(first, min(first + tile_rows, end))
-                unfilled = [0] * (tile_rows - len(places))
-                output_rows += range(len(query_rows), len(query_rows) + len(places))
-                query_rows += [*range(len(positions), len(positions) + len(places)), *unfilled]
-                query_positions += [*places, *unfilled]
-                positions += places
-                slots += [segment.block_table[p // block_size] * block_size + p % block_size for p in places]
-                tables.append(segment.block_table[: places[-1] // block_size + 1])
-        groups = _groups(family, tables)
+        for tile in tiles:
+            rows = range(tile.first_row, tile.first_row + tile.num_rows)
+            unfilled = [0] * (tile_rows - tile.num_rows)
+            output_rows[rows.start : rows.stop] = range(len(query_rows), len(query_rows) + tile.num_rows)
+            query_rows += [*rows, *unfilled]
+            query_positions += [*positions[rows.start : rows.stop], *unfilled]
+        groups = _groups(family, tiles, shape, block_size)
         # One upload for everything the launch needs to know, then views of it.
-        lists = [[*token_ids, *padding], positions + padding, slots + padding, output_rows + padding]
-        lists += [query_rows, query_positions, *(table for _, table in groups)]
+        lists = [[*token_ids, *padding], positions + padding, slots + padding, output_rows]
+        lists += [query_rows, query_positions, *(_padded_tables(group, block_size) for group in groups)]
         packed = torch.tensor([number for numbers in lists for number in numbers]).to(device, non_blocking=True)
         ids, positions_, slots_, output_rows_, rows_, places_, *tables_ = packed.split_with_sizes(
             [len(part) for part in lists]
         )
-        is_lone_tile = len(tables) == 1 and tile_rows == num_rows  # launch rows and tile rows are the same
-        tiles = [
-            AttentionTiles(
-                query_rows=None if is_lone_tile else rows_[of.start * tile_rows : of.stop * tile_rows],
-                query_positions=places_[of.start * tile_rows : of.stop * tile_rows].view(-1, tile_rows),
-                block_table=table.view(len(of), -1),
-                block_size=block_size,
-                contiguous_from=_contiguous_from(numbers) if len(of) == 1 else None,
+        is_lone_tile = len(tiles) == 1 and tile_rows == num_rows  # launch rows and tile rows are the same
+        calls = []
+        start = 0
+        for group, table in zip(groups, tables_, strict=True):
+            of = slice(start, start + len(group) * tile_rows)
+            start = of.stop
+            calls.append(
+                AttentionTiles(
+                    query_rows=None if is_lone_tile else rows_[of],
+                    query_positions=places_[of].view(-1, tile_rows),
+                    block_table=table.view(len(group), -1),
+                    context=max(tile.context for tile in group),
+                    contiguous_from=_contiguous_from(group[0].block_table) if len(group) == 1 else None,
+                )
             )
-            for (of, numbers), table in zip(groups, tables_, strict=True)
-        ]
         return cls(
             family=family,
             token_ids=ids,
             positions=positions_,
             slot_mapping=slots_,
-            attention=AttentionPlan(tiles=tiles, output_rows=None if is_lone_tile else output_rows_),
+            attention=AttentionPlan(tiles=calls, output_rows=None if is_lone_tile else output_rows_),
             linear_tile=shape.linear,
         )
 
 
-def _groups(family: Family, tables: list[Sequence[int]]) -> list[tuple[range, list[int]]]:
-    """Which tiles share a call of the attention, and their block tables, flat and padded with the null block.
+@dataclass(frozen=True, kw_only=True)
+class _Tile:
+    """Rows of one request that share an attention tile."""
 
-    Tiles of generated tokens share a call, as many as may be gathered at once. A tile of a prompt has one of its own,
-    so that it sees no more context than its last row does.
+    first_row: int  # of the launch
+    num_rows: int
+    block_table: Sequence[int]  # as far as the last row sees
+    context: int
+
+
+def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int) -> list[_Tile]:
+    """Segments as tiles, short contexts first; a tile ends where the context of its rows does."""
+    step = shape.context or 2**31
+    tiles = []
+    row = 0
+    for segment in segments:
+        first, end = segment.start, segment.start + segment.num_tokens
+        while first < end:
+            last = min(first + shape.attention, end, (first // step + 1) * step)
+            table = segment.block_table[: (last - 1) // block_size + 1]
+            context = len(table) * block_size if shape.context is None else -(-last // step) * step
+            tiles.append(_Tile(first_row=row, num_rows=last - first, block_table=table, context=context))
+            row += last - first
+            first = last
+    return sorted(tiles, key=lambda tile: tile.context)
+
+
+def _groups(family: Family, tiles: list[_Tile], shape: TileShape, block_size: int) -> list[list[_Tile]]:
+    """Which tiles share a call of the attention.
+
+    Tiles of generated tokens share one, as many as may be gathered at once, of one context where contexts are fixed.
+    A tile of a prompt has a call of its own, so that it sees no more context than its last row does.
     """
     if family == "prefill":
-        return [(range(tile, tile + 1), list(table)) for tile, table in enumerate(tables)]
-    widest = max(len(table) for table in tables)
-    together = max(1, MAX_GATHERED_BLOCKS // widest)
-    groups = []
-    for start in range(0, len(tables), together):
-        group = tables[start : start + together]
-        blocks = [block for table in group for block in [*table, *[0] * (widest - len(table))]]
-        groups.append((range(start, start + len(group)), blocks))
+        return [[tile] for tile in tiles]
+    widest = tiles[-1].context
+    groups: list[list[_Tile]] = []
+    for tile in tiles:
+        context = widest if shape.context is None else tile.context
+        is_full = not groups or (len(groups[-1]) + 1) * context > MAX_GATHERED_BLOCKS * block_size
+        if is_full or (shape.context is not None and groups[-1][0].context != context):
+            groups.append([])
+        groups[-1].append(tile)
     return groups
+
+
+def _padded_tables(group: list[_Tile], block_size: int) -> list[int]:
+    """Block tables of a group, one after another, padded to its context with the null block."""
+    num_blocks = -(-max(tile.context for tile in group) // block_size)
+    return [block for tile in group for block in [*tile.block_table, *[0] * (num_blocks - len(tile.block_table))]]
 
 
 def _contiguous_from(table: Sequence[int]) -> int | None:

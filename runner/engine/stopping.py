@@ -30,7 +30,7 @@ class StopRules:
         """How many of the new tokens stay, and whether the request ends there. Changes nothing."""
         params = request.sampling_params
         output = list(request.output_token_ids) if params.stop else []
-        longest_stop = max((len(text) for text in params.stop), default=0)
+        longest_stop = max((len(text.encode(errors="replace")) for text in params.stop), default=0)
         num_output = len(request.output_token_ids)
         for kept, token in enumerate(new_token_ids, start=1):
             if num_output + kept >= params.min_tokens:
@@ -40,8 +40,8 @@ class StopRules:
                     return Stop(num_tokens=kept, finish_reason="stop", stop_reason=token)
                 if params.stop and self.decode is not None:
                     output.append(token)
-                    # A stop string of c characters spans at most c tokens that print something; a few more in
-                    # front keep multi-byte characters whole.
+                    # A token that prints holds a byte at least, so a stop string spans as many tokens as it has bytes,
+                    # not characters; a few more in front keep multi-byte characters whole.
                     tail = self.decode(output[max(params.min_tokens, len(output) - longest_stop - 8) :])
                     found = next((text for text in params.stop if text in tail), None)
                     if found is not None:

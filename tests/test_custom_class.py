@@ -1,0 +1,200 @@
+"""method=custom_class: a user's own proposer takes part like any other, and each of its mistakes is one clear error.
+
+Drafts of a wrong shape would otherwise shift the rows of the neighbours, or end in an index error deep in a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
+from runner.engine.errors import UserError
+from runner.engine.request import DraftTokens, VerifyOutput
+from runner.engine.scheduler import Schedule
+from runner.llm import LLM, SamplingParams
+from tests.conftest import TARGET_CONFIG, Engines
+
+PROMPTS = [{"prompt_token_ids": [3 + i, 4, 5]} for i in range(2)]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+VOCAB_SIZE = TARGET_CONFIG["vocab_size"]
+CPU = torch.device("cpu")
+
+
+def custom(class_name: str, num_speculative_tokens: int = 3) -> dict[str, Any]:
+    return {
+        "method": "custom_class",
+        "model": f"tests.test_custom_class.{class_name}",
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+
+
+def of_lists(*guesses: list[int]) -> DraftTokens:
+    return draft_tokens_from_lists(list(guesses), CPU)
+
+
+GOOD = of_lists([1, 2], [3])
+
+
+class MistakenProposer(Proposer):
+    """Gives what the test says, whenever the two requests decode."""
+
+    given: ClassVar[Any] = None
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        return self.given if schedule.decoding else of_lists()
+
+
+class RecordingProposer(Proposer):
+    """Drafts zeros, and remembers what it was told."""
+
+    cache_bytes_per_block = 10
+
+    def __init__(self, *, num_speculative_tokens: int, context: ProposerContext) -> None:
+        super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
+        self.events: list[str] = []
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        self.events.append("propose")
+        return draft_tokens_from_lists([[0] * item.max_draft_tokens for item in schedule.decoding], self.context.device)
+
+    def update(self, schedule: Schedule, output: VerifyOutput) -> None:
+        assert len(output.num_accepted_tokens) == len(schedule.scheduled)
+        self.events.append("update")
+
+    def release(self, request_id: str) -> None:
+        self.events.append(f"release {request_id}")
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.events.append(f"allocate {num_blocks}")
+
+
+class SaysNothing(Proposer):
+    """Forgets to define propose."""
+
+
+class TakesOther(Proposer):
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_speculative_tokens=num_tokens, context=None)  # type: ignore[arg-type]
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        return of_lists()
+
+
+class NotAProposer:
+    """Has the method, is no Proposer."""
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        return of_lists()
+
+
+def a_function() -> None:
+    """Not even a class."""
+
+
+# what propose returns for two requests that may draft three tokens each -> the rule it breaks, and what was found
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "nothing": (lambda: None, r"return DraftTokens, got None"),
+    "lists": (lambda: [[1], [2]], r"return DraftTokens, got \[\[1\], \[2\]\]"),
+    "too few requests": (lambda: of_lists([1]), r"give drafts for the 2 decoding requests, got 1"),
+    "too many requests": (lambda: of_lists([1], [2], [3]), r"give drafts for the 2 decoding requests, got 3"),
+    "too many drafts": (lambda: of_lists([1] * 4, [1]), r"at most max_draft_tokens \(\[3, 3\]\), got \[4, 1\]"),
+    "a negative number of drafts": (
+        lambda: replace(GOOD, cu_num_draft_tokens=[0, 4, 3]), r"at most max_draft_tokens .*, got \[4, -1\]",
+    ),
+    "counts that start late": (
+        lambda: replace(GOOD, cu_num_draft_tokens=[1, 2, 3]), r"start cu_num_draft_tokens with 0, got \[1, 2, 3\]",
+    ),
+    "no counts": (lambda: replace(GOOD, cu_num_draft_tokens=[]), r"start cu_num_draft_tokens with 0, got \[\]"),
+    "another number of ids": (
+        lambda: replace(GOOD, token_ids=torch.zeros(4, dtype=torch.int64)), r"token_ids of shape \[3\], got \[4\]",
+    ),
+    "ids in two dimensions": (
+        lambda: replace(GOOD, token_ids=torch.zeros(1, 3, dtype=torch.int64)), r"of shape \[3\], got \[1, 3\]",
+    ),
+    "int32": (lambda: replace(GOOD, token_ids=GOOD.token_ids.int()), r"dtype int64, got torch.int32"),
+    "float": (lambda: replace(GOOD, token_ids=GOOD.token_ids.float()), r"dtype int64, got torch.float32"),
+    "another device": (lambda: replace(GOOD, token_ids=GOOD.token_ids.to("meta")), r"token_ids on cpu, got meta"),
+    "an id behind the vocabulary": (lambda: of_lists([1, 64], [3]), r"tokens in \[0, 63\].*, got \[1, 64, 3\]"),
+    "a negative id": (lambda: of_lists([1, -1], [3]), r"tokens in \[0, 63\].*, got \[1, -1, 3\]"),
+    "too few probs": (
+        lambda: replace(GOOD, probs=torch.full((2, VOCAB_SIZE), 1 / 64)), r"give probs \[3, 64\].*, got \[2, 64\]",
+    ),
+    "probs of another vocabulary": (
+        lambda: replace(GOOD, probs=torch.full((3, 63), 1 / 63)), r"give probs \[3, 64\], or None, got \[3, 63\]",
+    ),
+    "a tree": (
+        lambda: replace(GOOD, parent_indices=torch.tensor([-1, -1, -1])), r"draft chains, parent_indices None .*a tree",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_drafts_that_would_corrupt_the_step_are_refused_with_the_rule(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    given, rule = MISTAKES[mistake]
+    llm = engines(custom("MistakenProposer"))
+    monkeypatch.setattr(MistakenProposer, "given", given())
+    with pytest.raises(UserError, match=f"propose must .*{rule}.*; mend the proposer") as error:
+        llm.generate(PROMPTS, PARAMS)
+    assert "\n" not in str(error.value)
+    llm.engine.block_manager.check_integrity([])
+
+
+def test_good_drafts_of_uneven_length_are_taken(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistakes above are one step away from drafts that run; and after a mistake, the engine runs on."""
+    llm = engines(custom("MistakenProposer"))
+    plain = engines().generate(PROMPTS, replace(PARAMS, max_tokens=3))
+    monkeypatch.setattr(MistakenProposer, "given", None)
+    with pytest.raises(UserError):
+        llm.generate(PROMPTS, PARAMS)
+    truth = [list(answer.outputs[0].token_ids) for answer in plain]
+    monkeypatch.setattr(MistakenProposer, "given", of_lists([truth[0][1]], []))
+    first, second = llm.generate(PROMPTS[:2], [replace(PARAMS, max_tokens=3), replace(PARAMS, max_tokens=2)])
+    assert list(first.outputs[0].token_ids) == truth[0]
+    assert list(second.outputs[0].token_ids) == truth[1][:2]
+
+
+# path behind method.model -> what the message says of it
+UNUSABLE = {
+    "tests.test_custom_class.SaysNothing": r"take num_speculative_tokens and context and define propose.*abstract",
+    "tests.test_custom_class.TakesOther": r"take num_speculative_tokens and context.*unexpected keyword",
+    "tests.test_custom_class.NotAProposer": r"name a subclass of proposers\.base\.Proposer, got .*NotAProposer",
+    "tests.test_custom_class.a_function": r"name a subclass of proposers\.base\.Proposer, got .*a_function",
+    "tests.test_custom_class.Mispelt": r"be the dotted path of a Proposer class.*'Mispelt'.*check the spelling",
+    "no_such_module.MyProposer": r"be the dotted path.*No module named 'no_such_module'.*PYTHONPATH",
+    "MyProposer": r"be a dotted path to a class.*got 'MyProposer'",
+}
+
+
+@pytest.mark.parametrize("path", UNUSABLE)
+def test_a_class_that_cannot_be_used_is_refused_before_the_run(path: str) -> None:
+    engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": TARGET_CONFIG}
+    with pytest.raises(UserError, match=rf"\.model.* must {UNUSABLE[path]}"):
+        LLM("dummy", speculative_config={**custom(""), "model": path}, **engine_args)
+
+
+def test_a_custom_class_without_a_path_is_refused() -> None:
+    engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": TARGET_CONFIG}
+    with pytest.raises(UserError, match=r"\.model"):
+        LLM("dummy", speculative_config={"method": "custom_class", "num_speculative_tokens": 2}, **engine_args)
+
+
+def test_a_custom_class_is_told_what_the_built_in_ones_are_told(engines: Engines) -> None:
+    """Its cache beside the target's, each step, and the end of each request."""
+    llm = engines(custom("RecordingProposer"), num_gpu_blocks_override=20)
+    inner = llm.engine.proposer.inner  # type: ignore[attr-defined]
+    assert inner.num_speculative_tokens == 3
+    assert (inner.context.vocab_size, inner.context.device, inner.context.max_model_len) == (VOCAB_SIZE, CPU, 256)
+    assert llm.engine.proposer.cache_bytes_per_block == 10
+    assert inner.events == ["allocate 21"], "with the null block"
+    inner.events.clear()
+    llm.generate(PROMPTS, [PARAMS, replace(PARAMS, max_tokens=1)])
+    assert inner.events[:3] == ["propose", "update", "release 1"]
+    assert inner.events.count("propose") == inner.events.count("update") > 2
+    assert "release 0" in inner.events
