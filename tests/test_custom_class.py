@@ -17,7 +17,7 @@ from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.llm import LLM, SamplingParams
-from tests.conftest import TARGET_CONFIG, Engines
+from tests.conftest import TARGET_CONFIG, Engines, complete
 
 PROMPTS = [{"prompt_token_ids": [3 + i, 4, 5]} for i in range(2)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -198,3 +198,13 @@ def test_a_custom_class_is_told_what_the_built_in_ones_are_told(engines: Engines
     assert inner.events[:3] == ["propose", "update", "release 1"]
     assert inner.events.count("propose") == inner.events.count("update") > 2
     assert "release 0" in inner.events
+
+
+def test_a_preempted_request_is_released_before_it_comes_back(engines: Engines) -> None:
+    """A draft model that kept its count would take void blocks for its own: no token changes, every guess is wrong."""
+    llm = engines(custom("RecordingProposer"), num_gpu_blocks_override=3)
+    requests, _ = complete(llm, PROMPTS, [replace(PARAMS, max_tokens=30)] * 2)
+    events = llm.engine.proposer.inner.events  # type: ignore[attr-defined]
+    assert requests[1].num_preemptions > 0
+    last_step = len(events) - 1 - events[::-1].index("propose")
+    assert "release 1" in events[:last_step] and "release 0" not in events[: events.index("release 1")]

@@ -216,14 +216,12 @@ class Scheduler:
         )
 
     def _has_room(self, request: Request) -> bool:
-        """Blocks for all its tokens and the next one, beside those that running prompts have yet to take.
+        """Free blocks for all its tokens and the next one.
 
-        Admitting for a first chunk alone would let a long prompt start, run out, be preempted and start again.
+        Admitting for a first chunk alone would let a long prompt start, run out, be preempted and start again. Those
+        that run have theirs: while one has yet to take blocks for its prompt, it takes the budget too.
         """
-        claimed = sum(
-            max(0, self.blocks.num_blocks_for(other.num_tokens) - len(other.block_table)) for other in self.running
-        )
-        return self.blocks.num_blocks_for(request.num_tokens + 1) + claimed <= self.blocks.num_free_blocks
+        return self.blocks.num_blocks_for(request.num_tokens + 1) <= self.blocks.num_free_blocks
 
     def _reserve(self, item: ScheduledRequest) -> bool:
         """Blocks for full acceptance, so that the step never stops for memory half way."""

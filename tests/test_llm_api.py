@@ -1,0 +1,311 @@
+"""LLM in the shape people know: what it takes and gives back; a bad request or Ctrl-C harms nobody else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.engine.errors import UserError
+from runner.engine.scheduler import Scheduler
+from runner.llm import LLM, SamplingParams
+from runner.metrics import MetricsCollector
+from runner.outputs import Counter, RequestOutput, Vector
+from runner.prompts import make_requests
+from runner.tiny import TARGET_DIR
+from tests.conftest import TARGET_CONFIG, Engines
+from tests.proposers_for_tests import KnownText
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 64 for j in range(4 + 5 * i)]} for i in range(5)]
+ORACLE = {
+    "method": "custom_class", "model": "tests.proposers_for_tests.OracleProposer", "num_speculative_tokens": 4,
+}  # fmt: skip
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LLM:
+    return LLM("tiny", speculative_config={"method": "ngram", "num_speculative_tokens": 3}, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """The tiny target with a tokenizer that has a chat template."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(TARGET_DIR / name, directory / name)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": CHAT_TEMPLATE}))
+    return LLM("tiny", tokenizer=str(directory), device="cpu")
+
+
+def test_a_string_gives_one_output_in_the_known_shape(tiny: LLM) -> None:
+    (output,) = tiny.generate("def main():", GREEDY)
+    assert (output.request_id, output.prompt, output.error) == ("0", "def main():", None)
+    assert output.prompt_token_ids == tuple(tiny.engine.tokenizer.encode("def main():")[1])
+    (completion,) = output.outputs
+    assert (completion.index, completion.finish_reason, completion.stop_reason) == (0, "length", None)
+    assert len(completion.token_ids) == 8
+    assert completion.text == tiny.engine.tokenizer.decode(completion.token_ids) != ""
+
+
+def test_prompts_of_every_form_can_be_mixed_and_come_back_in_order(tiny: LLM) -> None:
+    text = "import os\nfor name in os."
+    ids = tiny.engine.tokenizer.encode(text)[1]
+    outputs = tiny.generate(
+        [text, "class A:", {"prompt_token_ids": ids}, {"prompt": text}, {"prompt_token_ids": ids, "prompt": "mine"}],
+        GREEDY,
+    )
+    assert [output.request_id for output in outputs] == ["0", "1", "2", "3", "4"]
+    assert [output.prompt for output in outputs] == [text, "class A:", None, text, "mine"]
+    first, other, *same = token_ids(outputs)
+    assert same == [first] * 3 and other != first
+    assert tiny.generate([], GREEDY) == []
+
+
+def test_chat_messages_go_through_the_template_of_the_tokenizer(chatty: LLM) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort a list."}]
+    text = "<system> Be brief.\n<user> Sort a list.\n<assistant>"
+    (output,) = chatty.generate(messages, GREEDY)
+    assert output.prompt == text
+    assert output.prompt_token_ids == tuple(chatty.engine.tokenizer.encode(text)[1])
+    assert token_ids([output]) == token_ids(chatty.generate(text, GREEDY)) == token_ids(chatty.chat(messages, GREEDY))
+    both = chatty.chat([messages, messages[1:]], GREEDY)
+    assert [output.prompt for output in both] == [text, text.removeprefix("<system> Be brief.\n")]
+
+
+def test_chat_messages_without_a_template_are_refused(tiny: LLM) -> None:
+    with pytest.raises(UserError, match=r"chat template.*pass the text itself"):
+        tiny.chat([{"role": "user", "content": "Hello"}], GREEDY)
+
+
+@pytest.mark.parametrize("prompt", [7, None, [7, 8], {"text": "a"}, []])
+def test_a_prompt_of_no_known_form_is_refused(tiny: LLM, prompt: Any) -> None:
+    with pytest.raises(UserError, match=r"a prompt must be a string, a list of chat messages or .*prompt_token_ids"):
+        tiny.generate([prompt], GREEDY)
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_alone(engines: Engines) -> None:
+    with pytest.raises(UserError, match=r"prompt_token_ids.*without a tokenizer"):
+        engines().generate("text", GREEDY)
+    with pytest.raises(UserError, match=r"stop strings need a tokenizer; use stop_token_ids"):
+        engines().generate(PROMPTS[0], replace(GREEDY, stop=("\n",)))
+    assert engines().generate(PROMPTS[0], GREEDY)[0].outputs[0].text == ""
+
+
+def test_sampling_params_are_one_for_all_or_one_each(engines: Engines) -> None:
+    llm = engines()
+    params = [replace(GREEDY, max_tokens=count) for count in (1, 5, 3, 2, 4)]
+    outputs = llm.generate(PROMPTS, params)
+    assert [len(tokens) for tokens in token_ids(outputs)] == [1, 5, 3, 2, 4]
+    longer = token_ids(llm.generate(PROMPTS, GREEDY))
+    assert [tokens == longer[i][: len(tokens)] for i, tokens in enumerate(token_ids(outputs))] == [True] * 5
+    with pytest.raises(ValueError, match="sampling_params must be one or 5, one a prompt, got 2"):
+        llm.generate(PROMPTS, params[:2])
+
+
+def test_no_sampling_params_are_the_default_ones(engines: Engines) -> None:
+    outputs = engines().generate(PROMPTS[:2])
+    assert outputs == engines().generate(PROMPTS[:2], SamplingParams())
+    assert all(len(tokens) == 16 or tokens[-1] == TARGET_CONFIG["eos_token_id"] for tokens in token_ids(outputs))
+
+
+def test_none_is_no_stop_and_no_bias_as_people_write_it_for_vllm(engines: Engines) -> None:
+    written: dict[str, Any] = {"stop": None, "stop_token_ids": None, "logit_bias": None, "seed": None}
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, **written)
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == ((), (), {})
+    assert token_ids(engines().generate(PROMPTS, params)) == token_ids(engines().generate(PROMPTS, GREEDY))
+
+
+def test_n_completions_share_a_prompt_and_the_first_is_what_one_would_be(engines: Engines) -> None:
+    llm = engines()
+    for seed in (None, 5):
+        (one,), (many,) = (llm.generate(PROMPTS[0], replace(SAMPLED, n=n, seed=seed)) for n in (1, 6))
+        assert [completion.index for completion in many.outputs] == list(range(6))
+        assert many.outputs[0] == one.outputs[0]
+        assert len(set(token_ids([many]))) == 6
+        assert (many.request_id, many.prompt_token_ids) == (one.request_id, one.prompt_token_ids)
+
+
+def test_n_greedy_completions_are_the_same_text(engines: Engines) -> None:
+    (output,) = engines().generate(PROMPTS[0], replace(GREEDY, n=3))
+    assert len(output.outputs) == 3 and len(set(token_ids([output]))) == 1
+
+
+def test_prompts_of_n_completions_come_back_with_their_own(engines: Engines) -> None:
+    params = [replace(SAMPLED, n=n, seed=100 + n) for n in (3, 1, 2, 4, 1)]
+    outputs = engines().generate(PROMPTS, params)
+    assert [len(output.outputs) for output in outputs] == [3, 1, 2, 4, 1]
+    for prompt, parameters, output in zip(PROMPTS, params, outputs, strict=True):
+        assert output.prompt_token_ids == tuple(prompt["prompt_token_ids"])
+        assert output.outputs == engines().generate(prompt, parameters)[0].outputs
+
+
+def test_a_seed_gives_its_text_wherever_the_request_stands(engines: Engines) -> None:
+    llm = engines()
+    alone = token_ids(llm.generate(PROMPTS[2], replace(SAMPLED, seed=9)))
+    params = [replace(SAMPLED, seed=seed) for seed in (1, 9, 9, 8)]
+    first, second, third, other = token_ids(llm.generate([PROMPTS[0], PROMPTS[2], PROMPTS[2], PROMPTS[2]], params))
+    assert [second, third] == alone * 2
+    assert len({first, second, other}) == 3
+
+
+def test_without_a_seed_that_of_the_engine_repeats_the_run(engines: Engines) -> None:
+    same_prompt = [PROMPTS[1]] * 3
+    texts = token_ids(engines().generate(same_prompt, SAMPLED))
+    assert texts == token_ids(engines().generate(same_prompt, SAMPLED))
+    assert len(set(texts)) == 3, "each place in the workload has noise of its own"
+    assert not set(texts) & set(token_ids(engines(seed=1).generate(same_prompt, SAMPLED)))
+
+
+def test_metrics_have_the_names_of_vllm_and_count_what_was_drafted_and_accepted() -> None:
+    """11 tokens at K = 4 are one of the prompt's step and two full drafts; 9 end with a draft of two."""
+    plain = Engines()().generate(PROMPTS[:2], replace(GREEDY, max_tokens=11))
+    KnownText.continuations = {str(i): list(tokens) for i, tokens in enumerate(token_ids(plain))}
+    llm = Engines()(ORACLE)
+    assert [metric.name for metric in llm.get_metrics()] == [
+        "vllm:spec_decode_num_drafts",
+        "vllm:spec_decode_num_draft_tokens",
+        "vllm:spec_decode_num_accepted_tokens",
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+    ]
+    expected = ([0, 0, 0, []], [4, 14, 14, [4, 4, 3, 3]], [8, 28, 28, [8, 8, 6, 6]])
+    for values in expected:  # totals since the start
+        counters = llm.get_metrics()
+        assert [m.value if isinstance(m, Counter) else m.values for m in counters] == values
+        llm.generate(PROMPTS[:2], [replace(GREEDY, max_tokens=count) for count in (11, 9)])
+    assert isinstance(counters[-1], Vector)
+
+
+def test_plain_decoding_drafts_nothing() -> None:
+    llm = Engines()()
+    llm.generate(PROMPTS, GREEDY)
+    assert [m.value if isinstance(m, Counter) else m.values for m in llm.get_metrics()] == [0, 0, 0, []]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ([1] * 256, r"shorter than max_model_len \(256 tokens\), got 256"),
+        ([], "at least one token"),
+        ([1, 64], r"must lie in \[0, 63\]"),
+    ],
+    ids=["too long", "empty", "foreign token"],
+)
+def test_a_prompt_that_cannot_run_fails_alone(engines: Engines, bad: list[int], reason: str) -> None:
+    llm = engines()
+    expected = token_ids(llm.generate(PROMPTS[:2], GREEDY))
+    good, failed, also_good = llm.generate([PROMPTS[0], {"prompt_token_ids": bad}, PROMPTS[1]], replace(GREEDY, n=2))
+    assert token_ids([good, also_good]) == [tokens for tokens in expected for _ in range(2)]
+    assert good.error is None and also_good.error is None
+    assert failed.error is not None and re.search(reason, failed.error)
+    assert [(c.finish_reason, c.token_ids, c.text) for c in failed.outputs] == [("error", (), "")] * 2
+
+
+class Interruption:
+    """Ctrl-C in the middle of a call: the third one does its work, and never comes back."""
+
+    def __init__(self, call: Any) -> None:
+        self.call, self.num_calls = call, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.num_calls += 1
+        result = self.call(*args)
+        if self.num_calls == 3:
+            raise KeyboardInterrupt
+        return result
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("where", ["schedule", "propose", "verify", "commit", "update"])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_interrupt_leaves_the_engine_as_good_as_new(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, method: str, where: str
+) -> None:
+    params = replace(SAMPLED, temperature=0.7, max_tokens=14, seed=3)
+    expected = token_ids(engines().generate(PROMPTS, params))
+    llm = engines(METHODS[method], num_gpu_blocks_override=9, max_num_seqs=3, max_num_batched_tokens=40)
+    owner = {"verify": llm.engine.verifier, "propose": llm.engine.proposer, "update": llm.engine.proposer}
+    with monkeypatch.context() as patch:
+        if where in owner:
+            patch.setattr(owner[where], where, Interruption(getattr(owner[where], where)))
+        else:
+            interruption = Interruption(getattr(Scheduler, where))
+            patch.setattr(Scheduler, where, lambda *args: interruption(*args))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, params)
+    llm.engine.block_manager.check_integrity([])
+    for memory in ("_indices", "_num_computed"):
+        assert not getattr(llm.engine.proposer, memory, {}), "a request of the next call has the same name"
+    assert token_ids(llm.generate(PROMPTS, params)) == expected
+    llm.engine.block_manager.check_integrity([])
+
+
+@pytest.mark.parametrize("max_concurrency", [1, 2, 4, 9, None])
+def test_no_more_requests_are_in_flight_than_asked_for_and_their_tokens_are_the_same(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, max_concurrency: int | None
+) -> None:
+    llm = engines(METHODS["draft_model"])
+    params = [replace(SAMPLED, max_tokens=count) for count in (9, 3, 14, 6, 11)]
+    expected = token_ids(llm.generate(PROMPTS, params))
+    requests = make_requests(PROMPTS, params, llm.engine.tokenizer, llm.config.seed)
+    in_flight: list[int] = []
+    step = llm.step
+
+    def counting(scheduler: Scheduler, *args: Any) -> Any:
+        num_left = sum(not request.is_finished for request in requests)
+        assert scheduler.num_unfinished == min(max_concurrency or len(requests), num_left), "as many as there are"
+        in_flight.append(scheduler.num_unfinished)
+        return step(scheduler, *args)
+
+    monkeypatch.setattr(llm, "step", counting)
+    llm.run(requests, llm.engine.proposer, MetricsCollector(), max_concurrency=max_concurrency)
+    assert [tuple(request.output_token_ids) for request in requests] == expected
+    assert max(in_flight) == min(max_concurrency or 5, 5)
+    arrivals = [request.arrival_time for request in requests]
+    assert arrivals == sorted(arrivals) and arrivals[0] > 0.0
+
+
+def test_a_refused_request_does_not_hold_up_a_run_of_one_at_a_time(engines: Engines) -> None:
+    llm = engines()
+    prompts: list[Any] = [{"prompt_token_ids": []}, PROMPTS[0], {"prompt_token_ids": []}, {"prompt_token_ids": []}]
+    requests = make_requests(prompts, [GREEDY] * 4, llm.engine.tokenizer, 0)
+    traces = llm.run(requests, llm.engine.proposer, MetricsCollector(), max_concurrency=1)
+    assert [request.finish_reason for request in requests] == ["error", "length", "error", "error"]
+    assert set(traces.errors) == {"0", "2", "3"}
+
+
+def test_an_observer_sees_every_step(engines: Engines) -> None:
+    llm, seen = engines(), []
+    before = len(llm.metrics.step_points)
+    llm.generate(PROMPTS, GREEDY, observer=lambda metrics: seen.append(len(metrics.step_points) - before))
+    assert seen == list(range(1, 9))
+
+
+def test_an_unknown_argument_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="num_speculative_token"):
+        LLM("tiny", speculative_config={"method": "ngram", "num_speculative_token": 4})
+    with pytest.raises(UserError, match="gpu_memory"):
+        LLM("tiny", gpu_memory=0.5)
+    with pytest.raises(UserError, match=r"model\.model"):
+        LLM(str(tmp_path / "nowhere"))
