@@ -25,6 +25,7 @@ from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
 from runner.tiny import DEMO_PATH
+from runner.tiny.manifest import processor_name
 
 SINGLE, BATCH = 1, 16
 
@@ -167,7 +168,7 @@ def _as_json(rounds: dict[str, list[float]], options: argparse.Namespace) -> dic
     import transformers
 
     return {
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -177,15 +178,6 @@ def _as_json(rounds: dict[str, list[float]], options: argparse.Namespace) -> dic
         "tokens_per_second": {name: _spread(values) for name, values in rounds.items()},
         "ratios": {name: _spread(values) for name, values in _ratios(rounds).items()},
     }
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
