@@ -106,10 +106,7 @@ def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], int]]:
 
 
 def _engine(method: dict[str, Any] | None, options: argparse.Namespace) -> LLM:
-    draft = {"model": "tiny-draft"}
-    return LLM(
-        "tiny", speculative_config=method, draft=draft, device="cpu", dtype="float32", num_threads=options.threads
-    )
+    return LLM("tiny", speculative_config=method, device="cpu", dtype="float32", num_threads=options.threads)
 
 
 def _prompts(llm: LLM, prompt_len: int) -> list[list[int]]:

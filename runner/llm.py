@@ -41,6 +41,8 @@ class LLM:
     """
 
     def __init__(self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine_args: Any) -> None:
+        if model == "tiny":  # as conf/model/tiny.yaml does: the family's own draft
+            engine_args.setdefault("draft", {"model": "tiny-draft"})
         self._start(SpeculativeConfig.from_engine_args(model, speculative_config, **engine_args))
 
     @classmethod
