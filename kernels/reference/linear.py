@@ -24,12 +24,11 @@ def linear(
 
 
 def rows_keep_their_bits(weight: torch.Tensor, tile: int) -> bool:
-    """Whether, on this machine, a row's result does not depend on its place in a tile: each is tried in three.
+    """Whether, on this machine, a row's result does not depend on its place in a tile: equal rows, equal results.
 
     The one thing equal calls do not settle: a BLAS may end a tile with another kernel than it began it with.
     """
     generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(tile, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-    expected = linear(x, weight, None, tile)
-    shifted = (linear(x.roll(shift, 0), weight, None, tile).roll(-shift, 0) for shift in (1, tile // 2))
-    return all(torch.equal(rows, expected) for rows in shifted)
+    row = torch.randn(1, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+    results = linear(row.expand(tile, -1).contiguous(), weight, None, tile)
+    return torch.equal(results, results[:1].expand_as(results))

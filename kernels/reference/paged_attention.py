@@ -115,3 +115,31 @@ def _explicit_attention(
     else:
         probs = logits.softmax(-1)
     return probs.to(v.dtype) @ v
+
+
+def places_keep_their_bits(
+    *, num_heads: int, num_kv_heads: int, head_dim: int, tile_rows: int, context: int, dtype: torch.dtype
+) -> bool:
+    """Whether, on this machine, a row's result depends neither on its place in a tile nor on the number of tiles.
+
+    Asked with equal queries, which must have equal results, over one, five and ten times the context.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    for keys in (context, 5 * context, 10 * context):
+        q = randn(1, num_heads, 1, head_dim).expand(3, -1, tile_rows, -1).contiguous()
+        k, v = (randn(1, num_kv_heads, keys, head_dim).expand(3, -1, -1, -1) for _ in range(2))
+        mask = torch.zeros(3, 1, tile_rows, keys, dtype=dtype)
+        alone, together = (
+            F.scaled_dot_product_attention(
+                q[:tiles], k[:tiles], v[:tiles], attn_mask=mask[:tiles], enable_gqa=num_heads != num_kv_heads
+            )
+            for tiles in (1, 3)
+        )
+        expected = alone[:, :, :1]
+        if not (torch.equal(alone, expected.expand_as(alone)) and torch.equal(together, expected.expand_as(together))):
+            return False
+    return True

@@ -11,8 +11,16 @@ from collections.abc import Sequence
 import torch
 
 from kernels.reference.linear import rows_keep_their_bits
+from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.decoder import Decoder
-from runner.engine.forward_batch import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, Family, ForwardBatch, TileShape
+from runner.engine.forward_batch import (
+    ANY_SHAPE_TILES,
+    ROW_INVARIANT_TILES,
+    SMALL_ROW_INVARIANT_TILES,
+    Family,
+    ForwardBatch,
+    TileShape,
+)
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
 from runner.engine.transformers_model import TransformersModel
@@ -31,8 +39,10 @@ class ModelRunner:
         self.model, self.block_size, self.device, self.dtype = model, block_size, device, dtype
         # Fixed tiles keep a row's bits on the CPU; torch's CUDA products promise nothing of the kind.
         if isinstance(model, Decoder) and batch_invariant and device.type == "cpu":
-            self.tiles = ROW_INVARIANT_TILES
-            self.is_row_invariant = _keeps_bits(model, self.tiles)
+            choices = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)
+            kept = next((tiles for tiles in choices if _keeps_bits(model, tiles, dtype)), None)
+            self.tiles = kept or ROW_INVARIANT_TILES
+            self.is_row_invariant = kept is not None
         else:
             self.tiles = ANY_SHAPE_TILES
             self.is_row_invariant = False
@@ -91,7 +101,7 @@ class ModelRunner:
         return self.model.logits(hidden.index_select(0, index), tile)[: len(rows)]
 
 
-def _keeps_bits(model: Decoder, tiles: dict[Family, TileShape]) -> bool:
+def _keeps_bits(model: Decoder, tiles: dict[Family, TileShape], dtype: torch.dtype) -> bool:
     """Asked of this machine's BLAS at the start, with the weights of one layer and the head."""
     attention, mlp = model.layers[0].attention, model.layers[0].mlp
     layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
@@ -101,4 +111,15 @@ def _keeps_bits(model: Decoder, tiles: dict[Family, TileShape]) -> bool:
         for shape in tiles.values()
         for weight in weights
         if shape.linear is not None
+    ) and all(
+        places_keep_their_bits(
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            tile_rows=shape.attention,
+            context=shape.context,
+            dtype=dtype,
+        )
+        for shape in tiles.values()
+        if shape.context is not None and not shape.is_aligned
     )
