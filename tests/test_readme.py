@@ -57,7 +57,6 @@ def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = blocks("python")
     exec(compile(example, "README.md", "exec"), {})
     printed = capsys.readouterr().out
-    assert "return" in printed or "\n" in printed
     assert "vllm:spec_decode_num_accepted_tokens" in printed
 
 
