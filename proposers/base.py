@@ -100,7 +100,8 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
 def available_methods() -> list[str]:
     import proposers
 
-    return sorted(module.name for module in pkgutil.iter_modules(proposers.__path__) if module.name != "base")
+    modules = pkgutil.iter_modules(proposers.__path__)
+    return sorted(module.name for module in modules if module.name != "base" and not module.ispkg)
 
 
 def proposer_class(method: str) -> type[Proposer]:

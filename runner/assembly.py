@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from proposers.base import Proposer, ProposerContext, proposer_class
-from runner.config import ModelConfig, SpeculativeConfig
+from runner.config import MethodConfig, ModelConfig, SpeculativeConfig
 from runner.engine.checkpoint import DTYPES, ModelSource, load_config, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.kv_cache import BlockManager
@@ -27,18 +27,7 @@ from verifier.rejection_sampler import RejectionSampler
 from verifier.verifier import Verifier
 
 BUILT_IN_MODELS = {"tiny": TARGET_DIR, "tiny-draft": DRAFT_DIR}
-COMMON_METHOD_KEYS = frozenset(
-    {
-        "method",
-        "num_speculative_tokens",
-        "rejection_sample_method",
-        "draft_sample_method",
-        "synthetic_acceptance_rate",
-        "synthetic_acceptance_rates",
-        "synthetic_acceptance_length",
-        "draft_tensor_parallel_size",
-    }
-)
+COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parallel_size"})
 CPU_CACHE_BYTES = 4 * GIB  # as vLLM's default on the CPU
 ACTIVATION_SHARE = 0.05  # of a GPU's memory, kept free for activations until a profile run measures them
 

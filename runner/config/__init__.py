@@ -9,8 +9,10 @@ from runner.config.method import MethodConfig
 from runner.config.method_union import (
     CustomClassMethod,
     DraftModelMethod,
+    NgramGpuMethod,
     NgramMethod,
     NoneMethod,
+    SuffixMethod,
     parse_method,
 )
 from runner.config.model import DraftDefaults, ModelConfig
@@ -29,11 +31,13 @@ __all__ = [
     "JsonlWorkload",
     "MethodConfig",
     "ModelConfig",
+    "NgramGpuMethod",
     "NgramMethod",
     "NoneMethod",
     "Problem",
     "SamplerConfig",
     "SpeculativeConfig",
+    "SuffixMethod",
     "SyntheticWorkload",
     "WorkloadConfig",
     "parse_method",

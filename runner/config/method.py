@@ -13,7 +13,11 @@ from pydantic import Field, Strict, ValidationInfo, field_validator, model_valid
 
 from runner.config.node import Node
 
+RejectionSampleMethod = Literal["strict", "probabilistic", "block", "typical", "synthetic"]
 DraftSampleMethod = Literal["greedy", "probabilistic", "coupled"]
+BatchSizeRange = Annotated[
+    tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0, le=128)]], Strict(False)
+]
 SYNTHETIC_KEYS = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")
 
 
@@ -25,18 +29,35 @@ class MethodConfig(Node):
 
     method: str = Field(description="the speculation method")
     num_speculative_tokens: int = Field(
-        default=4, ge=1, le=128, description="tokens drafted per request and step, in [1, 128]"
+        default=4, ge=0, le=128, description="tokens drafted per request and step at most, in [0, 128]; 0: none"
     )
-    rejection_sample_method: Literal["strict", "probabilistic", "synthetic"] = Field(
+    rejection_sample_method: RejectionSampleMethod = Field(
         default="strict",
-        description="strict keeps the very tokens of plain decoding, probabilistic (alias standard) their "
-        "distribution; synthetic accepts at a set rate whatever the tokens are, for benchmarks",
+        description="strict keeps the very tokens of plain decoding, probabilistic (alias standard) and block their "
+        "distribution; typical is lossy (Medusa's); synthetic accepts at a set rate whatever the tokens are",
     )
     draft_sample_method: DraftSampleMethod | None = Field(
         default=None,
         validate_default=True,
-        description="how a model drafter picks tokens; null: probabilistic under the rule probabilistic, else coupled "
-        "(drawn with the noise the target will use)",
+        description="how a model drafter picks tokens; null: probabilistic under the rules probabilistic and block, "
+        "else coupled (drawn with the noise the target will use)",
+    )
+    posterior_threshold: float = Field(
+        default=0.09, gt=0, le=1, description="typical rule: accept a token at least this probable, in (0, 1]"
+    )
+    posterior_alpha: float = Field(
+        default=0.3,
+        gt=0,
+        le=1,
+        description="typical rule: or at least this times exp(-entropy) of the target's law, in (0, 1]",
+    )
+    num_speculative_tokens_per_batch_size: Annotated[tuple[BatchSizeRange, ...], Strict(False)] | None = Field(
+        default=None,
+        description="[[start, end, K], ...], K in [0, 128]: drafts at most while start..end requests run; gaps and "
+        "what lies behind keep the K before them",
+    )
+    disable_by_batch_size: int | None = Field(
+        default=None, ge=1, description="draft nothing while more requests than this are running or waiting, >= 1"
     )
     synthetic_acceptance_rate: float | None = Field(
         default=None, ge=0, le=1, description="synthetic rule: accepted / drafted tokens on average, in [0, 1]"
@@ -64,7 +85,23 @@ class MethodConfig(Node):
     def _resolve_default(cls, value: DraftSampleMethod | None, info: ValidationInfo) -> DraftSampleMethod:
         if value is not None:
             return value
-        return "probabilistic" if info.data.get("rejection_sample_method") == "probabilistic" else "coupled"
+        rule = info.data.get("rejection_sample_method")
+        return "probabilistic" if rule in ("probabilistic", "block") else "coupled"
+
+    @field_validator("num_speculative_tokens_per_batch_size")
+    @classmethod
+    def _check_ranges(cls, ranges: tuple[BatchSizeRange, ...] | None) -> tuple[BatchSizeRange, ...] | None:
+        if ranges is None:
+            return None
+        if not ranges or ranges[0][0] != 1:
+            raise ValueError(f"must hold ranges [start, end, K] whose first starts at 1, got {_as_lists(ranges)}")
+        for start, end, _ in ranges:
+            if start > end:
+                raise ValueError(f"must have start <= end in every range, got [{start}, {end}]")
+        for (_, end, _), (start, _, _) in itertools.pairwise(ranges):
+            if start <= end:
+                raise ValueError(f"must hold ascending ranges that do not overlap, got {_as_lists(ranges)}")
+        return ranges
 
     @model_validator(mode="after")
     def _check_synthetic(self) -> MethodConfig:
@@ -153,3 +190,7 @@ class MethodConfig(Node):
                     "not the very tokens (at temperature 0 they are the same rule)"
                 )
         return config, notes
+
+
+def _as_lists(ranges: tuple[BatchSizeRange, ...]) -> list[list[int]]:
+    return [list(entry) for entry in ranges]

@@ -27,6 +27,10 @@ class NoneMethod(MethodConfig):
         "num_speculative_tokens",
         "rejection_sample_method",
         "draft_sample_method",
+        "posterior_threshold",
+        "posterior_alpha",
+        "num_speculative_tokens_per_batch_size",
+        "disable_by_batch_size",
         *SYNTHETIC_KEYS,
     )
 
@@ -36,12 +40,11 @@ class NoneMethod(MethodConfig):
         return {}, ["method=none is vLLM without a speculative_config"]
 
 
-class NgramMethod(MethodConfig):
-    """Prompt lookup: drafts what followed an earlier occurrence of the n-gram that ends the text."""
+class PromptLookupMethod(MethodConfig):
+    """What the two n-gram methods share."""
 
     ignored_keys: ClassVar[tuple[str, ...]] = ("draft_sample_method",)
 
-    method: Literal["ngram"] = Field(default="ngram", description="drafts copied from earlier in the same text")
     prompt_lookup_min: int = Field(
         default=5, ge=1, description="shortest n-gram matched, tokens, in [1, prompt_lookup_max]; null takes the max"
     )
@@ -62,7 +65,7 @@ class NgramMethod(MethodConfig):
         return values | {key: bound for key, bound in bounds.items() if bound is not None}
 
     @model_validator(mode="after")
-    def _check_bounds(self) -> NgramMethod:
+    def _check_bounds(self) -> PromptLookupMethod:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min must be <= prompt_lookup_max ({self.prompt_lookup_max}), "
@@ -74,6 +77,59 @@ class NgramMethod(MethodConfig):
         config, notes = super().to_vllm()
         bounds = {"prompt_lookup_min": self.prompt_lookup_min, "prompt_lookup_max": self.prompt_lookup_max}
         return config | bounds, notes
+
+
+class NgramMethod(PromptLookupMethod):
+    """Prompt lookup: drafts what followed an earlier occurrence of the n-gram that ends the text."""
+
+    method: Literal["ngram"] = Field(default="ngram", description="drafts copied from earlier in the same text")
+
+
+class NgramGpuMethod(PromptLookupMethod):
+    """Prompt lookup on the device, without a word to the host."""
+
+    method: Literal["ngram_gpu"] = Field(default="ngram_gpu", description="prompt lookup on the device, no host sync")
+
+
+class SuffixMethod(MethodConfig):
+    """Suffix decoding: drafts what followed the same words before, in this request or in finished ones."""
+
+    ignored_keys: ClassVar[tuple[str, ...]] = ("draft_sample_method",)
+
+    method: Literal["suffix"] = Field(default="suffix", description="drafts copied from earlier requests and this one")
+    num_speculative_tokens: int = Field(
+        default=24, ge=0, le=128, description="tokens drafted per request and step at most, in [0, 128]; 0: none"
+    )
+    suffix_decoding_max_tree_depth: int = Field(
+        default=24, ge=1, le=1024, description="tokens matched and drafted together at most, in [1, 1024]"
+    )
+    suffix_decoding_max_cached_requests: int = Field(
+        default=10000, ge=0, description="finished responses kept, the oldest leaves first; 0 keeps none"
+    )
+    suffix_decoding_max_spec_factor: float = Field(
+        default=1.0, ge=0, description="drafted tokens at most, as a multiple of the tokens matched, >= 0"
+    )
+    suffix_decoding_min_token_prob: float = Field(
+        default=0.1, ge=0, le=1, description="draft while the estimated probability of getting there is this, in [0, 1]"
+    )
+    suffix_decoding_corpus: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a .jsonl file of earlier responses (token_ids or text, as outputs.jsonl has) to start from",
+    )
+
+    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
+        config, notes = super().to_vllm()
+        for key in (
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        ):
+            config[key] = getattr(self, key)
+        if self.suffix_decoding_corpus is not None:
+            notes.append("suffix_decoding_corpus has no counterpart in vLLM: its tree starts empty")
+        return config, notes
 
 
 class DraftModelMethod(MethodConfig):
@@ -151,7 +207,8 @@ def infer_method(values: Any) -> Any:
                 f"method inferred from the name of model {model!r} is {values['method']}, which is not available; "
                 "name method=draft_model if it is a plain draft model"
             )
-    if values["method"] == "ngram" and model in (None, "ngram", "[ngram]"):
+    method = values["method"]
+    if method in ("ngram", "ngram_gpu", "suffix") and model in (None, method, f"[{method}]", "ngram", "[ngram]"):
         values.pop("model", None)
     return values
 
@@ -169,7 +226,7 @@ def is_dotted_path(model: str) -> bool:
     return "." in model and all(part.isidentifier() for part in model.split("."))
 
 
-AnyMethod = NoneMethod | NgramMethod | DraftModelMethod | CustomClassMethod
+AnyMethod = NoneMethod | NgramMethod | NgramGpuMethod | SuffixMethod | DraftModelMethod | CustomClassMethod
 METHODS = tuple(str(member.model_fields["method"].default) for member in node_classes(AnyMethod))
 MethodUnion = Annotated[Annotated[AnyMethod, Field(discriminator="method")], BeforeValidator(infer_method)]
 
