@@ -115,21 +115,8 @@ class LLM:
         observer: Observer | None = None,
     ) -> RequestTraces:
         """Bring requests to their end with one proposer; a request that cannot run fails and the rest go on."""
-        engine, hardware = self.engine, self.config.hardware
-        scheduler = Scheduler(
-            block_manager=engine.block_manager,
-            stop_rules=StopRules(
-                eos_token_ids=frozenset(engine.eos_token_ids),
-                max_model_len=engine.target_info.max_model_len,
-                decode=engine.tokenizer.decode if engine.tokenizer.is_available else None,
-            ),
-            vocab_size=engine.target.model.vocab_size,
-            max_num_seqs=hardware.max_num_seqs,
-            max_num_batched_tokens=hardware.max_num_batched_tokens,
-            enable_chunked_prefill=hardware.enable_chunked_prefill,
-            num_speculative_tokens=proposer.num_speculative_tokens,
-        )
-        traces = RequestTraces(engine.tokenizer.decode, categories or {})
+        scheduler = self.scheduler_for(proposer)
+        traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
         arriving = deque(requests)
         try:
             while arriving or scheduler.has_unfinished:
@@ -146,6 +133,23 @@ class LLM:
                 if not request.is_finished:
                     scheduler.abort(request)
         return traces
+
+    def scheduler_for(self, proposer: Proposer) -> Scheduler:
+        """An empty schedule over the engine's cache; for those who drive `step` themselves."""
+        engine, hardware = self.engine, self.config.hardware
+        return Scheduler(
+            block_manager=engine.block_manager,
+            stop_rules=StopRules(
+                eos_token_ids=frozenset(engine.eos_token_ids),
+                max_model_len=engine.target_info.max_model_len,
+                decode=engine.tokenizer.decode if engine.tokenizer.is_available else None,
+            ),
+            vocab_size=engine.target.model.vocab_size,
+            max_num_seqs=hardware.max_num_seqs,
+            max_num_batched_tokens=hardware.max_num_batched_tokens,
+            enable_chunked_prefill=hardware.enable_chunked_prefill,
+            num_speculative_tokens=proposer.num_speculative_tokens,
+        )
 
     def _admit(self, request: Request, scheduler: Scheduler, metrics: MetricsCollector, traces: RequestTraces) -> None:
         request.arrival_time = time.perf_counter()
