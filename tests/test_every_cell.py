@@ -1,0 +1,121 @@
+"""Every method under every lossless rule and every sampler, through the whole engine.
+
+Where the rule promises plain decoding's tokens they are compared; where it promises the law, many requests are drawn
+and the joint law of their first tokens is compared with the exact one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+from proposers.base import available_methods
+from runner.engine.launch import Part
+from runner.engine.request import Request
+from runner.engine.sampling import SamplingRows, process_logits
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from tests.conftest import Engines, complete
+from tests.test_losslessness import method_config, tell_test_proposers
+
+METHODS = [method for method in available_methods() if method != "none"]
+RULES = ("strict", "probabilistic", "block")
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "greedy, penalties": {"temperature": 0.0, "frequency_penalty": 0.8, "repetition_penalty": 1.2},
+    "temperature": {"temperature": 1.0},
+    "top-k, top-p, min-p": {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.02},
+    "penalties, bias": {"temperature": 1.2, "presence_penalty": 0.7, "logit_bias": {1: 1.5}},
+}
+VOCAB_SIZE, NUM_TOKENS = 6, 3
+SMALL = {"architecture": {"vocab_size": VOCAB_SIZE, "eos_token_id": 5}, "max_num_seqs": 128}
+PROMPT = {"prompt_token_ids": [0, 1, 2, 3, 0, 1, 2, 4, 0, 1]}
+NUM_REQUESTS = 1500
+ALPHA = 1e-4  # of each of the tests, their seeds being fixed
+
+
+def sampling_params(sampler: str, num_requests: int, num_tokens: int = NUM_TOKENS) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=5, n=num_requests, **SAMPLERS[sampler])
+
+
+def exact_law(llm: LLM, params: SamplingParams) -> torch.Tensor:
+    """Probability of every sequence of NUM_TOKENS tokens after PROMPT, [VOCAB_SIZE ** NUM_TOKENS] float64."""
+    probability = {(): torch.tensor(1.0, dtype=torch.float64)}
+    for length in range(NUM_TOKENS):
+        longer = {}
+        for prefix in itertools.product(range(VOCAB_SIZE), repeat=length):
+            request = Request(
+                request_id="law",
+                prompt_token_ids=PROMPT["prompt_token_ids"],
+                output_token_ids=list(prefix),
+                sampling_params=params,
+                seed=0,
+                block_table=[1],
+            )
+            logits = llm.engine.target.run([Part(request=request, start=0, end=request.num_tokens, num_logits=1)])
+            rows = SamplingRows.build(
+                [request], [0], [0], None, vocab_size=VOCAB_SIZE, eos_token_ids=(5,), device=logits.device
+            )
+            law = process_logits(logits, rows)[0].double().softmax(0)
+            longer |= {(*prefix, token): probability[prefix] * law[token] for token in range(VOCAB_SIZE)}
+        probability = longer
+    return torch.stack([probability[s] for s in itertools.product(range(VOCAB_SIZE), repeat=NUM_TOKENS)])
+
+
+def p_value(requests: list[Request], law: torch.Tensor) -> float:
+    """Of Pearson's chi-square; sequences expected fewer than five times are pooled."""
+    weights = [VOCAB_SIZE**place for place in reversed(range(NUM_TOKENS))]
+    index = [sum(t * w for t, w in zip(request.output_token_ids, weights, strict=True)) for request in requests]
+    counts, expected = torch.bincount(torch.tensor(index), minlength=len(law)), law * len(requests)
+    assert not counts[law == 0].any(), "a token outside the law was said"
+    rare = expected < 5
+    observed = [*counts[~rare].tolist(), int(counts[rare].sum())]
+    hoped = [*expected[~rare].tolist(), float(expected[rare].sum())]
+    if hoped[-1] == 0:
+        observed.pop(), hoped.pop()
+    scale = sum(observed) / sum(hoped)
+    return float(stats.chisquare(observed, [value * scale for value in hoped]).pvalue)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cell_keeps_what_its_rule_promises(engines: Engines, method: str, rule: str, sampler: str) -> None:
+    config = method_config(method, 2, rejection_sample_method=rule)
+    if "prompt_lookup_min" in config:  # of six tokens something always matches; the longer n-grams match less
+        config["prompt_lookup_min"] = 1
+    llm = engines(config, **SMALL)
+    keeps_tokens = rule == "strict" or sampler.startswith("greedy")
+    params = sampling_params(sampler, 6, 40) if keeps_tokens else sampling_params(sampler, NUM_REQUESTS)
+    plain, _ = complete(engines(None, **SMALL), [PROMPT], [sampling_params(sampler, 6, 40)])
+    tell_test_proposers(plain)
+    requests, metrics = complete(llm, [PROMPT], [params])
+    assert 0 < metrics.num_accepted_tokens < sum(point.num_draft_tokens for point in metrics.step_points)
+    if keeps_tokens:
+        assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in plain]
+    else:
+        law = exact_law(llm, params)
+        assert float(law.sum()) == pytest.approx(1.0)
+        assert p_value(requests, law) > ALPHA
+
+
+def test_plain_decoding_follows_the_exact_law(engines: Engines) -> None:
+    """The sampler's own test: strict and none could share a bias."""
+    llm = engines(None, **SMALL)
+    for sampler in ("temperature", "top-k, top-p, min-p", "penalties, bias"):
+        params = sampling_params(sampler, NUM_REQUESTS)
+        requests, _ = complete(llm, [PROMPT], [params])
+        assert p_value(requests, exact_law(llm, params)) > ALPHA
+
+
+def test_the_sample_finds_a_rule_that_is_slightly_wrong(engines: Engines) -> None:
+    """Power: the law of a temperature a third off is refused."""
+    params = sampling_params("temperature", NUM_REQUESTS)
+    requests, _ = complete(engines(None, **SMALL), [PROMPT], [params])
+    warmer = dataclasses.replace(params, temperature=4 / 3)
+    assert p_value(requests, exact_law(engines(None, **SMALL), warmer)) < ALPHA
