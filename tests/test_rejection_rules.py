@@ -298,8 +298,10 @@ def test_synthetic_acceptance_ignores_the_tokens_and_ends_with_the_targets_own()
 
 
 def test_a_misconfigured_sampler_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rejection_sample_method must be one of strict, .* got 'typical'"):
-        RejectionSampler(rejection_sample_method="typical")
+    with pytest.raises(ValueError, match=r"rejection_sample_method must be one of strict, .* got 'fly'"):
+        RejectionSampler(rejection_sample_method="fly")
+    with pytest.raises(ValueError, match=r"posterior_alpha must be in \(0, 1\], got 0"):
+        RejectionSampler(rejection_sample_method="typical", posterior_alpha=0.0)
     with pytest.raises(ValueError, match="must be given for rejection_sample_method 'synthetic'"):
         RejectionSampler(rejection_sample_method="synthetic")
     with pytest.raises(ValueError, match="and for no other"):

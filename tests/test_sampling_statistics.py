@@ -19,7 +19,7 @@ from kernels.reference.philox import Stream, fold_seeds, uniform
 from kernels.reference.sampling import gumbel_argmax
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
-from verifier import rejection_sampler
+from verifier import rules
 from verifier.rejection_sampler import RejectionSampler
 
 ALPHA = 1e-4
@@ -184,7 +184,7 @@ def test_one_step_over_4096_tokens_yields_the_target_law() -> None:
         rows = sampled_rows(seeds, position, vocab_size)
         num_drafting = slab // 8
         drafting = sampled_rows(seeds[:num_drafting], position[:num_drafting], vocab_size)
-        token_ids, _ = draft_tokens(draft.expand(num_drafting, -1), drafting, "coupled")
+        token_ids, _ = draft_tokens(draft.expand(num_drafting, -1), drafting, "coupled", need_probs=False)
         row_seeds = torch.cat([seeds[:num_drafting].repeat_interleave(2), seeds[num_drafting:]])
         row_positions = torch.full((slab + num_drafting,), 12)
         row_positions[1 : 2 * num_drafting : 2] += 1
@@ -197,7 +197,7 @@ def test_one_step_over_4096_tokens_yields_the_target_law() -> None:
         strict_accepted.append(output.num_accepted_tokens[:num_drafting])
         pairs.append(output.token_ids[output.num_accepted_tokens == 1])
 
-        token_ids, probs = draft_tokens(draft.expand(slab, -1), rows, "probabilistic")
+        token_ids, probs = draft_tokens(draft.expand(slab, -1), rows, "probabilistic", need_probs=True)
         output = RejectionSampler(rejection_sample_method="probabilistic")(
             target.expand(2 * slab, -1),
             DraftTokens(token_ids=token_ids, cu_num_draft_tokens=list(range(slab + 1)), probs=probs),
@@ -312,7 +312,7 @@ def test_a_residual_that_reuses_the_drafts_noise_is_caught(monkeypatch: pytest.M
     class BrokenStream:
         ACCEPT, TARGET, RESIDUAL = Stream.ACCEPT, Stream.TARGET, Stream.DRAFT
 
-    monkeypatch.setattr(rejection_sampler, "Stream", BrokenStream)
+    monkeypatch.setattr(rules, "Stream", BrokenStream)
     target, draft, law = markov_case(3)
     tokens = decode_markov("probabilistic", "probabilistic", target, draft, num_requests=20_000, num_tokens=3)
     counts = torch.bincount(sequence_index(tokens), minlength=len(law))
