@@ -242,7 +242,13 @@ def test_the_probabilistic_rule_is_its_definition_request_by_request(has_probs: 
 @pytest.mark.parametrize("has_probs", [False, True])
 def test_the_block_rule_is_its_definition_request_by_request(has_probs: bool) -> None:
     """Algorithm 2 of arXiv 2403.10444 in Python's own floats, one token after another, with noise looked up."""
-    requests, drafts, logits, probs = random_batch(120, 37, seed=8)
+    requests, drafts, logits, _ = random_batch(300, 37, seed=8, max_draft=6)
+    generator = torch.Generator().manual_seed(8)
+    is_draft = torch.tensor([i < len(draft) for draft in drafts for i in range(len(draft) + 1)])
+    # Laws near the target's, so that prefixes of every probability occur.
+    probs = (logits[is_draft] + 1.5 * torch.randn(int(is_draft.sum()), 37, generator=generator)).softmax(-1)
+    drawn = iter(torch.multinomial(probs, 1, generator=generator).flatten().tolist())
+    drafts = [[next(drawn) for _ in draft] for draft in drafts]
     output = verify("block", logits, requests, drafts, probs if has_probs else None)
     processed = process_logits(logits, verify_rows(requests, drafts, 37))
     row = flat = 0
@@ -278,13 +284,15 @@ def test_the_block_rule_is_its_definition_request_by_request(has_probs: bool) ->
             noise = gumbel(seed, position, stream, vocab_size=37)[0]
             law = (scale * laws[kept] - guesses[kept]).clamp(min=0).log() if rejected else processed[row + kept]
             last = int((law + noise).argmax())
+            unscaled = (laws[kept] - guesses[kept]).clamp(min=0).log() if rejected else law
+            fates.add(("scale matters", last != int((unscaled + noise).argmax())))
         tokens = [*draft[:kept], last]
         assert output.token_ids[b].tolist() == tokens + [-1] * (output.token_ids.shape[1] - len(tokens))
         assert int(output.num_accepted_tokens[b]) == kept
         row += len(draft) + 1
         flat += len(draft)
     assert fates >= {(True, True), (True, False), (False, True), (False, False), ("gap", False)}
-    assert ("gap", True) in fates or not has_probs
+    assert fates >= {("gap", True), ("scale matters", True)} or not has_probs
 
 
 def test_typical_acceptance_has_exactly_medusas_region() -> None:
