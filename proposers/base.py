@@ -29,6 +29,9 @@ class ProposerContext:
     dtype: torch.dtype
     batch_invariant: bool
     needs_draft_probs: bool  # the verification rule reads the law q each draft was drawn from
+    # The rule looks at drafts beyond its cut, so no step may draw with noise of an earlier one: the step's key is the
+    # number of committed tokens at its start, Request.num_tokens.
+    keys_by_draft_step: bool = False
 
 
 class Proposer(ABC):

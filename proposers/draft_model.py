@@ -153,7 +153,11 @@ class DraftModelProposer(Proposer):
             device=self.context.device,
         )
         return draft_tokens(
-            process_logits(logits, rows), rows, self.draft_sample_method, need_probs=self.context.needs_draft_probs
+            process_logits(logits, rows),
+            rows,
+            self.draft_sample_method,
+            need_probs=self.context.needs_draft_probs,
+            draft_step=rows.positions - step if self.context.keys_by_draft_step else 0,
         )
 
 

@@ -78,6 +78,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         )
     tokenizer = _load_tokenizer(config.model, source)
     eos_token_ids = _eos_token_ids(source, info, tokenizer)
+    rejection_sampler = _rejection_sampler(config)
     context = ProposerContext(
         vocab_size=info.model.vocab_size,
         max_model_len=info.max_model_len,
@@ -86,7 +87,8 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         device=device,
         dtype=dtype,
         batch_invariant=hardware.batch_invariant,
-        needs_draft_probs=config.method.rejection_sample_method == "probabilistic",
+        needs_draft_probs=rejection_sampler.rule.reads_draft_probs,
+        keys_by_draft_step=rejection_sampler.rule.keys_by_draft_step,
     )
     proposer = _build_proposer(config, context)
     blocks = _num_blocks(config, info, target, proposer, device)
@@ -100,7 +102,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         target_info=info,
         proposer=proposer,
         plain_proposer=proposer_class("none")(num_speculative_tokens=0, context=context),
-        verifier=Verifier(target=target, rejection_sampler=_rejection_sampler(config), eos_token_ids=eos_token_ids),
+        verifier=Verifier(target=target, rejection_sampler=rejection_sampler, eos_token_ids=eos_token_ids),
         block_manager=BlockManager(blocks, hardware.block_size),
         eos_token_ids=eos_token_ids,
     )
@@ -232,7 +234,12 @@ def _rejection_sampler(config: SpeculativeConfig) -> RejectionSampler:
     method = config.method
     rule = "strict" if method.method == "none" else method.rejection_sample_method
     rates = method.synthetic_conditional_rates() if rule == "synthetic" else None
-    return RejectionSampler(rejection_sample_method=rule, synthetic_conditional_rates=rates)
+    return RejectionSampler(
+        rejection_sample_method=rule,
+        synthetic_conditional_rates=rates,
+        posterior_threshold=method.posterior_threshold,
+        posterior_alpha=method.posterior_alpha,
+    )
 
 
 def _num_blocks(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -50,7 +50,12 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
         tracking_uri=config.tracking_uri,
         experiment_name=config.experiment_name,
         run_name=config.run_name or _run_name(config),
-        tags={"method": method, "model": config.model.model, "workload": config.workload.name},
+        tags={
+            "method": method,
+            "model": config.model.model,
+            "workload": config.workload.name,
+            "lossless": str(_lossless(config)).lower(),  # tokens | distribution | false
+        },
     )
     with tracker:
         tracker.log_params(config.model_dump(mode="json"))
@@ -95,13 +100,14 @@ def measure(llm: LLM, items: Sequence[WorkloadItem]) -> Measurement:
         baseline, _, _ = _measure_one(llm, engine.plain_proposer, items, params, "plain decoding")
     metrics, requests, errors = _measure_one(llm, engine.proposer, items, params, method)
     identical = None
-    if baseline is not None and keeps_the_tokens(config):
+    if baseline is not None and _lossless(config) == "tokens":
         identical = count_identical(metrics.records, baseline.records)
     summary = metrics.summary(
         method=method,
         num_speculative_tokens=engine.proposer.num_speculative_tokens,
         baseline=None if baseline is None else baseline.summary(method="none", num_speculative_tokens=0),
         identical_to_baseline=identical,
+        lossless=_lossless(config),
         peak_memory_bytes=_peak_memory(engine.device),
         num_preemptions=sum(request.num_preemptions for request in requests),
     )
@@ -119,20 +125,15 @@ def measure(llm: LLM, items: Sequence[WorkloadItem]) -> Measurement:
     )
 
 
-def keeps_the_tokens(config: SpeculativeConfig) -> bool:
-    """Whether the rule promises plain decoding's very tokens, so that comparing them says something."""
-    rule = config.method.rejection_sample_method
-    return rule == "strict" or (rule == "probabilistic" and config.sampler.temperature == 0)
-
-
 def promise_notes(llm: LLM) -> list[str]:
     """Why the bitwise promise is off in this run, if it is."""
     config, engine = llm.config, llm.engine
     notes = []
-    if config.method.method != "none" and not keeps_the_tokens(config):
-        notes.append(
-            f"rejection_sample_method={config.method.rejection_sample_method} does not keep plain decoding's tokens"
-        )
+    rule = f"rejection_sample_method={config.method.rejection_sample_method}"
+    if _lossless(config) == "distribution":
+        notes.append(f"{rule} keeps the distribution of plain decoding's tokens, not the very tokens")
+    elif not _lossless(config):
+        notes.append(f"lossy: {rule} keeps neither plain decoding's tokens nor their distribution")
     if not engine.target.model.is_row_invariant:
         notes.append(
             "bitwise promise off: this architecture runs through transformers' modelling code, whose rows depend on "
@@ -179,6 +180,10 @@ def _warm_up(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) ->
 def _requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> list[Request]:
     prompts = [item.prompt for item in items]
     return make_requests(prompts, [params] * len(prompts), llm.engine.tokenizer, llm.config.seed)
+
+
+def _lossless(config: SpeculativeConfig) -> Literal["tokens", "distribution", False]:
+    return config.method.lossless(config.sampler.temperature)
 
 
 def _run_name(config: SpeculativeConfig) -> str:

@@ -101,6 +101,7 @@ METHODS = {
         "method": "draft_model", "num_speculative_tokens": 2, "rejection_sample_method": "probabilistic",
         "draft_sample_method": "greedy",
     },
+    "block": {"method": "draft_model", "num_speculative_tokens": 2, "rejection_sample_method": "block"},
 }  # fmt: skip
 
 

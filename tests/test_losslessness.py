@@ -159,14 +159,14 @@ def test_a_coupled_draft_is_accepted_more_often_than_an_independent_one(engines:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("blocks", [None, 11])
-def test_at_temperature_zero_the_probabilistic_rule_changes_no_token(
-    engines: Engines, method: str, blocks: int | None
+@pytest.mark.parametrize(("rule", "blocks"), [("probabilistic", None), ("probabilistic", 11), ("block", 11)])
+def test_at_temperature_zero_a_lossless_rule_changes_no_token(
+    engines: Engines, method: str, rule: str, blocks: int | None
 ) -> None:
     greedy = [SamplingParams(temperature=0.0, max_tokens=20, frequency_penalty=0.1 * i) for i in range(len(PROMPTS))]
     expected, _ = complete(engines(**ROOMY), PROMPTS, greedy)
     tell_test_proposers(expected)
-    config = method_config(method, 4, rejection_sample_method="probabilistic")
+    config = method_config(method, 4, rejection_sample_method=rule)
     requests, metrics = complete(engines(config, num_gpu_blocks_override=blocks, **ROOMY), PROMPTS, greedy)
     assert answers(requests) == answers(expected)
     assert counts(metrics)[1] > 0

@@ -118,6 +118,36 @@ def test_any_cross_product_of_common_keys_composes(method: str, rule: str, draft
     assert parse_method(values).method == method
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_block_refuses_coupled_drafts_of_methods_that_draw_drafts(method: str) -> None:
+    """It would look at the noise of target tokens to come: measured in tests/test_block_over_steps.py."""
+    values = {"method": method, "rejection_sample_method": "block", "draft_sample_method": "coupled"}
+    values |= {"model": "a.B"} if method == "custom_class" else {}
+    if method != "draft_model":
+        assert parse_method(values).rejection_sample_method == "block"
+    else:
+        with pytest.raises(ConfigError, match="must be probabilistic or greedy under rejection_sample_method=block"):
+            parse_method(values)
+
+
+@pytest.mark.parametrize(
+    ("rule", "at_zero", "sampled"),
+    [
+        ("strict", "tokens", "tokens"),
+        ("probabilistic", "tokens", "distribution"),
+        ("standard", "tokens", "distribution"),
+        ("block", "tokens", "distribution"),
+        ("typical", False, False),
+        ("synthetic", False, False),
+    ],
+)
+def test_a_rule_says_what_it_keeps_of_plain_decodings_text(rule: str, at_zero: Any, sampled: Any) -> None:
+    key = {"synthetic_acceptance_rate": 0.5} if rule == "synthetic" else {}
+    method = parse_method({"method": "ngram", "rejection_sample_method": rule} | key)
+    assert (method.lossless(0.0), method.lossless(0.7)) == (at_zero, sampled)
+    assert parse_method({"method": "none", "rejection_sample_method": rule} | key).lossless(0.7) == "tokens"
+
+
 def test_none_ignores_the_common_keys_with_a_note() -> None:
     method = parse_method({"method": "none", "num_speculative_tokens": 8, "draft_sample_method": "greedy"})
     assert method.notes() == ["method=none ignores num_speculative_tokens=8, draft_sample_method=greedy"]

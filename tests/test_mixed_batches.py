@@ -6,6 +6,8 @@ against their drafts, and a sampled request was judged by another one's.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from runner.engine.sampling_params import SamplingParams
@@ -22,8 +24,14 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic", "coupled"])
-@pytest.mark.parametrize("rule", ["strict", "probabilistic"])
+@pytest.mark.parametrize(
+    ("rule", "draft_sample_method"),
+    [
+        *itertools.product(["strict", "probabilistic", "typical"], ["greedy", "probabilistic", "coupled"]),
+        ("block", "greedy"),
+        ("block", "probabilistic"),
+    ],
+)
 def test_a_request_gets_the_tokens_it_gets_alone(engines: Engines, rule: str, draft_sample_method: str) -> None:
     """All noise is keyed by seed and position, so under every rule a neighbour changes nothing."""
     llm = engines(
@@ -42,8 +50,9 @@ def test_a_request_gets_the_tokens_it_gets_alone(engines: Engines, rule: str, dr
         assert request.output_token_ids == alone.output_token_ids
 
 
-def test_greedy_requests_get_plain_decodings_tokens_beside_sampled_ones(engines: Engines) -> None:
-    method = {"method": "draft_model", "num_speculative_tokens": 4, "rejection_sample_method": "probabilistic"}
+@pytest.mark.parametrize("rule", ["probabilistic", "block", "typical"])
+def test_greedy_requests_get_plain_decodings_tokens_beside_sampled_ones(engines: Engines, rule: str) -> None:
+    method = {"method": "draft_model", "num_speculative_tokens": 4, "rejection_sample_method": rule}
     mixed, _ = complete(engines(method), PROMPTS, PARAMS)
     plain, _ = complete(engines(None), PROMPTS, PARAMS)
     for ours, theirs in zip(mixed, plain, strict=True):

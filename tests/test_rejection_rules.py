@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream, gumbel, uniform
 from kernels.reference.rejection import accept_probabilistic, residual, residual_one_hot
 from runner.engine.request import DraftTokens, Request, VerifyOutput
@@ -19,7 +21,7 @@ from runner.engine.sampling import SamplingRows, draft_tokens, process_logits, s
 from runner.engine.sampling_params import SamplingParams
 from verifier.rejection_sampler import RejectionSampler
 
-LOSSLESS = ("strict", "probabilistic", "standard")
+LOSSLESS = ("strict", "probabilistic", "standard", "block")
 GREEDY = SamplingParams(temperature=0.0)
 MIXED_PARAMS = [
     GREEDY,
@@ -146,7 +148,7 @@ def test_equal_laws_leave_the_target_law_as_residual_and_never_nan() -> None:
     assert torch.equal(residual_one_hot(p, torch.tensor([-1, 0])), p)
 
 
-@pytest.mark.parametrize("method", LOSSLESS)
+@pytest.mark.parametrize("method", [*LOSSLESS, "typical"])
 @pytest.mark.parametrize(
     ("drafts", "targets", "expected", "accepted"),
     [
@@ -238,7 +240,107 @@ def test_the_probabilistic_rule_is_its_definition_request_by_request(has_probs: 
 
 
 @pytest.mark.parametrize("has_probs", [False, True])
-@pytest.mark.parametrize("method", [*LOSSLESS, "synthetic"])
+def test_the_block_rule_is_its_definition_request_by_request(has_probs: bool) -> None:
+    """Algorithm 2 of arXiv 2403.10444 in Python's own floats, one token after another, with noise looked up."""
+    requests, drafts, logits, _ = random_batch(300, 37, seed=8, max_draft=6)
+    generator = torch.Generator().manual_seed(8)
+    is_draft = torch.tensor([i < len(draft) for draft in drafts for i in range(len(draft) + 1)])
+    # Laws near the target's, so that prefixes of every probability occur.
+    probs = (logits[is_draft] + 1.5 * torch.randn(int(is_draft.sum()), 37, generator=generator)).softmax(-1)
+    drawn = iter(torch.multinomial(probs, 1, generator=generator).flatten().tolist())
+    drafts = [[next(drawn) for _ in draft] for draft in drafts]
+    output = verify("block", logits, requests, drafts, probs if has_probs else None)
+    processed = process_logits(logits, verify_rows(requests, drafts, 37))
+    row = flat = 0
+    fates = set()
+    for b, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+        seed, step = torch.tensor([request.seed]), torch.tensor([request.num_tokens])
+        laws = processed[row : row + len(draft) + 1].softmax(-1).double()
+        guesses = probs[flat : flat + len(draft)] if has_probs else torch.eye(37)[draft]
+        guesses = guesses.double()
+        kept, joint, scale = 0, 1.0, 1.0
+        for i, token in enumerate(draft, start=1):
+            if request.sampling_params.is_greedy:
+                if kept == i - 1 and int(processed[row + i - 1].argmax()) == token:
+                    kept = i
+                continue
+            joint = min(joint * float(laws[i - 1, token]) / float(guesses[i - 1, token]), 1.0)
+            if i == len(draft):
+                h = joint
+            else:
+                mass = float((joint * laws[i] - guesses[i]).clamp(min=0).sum())
+                h = mass / (mass + 1 - joint) if joint < 1 else 1.0
+            u = float(uniform(seed, step + i - 1, Stream.ACCEPT, step))
+            if u < h:
+                fates.add(("gap", i > kept + 1))
+                kept, scale = i, joint
+        position = torch.tensor([request.num_tokens + kept])
+        rejected = kept < len(draft)
+        fates.add((request.sampling_params.is_greedy, rejected))
+        if request.sampling_params.is_greedy:
+            last = int(processed[row + kept].argmax())
+        else:
+            stream = Stream.RESIDUAL if rejected else Stream.TARGET
+            noise = gumbel(seed, position, stream, vocab_size=37)[0]
+            law = (scale * laws[kept] - guesses[kept]).clamp(min=0).log() if rejected else processed[row + kept]
+            last = int((law + noise).argmax())
+            unscaled = (laws[kept] - guesses[kept]).clamp(min=0).log() if rejected else law
+            fates.add(("scale matters", last != int((unscaled + noise).argmax())))
+        tokens = [*draft[:kept], last]
+        assert output.token_ids[b].tolist() == tokens + [-1] * (output.token_ids.shape[1] - len(tokens))
+        assert int(output.num_accepted_tokens[b]) == kept
+        row += len(draft) + 1
+        flat += len(draft)
+    assert fates >= {(True, True), (True, False), (False, True), (False, False), ("gap", False)}
+    assert fates >= {("gap", True), ("scale matters", True)} or not has_probs
+
+
+def test_typical_acceptance_has_exactly_medusas_region() -> None:
+    """p(x) > min(posterior_threshold, posterior_alpha * exp(-H)); flat laws and peaked ones, tokens of mass 0."""
+    generator = torch.Generator().manual_seed(9)
+    p = (torch.randn(400, 6, generator=generator).double() * torch.linspace(0, 8, 400).unsqueeze(1)).softmax(-1)
+    p[::7, 2] = 0.0  # a token that top-k has taken away
+    p /= p.sum(dim=1, keepdim=True)
+    entropies = ops.entropy(p)
+    sides = set()
+    for threshold, alpha in ((0.09, 0.3), (0.3, 0.09), (1.0, 1.0), (0.01, 1.0)):
+        keys = {"posterior_threshold": threshold, "posterior_alpha": alpha}
+        accepted = torch.stack([ops.accept_typical(p[:, x], entropies, **keys) for x in range(6)], dim=1)
+        for law, row in zip(p.tolist(), accepted.tolist(), strict=True):
+            scaled = alpha * math.exp(math.fsum(x * math.log(x) for x in law if x > 0))
+            bound = min(threshold, scaled)
+            if min(abs(x - bound) for x in law) > 1e-12:
+                assert row == [x > bound for x in law]
+            sides.add(scaled < threshold)
+    assert sides == {True, False}
+
+
+def test_typical_acceptance_ends_with_the_targets_own_token() -> None:
+    requests, drafts, logits, probs = random_batch(80, 37, seed=10)
+    rows = verify_rows(requests, drafts, 37)
+    processed = process_logits(logits, rows)
+    targets = sample_tokens(processed, rows).tolist()
+    laws = processed.double().softmax(-1)
+    output = verify("typical", logits, requests, drafts, probs)
+    row, fates = 0, set()
+    for b, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+        kept = 0
+        for token in draft:
+            p = laws[row + kept]
+            bound = min(0.09, 0.3 * math.exp(float((p * p.clamp(min=1e-300).log()).sum())))
+            greedy = request.sampling_params.is_greedy
+            if token != targets[row + kept] if greedy else float(p[token]) <= bound:
+                break
+            fates.add((greedy, token == targets[row + kept]))
+            kept += 1
+        assert output.token_ids[b, : kept + 1].tolist() == [*draft[:kept], targets[row + kept]]
+        assert int(output.num_accepted_tokens[b]) == kept
+        row += len(draft) + 1
+    assert fates == {(True, True), (False, True), (False, False)}  # tokens the target would not have drawn stay
+
+
+@pytest.mark.parametrize("has_probs", [False, True])
+@pytest.mark.parametrize("method", [*LOSSLESS, "typical", "synthetic"])
 def test_a_request_in_a_mixed_ragged_batch_gets_what_it_gets_alone(method: str, has_probs: bool) -> None:
     requests, drafts, logits, probs = random_batch(40, 131, seed=3)
     rates = [0.8, 0.7, 0.6, 0.5] if method == "synthetic" else None
@@ -256,14 +358,15 @@ def test_a_request_in_a_mixed_ragged_batch_gets_what_it_gets_alone(method: str, 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.6, top_k=7, top_p=0.9)])
 def test_a_drafter_equal_to_the_target_is_always_accepted(params: SamplingParams) -> None:
-    """Coupled under strict, and probabilistic with p == q: the same processors make the same laws."""
+    """Coupled under strict, and with a law p == q: the same processors make the same laws."""
     torch.manual_seed(4)
     requests = make_requests([params] * 200)
     logits = torch.randn(400, 64)
     rows = SamplingRows.build(
         requests, list(range(200)), [0] * 200, None, vocab_size=64, eos_token_ids=(0,), device="cpu"
     )
-    for draft_method, method in (("coupled", "strict"), ("probabilistic", "probabilistic"), ("coupled", "standard")):
+    cells = [("coupled", "strict"), ("probabilistic", "probabilistic"), ("coupled", "standard")]
+    for draft_method, method in [*cells, ("probabilistic", "block")]:
         ids, probs = draft_tokens(process_logits(logits[::2], rows), rows, draft_method, need_probs=True)
         output = verify(method, logits, requests, [[token] for token in ids.tolist()], probs)
         assert output.num_accepted_tokens.tolist() == [1] * 200, (draft_method, method)
@@ -275,8 +378,11 @@ def test_minus_one_is_never_accepted_and_removes_nothing_from_the_law() -> None:
     logits[:, 0] = 100.0  # token 0 has all the mass, and is what -1 would be clamped to
     probs = torch.tensor([[1e-9, 1.0]]).expand(50, 2)
     for q in (None, probs):
-        output = verify("probabilistic", logits, requests, [[-1]] * 50, q)
-        assert output.token_ids.tolist() == [[0, -1]] * 50
+        for method in ("probabilistic", "block", "typical"):
+            output = verify(method, logits, requests, [[-1]] * 50, q)
+            assert output.token_ids.tolist() == [[0, -1]] * 50
+    always = verify("synthetic", logits, requests, [[-1]] * 50, None, [1.0])
+    assert not always.num_accepted_tokens.any()
 
 
 def test_synthetic_acceptance_ignores_the_tokens_and_ends_with_the_targets_own() -> None:
@@ -298,8 +404,10 @@ def test_synthetic_acceptance_ignores_the_tokens_and_ends_with_the_targets_own()
 
 
 def test_a_misconfigured_sampler_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rejection_sample_method must be one of strict, .* got 'typical'"):
-        RejectionSampler(rejection_sample_method="typical")
+    with pytest.raises(ValueError, match=r"rejection_sample_method must be one of strict, .* got 'fly'"):
+        RejectionSampler(rejection_sample_method="fly")
+    with pytest.raises(ValueError, match=r"posterior_alpha must be in \(0, 1\], got 0"):
+        RejectionSampler(rejection_sample_method="typical", posterior_alpha=0.0)
     with pytest.raises(ValueError, match="must be given for rejection_sample_method 'synthetic'"):
         RejectionSampler(rejection_sample_method="synthetic")
     with pytest.raises(ValueError, match="and for no other"):
@@ -330,7 +438,7 @@ class _NoReadback(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("method", [*LOSSLESS, "synthetic"])
+@pytest.mark.parametrize("method", [*LOSSLESS, "typical", "synthetic"])
 def test_a_step_reads_nothing_back_to_the_host(method: str) -> None:
     requests, drafts, logits, probs = random_batch(30, 37, seed=7)
     sampler = RejectionSampler(

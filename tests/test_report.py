@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -68,9 +68,9 @@ def row(**fields: Any) -> dict[str, Any]:
     return {**defaults, **fields}
 
 
-def compared(*rows: Mapping[str, Any], terminal: bool = False) -> list[str]:
+def compared(*rows: Mapping[str, Any], params: Sequence[str] = (), terminal: bool = False) -> list[str]:
     out, raw = console(terminal=terminal)
-    print_comparison(rows, console=out)
+    print_comparison(rows, params=params, console=out)
     return raw.getvalue().decode().splitlines()
 
 
@@ -217,6 +217,29 @@ def test_runs_go_by_name_where_method_and_tokens_do_not_tell_them_apart() -> Non
     assert lines[0].split()[0] == "run"
     assert lines[3].split()[:2] == ["ngram", "t=1"]
     assert compared(row(run_name="a"), row(method="none", run_name="b"))[0].split()[0] == "method"
+
+
+def test_swept_keys_are_columns_that_tell_runs_apart() -> None:
+    rule, drafting, temperature = "method.rejection_sample_method", "method.draft_sample_method", "sampler.temperature"
+    rows = [
+        row(run_name="r", speedup=None, **{rule: "probabilistic", drafting: "probabilistic", temperature: value})
+        for value in ("0.0", "0.7")
+    ]
+    lines = compared(*rows, params=("method", "seed", rule, drafting, temperature))
+    text = " ".join(lines[:3]).split()
+    assert {"rejection", "draft", "temperature", "acceptance"} <= set(text)
+    assert "run" not in text
+    assert lines[-2].split() == ["ngram", "4", *["probabilistic"] * 2, "0.7", "50.0%", "3.00", "100.0", "-", "-"]
+
+
+def test_a_lossy_rule_is_marked_in_title_summary_and_comparison() -> None:
+    text = shown(summary(lossless=False))
+    assert "ngram, 2 tokens, lossy" in text
+    assert "identical to plain decoding   lossy" in text
+    assert compared(row(lossless=False))[2].split()[-1] == "lossy"
+    for lossless in ("tokens", "distribution", None):
+        assert "lossy" not in shown(summary(lossless=lossless))
+        assert "lossy" not in compared(row(lossless=lossless))[2]
 
 
 def test_an_empty_sweep_is_an_empty_table() -> None:

@@ -74,9 +74,28 @@ def test_without_a_baseline_there_is_no_speedup_and_no_comparison(tmp_path: Path
 def test_a_rule_that_keeps_only_the_distribution_is_not_compared_when_sampling(tmp_path: Path) -> None:
     method = {"method": "draft_model", "rejection_sample_method": "probabilistic"}
     sampled = execute(config(method=method, sampler={"temperature": 1.0, "max_tokens": 8}), tmp_path)
-    assert sampled["identical_to_baseline"] is None
-    greedy = execute(config(method=method), tmp_path)
+    assert (sampled["identical_to_baseline"], sampled["lossless"]) == (None, "distribution")
+
+
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+def test_at_temperature_zero_every_lossless_rule_is_compared(tmp_path: Path, rule: str) -> None:
+    greedy = execute(config(method={"method": "draft_model", "rejection_sample_method": rule}), tmp_path)
     assert greedy["identical_to_baseline"] == {"requests": 4, "identical": 4}
+    assert greedy["lossless"] == "tokens"
+
+
+def test_a_lossy_run_says_so_in_its_files_its_summary_and_the_tracker(
+    tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    method = {"method": "ngram", "rejection_sample_method": "typical"}
+    execute(config(method=method, tracking="mlflow", tracking_uri=store), tmp_path)
+    assert json.loads((tmp_path / "metrics.json").read_text())["lossless"] is False
+    text = " ".join(capsys.readouterr().out.split())
+    assert "ngram, 4 tokens, lossy" in text
+    assert "note: lossy: rejection_sample_method=typical keeps neither" in text
+    client = mlflow.MlflowClient(store)
+    (run,) = client.search_runs([entry.experiment_id for entry in client.search_experiments()])
+    assert run.data.tags["lossless"] == "false"
 
 
 def test_the_synthetic_rule_accepts_at_the_rate_it_is_set_to(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_temperature_zero_is_the_argmax_of_the_penalised_logits_with_ties_to_the
         processed = process_logits(torch.tensor([logits] * 3), rows)
         for method in ("greedy", "probabilistic", "coupled"):
             assert draft_tokens(processed, rows, method, need_probs=True)[1] is None
-            assert draft_tokens(processed, rows, method)[0].tolist() == [expected] * 3
+            assert draft_tokens(processed, rows, method, need_probs=False)[0].tolist() == [expected] * 3
         assert sample_tokens(processed, rows).tolist() == [expected] * 3
 
 
@@ -167,18 +167,22 @@ def test_a_sampled_token_is_the_argmax_of_logits_plus_noise_at_its_position() ->
     scores = logits / 0.5 + gumbel(rows.seeds, rows.positions, Stream.TARGET, vocab_size=50)
     processed = process_logits(logits, rows)
     assert torch.equal(sample_tokens(processed, rows), scores.argmax(-1))
-    drafts, probs = draft_tokens(processed, rows, "coupled")
+    drafts, probs = draft_tokens(processed, rows, "coupled", need_probs=False)
     assert torch.equal(drafts, scores.argmax(-1)) and probs is None
     drafts, probs = draft_tokens(processed, rows, "coupled", need_probs=True)
     assert probs is not None and torch.equal(probs, (logits / 0.5).softmax(-1))
     assert torch.equal(drafts, scores.argmax(-1))
-    drafts, probs = draft_tokens(processed, rows, "probabilistic")
+    assert draft_tokens(processed, rows, "probabilistic", need_probs=False)[1] is None
+    drafts, probs = draft_tokens(processed, rows, "probabilistic", need_probs=True)
     scores = logits / 0.5 + gumbel(rows.seeds, rows.positions, Stream.DRAFT, vocab_size=50)
     assert probs is not None and torch.equal(probs, (logits / 0.5).softmax(-1))
     assert torch.equal(drafts, scores.argmax(-1))
-    assert torch.equal(draft_tokens(processed, rows, "greedy")[0], logits.argmax(-1))
+    keys = (rows.seeds, rows.positions, Stream.DRAFT, rows.positions - 2)
+    drafts, _ = draft_tokens(processed, rows, "probabilistic", need_probs=True, draft_step=rows.positions - 2)
+    assert torch.equal(drafts, (logits / 0.5 + gumbel(*keys, vocab_size=50)).argmax(-1))
+    assert torch.equal(draft_tokens(processed, rows, "greedy", need_probs=True)[0], logits.argmax(-1))
     with pytest.raises(ValueError, match=r"draft_sample_method must be .* got 'typical'"):
-        draft_tokens(processed, rows, "typical")
+        draft_tokens(processed, rows, "typical", need_probs=True)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 17, 33, 130, 1031])

@@ -7,7 +7,6 @@ tokens one of 6 %. The negative control shows a real bug found: a residual that 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -17,59 +16,22 @@ from torch import Tensor
 
 from kernels.reference.philox import Stream, fold_seeds, uniform
 from kernels.reference.sampling import gumbel_argmax
-from runner.engine.request import DraftTokens, VerifyOutput
-from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
-from verifier import rejection_sampler
+from runner.engine.request import DraftTokens
+from runner.engine.sampling import draft_tokens
+from tests.sampling_for_tests import (
+    ALPHA,
+    assert_follows,
+    assert_independent,
+    assert_rate,
+    coupled_acceptance,
+    decode_markov,
+    markov_case,
+    p_value,
+    sampled_rows,
+    sequence_index,
+)
+from verifier import rules
 from verifier.rejection_sampler import RejectionSampler
-
-ALPHA = 1e-4
-
-
-def sampled_rows(seeds: Tensor, positions: Tensor, vocab_size: int) -> SamplingRows:
-    """Rows at temperature 1 without processors, for tens of thousands of requests at once."""
-    return SamplingRows(
-        vocab_size=vocab_size,
-        is_greedy=(False,) * len(seeds),
-        seeds=seeds,
-        positions=positions,
-        random_row_idx=None,
-    )
-
-
-def p_value(counts: Tensor, expected: Tensor) -> float:
-    """Chi-square goodness of fit; cells with less than 5 expected draws are merged into one."""
-    counts, expected = counts.flatten().double(), expected.flatten().double()
-    assert abs(float(counts.sum() - expected.sum())) < 1e-6 * float(counts.sum()), "counts and law must have equal mass"
-    assert not counts[expected == 0].any(), "a token of probability zero was drawn"
-    small = expected < 5
-    counts = torch.cat([counts[~small], counts[small].sum().view(1)])
-    expected = torch.cat([expected[~small], expected[small].sum().view(1)])
-    used = expected > 0
-    statistic = float(((counts - expected)[used] ** 2 / expected[used]).sum())
-    return float(stats.chi2.sf(statistic, int(used.sum()) - 1))
-
-
-def assert_follows(token_ids: Tensor, law: Tensor, what: str) -> None:
-    counts = torch.bincount(token_ids, minlength=len(law))
-    value = p_value(counts, law.double() / law.double().sum() * len(token_ids))
-    assert value > ALPHA, (what, value)
-
-
-def assert_independent(a: Tensor, b: Tensor, law_a: Tensor, law_b: Tensor, what: str) -> None:
-    """The pairs follow the product law."""
-    assert_follows(a * len(law_b) + b, torch.outer(law_a.double(), law_b.double()).flatten(), what)
-
-
-def assert_rate(observed: Tensor, rate: float, what: str) -> None:
-    """Within 4.5 standard errors, two-sided p = 7e-6."""
-    standard_error = (max(rate * (1 - rate), 1e-12) / observed.numel()) ** 0.5
-    assert abs(float(observed.double().mean()) - rate) < 4.5 * standard_error + 1e-6, (what, rate)
-
-
-def coupled_acceptance(p: Tensor, q: Tensor) -> float:
-    """sum_i 1 / sum_j max(p_j / p_i, q_j / q_i): the chance that shared Gumbel noise gives both laws one argmax."""
-    ratios = torch.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None])
-    return float((1.0 / ratios.sum(dim=1)).sum())
 
 
 def test_the_sample_sizes_find_small_biases() -> None:
@@ -184,7 +146,7 @@ def test_one_step_over_4096_tokens_yields_the_target_law() -> None:
         rows = sampled_rows(seeds, position, vocab_size)
         num_drafting = slab // 8
         drafting = sampled_rows(seeds[:num_drafting], position[:num_drafting], vocab_size)
-        token_ids, _ = draft_tokens(draft.expand(num_drafting, -1), drafting, "coupled")
+        token_ids, _ = draft_tokens(draft.expand(num_drafting, -1), drafting, "coupled", need_probs=False)
         row_seeds = torch.cat([seeds[:num_drafting].repeat_interleave(2), seeds[num_drafting:]])
         row_positions = torch.full((slab + num_drafting,), 12)
         row_positions[1 : 2 * num_drafting : 2] += 1
@@ -197,7 +159,7 @@ def test_one_step_over_4096_tokens_yields_the_target_law() -> None:
         strict_accepted.append(output.num_accepted_tokens[:num_drafting])
         pairs.append(output.token_ids[output.num_accepted_tokens == 1])
 
-        token_ids, probs = draft_tokens(draft.expand(slab, -1), rows, "probabilistic")
+        token_ids, probs = draft_tokens(draft.expand(slab, -1), rows, "probabilistic", need_probs=True)
         output = RejectionSampler(rejection_sample_method="probabilistic")(
             target.expand(2 * slab, -1),
             DraftTokens(token_ids=token_ids, cu_num_draft_tokens=list(range(slab + 1)), probs=probs),
@@ -215,66 +177,6 @@ def test_one_step_over_4096_tokens_yields_the_target_law() -> None:
     assert_rate(torch.cat(probabilistic_accepted), float(torch.minimum(p, q).sum()), "probabilistic")
     bonus = torch.cat(pairs)[:, 1]
     assert_follows(bonus % 16, classes, "bonus")
-
-
-def decode_markov(
-    method: str, draft_method: str, target: Tensor, draft: Tensor, *, num_requests: int, num_tokens: int
-) -> Tensor:
-    """Speculative decoding of a Markov law over several steps, [num_requests, num_tokens].
-
-    target, draft: [vocab, vocab] logits of the next token given the last. Up to two draft tokens a step, and
-    the number depends on the last committed token, so batches are ragged and some requests draft nothing.
-    """
-    vocab_size, num_prompt = len(target), 1
-    sampler = RejectionSampler(rejection_sample_method=method)
-    seeds = torch.arange(num_requests)
-    tokens = torch.zeros(num_requests, num_prompt + num_tokens + 3, dtype=torch.int64)
-    lengths = torch.full((num_requests,), num_prompt)
-    while int(lengths.min()) < num_prompt + num_tokens:
-        active = (lengths < num_prompt + num_tokens).nonzero().squeeze(1)
-        last = tokens[active, lengths[active] - 1]
-        num_drafts = torch.tensor([2, 1, 2, 0, 2])[last]
-        context, drafted, laws = [last], [], []
-        for step in range(2):
-            rows = sampled_rows(seeds[active], lengths[active] + step, vocab_size)
-            processed = process_logits(draft[context[-1]], rows)
-            token_ids, probs = draft_tokens(processed, rows, draft_method, need_probs=True)
-            context.append(token_ids)
-            drafted.append(token_ids)
-            laws.append(probs if probs is not None else torch.zeros(0))
-        is_draft = torch.arange(2) < num_drafts.unsqueeze(1)  # [active, 2]
-        is_row = torch.arange(3) <= num_drafts.unsqueeze(1)  # [active, 3]
-        positions = lengths[active].unsqueeze(1) + torch.arange(3)
-        output: VerifyOutput = sampler(
-            target[torch.stack(context, dim=1)[is_row]],
-            DraftTokens(
-                token_ids=torch.stack(drafted, dim=1)[is_draft],
-                cu_num_draft_tokens=[0, *num_drafts.cumsum(0).tolist()],
-                probs=None if draft_method == "greedy" else torch.stack(laws, dim=1)[is_draft],
-            ),
-            sampled_rows(seeds[active].unsqueeze(1).expand(-1, 3)[is_row], positions[is_row], vocab_size),
-        )
-        tokens[active.unsqueeze(1), positions] = output.token_ids
-        lengths[active] += output.num_accepted_tokens + 1
-    return tokens[:, num_prompt : num_prompt + num_tokens]
-
-
-def markov_case(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Target and draft logits over 5 tokens, and the exact law of all 5**num_tokens sequences after token 0."""
-    generator = torch.Generator().manual_seed(3)
-    target, draft = torch.randn(2, 5, 5, generator=generator) * 1.2
-    p = target.double().softmax(-1)
-    law = []
-    for sequence in itertools.product(range(5), repeat=num_tokens):
-        probability = 1.0
-        for previous, token in zip((0, *sequence), sequence, strict=False):
-            probability *= float(p[previous, token])
-        law.append(probability)
-    return target, draft, torch.tensor(law, dtype=torch.float64)
-
-
-def sequence_index(tokens: Tensor) -> Tensor:
-    return (tokens * 5 ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(dim=1)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +214,7 @@ def test_a_residual_that_reuses_the_drafts_noise_is_caught(monkeypatch: pytest.M
     class BrokenStream:
         ACCEPT, TARGET, RESIDUAL = Stream.ACCEPT, Stream.TARGET, Stream.DRAFT
 
-    monkeypatch.setattr(rejection_sampler, "Stream", BrokenStream)
+    monkeypatch.setattr(rules, "Stream", BrokenStream)
     target, draft, law = markov_case(3)
     tokens = decode_markov("probabilistic", "probabilistic", target, draft, num_requests=20_000, num_tokens=3)
     counts = torch.bincount(sequence_index(tokens), minlength=len(law))

@@ -100,6 +100,21 @@ def test_the_command_line_overrides_what_an_experiment_sweeps(cli: CommandLine) 
     assert points(ending) == [("ngram", 1), ("ngram", 3)]
 
 
+def test_every_rule_meets_every_way_to_draft_that_it_takes_once(cli: CommandLine) -> None:
+    ending = cli("experiment=verification_rules", "tracking=none")
+    assert ending.status == 0, ending.err
+    cells = [
+        (config.method.rejection_sample_method, config.method.draft_sample_method, config.sampler.temperature)
+        for config, _ in ending.jobs
+    ]
+    assert len(set(cells)) == len(cells)
+    assert {cell[2] for cell in cells} == {0.0, 0.7, 1.0}
+    assert {cell[:2] for cell in cells} == {
+        *((rule, drafting) for rule in ("strict", "typical") for drafting in ("coupled", "probabilistic", "greedy")),
+        *((rule, drafting) for rule in ("probabilistic", "block") for drafting in ("probabilistic", "greedy")),
+    }
+
+
 def test_synthetic_acceptance_is_swept_at_set_rates(cli: CommandLine) -> None:
     ending = cli("experiment=synthetic_acceptance", "tracking=none", "method.num_speculative_tokens=4")
     rates = [config.method.synthetic_conditional_rates() for config, _ in ending.jobs]
@@ -141,7 +156,7 @@ def test_an_mlflow_sweep_runs_inside_one_parent_run(cli: CommandLine, monkeypatc
     def start_sweep(tracking: str, **options: Any) -> Iterator[Any]:
         parents.append({"tracking": tracking} | options)
         is_open.append(True)
-        yield types.SimpleNamespace(children=list, location="")
+        yield types.SimpleNamespace(children=lambda params: [], location="")
         is_open.clear()
 
     def check(_: SpeculativeConfig) -> None:

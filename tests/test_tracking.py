@@ -197,6 +197,23 @@ def test_children_of_a_sweep_are_compared_on_the_parent(uri: str, client: Any, t
     assert row["identical_to_baseline"] == "2/3"
 
 
+@pytest.mark.parametrize("tracking", ["mlflow", "jsonl"])
+def test_a_comparison_shows_what_was_swept_and_which_runs_are_lossy(tracking: str, uri: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tracking_uri": uri} if tracking == "mlflow" else {"output_dir": tmp_path}
+    rule, k = "method.rejection_sample_method", "method.num_speculative_tokens"
+    swept = {"method": "ngram", rule: "block,typical", k: "2,4"}
+    with start_sweep(tracking, params=swept, **options) as parent:
+        for name, lossless in (("block", "distribution"), ("typical", False)):
+            tags = {"method": "ngram", "lossless": str(lossless).lower()}
+            with open_tracker(tracking, tags=tags, **options) as child:
+                child.log_params({"method": {"method": "ngram", "rejection_sample_method": name}})
+                child.log_summary({**SUMMARY, "lossless": lossless})
+        rows = parent.children(tuple(swept))
+    assert [(row[rule], row["lossless"]) for row in rows] == [("block", "distribution"), ("typical", False)]
+    assert set(rows[0]) - set(parent.children()[0]) == {rule}  # the method and K have columns of their own
+    assert [path.name for path in write_comparison(tmp_path, rows)] == ["comparison.csv", "comparison.png"]
+
+
 def test_an_interrupted_sweep_is_killed_and_still_compares_what_ran(uri: str, client: Any) -> None:
     with pytest.raises(KeyboardInterrupt), start_sweep("mlflow", tracking_uri=uri) as parent:
         with open_tracker("mlflow", tracking_uri=uri, tags={"method": "ngram"}) as child:

@@ -1,9 +1,11 @@
 """Rejection rules as tensor functions: which draft tokens stay, the law of the recovered token, the step's tokens.
 
 A ragged batch is flat: draft d of request request_idx[d] is the draft_idx[d]-th of its request. p = target law,
-q = draft law. Rules: Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318) for the probabilistic one;
-drafter-invariant speculative decoding (arXiv 2408.07978) for the strict one, whose test is plain equality.
-A draft token id of -1 stands for "no token" and is never accepted.
+q = draft law, u = one uniform variate a draft. Whatever decides is compared in float64.
+strict: drafter-invariant speculative decoding (arXiv 2408.07978), whose test is plain equality.
+probabilistic: Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318).
+block: block verification (Sun et al., arXiv 2403.10444, algorithm 2). typical: Medusa (arXiv 2401.10774), lossy.
+A draft token id of -1 stands for "no token"; the rules never accept it.
 """
 
 from __future__ import annotations
@@ -23,35 +25,95 @@ def accept_probabilistic(p_draft: Tensor, q_draft: Tensor | None, uniforms: Tens
     return threshold < p_draft.to(torch.float64)
 
 
+def accept_typical(p_draft: Tensor, entropies: Tensor, *, posterior_threshold: float, posterior_alpha: float) -> Tensor:
+    """[num_drafts] bool: p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))); p is not kept."""
+    bound = (posterior_alpha * entropies.neg().exp()).clamp(max=posterior_threshold)
+    return p_draft.to(torch.float64) > bound
+
+
 def accept_synthetic(conditional_rates: Tensor, uniforms: Tensor) -> Tensor:
     """[num_drafts] bool: accepted with the given rate, whatever the token (a benchmark's tool, not a lossless rule)."""
     return uniforms < conditional_rates
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0), unnormalised, [num_rows, vocab]: the law of the token that replaces a rejected one.
+def prefix_probabilities(p_draft: Tensor, q_draft: Tensor | None) -> Tensor:
+    """The chance that block verification keeps 0, 1, ... K or more of these very drafts, [num_requests, K + 1] float64.
 
-    Where p <= q everywhere (p == q but for rounding) the difference carries no information, and p itself is returned.
+    p_0 = 1, p_i = min(p_{i-1} * p(x_i) / q(x_i), 1). No logarithms: 1 is the ceiling, and what underflows belongs to
+    drafts that are kept with a chance below 1e-300.
+
+    p_draft, q_draft: [num_requests, K]; p 0 where there is no token. q None = one-hot, q(x) = 1.
     """
-    difference = (p - q).clamp_(min=0.0)
-    return torch.where(difference.sum(dim=-1, keepdim=True) > 0.0, difference, p)
+    p_draft = p_draft.to(torch.float64)
+    q_draft = torch.ones_like(p_draft) if q_draft is None else q_draft.to(torch.float64)
+    prefix = [torch.ones_like(p_draft[:, 0])]
+    for p, q in zip(p_draft.unbind(1), q_draft.unbind(1), strict=True):
+        joint = prefix[-1] * p
+        prefix.append(torch.where(joint < q, joint / q, (joint > 0).to(torch.float64)))
+    return torch.stack(prefix, dim=1)
+
+
+def accept_block(
+    prefix: Tensor,  # [num_requests, K + 1] float64: prefix_probabilities
+    masses: Tensor,  # [num_requests, K] float64: residual_mass at each draft, scaled by the prefix before it
+    num_draft_tokens: Tensor,  # [num_requests] int64
+    uniforms: Tensor,  # [num_requests, K] float64
+) -> Tensor:
+    """[num_requests, K] bool: u_i < h_i; the longest prefix that ends with an accepted token is kept, gaps included.
+
+    h_i = S_i / (S_i + 1 - p_i), with S_i = sum(max(p_i * p - q, 0)) over the laws of the draft that follows: they are
+    the ones given x_1..x_i. The last draft has h = p_i. At p_i = 1, h is 1 also where S is 0 (p == q).
+    """
+    kept = prefix[:, 1:]
+    following = torch.nn.functional.pad(masses[:, 1:], (0, 1))
+    place = torch.arange(kept.shape[1], device=kept.device)
+    last = (num_draft_tokens - 1).unsqueeze(1)
+    inside = (uniforms * (following + 1.0 - kept) < following) | (kept >= 1.0)
+    return torch.where(place == last, uniforms < kept, inside & (place < last))
+
+
+def residual(p: Tensor, q: Tensor, scale: Tensor | None = None) -> Tensor:
+    """max(scale * p - q, 0), unnormalised, [num_rows, vocab]: the law of the token that replaces a rejected one.
+
+    scale: [num_rows], the prefix probability under block verification; None = 1.
+    Where nothing is left (p == q but for rounding) the difference carries no information, and p itself is returned.
+    """
+    difference = _excess(p, q, scale)
+    return torch.where(difference.amax(dim=-1, keepdim=True) > 0.0, difference, p)
 
 
 def residual_one_hot(p: Tensor, draft_token_ids: Tensor) -> Tensor:
-    """`residual` for q = one-hot at draft_token_ids [num_rows]: p without that token; -1 removes nothing."""
+    """`residual` for q = one-hot at draft_token_ids [num_rows], at any scale: p without that token; -1 removes none."""
     known = draft_token_ids.clamp(min=0).unsqueeze(1)
     remaining = torch.where(draft_token_ids.unsqueeze(1) >= 0, 0.0, p.gather(1, known)).to(p.dtype)
     difference = p.scatter(1, known, remaining)
     return torch.where(difference.amax(dim=-1, keepdim=True) > 0.0, difference, p)
 
 
-def count_accepted(
-    accepted: Tensor, request_idx: Tensor, draft_idx: Tensor, *, num_requests: int, max_num_draft_tokens: int
-) -> Tensor:
-    """Accepted draft tokens before each request's first rejection, [num_requests] int64."""
-    padded = torch.zeros(num_requests, max_num_draft_tokens, dtype=torch.int64, device=accepted.device)
-    padded[request_idx, draft_idx] = accepted.to(torch.int64)
-    return padded.cumprod(dim=1).sum(dim=1)
+def residual_mass(p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    """sum(max(scale * p - q, 0)) over the vocabulary, [num_rows] float64."""
+    return _row_sum(_excess(p, q, scale))
+
+
+def residual_mass_one_hot(p_draft: Tensor, scale: Tensor) -> Tensor:
+    """`residual_mass` for q = one-hot at tokens of target probability p_draft: all of p but that token."""
+    return scale.to(torch.float64) * (1.0 - p_draft.to(torch.float64))
+
+
+def entropy(p: Tensor) -> Tensor:
+    """H of each row in nats, [num_rows] float64; 0 * log(0) = 0."""
+    return _row_sum(torch.special.entr(p))
+
+
+def count_accepted(accepted: Tensor) -> Tensor:
+    """Accepted draft tokens before each request's first rejection; [num_requests, K] bool -> [num_requests] int64."""
+    return accepted.to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
+def last_accepted(accepted: Tensor) -> Tensor:
+    """Draft tokens up to each request's last accepted one; [num_requests, K] bool -> [num_requests] int64."""
+    lengths = torch.arange(1, accepted.shape[1] + 1, device=accepted.device)
+    return (accepted * lengths).amax(dim=1)
 
 
 def assemble_tokens(
@@ -69,3 +131,13 @@ def assemble_tokens(
     is_accepted = draft_idx < num_accepted_tokens[request_idx]
     token_ids[request_idx, draft_idx] = torch.where(is_accepted, draft_token_ids, -1)
     return token_ids.scatter_(1, num_accepted_tokens.unsqueeze(1), last_token_ids.unsqueeze(1))
+
+
+def _excess(p: Tensor, q: Tensor, scale: Tensor | None) -> Tensor:
+    scaled = p if scale is None else p * scale.to(p.dtype).unsqueeze(1)
+    return (scaled - q).clamp_(min=0.0)
+
+
+def _row_sum(rows: Tensor) -> Tensor:
+    """Sums of the rows in float64, term by term from the left, so that a row's bits do not depend on the others."""
+    return rows.cumsum(dim=-1, dtype=torch.float64)[:, -1]

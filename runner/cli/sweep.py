@@ -156,6 +156,6 @@ def _parent_run(config: SpeculativeConfig, swept: dict[str, str]) -> Iterator[No
         try:
             yield
         finally:  # also what an interrupted or partly failed sweep has measured
-            if rows := parent.children():
-                print_comparison(rows)
+            if rows := parent.children(tuple(swept)):
+                print_comparison(rows, params=tuple(swept))
                 print(f"sweep {parent.location}")

@@ -14,6 +14,7 @@ from pydantic import Field, Strict, ValidationInfo, field_validator, model_valid
 from runner.config.node import Node
 
 RejectionSampleMethod = Literal["strict", "probabilistic", "block", "typical", "synthetic"]
+LOSSY_RULES = ("typical", "synthetic")
 DraftSampleMethod = Literal["greedy", "probabilistic", "coupled"]
 BatchSizeRange = Annotated[
     tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0, le=128)]], Strict(False)
@@ -104,6 +105,18 @@ class MethodConfig(Node):
         return ranges
 
     @model_validator(mode="after")
+    def _check_block_drafts(self) -> MethodConfig:
+        rule, drafting = self.rejection_sample_method, self.draft_sample_method
+        if (rule, drafting) == ("block", "coupled") and "draft_sample_method" not in self.ignored_keys:
+            raise ValueError(
+                "draft_sample_method must be probabilistic or greedy under rejection_sample_method=block, got "
+                "'coupled': block looks at drafts beyond its cut, and coupled ones are drawn with the noise of target "
+                "tokens to come, which that would bias; leave draft_sample_method null, or choose "
+                "rejection_sample_method=strict"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_synthetic(self) -> MethodConfig:
         given = [key for key in SYNTHETIC_KEYS if getattr(self, key) is not None]
         if self.rejection_sample_method != "synthetic":
@@ -156,6 +169,14 @@ class MethodConfig(Node):
         """Acceptance at each position given that all before were accepted: p_i / p_{i-1}, with 0/0 = 0."""
         rates = self.synthetic_rates()
         return [rate / before if before > 0 else 0.0 for before, rate in zip([1.0, *rates[:-1]], rates, strict=True)]
+
+    def lossless(self, temperature: float) -> Literal["tokens", "distribution", False]:
+        """What the rule keeps of plain decoding's text: the very tokens, their distribution, or neither (lossy)."""
+        if "rejection_sample_method" in self.ignored_keys:
+            return "tokens"
+        if self.rejection_sample_method in LOSSY_RULES:
+            return False
+        return "tokens" if self.rejection_sample_method == "strict" or temperature == 0 else "distribution"
 
     def normalised(self) -> Self:
         """The same run with the keys that it ignores at their defaults: two equal ones need one run."""

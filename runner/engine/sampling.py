@@ -58,7 +58,7 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def sample_tokens(
-    processed: Tensor, rows: SamplingRows, stream: int | Tensor = Stream.TARGET, draft_step: int = 0
+    processed: Tensor, rows: SamplingRows, stream: int | Tensor = Stream.TARGET, draft_step: int | Tensor = 0
 ) -> Tensor:
     """One token for each row of processed logits, [num_rows] int64; greedy rows: argmax. Ties go to the lowest id."""
     return sample_at(processed, rows.seeds, rows.positions, rows.random_row_idx, stream, draft_step)
@@ -70,7 +70,7 @@ def sample_at(
     positions: Tensor,  # [num_rows] int64
     random_row_idx: Tensor | None,  # [num_random] int64; None = all rows
     stream: int | Tensor,
-    draft_step: int = 0,
+    draft_step: int | Tensor = 0,
 ) -> Tensor:
     """`sample_tokens` with the keys given one by one, for rows picked out on the device."""
     if random_row_idx is None:
@@ -83,26 +83,34 @@ def sample_at(
         seeds[random_row_idx],
         positions[random_row_idx],
         stream[random_row_idx] if isinstance(stream, Tensor) else stream,
-        draft_step,
+        draft_step[random_row_idx] if isinstance(draft_step, Tensor) else draft_step,
     )
     return token_ids.index_copy_(0, random_row_idx, drawn)
 
 
 def draft_tokens(
-    processed: Tensor, rows: SamplingRows, draft_sample_method: str, *, need_probs: bool = False
+    processed: Tensor,
+    rows: SamplingRows,
+    draft_sample_method: str,
+    *,
+    need_probs: bool,
+    draft_step: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Draft token ids [num_rows] of a model drafter's processed logits, and the law q [num_rows, vocab] they came from.
 
-    greedy: argmax, q None (one-hot). probabilistic: a draw with the DRAFT stream, and q. coupled: a draw with the
-    target's own noise, and q if need_probs (the strict rule does not read it). q is None when all rows are greedy.
+    greedy: argmax, q None (one-hot). probabilistic: a draw with the DRAFT stream, keyed by draft_step [num_rows] too
+    where the rule asks for it. coupled: a draw with the target's own noise. q is None when all rows are greedy, and
+    without need_probs (the strict rule does not read it).
     """
-    if draft_sample_method == "greedy" or (rows.all_greedy and draft_sample_method in ("probabilistic", "coupled")):
+    if draft_sample_method not in ("greedy", "probabilistic", "coupled"):
+        raise ValueError(f"draft_sample_method must be greedy, probabilistic or coupled, got {draft_sample_method!r}")
+    if draft_sample_method == "greedy" or rows.all_greedy:
         return ops.greedy_argmax(processed), None
     if draft_sample_method == "probabilistic":
-        return sample_tokens(processed, rows, Stream.DRAFT), processed.softmax(dim=-1)
-    if draft_sample_method == "coupled":
-        return sample_tokens(processed, rows), processed.softmax(dim=-1) if need_probs else None
-    raise ValueError(f"draft_sample_method must be greedy, probabilistic or coupled, got {draft_sample_method!r}")
+        token_ids = sample_tokens(processed, rows, Stream.DRAFT, draft_step)
+    else:
+        token_ids = sample_tokens(processed, rows)
+    return token_ids, processed.softmax(dim=-1) if need_probs else None
 
 
 def take_rows(rows: Tensor, row_idx: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from runner.metrics.rates import (
     acceptance,
@@ -75,6 +75,7 @@ class MetricsCollector:
         num_speculative_tokens: int,
         baseline: Mapping[str, Any] | None = None,
         identical_to_baseline: Mapping[str, int] | None = None,
+        lossless: Literal["tokens", "distribution", False] | None = None,
         peak_memory_bytes: int | None = None,
         num_preemptions: int = 0,
     ) -> dict[str, Any]:
@@ -101,6 +102,8 @@ class MetricsCollector:
         - The three have {median, p20, p80, p99}, linear between order statistics.
         - time_share: part of duration_s in propose, verify, schedule and other; adds up to 1.
         - speedup: median tpot of method=none / median tpot, both of the same run; 1.0 for method=none itself.
+        - lossless: what the verification rule keeps of plain decoding's text: "tokens", the very ones;
+          "distribution"; false, neither (typical, synthetic); None where the caller does not say.
         - identical_to_baseline: {requests, identical} of `count_identical`; None where not promised or not measured.
         - categories: category -> counts, acceptance, tpot_ms and speedup over its requests.
 
@@ -134,6 +137,7 @@ class MetricsCollector:
             "itl_ms": percentiles(inter_token_ms(finished)),
             "time_share": self._time_share(duration_s),
             "speedup": speedup(baseline, tpot_ms),
+            "lossless": lossless,
             "identical_to_baseline": dict(identical_to_baseline) if identical_to_baseline is not None else None,
             "peak_memory_bytes": peak_memory_bytes,
             "categories": categories(finished, baseline),

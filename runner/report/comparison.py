@@ -21,35 +21,49 @@ FORMATS = {
     "output_tokens_per_second": lambda value: number(value, "{:,.1f}"),
     "speedup": times,
 }
+MAX_WIDTH = 1000  # columns of a table that nothing bounds
 HEADINGS = ("acceptance", "length", "tokens/s", "speed-up")
 
 
-def print_comparison(rows: Sequence[Mapping[str, Any]], *, console: Console | None = None) -> None:
+def print_comparison(
+    rows: Sequence[Mapping[str, Any]], *, params: Sequence[str] = (), console: Console | None = None
+) -> None:
     """Prints one row a run: summaries (metrics.json), or the rows of `Tracker.children`.
 
     The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where no speed-up was
-    measured) carries a star. Runs go by their names only where method and number of tokens do not tell two of them
-    apart.
+    measured) carries a star; a run under a lossy rule is marked so. Runs go by their names only where method, number
+    of tokens and params do not tell two of them apart.
+
+    Args:
+        params: keys of swept parameters; those that the rows have get a column, headed by the end of the key. They are
+            never cut short: with several of them the table may be wider than 80 columns.
     """
-    names = Counter((row["method"], row["num_speculative_tokens"]) for row in rows)
+    params = [key for key in params if key != "method" and any(key in row for row in rows)]
+    names = Counter((row["method"], row["num_speculative_tokens"], *(row[key] for key in params)) for row in rows)
     ambiguous = max(names.values(), default=0) > 1 and any(row.get("run_name") for row in rows)
     best = {key: _best(rows, key) for key in HIGHER_IS_BETTER}
     fastest = best["speedup"] if best["speedup"] is not None else best["output_tokens_per_second"]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, header_style="bold", show_edge=False)
     table.add_column("run" if ambiguous else "method", overflow="fold")
     table.add_column("K", justify="right", no_wrap=True)
+    for key in params:
+        table.add_column(key.rpartition(".")[2].replace("_", "\n"), no_wrap=True)
     for heading in (*HEADINGS, "identical"):
         table.add_column(heading, justify="right", no_wrap=True)
     for index, row in enumerate(rows):
         cells = [Text(form(row.get(key)), _style(row, key, index == best[key])) for key, form in FORMATS.items()]
-        same = row.get("identical_to_baseline")
+        same, lossless = row.get("identical_to_baseline"), row.get("lossless")
         table.add_row(
             _name(row, by_run=ambiguous) + Text(" *" if index == fastest else "", "bold green"),
             number(row["num_speculative_tokens"] or None),
+            *(Text("-" if row[key] is None else str(row[key])) for key in params),
             *cells,
-            Text(identical(same), identical_style(same)),
+            Text(identical(same, lossless), identical_style(same, lossless)),
         )
     console = console or open_wide_console()
+    if params:
+        unbounded = console.options.update(width=MAX_WIDTH)
+        console.width = max(console.width, console.measure(table, options=unbounded).maximum)
     console.print(table, crop=False)
     if fastest is not None:
         console.print(Text(" * fastest", "dim"))

@@ -70,7 +70,7 @@ def _numbers(summary: Mapping[str, Any], model: str, device: str, dtype: str, *,
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    same, share = summary["identical_to_baseline"], summary["time_share"]
+    same, lossless, share = summary["identical_to_baseline"], summary["lossless"], summary["time_share"]
     failed = summary["num_failed_requests"]
     requests = Text(f"{summary['num_requests']:,}, {summary['num_output_tokens']:,} output tokens")
     if failed:
@@ -78,7 +78,7 @@ def _numbers(summary: Mapping[str, Any], model: str, device: str, dtype: str, *,
     grid.add_row("model", f"{model} on {device}, {dtype}")
     grid.add_row("requests", requests)
     grid.add_row("speed-up over plain decoding", Text(times(summary["speedup"]), speedup_style(summary["speedup"])))
-    grid.add_row("identical to plain decoding", Text(identical(same), identical_style(same)))
+    grid.add_row("identical to plain decoding", Text(identical(same, lossless), identical_style(same, lossless)))
     if summary["num_speculative_tokens"] or summary["num_drafts"]:
         _acceptance(grid, summary, ascii_only=ascii_only)
     grid.add_row("tokens per step", number(summary["tokens_per_step"], "{:.2f}"))

@@ -41,24 +41,27 @@ def latency(value: Mapping[str, float | None]) -> str:
     return f"{value['median']:.2f} ms ({spread})"
 
 
-def identical(value: Mapping[str, int] | str | None) -> str:
-    """Identical requests of all: "40/40"."""
+def identical(value: Mapping[str, int] | str | None, lossless: str | bool | None = None) -> str:
+    """Identical requests of all: "40/40"; where that is not counted, what there is to say instead."""
+    if value is None and lossless is False:
+        return "lossy"
     if value is None or isinstance(value, str):
         return value or "-"
     return f"{value['identical']}/{value['requests']}"
 
 
-def identical_style(value: Mapping[str, int] | str | None) -> str:
+def identical_style(value: Mapping[str, int] | str | None, lossless: str | bool | None = None) -> str:
     if value is None:
-        return ""
+        return "bold red" if lossless is False else ""
     same, _, all_requests = identical(value).partition("/")
     return "bold green" if same == all_requests else "bold red"
 
 
 def method_title(row: Mapping[str, Any]) -> str:
-    """The method and how many tokens it drafts: "ngram, 4 tokens"."""
+    """The method, how many tokens it drafts, and whether it is lossy: "ngram, 4 tokens, lossy"."""
     k = row["num_speculative_tokens"]
-    return f"{row['method']}, {k} token{'s' * (k != 1)}" if k else str(row["method"])
+    title = f"{row['method']}, {k} token{'s' * (k != 1)}" if k else str(row["method"])
+    return f"{title}, lossy" if row.get("lossless") is False else title
 
 
 def bar(share: float | None, *, ascii_only: bool) -> str:

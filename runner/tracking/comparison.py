@@ -56,4 +56,6 @@ def _draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _label(row: Mapping[str, Any]) -> str:
     k = row["num_speculative_tokens"]
     name = row["run_name"] or (f"{row['method']} K={k}" if k else str(row["method"]))
+    params = [str(value) for key, value in row.items() if "." in key]  # the swept ones, by their flat keys
+    name = ", ".join([name, *params, *(["lossy"] if row.get("lossless") is False else [])])
     return name if row["status"] == "FINISHED" else f"{name} ({row['status'].lower()})"

@@ -14,7 +14,7 @@ from runner.metrics import StepPoint
 from runner.tracking.flatten import flat_metrics, flat_params
 from runner.tracking.mlflow_store import connect, resolve_tracking_uri, sqlite_path, store_errors
 from runner.tracking.series import step_series
-from runner.tracking.tracker import COMPARED, PARENT_RUN_ENV, Tracker, comparison_row
+from runner.tracking.tracker import COMPARED, PARENT_RUN_ENV, Tracker, comparison_row, with_params
 
 MAX_METRICS = 1000  # a log_batch call may carry this many metrics and
 MAX_PARAMS = 100  # this many parameters
@@ -67,7 +67,7 @@ class MlflowTracker(Tracker):
                 else:
                     self._client.log_artifact(self.run_id, str(path))
 
-    def children(self) -> list[dict[str, Any]]:
+    def children(self, params: Sequence[str] = ()) -> list[dict[str, Any]]:
         with store_errors(self._uri):
             runs = []
             token: str | None = None
@@ -80,7 +80,8 @@ class MlflowTracker(Tracker):
                 )
                 runs += list(page)
                 token = page.token or ""
-        return [comparison_row(_summary_of(run), run_name=run.info.run_name, status=run.info.status) for run in runs]
+        rows = [comparison_row(_summary_of(run), run_name=run.info.run_name, status=run.info.status) for run in runs]
+        return with_params(rows, [run.data.params for run in runs], params)
 
     def _start(self) -> None:
         self._client, self._experiment_id = connect(self._uri, self._experiment_name)
@@ -114,6 +115,8 @@ class MlflowTracker(Tracker):
 def _summary_of(run: Any) -> dict[str, Any]:
     summary: dict[str, Any] = {key: run.data.metrics.get(key) for key in COMPARED}
     summary["method"] = run.data.tags.get("method")
+    lossless = run.data.tags.get("lossless")
+    summary["lossless"] = False if lossless == "false" else lossless
     if (k := summary["num_speculative_tokens"]) is not None:
         summary["num_speculative_tokens"] = int(k)  # MLflow keeps every number as a float
     same = {key: run.data.metrics.get(f"identical_to_baseline/{key}") for key in ("requests", "identical")}

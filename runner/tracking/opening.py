@@ -53,7 +53,7 @@ def start_sweep(tracking: str, *, params: Mapping[str, Any] | None = None, **opt
     however it does, the children's comparison is kept with the parent as comparison.csv and comparison.png (mlflow).
 
     Args:
-        params: what is swept over, recorded with the parent.
+        params: what is swept over, recorded with the parent; the comparison shows each child's own values.
     """
     with open_tracker(tracking, **options) as parent:
         parent.log_params(params or {})
@@ -61,7 +61,7 @@ def start_sweep(tracking: str, *, params: Mapping[str, Any] | None = None, **opt
             with _exported(parent.run_id):
                 yield parent
         finally:
-            if tracking == "mlflow" and (rows := parent.children()):
+            if tracking == "mlflow" and (rows := parent.children(tuple(params or ()))):
                 from runner.tracking.comparison import write_comparison
 
                 with TemporaryDirectory() as directory:

@@ -46,8 +46,11 @@ class Tracker(ABC):
         """Keeps copies of (or references to) files and directories."""
 
     @abstractmethod
-    def children(self) -> list[dict[str, Any]]:
-        """The runs started under this one, oldest first, as rows of a comparison table (see `comparison_row`)."""
+    def children(self, params: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """The runs started under this one, oldest first, as rows of a comparison table (see `comparison_row`).
+
+        params: flat keys of parameters that the rows show too, those that no run has recorded left out.
+        """
 
     @abstractmethod
     def _start(self) -> None: ...
@@ -71,7 +74,7 @@ class NoTracker(Tracker):
     def log_artifacts(self, paths: Iterable[str | Path]) -> None:
         pass
 
-    def children(self) -> list[dict[str, Any]]:
+    def children(self, params: Sequence[str] = ()) -> list[dict[str, Any]]:
         return []
 
     def _start(self) -> None:
@@ -99,7 +102,7 @@ COMPARED = (
 
 
 def comparison_row(summary: Mapping[str, Any], *, run_name: str | None, status: str) -> dict[str, Any]:
-    """One run of a sweep: run_name, status, the compared numbers, and identical_to_baseline as "identical/requests".
+    """One run of a sweep: run_name, status, the compared numbers, lossless, identical_to_baseline as "same/requests".
 
     What the run does not have is None.
     """
@@ -108,5 +111,15 @@ def comparison_row(summary: Mapping[str, Any], *, run_name: str | None, status: 
         "run_name": run_name,
         "status": status,
         **{key: summary.get(key) for key in COMPARED},
+        "lossless": summary.get("lossless"),
         "identical_to_baseline": f"{same['identical']}/{same['requests']}" if same else None,
     }
+
+
+def with_params(
+    rows: Sequence[dict[str, Any]], recorded: Sequence[Mapping[str, str]], keys: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The rows with the flat parameters under these keys; what every row has a column for, or no run, is left out."""
+    known = ("method.method", *(f"method.{key}" for key in COMPARED))
+    shown = [key for key in keys if key not in known and any(key in params for params in recorded)]
+    return [row | {key: params.get(key) for key in shown} for row, params in zip(rows, recorded, strict=True)]

@@ -1,0 +1,189 @@
+"""The verification rules, one class each: how many draft tokens of a request stay, and which token follows them.
+
+strict keeps plain decoding's very tokens, probabilistic and block its distribution. typical and synthetic are lossy.
+Under every rule a greedy request keeps a draft token iff it is the target's argmax (synthetic alone looks at no token).
+All noise is keyed by (seed, position), so a request's result does not depend on its batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kernels.reference import rejection as ops
+from kernels.reference.philox import Stream, uniform
+from kernels.reference.sampling import greedy_argmax
+from runner.engine.sampling import SamplingRows, put_rows, sample_at, sample_tokens, take_rows
+from runner.engine.sampling_rows import to_device
+from verifier.draft_batch import DraftBatch
+
+
+class Rule(ABC):
+    """Judges the drafts of a step."""
+
+    reads_draft_probs: ClassVar[bool] = False
+    # A rule whose decision looks at drafts and noise beyond the place where it cuts must not meet them again in the
+    # next step: its noise, and that of the drafts, is keyed by the step too.
+    keys_by_draft_step: ClassVar[bool] = False
+
+    @abstractmethod
+    def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        """(accepted draft tokens, the token after them), both [num_requests] int64.
+
+        processed: [num_rows, vocab] float32, what process_logits made of the target's logits.
+        """
+
+    def accept_noise(self, batch: DraftBatch, rows: SamplingRows) -> Tensor:
+        """One uniform variate a draft, [num_drafts] float64."""
+        seeds, positions = rows.seeds[batch.row_idx], rows.positions[batch.row_idx]
+        draft_step = rows.positions[batch.first_row_idx[batch.request_idx]] if self.keys_by_draft_step else 0
+        return uniform(seeds, positions, Stream.ACCEPT, draft_step)
+
+
+class Strict(Rule):
+    """A draft token stays iff it is the token the target draws there (arXiv 2408.07978)."""
+
+    def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        target_token_ids = sample_tokens(processed, rows)
+        accepted = ops.accept_strict(target_token_ids[batch.row_idx], batch.token_ids)
+        num_accepted = ops.count_accepted(batch.padded(accepted))
+        return num_accepted, target_token_ids[batch.first_row_idx + num_accepted]
+
+
+class Probabilistic(Rule):
+    """A draft token stays iff u * q(x) < p(x), else max(p - q, 0) replaces it (arXiv 2211.17192, 2302.01318)."""
+
+    reads_draft_probs = True
+
+    def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        p_draft = batch.of_drafts(batch.target_laws(processed))
+        q_draft = None if batch.probs is None else batch.of_drafts(take_rows(batch.probs, batch.random_draft_idx))
+        uniforms = take_rows(self.accept_noise(batch, rows), batch.random_draft_idx)
+        accepted = batch.padded_random(ops.accept_probabilistic(p_draft, q_draft, uniforms))
+        num_accepted = _with_greedy(ops.count_accepted(accepted), processed, batch)
+        return num_accepted, _draw_recovered(processed, batch, rows, num_accepted)
+
+
+class Block(Rule):
+    """The longest prefix that passes stays, gaps included; never shorter on average than Probabilistic's.
+
+    Block verification (arXiv 2403.10444, algorithm 2). It looks at drafts beyond the cut: coupled drafts, drawn with
+    the noise of target tokens to come, would bias those.
+    """
+
+    reads_draft_probs = True
+    keys_by_draft_step = True
+
+    def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        laws = batch.target_laws(processed)
+        p_draft = batch.of_drafts(laws)
+        draft_laws = None if batch.probs is None else take_rows(batch.probs, batch.random_draft_idx)
+        q_draft = None if draft_laws is None else batch.padded_random(batch.of_drafts(draft_laws))
+        prefix = ops.prefix_probabilities(batch.padded_random(p_draft), q_draft)  # [num_requests, longest + 1]
+        before = take_rows(prefix[batch.request_idx, batch.draft_idx], batch.random_draft_idx)
+        if draft_laws is None:
+            masses = ops.residual_mass_one_hot(p_draft, before)
+        else:
+            masses = ops.residual_mass(laws, draft_laws, before)
+        uniforms = batch.padded(self.accept_noise(batch, rows))
+        accepted = ops.accept_block(prefix, batch.padded_random(masses), batch.num_draft_tokens(), uniforms)
+        num_accepted = _with_greedy(ops.last_accepted(accepted), processed, batch)
+        scale = prefix.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+        return num_accepted, _draw_recovered(processed, batch, rows, num_accepted, scale)
+
+
+class Typical(Rule):
+    """A draft token stays iff the target finds it probable enough for its own uncertainty (Medusa, arXiv 2401.10774).
+
+    Lossy: the text is neither plain decoding's nor distributed like it. The token after the draft is the target's draw.
+    """
+
+    def __init__(self, *, posterior_threshold: float, posterior_alpha: float) -> None:
+        for name, value in (("posterior_threshold", posterior_threshold), ("posterior_alpha", posterior_alpha)):
+            if not 0.0 < value <= 1.0:
+                raise ValueError(f"{name} must be in (0, 1], got {value}")
+        self.posterior_threshold, self.posterior_alpha = posterior_threshold, posterior_alpha
+
+    def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        laws = batch.target_laws(processed)
+        accepted = ops.accept_typical(
+            batch.of_drafts(laws),
+            ops.entropy(laws),
+            posterior_threshold=self.posterior_threshold,
+            posterior_alpha=self.posterior_alpha,
+        )
+        num_accepted = _with_greedy(ops.count_accepted(batch.padded_random(accepted)), processed, batch)
+        return num_accepted, _draw_target(processed, batch, rows, num_accepted)
+
+
+class Synthetic(Rule):
+    """Draft tokens stay at set rates, whatever they are: a benchmark's tool."""
+
+    def __init__(self, *, conditional_rates: Sequence[float]) -> None:
+        """conditional_rates: for each place in the draft, the rate given that all before it were accepted."""
+        self.conditional_rates = list(conditional_rates)
+        if not all(0.0 <= rate <= 1.0 for rate in self.conditional_rates):
+            raise ValueError(f"synthetic_conditional_rates must be in [0, 1], got {self.conditional_rates}")
+
+    def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        if batch.longest > len(self.conditional_rates):
+            raise ValueError(
+                f"synthetic_conditional_rates must have one rate per draft token ({batch.longest}), "
+                f"got {len(self.conditional_rates)}"
+            )
+        per_draft = [rate for count in batch.num_slots for rate in self.conditional_rates[:count]]
+        rates = to_device(per_draft, torch.float64, processed.device)
+        accepted = ops.accept_synthetic(rates, self.accept_noise(batch, rows)) & (batch.token_ids >= 0)
+        num_accepted = ops.count_accepted(batch.padded(accepted))
+        return num_accepted, _draw_target(processed, batch, rows, num_accepted)
+
+
+def _with_greedy(num_accepted: Tensor, processed: Tensor, batch: DraftBatch) -> Tensor:
+    """num_accepted with greedy requests' drafts judged by the target's argmax."""
+    random = batch.random_request_idx
+    if random is None:
+        return num_accepted
+    accepted = ops.accept_strict(greedy_argmax(processed)[batch.row_idx], batch.token_ids)
+    return ops.count_accepted(batch.padded(accepted)).index_copy_(0, random, num_accepted[random])
+
+
+def _draw_target(processed: Tensor, batch: DraftBatch, rows: SamplingRows, num_accepted: Tensor) -> Tensor:
+    """The target's own token after the accepted ones, with the noise that plain decoding has there."""
+    last = batch.first_row_idx + num_accepted
+    random = batch.random_request_idx
+    return sample_at(processed.index_select(0, last), rows.seeds[last], rows.positions[last], random, Stream.TARGET)
+
+
+def _draw_recovered(
+    processed: Tensor, batch: DraftBatch, rows: SamplingRows, num_accepted: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """The token after the accepted ones: from max(scale * p - q, 0) after a rejection, else the target's own.
+
+    scale: [num_requests], None = 1. Greedy requests take the target's argmax.
+    """
+    last = batch.first_row_idx + num_accepted
+    logits = processed.index_select(0, last)  # [num_requests, vocab]
+    is_rejected = num_accepted < batch.num_draft_tokens()
+    random = batch.random_request_idx
+    # A request without a rejection has no draft at this place; any index will do, as its row is not replaced.
+    rejected_idx = (batch.first_draft_idx + num_accepted).clamp_(max=batch.token_ids.shape[0] - 1)
+    rejected_idx, target_logits = take_rows(rejected_idx, random), take_rows(logits, random)
+    p = target_logits.softmax(dim=-1)
+    if batch.probs is None:
+        law = ops.residual_one_hot(p, batch.token_ids[rejected_idx])
+    else:
+        scale = None if scale is None else take_rows(scale, random)
+        law = ops.residual(p, batch.probs.index_select(0, rejected_idx), scale)
+    recovered = torch.where(take_rows(is_rejected, random).unsqueeze(1), law.log(), target_logits)
+    return sample_at(
+        put_rows(logits, random, recovered),
+        rows.seeds[last],
+        rows.positions[last],
+        random,
+        # The recovered token must not reuse noise that the draft or a coupled target draw has used here.
+        torch.where(is_rejected, int(Stream.RESIDUAL), int(Stream.TARGET)),
+    )
