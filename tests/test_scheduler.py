@@ -135,7 +135,7 @@ class Traffic:
             assert item.yields_token == (item.start + item.num_new_tokens == request.num_tokens)
             assert item.is_decoding == (request.num_tokens == item.start + 1 > request.num_prompt_tokens)
             assert request in was_running or not schedule.preempted, "nobody comes in while others are thrown out"
-            assert item.max_draft_tokens <= (scheduler.num_speculative_tokens if item.is_decoding else 0)
+            assert item.max_draft_tokens <= (scheduler.draft_budget.num_speculative_tokens if item.is_decoding else 0)
             if not scheduler.enable_chunked_prefill:
                 assert item.yields_token
         self.check_order_and_blocks()
