@@ -73,7 +73,7 @@ class SamplingParams:
             ("stop", all(self.stop), "hold no empty string"),
             ("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "have values in [-100, 100]"),
             ("allowed_token_ids", self.allowed_token_ids != (), "hold a token, or be null for all"),
-            ("bad_words", all(word.strip() for word in self.bad_words), "hold no empty string"),
+            ("bad_words", all(word.strip() for word in self.bad_words), "hold no string of white space alone"),
             ("logprobs", self.logprobs is None or self.logprobs >= -1, "be >= 0, -1 for all tokens, or null"),
             (
                 "prompt_logprobs",
