@@ -22,10 +22,10 @@ from tests.conftest import complete
 from tests.test_losslessness import METHODS, method_config, tell_test_proposers
 
 PROMPT = "import os\n\ndef walk(path):\n    for name in os.listdir(path):\n        if name"
-PROMPTS = (PROMPT, "class Queue:\n    def __init__(self, maxsize):\n", "x")
+PROMPTS = (PROMPT, "class Queue:\n    def __init__(self, maxsize):\n")
 TINY = {"device": "cpu", "max_num_batched_tokens": 4096}
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 14}
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "max_tokens": 14, "seed": 7}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "max_tokens": 10, "seed": 7}
 # What the plain request says, so that each of these has something to change: see the test below.
 OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {**SAMPLED, "temperature": 1.3},
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "repetition penalty": {**SAMPLED, "repetition_penalty": 1.8},
     "logit bias": {**GREEDY, "logit_bias": {300: 100.0, 301: 99.9}},
     "allowed tokens": {**SAMPLED, "allowed_token_ids": range(250, 700)},
-    "bad words": {**GREEDY, "bad_words": ["self", "path", "name in", "(", "os.path", "if n"]},
+    "bad words": {**GREEDY, "bad_words": ["not in", "name.split", "SymMM", "self"]},
     "bad words, sampled": {**SAMPLED, "bad_words": ["self", "name", ".", "return", "):\n", "import os"]},
     "stop tokens": {**SAMPLED, "temperature": 1.0, "stop_token_ids": range(200, 1500)},
     "min tokens": {**SAMPLED, "temperature": 1.0, "stop_token_ids": range(200, 1500), "min_tokens": 5},
@@ -116,11 +116,10 @@ def test_under_speculation_a_request_gets_what_plain_decoding_gives(method: str,
     assert told(requests) == told(plain(option))
 
 
-# Blocks for two requests of the batch and a bit, so that they are preempted in their prompts and behind them.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "all at once": {},
-    "small chunks": {"max_num_batched_tokens": 22, "max_num_seqs": 4},
-    "few blocks": {"num_gpu_blocks_override": 8, "max_num_seqs": 8, "max_num_batched_tokens": 40},
+    # Requests are preempted in their prompts and behind them.
+    "few blocks, small chunks": {"num_gpu_blocks_override": 8, "max_num_seqs": 8, "max_num_batched_tokens": 40},
 }
 
 
@@ -133,7 +132,7 @@ def test_requests_that_ask_for_different_things_share_a_batch(method: str, sched
     llm = engine(method, **{"max_model_len": 112, **SCHEDULES[schedule]})
     requests, metrics = complete(llm, prompts, params)
     assert told(requests) == told(expected)
-    assert any(request.num_preemptions for request in requests) == (schedule == "few blocks")
+    assert any(request.num_preemptions for request in requests) == (schedule != "all at once")
     if method != "none":
         assert metrics.num_accepted_tokens > 0
 
@@ -203,10 +202,7 @@ def test_siblings_tell_the_prompts_logprobs_once() -> None:
     assert [len(completion.logprobs or ()) for completion in output.outputs] == [
         len(completion.token_ids) for completion in output.outputs
     ]
-    assert [len(r.prompt_logprobs) > 0 for r in plain("both logprobs, n")] == [True, False] * len(PROMPTS[:2]) + [
-        False,  # one token has none before it
-        False,
-    ]
+    assert [len(r.prompt_logprobs) > 0 for r in plain("both logprobs, n")] == [True, False] * len(PROMPTS)
 
 
 def abort_after(llm: LLM, steps: int, *request_ids: str) -> Any:
