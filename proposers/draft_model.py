@@ -18,6 +18,8 @@ from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
 from runner.engine.scheduler import Schedule
 
+MAX_CATCH_UP_TOKENS = 512  # of a request in one pass
+
 
 class DraftModelProposer(Proposer):
     def __init__(
@@ -115,7 +117,9 @@ class DraftModelProposer(Proposer):
                 # KV of rejected drafts is void; what was committed of them is what the target has computed.
                 known = self._num_computed.get(request.request_id, 0)
                 self._num_computed[request.request_id] = min(known, request.num_computed_tokens)
-            elif item.start < self.max_model_len:  # the draft follows the target through prompts, chunk by chunk
+            elif item.start < self.max_model_len and self._may_draft(
+                request
+            ):  # the draft follows the target through prompts, chunk by chunk
                 parts.append(self._part(request, min(item.start + item.num_new_tokens, self.max_model_len)))
         if parts:
             self.runner.run(parts)
@@ -123,8 +127,14 @@ class DraftModelProposer(Proposer):
     def release(self, request_id: str) -> None:
         self._num_computed.pop(request_id, None)
 
+    def _may_draft(self, request: Request) -> bool:
+        return self.num_speculative_tokens > 0 and request.sampling_params.max_draft_tokens != 0
+
     def _catch_up(self, requests: list[Request]) -> torch.Tensor:
         """Compute every committed token the draft has not seen; logits [len(requests), vocab] after the last."""
+        for request in requests:  # after a time without drafts there may be more of them than a pass should take
+            while request.num_tokens - (known := self._num_computed.get(request.request_id, 0)) > MAX_CATCH_UP_TOKENS:
+                self.runner.run([self._part(request, known + MAX_CATCH_UP_TOKENS)])
         return self.runner.run([self._part(request, request.num_tokens, num_logits=1) for request in requests])
 
     def _part(self, request: Request, end: int, num_logits: int = 0) -> Part:

@@ -120,9 +120,14 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def model_path(name: str) -> str:
+    """A model's directory or hub id."""
+    return str(BUILT_IN_MODELS.get(name, name))
+
+
 def model_source(model: ModelConfig, name: str) -> ModelSource:
     return ModelSource(
-        model=str(BUILT_IN_MODELS.get(model.model, model.model)),
+        model=model_path(model.model),
         revision=model.revision,
         load_format=model.load_format,
         trust_remote_code=model.trust_remote_code,
@@ -172,8 +177,7 @@ def _resolve_dtype(name: str, device: torch.device, source: ModelSource) -> torc
 
 def _load_tokenizer(model: ModelConfig, source: ModelSource) -> Tokenizer:
     if model.tokenizer is not None:
-        name = str(BUILT_IN_MODELS.get(model.tokenizer, model.tokenizer))
-        tokenizer_source = ModelSource(model=name, name="model.tokenizer")
+        tokenizer_source = ModelSource(model=model_path(model.tokenizer), name="model.tokenizer")
         return Tokenizer(resolve_directory(tokenizer_source, weights=False), trust_remote_code=model.trust_remote_code)
     if source.is_dummy and source.hf_config is not None:
         return Tokenizer(None)

@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from proposers.base import Proposer, check_drafts
-from runner.assembly import assemble
+from runner.assembly import assemble, model_path
 from runner.config import SpeculativeConfig
+from runner.engine.errors import UserError
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import CommittedTokens, Scheduler
 from runner.engine.stopping import StopRules
 from runner.metrics import MetricsCollector, RequestStep, StepRecord
-from runner.outputs import CompletionOutput, Counter, RequestOutput, Vector
+from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import Prompt, make_requests
 from runner.trace import RequestTraces
 
@@ -55,6 +56,7 @@ class LLM:
         self.config = config
         self.engine = assemble(config)
         self.metrics = MetricsCollector()  # of every generate() since the start
+        self._to_abort: set[str] = set()  # prompts of the generate() that runs
 
     def generate(
         self,
@@ -69,6 +71,9 @@ class LLM:
             prompts: a string, chat messages or {"prompt_token_ids": [...]}, or a list of these.
             sampling_params: one for all prompts or one each; None: SamplingParams().
             observer: called after every step with the metrics so far.
+
+        Raises:
+            UserError: a prompt or a parameter cannot be used with this engine.
         """
         listed = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -77,9 +82,19 @@ class LLM:
             params = list(sampling_params)
             if len(params) != len(listed):
                 raise ValueError(f"sampling_params must be one or {len(listed)}, one a prompt, got {len(params)}")
+        for parameters in params:
+            self._check_speculative_model(parameters.speculative_model)
         requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
         traces = self.run(requests, self.engine.proposer, self.metrics, observer=observer)
-        return _collect(requests, traces)
+        return collect_outputs(requests, traces.errors, self.engine.tokenizer.decode_token)
+
+    def abort(self, request_id: str) -> None:
+        """End a prompt's requests before the next step of the generate() that runs them, also from another thread.
+
+        They keep what they have said and finish with reason "abort". request_id is a RequestOutput's, the prompt's
+        place in the call; an observer is the place to call this from.
+        """
+        self._to_abort.add(request_id)
 
     def chat(
         self,
@@ -117,6 +132,7 @@ class LLM:
         """Bring requests to their end with one proposer; a request that cannot run fails and the rest go on."""
         scheduler = self.scheduler_for(proposer)
         traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
+        self._to_abort.clear()
         arriving = deque(requests)
         try:
             while arriving or scheduler.has_unfinished:
@@ -127,6 +143,8 @@ class LLM:
                 self.step(scheduler, proposer, metrics, traces)
                 if observer is not None:
                     observer(metrics)
+                if self._to_abort:
+                    self._abort(requests, scheduler, proposer, metrics, traces)
         finally:  # also when interrupted: the engine stays usable
             for request in requests:
                 proposer.release(request.request_id)
@@ -149,9 +167,24 @@ class LLM:
             max_num_batched_tokens=hardware.max_num_batched_tokens,
             enable_chunked_prefill=hardware.enable_chunked_prefill,
             num_speculative_tokens=proposer.num_speculative_tokens,
+            num_speculative_tokens_per_batch_size=self.config.method.num_speculative_tokens_per_batch_size or (),
+            disable_by_batch_size=self.config.method.disable_by_batch_size,
         )
 
+    def _check_speculative_model(self, name: str | None) -> None:
+        """Raises UserError unless it is the draft that was loaded: a request cannot bring one along."""
+        draft = self.config.draft_model_config()
+        loaded = None if draft is None else draft.model
+        if name is not None and (loaded is None or model_path(name) != model_path(loaded)):
+            raise UserError(
+                f"speculative_model must be the draft that the engine was started with ({loaded or 'none'}), got "
+                f"{name!r}; give it to the engine: LLM(..., speculative_config={{'method': 'draft_model', 'model': "
+                f"{name!r}}}), or method=draft_model method.model={name} on the command line"
+            )
+
     def _admit(self, request: Request, scheduler: Scheduler, metrics: MetricsCollector, traces: RequestTraces) -> None:
+        if request.is_finished:
+            return  # aborted before it arrived
         request.arrival_time = time.perf_counter()
         reason = scheduler.refusal(request)
         if reason is None:
@@ -159,6 +192,21 @@ class LLM:
         else:
             scheduler.abort(request)
             metrics.finish(traces.fail(request, reason))
+
+    def _abort(
+        self,
+        requests: Sequence[Request],
+        scheduler: Scheduler,
+        proposer: Proposer,
+        metrics: MetricsCollector,
+        traces: RequestTraces,
+    ) -> None:
+        asked, self._to_abort = self._to_abort, set()
+        for request in requests:
+            if str(request.prompt_index) in asked and not request.is_finished:
+                scheduler.abort(request, finish_reason="abort")
+                proposer.release(request.request_id)
+                metrics.finish(traces.finish(request))
 
     def step(
         self, scheduler: Scheduler, proposer: Proposer, metrics: MetricsCollector, traces: RequestTraces
@@ -219,29 +267,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and all(isinstance(item, Mapping) and "role" in item for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)
-
-
-def _collect(requests: Sequence[Request], traces: RequestTraces) -> list[RequestOutput]:
-    """Requests of one prompt, its n children, as one output."""
-    grouped: dict[int, list[Request]] = {}
-    for request in requests:
-        grouped.setdefault(request.prompt_index, []).append(request)
-    return [
-        RequestOutput(
-            request_id=str(prompt_index),
-            prompt=children[0].prompt,
-            prompt_token_ids=tuple(children[0].prompt_token_ids),
-            outputs=tuple(
-                CompletionOutput(
-                    index=index,
-                    text=child.text,
-                    token_ids=tuple(child.output_token_ids),
-                    finish_reason=child.finish_reason,
-                    stop_reason=child.stop_reason,
-                )
-                for index, child in enumerate(children)
-            ),
-            error=traces.errors.get(children[0].request_id),
-        )
-        for prompt_index, children in grouped.items()
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,23 @@ class Tokenizer:
             return ""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def decode_token(self, token_id: int) -> str | None:
+        """What one token prints by itself, special ones included; None without a tokenizer."""
+        return None if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+
+    def spell_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences to forbid for words: as the text's first word, and behind a space (as vLLM)."""
+        spelled = []
+        for word in words:
+            bare, spaced = (
+                tuple(self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            )
+            spelled.append(bare)
+            # Another length means a token for the space alone, and then the word as it is spelled above.
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                spelled.append(spaced)
+        return tuple(spelled)
+
 
 def make_requests(
     prompts: Sequence[Prompt], params: Sequence[SamplingParams], tokenizer: Tokenizer, run_seed: int
@@ -83,6 +101,10 @@ def make_requests(
         text, token_ids = tokenizer.encode(prompt)
         if parameters.stop and not tokenizer.is_available:
             raise UserError("stop strings need a tokenizer; use stop_token_ids, or set model.tokenizer")
+        if parameters.bad_words and not tokenizer.is_available:
+            raise UserError("bad_words need a tokenizer; use logit_bias, or set model.tokenizer")
+        bad_words_token_ids = tokenizer.spell_bad_words(parameters.bad_words)
+        of_child = replace(parameters, prompt_logprobs=None)  # siblings share their prompt, and the first one tells
         seed = fold_seed(run_seed, index) if parameters.seed is None else parameters.seed
         for child in range(parameters.n):
             requests.append(
@@ -91,7 +113,8 @@ def make_requests(
                     prompt_index=index,
                     prompt=text,
                     prompt_token_ids=token_ids,
-                    sampling_params=parameters,
+                    bad_words_token_ids=bad_words_token_ids,
+                    sampling_params=of_child if child else parameters,
                     seed=fold_seed(seed, child) if child else seed,
                 )
             )

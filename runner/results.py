@@ -30,15 +30,22 @@ def write_metrics(path: str | Path, summary: Mapping[str, Any]) -> None:
         file.write(text.encode() + b"\n")
 
 
-def write_outputs(path: str | Path, records: Iterable[RequestRecord]) -> None:
+def write_outputs(
+    path: str | Path, records: Iterable[RequestRecord], logprobs: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
     """Writes one JSON object a line and request, in the order given.
 
     The last three fields have one entry per step that yielded tokens: how many were drafted, how many of those were
-    accepted, and how many tokens were committed. `prompt_token_ids` is there when the prompt came without text.
+    accepted, and how many tokens were committed. `prompt_token_ids` is there when the prompt came without text,
+    `cumulative_logprob`, `logprobs` and `prompt_logprobs` where they were asked for (token ids as text, as vLLM's
+    server gives them).
+
+    Args:
+        logprobs: request_id -> those three, of requests that asked for any.
     """
     with _replacing(Path(path)) as file:
         for record in records:
-            file.write(_json_line(_output(record)))
+            file.write(_json_line({**_output(record), **(logprobs or {}).get(record.request_id, {})}))
 
 
 def read_summaries(directory: str | Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector, RequestRecord, count_identical
+from runner.outputs import logprob_fields
 from runner.prompts import make_requests
 from runner.report import RunProgress, print_summary
 from runner.results import METRICS_FILE, OUTPUTS_FILE, write_metrics, write_outputs
@@ -63,7 +64,7 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
         summary, metrics = measurement.summary, measurement.metrics
         files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
         write_metrics(files[0], summary)
-        write_outputs(files[1], measurement.records)
+        write_outputs(files[1], measurement.records, measurement.logprobs)
         tracker.log_summary(summary)
         tracker.log_series(metrics.step_points)
         tracker.log_artifacts(files)
@@ -86,6 +87,7 @@ class Measurement:
     metrics: MetricsCollector  # of the method
     records: list[RequestRecord]  # in the order of the workload
     failures: list[str]  # why requests failed, the first few
+    logprobs: dict[str, dict[str, Any]]  # request_id -> what outputs.jsonl says of them, where asked for
 
 
 def measure(llm: LLM, items: Sequence[WorkloadItem]) -> Measurement:
@@ -122,6 +124,11 @@ def measure(llm: LLM, items: Sequence[WorkloadItem]) -> Measurement:
         metrics=metrics,
         records=sorted(metrics.records, key=lambda record: place[record.request_id]),
         failures=failures,
+        logprobs={
+            request.request_id: logprob_fields(request, engine.tokenizer.decode_token)
+            for request in requests
+            if request.sampling_params.logprobs is not None or request.sampling_params.prompt_logprobs is not None
+        },
     )
 
 

@@ -98,7 +98,9 @@ def test_every_field_says_what_it_means_and_every_number_its_range() -> None:
 
 
 def test_sampler_keys_are_those_of_sampling_params() -> None:
-    assert list(SamplerConfig.model_fields) == list(SamplingParams.__dataclass_fields__)
+    """But for those by which one request differs from the others: for a run, `method` has their place."""
+    of_one_request = ["speculative_sampling", "speculative_model", "speculative_ratio"]
+    assert list(SamplerConfig.model_fields) + of_one_request == list(SamplingParams.__dataclass_fields__)
 
 
 def test_defaults_are_the_trained_pair_with_four_draft_tokens_greedy() -> None:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from proposers.base import available_methods
+from runner.engine.draft_budget import DraftBudget
 from runner.engine.request import Request, RequestStatus
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
@@ -95,7 +96,7 @@ def play(llm: LLM, traffic: Traffic) -> tuple[list[Request], list[Request]]:
             scheduler.abort(victim)
             proposer.release(victim.request_id)
             cancelled.append(victim)
-        scheduler.num_speculative_tokens = move.num_speculative_tokens
+        scheduler.draft_budget = DraftBudget(num_speculative_tokens=move.num_speculative_tokens)
         if scheduler.has_unfinished:
             llm.step(scheduler, proposer, metrics, traces)
         step += 1

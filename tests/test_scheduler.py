@@ -34,6 +34,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     enable_chunked_prefill: bool = True,
     num_speculative_tokens: int = 4,
+    **control_by_load: Any,
 ) -> Scheduler:
     return Scheduler(
         block_manager=BlockManager(num_blocks + 1, block_size),
@@ -43,6 +44,7 @@ def make_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_chunked_prefill=enable_chunked_prefill,
         num_speculative_tokens=num_speculative_tokens,
+        **control_by_load,
     )
 
 
@@ -135,7 +137,7 @@ class Traffic:
             assert item.yields_token == (item.start + item.num_new_tokens == request.num_tokens)
             assert item.is_decoding == (request.num_tokens == item.start + 1 > request.num_prompt_tokens)
             assert request in was_running or not schedule.preempted, "nobody comes in while others are thrown out"
-            assert item.max_draft_tokens <= (scheduler.num_speculative_tokens if item.is_decoding else 0)
+            assert item.max_draft_tokens <= (scheduler.draft_budget.num_speculative_tokens if item.is_decoding else 0)
             if not scheduler.enable_chunked_prefill:
                 assert item.yields_token
         self.check_order_and_blocks()
@@ -392,6 +394,14 @@ REFUSALS: dict[str, tuple[Request, str]] = {
         r"prompt_token_ids must lie in \[0, 31\]",
     ),
     "a bias for no token": (make_request(3, logit_bias={32: 1.0}), r"logit_bias must name tokens in \[0, 31\].*got 32"),
+    "an allowed token that is none": (
+        make_request(3, allowed_token_ids=[1, 40]),
+        "allowed_token_ids must name.*got 40",
+    ),
+    "nothing allowed but eos, which is not yet": (
+        make_request(3, allowed_token_ids=[EOS, 7], stop_token_ids=[7], min_tokens=1),
+        r"allowed_token_ids must hold a token that bad_words and min_tokens leave, got \[0, 7\]",
+    ),
     "a stop token that is none": (make_request(3, stop_token_ids=[99]), "stop_token_ids must name tokens.*got 99"),
 }
 

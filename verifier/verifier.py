@@ -5,6 +5,7 @@ Plain decoding is the case of zero drafts and runs the same lines.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,7 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows
 from runner.engine.scheduler import Schedule
+from verifier.logprobs import LogprobGatherer, scored_from, wants_logprobs
 from verifier.rejection_sampler import RejectionSampler
 
 
@@ -31,6 +33,10 @@ class Verifier:
         """
         drafts = _cover(drafts, len(schedule.scheduled))
         counts = drafts.num_draft_tokens
+        device, vocab_size = self.target.device, self.target.model.vocab_size
+        gatherer = None
+        if wants_logprobs(schedule):
+            gatherer = LogprobGatherer(schedule, counts, vocab_size=vocab_size, device=device)
         parts = [
             Part(
                 request=item.request,
@@ -38,25 +44,29 @@ class Verifier:
                 end=item.start + item.num_new_tokens,
                 num_draft_tokens=count,
                 num_logits=count + 1 if item.yields_token else 0,
+                scored_from=None if gatherer is None else scored_from(item),
             )
             for item, count in zip(schedule.scheduled, counts, strict=True)
         ]
-        logits = self.target.run(parts, drafts.token_ids)
+        take_prompt_logits = None if gatherer is None else gatherer.take_prompt_logits
+        logits = self.target.run(parts, drafts.token_ids, take_prompt_logits)
         yielding = [index for index, item in enumerate(schedule.scheduled) if item.yields_token]
         if not yielding:  # prompts only, none of them done
-            nothing = torch.empty(0, 1, dtype=torch.int64, device=self.target.device)
-            return VerifyOutput(token_ids=nothing, num_accepted_tokens=nothing[:, 0])
+            nothing = torch.empty(0, 1, dtype=torch.int64, device=device)
+            output = VerifyOutput(token_ids=nothing, num_accepted_tokens=nothing[:, 0])
+            return output if gatherer is None else replace(output, logprobs=gatherer.finish(logits, nothing))
         counts = [counts[index] for index in yielding]
         rows = SamplingRows.build(
             [schedule.scheduled[index].request for index in yielding],
             [row for row, count in enumerate(counts) for _ in range(count + 1)],
             [ancestors for count in counts for ancestors in range(count + 1)],
             _padded(drafts.token_ids, counts),
-            vocab_size=self.target.model.vocab_size,
+            vocab_size=vocab_size,
             eos_token_ids=self.eos_token_ids,
-            device=self.target.device,
+            device=device,
         )
-        return self.rejection_sampler(logits, _cover(drafts, len(yielding)), rows)
+        output = self.rejection_sampler(logits, _cover(drafts, len(yielding)), rows)
+        return output if gatherer is None else replace(output, logprobs=gatherer.finish(logits, output.token_ids))
 
 
 def _cover(drafts: DraftTokens, num_requests: int) -> DraftTokens:

@@ -25,6 +25,28 @@ def mask_tokens(logits: Tensor, row_idx: Tensor, token_ids: Tensor) -> Tensor:
     return logits.index_put((row_idx, token_ids), logits.new_full((), _NEG_INF))
 
 
+def mask_after_drafts(logits: Tensor, row_idx: Tensor, token_ids: Tensor, applies: Tensor) -> Tensor:
+    """Forbids token_ids[i] in row row_idx[i] where applies[i], a bool known on the device only."""
+    # Adding -0 keeps every float's bits, so that pairs may name a token twice and disagree.
+    change = torch.where(applies, _NEG_INF, -0.0).to(logits.dtype)
+    return logits.index_put((row_idx, token_ids), change, accumulate=True)
+
+
+def drafts_end_with(ancestor_ids: Tensor, num_ancestors: Tensor, suffix: Tensor) -> Tensor:
+    """Whether the first num_ancestors[i] of ancestor_ids[i] end with suffix[i], [num_pairs] bool.
+
+    ancestor_ids: [num_pairs, K] int64. suffix: [num_pairs, L] int64, L <= K, at most num_ancestors[i] ids; -1 in
+    front fills a shorter one up.
+    """
+    columns = num_ancestors.unsqueeze(1) + torch.arange(-suffix.shape[1], 0, device=suffix.device)
+    return ((suffix < 0) | (ancestor_ids.gather(1, columns.clamp(min=0)) == suffix)).all(dim=1)
+
+
+def keep_tokens(logits: Tensor, is_allowed: Tensor) -> Tensor:
+    """Forbids every token but those of is_allowed [num_rows, vocab] bool."""
+    return logits.masked_fill(~is_allowed, _NEG_INF)
+
+
 def token_counts(slot_idx: Tensor, token_ids: Tensor, *, num_slots: int, vocab_size: int) -> Tensor:
     """How often each token occurs in each slot, [num_slots, vocab_size] int32, from flat (slot, token) pairs."""
     counts = torch.zeros(num_slots * vocab_size, dtype=torch.int32, device=token_ids.device)

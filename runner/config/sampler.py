@@ -44,6 +44,12 @@ class SamplerConfig(Node):
     logit_bias: Annotated[dict[Annotated[int, Strict(False)], float], BeforeValidator(_none_as_empty)] = Field(
         default_factory=dict, description="{token id: bias}, added to the token's logit, in [-100, 100]; null is none"
     )
+    allowed_token_ids: Annotated[tuple[int, ...], Strict(False)] | None = Field(
+        default=None, description="the only token ids, >= 0, that may be sampled; null is all"
+    )
+    bad_words: Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)] = Field(
+        default=(), description="strings that the output may not spell in the tokenizer's own tokens"
+    )
     seed: int | None = Field(
         default=None,
         description="seed of every request, in [0, 2**64 - 1]; null folds the run's seed with the request's index",
@@ -57,6 +63,14 @@ class SamplerConfig(Node):
         default=(), description="token ids, >= 0, that end the output, beside the model's eos"
     )
     ignore_eos: bool = Field(default=False, description="generate on after eos, as throughput benchmarks do")
+
+    logprobs: int | None = Field(
+        default=None,
+        description="likeliest tokens told for each output token beside it, >= 0, -1 for all; null tells nothing",
+    )
+    prompt_logprobs: int | None = Field(
+        default=None, description="the same for each prompt token, >= 0, -1 for all; null tells nothing"
+    )
 
     @model_validator(mode="after")
     def _check_ranges(self) -> SamplerConfig:

@@ -22,6 +22,7 @@ class Part:
     end: int  # position behind the last committed token
     num_draft_tokens: int = 0  # they take the positions from end on
     num_logits: int = 0  # how many of the last rows predict something that is wanted
+    scored_from: int | None = None  # prompt rows from this position on are scored: their successors are in the prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class Launch:
     token_ids: list[int] = field(default_factory=list)  # of all segments; draft rows hold placeholders
     draft_rows: list[int] = field(default_factory=list)
     logits_rows: list[int] = field(default_factory=list)
+    scored_rows: list[int] = field(default_factory=list)  # rows of prompt tokens that are scored
 
     def add(self, part: Part, first: int, last: int, *, is_tail: bool) -> None:
         """Append the part's committed tokens first..last-1, and its drafts and logits if this is its tail."""
@@ -40,12 +42,17 @@ class Launch:
         num_tokens = last - first + num_drafts
         if num_tokens == 0:
             return
+        if part.scored_from is not None:
+            shift = len(self.token_ids) - first
+            end_scored = min(last, part.request.num_prompt_tokens - 1)
+            self.scored_rows.extend(range(max(first, part.scored_from) + shift, end_scored + shift))
         self.segments.append(Segment(start=first, num_tokens=num_tokens, block_table=part.request.block_table))
         self.token_ids.extend(part.request.tokens_between(first, last))
         self.token_ids.extend([0] * num_drafts)
         end = len(self.token_ids)
         self.draft_rows.extend(range(end - num_drafts, end))
         if is_tail:
+            assert part.num_logits <= num_tokens, "a part's logits come from one launch: not from across a prompt's end"
             self.logits_rows.extend(range(end - part.num_logits, end))
 
 

@@ -6,7 +6,7 @@ sampling or of who asks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,8 @@ from runner.engine.forward_batch import (
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
 from runner.engine.transformers_model import TransformersModel
+
+SCORED_ROWS = 240  # logits rows of prompt tokens at a time; whole tiles of either size
 
 
 class ModelRunner:
@@ -56,18 +58,32 @@ class ModelRunner:
         self.cache = PagedKVCache(self.model.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
 
     @torch.inference_mode()
-    def run(self, parts: Sequence[Part], draft_token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self,
+        parts: Sequence[Part],
+        draft_token_ids: torch.Tensor | None = None,
+        take_prompt_logits: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
         """Compute the parts' tokens.
 
         Args:
             parts: what to compute; their blocks are reserved.
             draft_token_ids: [sum of num_draft_tokens] int64, in the order of the parts; never read back.
+            take_prompt_logits: given the logits of the rows that are scored, [<= SCORED_ROWS, vocab] float32 at a
+                time, in the order of the parts; those of a long prompt would not fit memory at once.
 
         Returns:
             logits [sum of num_logits, vocab] float32, in the order of the parts.
         """
         step = StepLaunches.of(parts)
-        logits = [self._launch(launch, draft_token_ids) for launch in (step.prefill, step.decode) if launch.segments]
+        logits = []
+        for launch in (step.prefill, step.decode):
+            if launch.segments:
+                hidden = self._launch(launch, draft_token_ids)
+                for first in range(0, len(launch.scored_rows), SCORED_ROWS):
+                    assert take_prompt_logits is not None, "scored rows need a taker"
+                    take_prompt_logits(self._logits(hidden, launch.scored_rows[first : first + SCORED_ROWS]))
+                logits.append(self._logits(hidden, launch.logits_rows))
         if step.logits_order is not None:
             order = torch.tensor(step.logits_order, device=self.device)
             return torch.cat(logits).index_select(0, order)
@@ -86,8 +102,7 @@ class ModelRunner:
         if launch.draft_rows:
             assert draft_token_ids is not None
             batch.token_ids.index_copy_(0, torch.tensor(launch.draft_rows, device=self.device), draft_token_ids)
-        hidden, _ = self.model(batch, self.cache)
-        return self._logits(hidden, launch.logits_rows)
+        return self.model(batch, self.cache)[0]
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         # Always in the decode family's tiles: the head has one arithmetic, whichever launch a row comes from.

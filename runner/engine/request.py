@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from runner.engine.logprobs import StepLogprobs, TokenLogprobs
 from runner.engine.sampling_params import SamplingParams
 
 
@@ -31,6 +32,7 @@ class Request:
     seed: int  # 64-bit key of every random draw of this request
     prompt_index: int = 0  # place of the prompt in the workload; n completions share it
     prompt: str | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that the output may not hold
     arrival_time: float = 0.0  # s, time.perf_counter
 
     status: RequestStatus = RequestStatus.WAITING
@@ -38,9 +40,11 @@ class Request:
     num_computed_tokens: int = 0  # tokens whose KV is in the target's cache
     block_table: list[int] = field(default_factory=list)  # physical block of each block_size positions
     num_preemptions: int = 0
-    finish_reason: str | None = None  # "stop" | "length" | "error"
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for eos
     text: str = ""  # decoded output, up to the stop string
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output tokens, where asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, from its second token on
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -96,3 +100,4 @@ class VerifyOutput:
 
     token_ids: torch.Tensor  # [B, max_draft_tokens + 1] int64: accepted, then recovered or bonus token, then -1
     num_accepted_tokens: torch.Tensor  # [B] int64: accepted draft tokens, before stop conditions
+    logprobs: StepLogprobs | None = None  # None when no request of the step asked for any

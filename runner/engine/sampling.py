@@ -1,7 +1,8 @@
 """What the sampler and the drafters do with logits rows.
 
-process_logits applies, in vLLM's order: logit bias, min_tokens, penalties, temperature, min_p, top_k, top_p; a greedy
-row skips what cannot move its argmax. sample_tokens draws with position-keyed noise (kernels/reference/philox.py).
+process_logits applies, in vLLM's order: allowed tokens, bad words, logit bias, min_tokens, penalties, temperature,
+min_p, top_k, top_p; a greedy row skips what cannot move its argmax. sample_tokens draws with position-keyed noise
+(kernels/reference/philox.py).
 Nothing here reads a tensor back to the host, and no row's bits depend on the other rows.
 """
 
@@ -33,6 +34,11 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
     """
     assert logits.shape == (rows.num_rows, rows.vocab_size), (logits.shape, rows.num_rows, rows.vocab_size)
     logits = logits.to(torch.float32)
+    if (allowed := rows.allowed) is not None:
+        kept = ops.keep_tokens(take_rows(logits, allowed.row_idx), allowed.values)
+        logits = put_rows(logits, allowed.row_idx, kept)
+    if (bad := rows.bad_words_in_drafts) is not None:
+        logits = ops.mask_after_drafts(logits, bad.row_idx, bad.token_ids, bad.applies)
     if (bias := rows.logit_bias) is not None:
         assert bias.values is not None
         logits = ops.apply_logit_bias(logits, bias.row_idx, bias.token_ids, bias.values)

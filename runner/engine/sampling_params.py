@@ -29,18 +29,29 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output
     repetition_penalty: float = 1.0  # divides (positive) or multiplies logits of tokens in prompt or output
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    allowed_token_ids: tuple[int, ...] | None = None  # only these may be sampled; None: all
+    bad_words: tuple[str, ...] = ()  # strings that the output may not spell in the tokenizer's own tokens
     seed: int | None = None  # None: the run's seed folded with the request's index
     max_tokens: int = 16  # output tokens at most
     min_tokens: int = 0  # eos and stop tokens are masked until this many output tokens
     stop: tuple[str, ...] = ()  # strings that end the text; not part of it
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the output, beside the model's eos
     ignore_eos: bool = False  # generate on after eos, as throughput benchmarks do
+    logprobs: int | None = None  # likeliest tokens told for each output token beside it; -1: all, None: nothing
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    speculative_sampling: bool | None = None  # False: no drafts for this request; True, None: as the engine does
+    speculative_model: str | None = None  # the draft to use, which must be the engine's own
+    speculative_ratio: int | None = None  # drafts a step at most, below the engine's num_speculative_tokens
 
     def __post_init__(self) -> None:
         # A lone string, lists and None are taken as people write them for vLLM.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        object.__setattr__(self, "bad_words", bad_words)
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         bias = {int(token): float(value) for token, value in (self.logit_bias or {}).items()}
         object.__setattr__(self, "logit_bias", bias)
         rules = (
@@ -61,6 +72,15 @@ class SamplingParams:
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"be in [0, max_tokens ({self.max_tokens})]"),
             ("stop", all(self.stop), "hold no empty string"),
             ("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "have values in [-100, 100]"),
+            ("allowed_token_ids", self.allowed_token_ids != (), "hold a token, or be null for all"),
+            ("bad_words", all(word.strip() for word in self.bad_words), "hold no string of white space alone"),
+            ("logprobs", self.logprobs is None or self.logprobs >= -1, "be >= 0, -1 for all tokens, or null"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or self.prompt_logprobs >= -1,
+                "be >= 0, -1 for all tokens, or null",
+            ),
+            ("speculative_ratio", self.speculative_ratio is None or self.speculative_ratio >= 0, "be >= 0 or null"),
         )
         for name, holds, rule in rules:
             if not holds:
@@ -77,4 +97,10 @@ class SamplingParams:
     @property
     def takes_the_argmax(self) -> bool:
         """Greedy, and nothing changes the logits first."""
-        return self.is_greedy and not (self.has_penalties or self.logit_bias or self.min_tokens)
+        changes = self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words
+        return self.is_greedy and not changes and self.allowed_token_ids is None
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """The most drafts a step that the request allows; None: as many as the engine makes."""
+        return 0 if self.speculative_sampling is False else self.speculative_ratio

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from kernels.reference.philox import seed_to_int64
 from kernels.reference.sampling import add_ancestor_counts, token_counts
+from runner.engine.bad_words import BadWordRows, BegunBadWord, begun_bad_words
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.upload import index_or_all as index_or_all
+from runner.engine.upload import to_device as to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class ValueRows:
     """The rows that use a processor, and its value for each."""
 
     row_idx: Tensor | None  # [num_used] int64; None = all rows
-    values: Tensor  # [num_used]
+    values: Tensor  # [num_used], or [num_used, vocab] where it has one for each token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +59,10 @@ class SamplingRows:
     seeds: Tensor  # [num_rows] int64 bit patterns
     positions: Tensor  # [num_rows] int64: the absolute position that the row predicts
     random_row_idx: Tensor | None  # [num_random] int64: rows that are not greedy; None = all rows
+    allowed: ValueRows | None = None  # bool
+    bad_words_in_drafts: BadWordRows | None = None  # those that depend on a draft
     logit_bias: TokenRows | None = None
-    forbidden: TokenRows | None = None  # eos and stop tokens before min_tokens
+    forbidden: TokenRows | None = None  # eos and stop tokens before min_tokens; ends of bad words begun in the output
     penalties: PenaltyRows | None = None
     temperatures: Tensor | None = None  # [num_rows] float32, 1 in greedy rows
     min_p: ValueRows | None = None
@@ -108,6 +113,7 @@ class SamplingRows:
                 positions=keys[1],
                 random_row_idx=random_row_idx,
             )
+        bad_words = [match for r, n in enumerate(num_ancestors) for match in begun_bad_words(owners[r], r, n)]
         top_k = _value_rows(params, lambda p: 0 < p.top_k < vocab_size, lambda p: p.top_k, torch.int64, device)
         return cls(
             vocab_size=vocab_size,
@@ -115,8 +121,10 @@ class SamplingRows:
             seeds=keys[0],
             positions=keys[1],
             random_row_idx=random_row_idx,
+            allowed=_allowed(requests, request_idx, vocab_size, device),
+            bad_words_in_drafts=BadWordRows.build(bad_words, request_idx, num_ancestors, draft_token_ids, device),
             logit_bias=_logit_bias(params, vocab_size, device),
-            forbidden=_forbidden(owners, num_ancestors, vocab_size, eos_token_ids, device),
+            forbidden=_forbidden(owners, num_ancestors, bad_words, vocab_size, eos_token_ids, device),
             penalties=_penalties(requests, request_idx, num_ancestors, draft_token_ids, vocab_size, device),
             temperatures=_temperatures(params, device),
             min_p=_value_rows(params, lambda p: p.min_p > 0.0, lambda p: p.min_p, torch.float32, device),
@@ -127,22 +135,16 @@ class SamplingRows:
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ValueError if logit_bias or stop_token_ids name a token outside the vocabulary; for use on admission."""
-    for name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    """Raises ValueError if a parameter names a token outside the vocabulary; for use on admission."""
+    named = {
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+    }
+    for name, token_ids in named.items():
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} must name tokens in [0, {vocab_size - 1}] (the vocabulary), got {token_id}")
-
-
-def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of host values on the device; the upload waits for nothing (pageable memory would)."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-
-
-def index_or_all(indices: list[int], num_rows: int, device: torch.device) -> Tensor | None:
-    return None if len(indices) == num_rows else to_device(indices, torch.int64, device)
 
 
 def _value_rows(
@@ -179,12 +181,16 @@ def _logit_bias(params: list[SamplingParams], vocab_size: int, device: torch.dev
 def _forbidden(
     owners: list[Request],
     num_ancestors: list[int],
+    bad_words: list[BegunBadWord],
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     device: torch.device,
 ) -> TokenRows | None:
-    """eos and stop tokens of the rows that predict one of a request's first min_tokens output tokens."""
-    pairs: list[tuple[int, int]] = []
+    """eos and stop tokens of the rows that predict one of a request's first min_tokens output tokens.
+
+    And the last tokens of bad words of which all others are said.
+    """
+    pairs = [(word.row, word.last_token_id) for word in bad_words if not word.in_drafts]
     for r, (owner, n) in enumerate(zip(owners, num_ancestors, strict=True)):
         if len(owner.output_token_ids) + n < owner.sampling_params.min_tokens:
             check_token_ids(owner.sampling_params, vocab_size)
@@ -193,6 +199,22 @@ def _forbidden(
         return None
     index = to_device(list(zip(*pairs, strict=True)), torch.int64, device)
     return TokenRows(row_idx=index[0], token_ids=index[1])
+
+
+def _allowed(
+    requests: Sequence[Request], request_idx: list[int], vocab_size: int, device: torch.device
+) -> ValueRows | None:
+    used = [r for r, b in enumerate(request_idx) if requests[b].sampling_params.allowed_token_ids is not None]
+    if not used:
+        return None
+    slots = {b: slot for slot, b in enumerate(dict.fromkeys(request_idx[r] for r in used))}
+    for b in slots:
+        check_token_ids(requests[b].sampling_params, vocab_size)
+    pairs = [(s, token) for b, s in slots.items() for token in requests[b].sampling_params.allowed_token_ids or ()]
+    flat = to_device(list(zip(*pairs, strict=True)), torch.int64, device)
+    is_allowed = token_counts(flat[0], flat[1], num_slots=len(slots), vocab_size=vocab_size) > 0
+    slot_of_row = to_device([slots[request_idx[r]] for r in used], torch.int64, device)
+    return ValueRows(row_idx=index_or_all(used, len(request_idx), device), values=is_allowed[slot_of_row])
 
 
 def _penalties(

@@ -7,8 +7,10 @@ and preemption by recompute. `commit` is the one writer of a Request's state. Kn
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from runner.engine.draft_budget import DraftBudget
 from runner.engine.kv_cache import BlockManager
 from runner.engine.request import DraftTokens, Request, RequestStatus, VerifyOutput
 from runner.engine.sampling_rows import check_token_ids
@@ -67,11 +69,17 @@ class Scheduler:
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool,
         num_speculative_tokens: int,
+        num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
+        disable_by_batch_size: int | None = None,
     ) -> None:
         self.blocks, self.stop_rules, self.vocab_size = block_manager, stop_rules, vocab_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.num_speculative_tokens = num_speculative_tokens
+        self.draft_budget = DraftBudget(
+            num_speculative_tokens=num_speculative_tokens,
+            per_batch_size=num_speculative_tokens_per_batch_size,
+            disable_by_batch_size=disable_by_batch_size,
+        )
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -98,6 +106,13 @@ class Scheduler:
             check_token_ids(request.sampling_params, self.vocab_size)
         except ValueError as error:
             return str(error)
+        if not all(0 <= token < self.vocab_size for word in request.bad_words_token_ids for token in word):
+            return f"bad_words must be spelled in tokens in [0, {self.vocab_size - 1}]; use the target's tokenizer"
+        if not self._leaves_a_token(request):
+            return (
+                "allowed_token_ids must hold a token that bad_words and min_tokens leave, "
+                f"got {list(request.sampling_params.allowed_token_ids or ())}"
+            )
         longest = min(limit, num_prompt + request.sampling_params.max_tokens)
         if self.blocks.num_blocks_for(longest) > self.blocks.num_usable_blocks:
             room = self.blocks.num_usable_blocks * self.blocks.block_size
@@ -110,12 +125,13 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Decode what runs, go on with prompts that are not done, then admit in order of arrival."""
         budget = self.max_num_batched_tokens
+        max_draft_tokens = self.draft_budget.max_draft_tokens(len(self.running), len(self.waiting))
         preempted: list[Request] = []
         scheduled: list[ScheduledRequest] = []
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted below, by an earlier request's need
-            item = self._fit(request, budget)
+            item = self._fit(request, budget, max_draft_tokens)
             if item is None:
                 continue  # no budget left; it keeps its blocks and its turn
             while not self._reserve(item):
@@ -132,7 +148,7 @@ class Scheduler:
                 budget -= item.num_reserved_tokens
         while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
             request = self.waiting[0]
-            item = self._fit(request, budget)
+            item = self._fit(request, budget, max_draft_tokens)
             if item is None or not self._has_room(request):
                 break
             reserved = self._reserve(item)
@@ -150,6 +166,7 @@ class Scheduler:
 
         output has a row for every scheduled request that yields a token, in order.
         """
+        told = {} if output.logprobs is None else output.logprobs.read()
         token_rows = output.token_ids.tolist()
         num_accepted = output.num_accepted_tokens.tolist()
         num_drafts = iter(drafts.num_draft_tokens)
@@ -159,6 +176,8 @@ class Scheduler:
             request = item.request
             num_draft_tokens = next(num_drafts) if item.is_decoding else 0
             request.num_computed_tokens += item.num_new_tokens
+            prompt_logprobs, logprobs = told.get(request.request_id, ((), ()))
+            request.prompt_logprobs.extend(prompt_logprobs)
             if not item.yields_token:
                 continue
             accepted = num_accepted[row]
@@ -168,6 +187,7 @@ class Scheduler:
             kept = new_token_ids[: stop.num_tokens]
             accepted = min(accepted, len(kept))
             request.output_token_ids.extend(kept)
+            request.logprobs.extend(logprobs[: len(kept)])
             # Accepted drafts are in the cache already; rejected ones lie beyond this count and are overwritten.
             request.num_computed_tokens += min(accepted, len(kept) - 1)
             committed.append(
@@ -183,29 +203,41 @@ class Scheduler:
                 self._finish(request, RequestStatus.FINISHED)
         return committed
 
-    def abort(self, request: Request, status: RequestStatus = RequestStatus.FAILED) -> None:
+    def abort(self, request: Request, finish_reason: str = "error") -> None:
         """Take a request out, with its blocks, whatever state it is in."""
         if request in self.waiting:
             self.waiting.remove(request)
-        request.finish_reason = "error"
-        self._finish(request, status)
+        request.finish_reason = finish_reason
+        self._finish(request, RequestStatus.FAILED)
 
-    def _fit(self, request: Request, budget: int) -> ScheduledRequest | None:
+    def _leaves_a_token(self, request: Request) -> bool:
+        """Whether its allowed tokens, if it names any, hold one that no other rule forbids from the start."""
+        params = request.sampling_params
+        if params.allowed_token_ids is None:
+            return True
+        left = set(params.allowed_token_ids) - {word[0] for word in request.bad_words_token_ids if len(word) == 1}
+        if params.min_tokens:
+            left -= {*self.stop_rules.eos_token_ids, *params.stop_token_ids}
+        return bool(left)
+
+    def _fit(self, request: Request, budget: int, max_draft_tokens: int) -> ScheduledRequest | None:
         """The largest part of a request that the token budget allows; None when that is nothing."""
         pending = request.num_tokens - request.num_computed_tokens
         is_decoding = pending == 1 and bool(request.output_token_ids)
         if budget <= 0 or (pending > budget and not self.enable_chunked_prefill):
             return None
         num_new_tokens = min(pending, budget)
-        max_draft_tokens = 0
-        if is_decoding:
+        if not is_decoding:
+            max_draft_tokens = 0
+        else:
             # Drafts beyond the last token that can be committed would be verified for nothing.
             room = min(
                 request.sampling_params.max_tokens - len(request.output_token_ids) - 1,
                 self.stop_rules.max_model_len - request.num_tokens - 1,
                 budget - 1,
             )
-            max_draft_tokens = max(0, min(self.num_speculative_tokens, room))
+            asked = request.sampling_params.max_draft_tokens
+            max_draft_tokens = max(0, min(max_draft_tokens if asked is None else min(asked, max_draft_tokens), room))
         return ScheduledRequest(
             request=request,
             start=request.num_computed_tokens,

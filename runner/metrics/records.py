@@ -35,7 +35,7 @@ class RequestRecord:
     prompt_token_ids: Sequence[int]
     text: str
     token_ids: Sequence[int]
-    finish_reason: str | None  # "stop" | "length" | "error"; error = failed
+    finish_reason: str | None  # "stop" | "length" | "abort" | "error"; the last two = failed
     category: str | None
     arrival_time: float  # s, time.perf_counter
     token_times: tuple[float, ...]  # s, when the tokens of each step arrived
@@ -45,7 +45,7 @@ class RequestRecord:
 
     @property
     def failed(self) -> bool:
-        return self.finish_reason == "error"
+        return self.finish_reason in ("abort", "error")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

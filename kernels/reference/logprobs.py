@@ -1,0 +1,50 @@
+"""Logprobs of chosen tokens and of the likeliest ones: the definition.
+
+Each row's bits depend on that row alone, and ties are broken by token id, so that what is told does not depend on
+the batch or on how many top tokens its other rows ask for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.reference.philox import row_slabs
+
+_LOW_WORD = 0xFFFFFFFF
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    """What a row of logits says of one token and of the num_top likeliest, all in one tensor for one copy.
+
+    Args:
+        logits: [num_rows, vocab], any float dtype.
+        token_ids: [num_rows] int64, in the vocabulary.
+        num_top: in [0, vocab].
+
+    Returns:
+        [num_rows, 3 + 2 * num_top] float64, which holds ids and float32 exactly: token id, its logprob (float32
+        log_softmax), its rank from 1, the top tokens' ids in order of rank, their logprobs.
+    """
+    num_rows, vocab_size = logits.shape
+    packed = torch.empty(num_rows, 3 + 2 * num_top, dtype=torch.float64, device=logits.device)
+    for rows in row_slabs(num_rows, vocab_size, logits.device):
+        logprobs = logits[rows].to(torch.float32).log_softmax(dim=-1)
+        keys = _order_keys(logprobs)
+        own_ids = token_ids[rows].unsqueeze(1)
+        top_keys = keys.topk(num_top, dim=-1).values
+        top_ids = _LOW_WORD - (top_keys & _LOW_WORD)
+        packed[rows, 0:1] = own_ids.to(torch.float64)
+        packed[rows, 1:2] = logprobs.gather(1, own_ids).to(torch.float64)
+        packed[rows, 2:3] = (keys >= keys.gather(1, own_ids)).sum(dim=-1, keepdim=True).to(torch.float64)
+        packed[rows, 3 : 3 + num_top] = top_ids.to(torch.float64)
+        packed[rows, 3 + num_top :] = logprobs.gather(1, top_ids).to(torch.float64)
+    return packed
+
+
+def _order_keys(values: Tensor) -> Tensor:
+    """int64 keys, no two of a row alike, in the order of the float32 values; of equal values the lower id is larger."""
+    bits = (values + 0.0).view(torch.int32).to(torch.int64)  # + 0.0: -0 and 0 are equal
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    token_ids = torch.arange(values.shape[-1], device=values.device)
+    return (ordered << 32) | (_LOW_WORD - token_ids)

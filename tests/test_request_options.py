@@ -1,0 +1,244 @@
+"""Whatever a request asks for, speculation gives it: text and logprobs are plain decoding's, bit for bit.
+
+On the trained tiny family, whose tokenizer stop strings and bad words need. Plain decoding is the reference; other
+tests say that it is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from runner.engine.errors import UserError
+from runner.engine.request import Request
+from runner.llm import LLM, SamplingParams
+from runner.metrics import MetricsCollector
+from runner.outputs import RequestOutput
+from runner.tiny import DRAFT_DIR
+from tests.conftest import complete
+from tests.test_losslessness import METHODS, method_config, tell_test_proposers
+
+PROMPT = "import os\n\ndef walk(path):\n    for name in os.listdir(path):\n        if name"
+PROMPTS = (PROMPT, "class Queue:\n    def __init__(self, maxsize):\n")
+TINY = {"device": "cpu", "max_num_batched_tokens": 4096}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "max_tokens": 10, "seed": 7}
+# What the plain request says, so that each of these has something to change: see the test below.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature": {**SAMPLED, "temperature": 1.3},
+    "top k": {**SAMPLED, "temperature": 1.3, "top_k": 3},
+    "top p": {**SAMPLED, "temperature": 1.3, "top_p": 0.5},
+    "min p": {**SAMPLED, "temperature": 1.3, "min_p": 0.2},
+    "seed": {**SAMPLED, "seed": 2**64 - 1},
+    "presence penalty": {**GREEDY, "presence_penalty": 2.0},
+    "frequency penalty": {**GREEDY, "frequency_penalty": 2.0},
+    "repetition penalty": {**SAMPLED, "repetition_penalty": 1.8},
+    "logit bias": {**GREEDY, "logit_bias": {300: 100.0, 301: 99.9}},
+    "allowed tokens": {**SAMPLED, "allowed_token_ids": range(250, 700)},
+    "bad words": {**GREEDY, "bad_words": ["not in", "name.split", "SymMM", "self"]},
+    "bad words, sampled": {**SAMPLED, "bad_words": ["self", "name", ".", "return", "):\n", "import os"]},
+    "stop tokens": {**SAMPLED, "temperature": 1.0, "stop_token_ids": range(200, 1500)},
+    "min tokens": {**SAMPLED, "temperature": 1.0, "stop_token_ids": range(200, 1500), "min_tokens": 5},
+    "stop strings": {**GREEDY, "stop": ["n", "):\n", "lf."]},
+    "stop strings, min tokens": {**GREEDY, "stop": ["n", "):\n", "lf."], "min_tokens": 4},
+    "n": {**SAMPLED, "n": 3},
+    "ignore eos": {**SAMPLED, "ignore_eos": True, "logit_bias": {0: 20.0, 1: 20.0, 2: 20.0}},
+    "logprobs": {**GREEDY, "logprobs": 3},
+    "logprobs, none but its own": {**SAMPLED, "logprobs": 0},
+    "logprobs of all tokens": {**SAMPLED, "logprobs": -1, "max_tokens": 4},
+    "logprobs, n": {**SAMPLED, "logprobs": 2, "n": 3},
+    "prompt logprobs": {**GREEDY, "prompt_logprobs": 2},
+    "both logprobs, n": {**SAMPLED, "n": 2, "logprobs": 1, "prompt_logprobs": 4},
+    "no speculation": {**SAMPLED, "speculative_sampling": False},
+    "speculation": {**SAMPLED, "speculative_sampling": True},
+    "two drafts a step": {**SAMPLED, "speculative_ratio": 2},
+    "no drafts": {**GREEDY, "speculative_ratio": 0, "logprobs": 1},
+    "much of it": {
+        "temperature": 0.9, "max_tokens": 24, "seed": 3, "n": 2, "top_k": 50, "top_p": 0.95, "min_p": 0.01,
+        "frequency_penalty": 0.3, "presence_penalty": 0.2, "repetition_penalty": 1.1, "logit_bias": {300: 2.0},
+        "bad_words": ["self", "os."], "allowed_token_ids": range(3, 2000), "min_tokens": 6, "stop": ["return"],
+        "stop_token_ids": range(900, 1000), "logprobs": 4, "prompt_logprobs": 1,
+    },
+}  # fmt: skip
+NEUTRAL = {  # change nothing by themselves
+    "logprobs", "logprobs, none but its own", "logprobs of all tokens", "logprobs, n", "prompt logprobs",
+    "both logprobs, n", "no speculation", "speculation", "two drafts a step", "no drafts", "n",
+}  # fmt: skip
+
+
+@cache
+def engine(method: str, num_speculative_tokens: int = 4, **engine_args: Any) -> LLM:
+    config = method_config(method, num_speculative_tokens)
+    return LLM("tiny", speculative_config=config, **{**TINY, **engine_args})
+
+
+def told(requests: list[Request]) -> list[tuple[Any, ...]]:
+    """All that a request brings home."""
+    return [
+        (r.output_token_ids, r.text, r.finish_reason, r.stop_reason, r.logprobs, r.prompt_logprobs) for r in requests
+    ]
+
+
+@cache
+def plain(option: str) -> list[Request]:
+    params = SamplingParams(**OPTIONS[option])
+    return complete(engine("none"), PROMPTS, [params] * len(PROMPTS))[0]
+
+
+def mixed_prompts() -> tuple[list[str], list[SamplingParams]]:
+    """Every request of the batch asks for something else."""
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(len(OPTIONS))]
+    return prompts, [SamplingParams(**values) for values in OPTIONS.values()]
+
+
+@pytest.mark.parametrize("option", sorted(OPTIONS.keys() - NEUTRAL))
+def test_an_option_of_the_grid_has_something_to_do(option: str) -> None:
+    """Guards the grid: a processor that changes no token of the reference would show nothing."""
+    values = OPTIONS[option]
+    bare = {**(GREEDY if values["temperature"] == 0.0 else SAMPLED), "max_tokens": values["max_tokens"]}
+    if option in ("min tokens", "stop tokens"):
+        bare["temperature"] = 1.0
+    elif option in ("top k", "top p", "min p"):
+        bare["temperature"] = 1.3
+    requests, _ = complete(engine("none"), PROMPTS, [SamplingParams(**bare)] * len(PROMPTS))
+    with_it = [r.output_token_ids for r in plain(option)]
+    assert with_it != [r.output_token_ids for r in requests]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("method", METHODS)
+def test_under_speculation_a_request_gets_what_plain_decoding_gives(method: str, option: str) -> None:
+    tell_test_proposers(plain(option))
+    requests, _ = complete(engine(method), PROMPTS, [SamplingParams(**OPTIONS[option])] * len(PROMPTS))
+    assert told(requests) == told(plain(option))
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    # Requests are preempted in their prompts and behind them.
+    "few blocks, small chunks": {"num_gpu_blocks_override": 8, "max_num_seqs": 8, "max_num_batched_tokens": 40},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("method", ["none", *METHODS])
+def test_requests_that_ask_for_different_things_share_a_batch(method: str, schedule: str) -> None:
+    prompts, params = mixed_prompts()
+    expected, _ = complete(engine("none"), prompts, params)
+    tell_test_proposers(expected)
+    llm = engine(method, **{"max_model_len": 112, **SCHEDULES[schedule]})
+    requests, metrics = complete(llm, prompts, params)
+    assert told(requests) == told(expected)
+    assert any(request.num_preemptions for request in requests) == (schedule != "all at once")
+    if method != "none":
+        assert metrics.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["none", *METHODS])
+def test_only_allowed_tokens_are_said_and_no_bad_word(method: str) -> None:
+    tell_test_proposers(plain("allowed tokens"))
+    llm = engine(method)
+    allowed, bad = SamplingParams(**OPTIONS["allowed tokens"]), SamplingParams(**OPTIONS["bad words"])
+    outputs = llm.generate([PROMPT, PROMPT], [allowed, bad])
+    assert set(outputs[0].outputs[0].token_ids) <= set(range(250, 700))
+    said = outputs[1].outputs[0].token_ids
+    for word in llm.engine.tokenizer.spell_bad_words(bad.bad_words):
+        assert not any(said[start : start + len(word)] == word for start in range(len(said)))
+
+
+def test_a_request_can_go_without_speculation_beside_others_that_use_it() -> None:
+    llm = engine("draft_model")
+    base = SamplingParams(**{**GREEDY, "max_tokens": 40, "ignore_eos": True})
+    asked: dict[str, dict[str, Any]] = {
+        "off": {"speculative_sampling": False},
+        "capped": {"speculative_ratio": 2},
+        "none": {"speculative_ratio": 0},
+        "more": {"speculative_ratio": 9},
+        "on": {"speculative_sampling": True},
+        "unsaid": {},
+        "off wins": {"speculative_sampling": False, "speculative_ratio": 3},
+    }
+    requests, metrics = complete(llm, [PROMPT] * len(asked), [replace(base, **values) for values in asked.values()])
+    most = {
+        name: max(record.num_draft_tokens)
+        for name, record in zip(asked, sorted(metrics.records, key=lambda r: int(r.request_id)), strict=True)
+    }
+    assert most == {"off": 0, "capped": 2, "none": 0, "more": 4, "on": 4, "unsaid": 4, "off wins": 0}
+    assert len({tuple(request.output_token_ids) for request in requests}) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny-draft", str(DRAFT_DIR)])
+def test_the_loaded_draft_may_be_named_in_a_request(name: str) -> None:
+    """The way of a widely read tutorial: everything about speculation in SamplingParams."""
+    params = SamplingParams(**GREEDY, speculative_sampling=True, speculative_model=name, speculative_ratio=3)
+    (output,) = engine("draft_model").generate(PROMPT, params)
+    (expected,) = engine("none").generate(PROMPT, SamplingParams(**GREEDY))
+    assert output == expected
+
+
+@pytest.mark.parametrize(("method", "loaded"), [("draft_model", "tiny-draft"), ("ngram", "none"), ("none", "none")])
+def test_another_draft_is_refused_with_where_to_give_it(method: str, loaded: str) -> None:
+    with pytest.raises(UserError) as raised:
+        engine(method).generate(PROMPT, SamplingParams(**GREEDY, speculative_model="some/draft"))
+    assert str(raised.value) == (
+        f"speculative_model must be the draft that the engine was started with ({loaded}), got 'some/draft'; give it "
+        "to the engine: LLM(..., speculative_config={'method': 'draft_model', 'model': 'some/draft'}), or "
+        "method=draft_model method.model=some/draft on the command line"
+    )
+
+
+def test_speculative_sampling_without_a_method_is_plain_decoding() -> None:
+    """It allows speculation, and asks for none that the engine does not have."""
+    params = SamplingParams(**GREEDY, speculative_sampling=True, speculative_ratio=4)
+    assert engine("none").generate(PROMPT, params) == engine("none").generate(PROMPT, SamplingParams(**GREEDY))
+
+
+def test_siblings_tell_the_prompts_logprobs_once() -> None:
+    (output,) = engine("draft_model").generate(PROMPT, SamplingParams(**OPTIONS["both logprobs, n"]))
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert [len(completion.logprobs or ()) for completion in output.outputs] == [
+        len(completion.token_ids) for completion in output.outputs
+    ]
+    assert [len(r.prompt_logprobs) > 0 for r in plain("both logprobs, n")] == [True, False] * len(PROMPTS)
+
+
+def abort_after(llm: LLM, steps: int, *request_ids: str) -> Any:
+    seen: list[MetricsCollector] = []
+
+    def observer(metrics: MetricsCollector) -> None:
+        seen.append(metrics)
+        if len(seen) == steps:
+            for request_id in request_ids:
+                llm.abort(request_id)
+
+    return observer
+
+
+@pytest.mark.parametrize("method", ["none", *METHODS])
+def test_an_aborted_request_keeps_what_it_has_said_and_the_others_go_on(method: str) -> None:
+    llm = engine(method, max_num_seqs=3)
+    params = SamplingParams(**{**SAMPLED, "max_tokens": 30, "ignore_eos": True}, logprobs=1)
+    expected, _ = complete(engine("none"), [PROMPT] * 4, [params] * 4)
+    tell_test_proposers(expected)
+    wanted = llm.generate([PROMPT] * 4, params)
+    outputs = llm.generate([PROMPT] * 4, params, observer=abort_after(llm, 3, "1", "3", "nobody"))
+    assert [outputs[0], outputs[2]] == [wanted[0], wanted[2]]
+    running, waiting = outputs[1].outputs[0], outputs[3].outputs[0]
+    assert (running.finish_reason, waiting.finish_reason) == ("abort", "abort")
+    assert 0 < len(running.token_ids) < 30 and waiting.token_ids == ()
+    full = wanted[1].outputs[0]
+    assert full.token_ids[: len(running.token_ids)] == running.token_ids and full.text.startswith(running.text)
+    assert running.logprobs == (full.logprobs or [])[: len(running.token_ids)]
+    llm.engine.block_manager.check_integrity([])
+    assert llm.generate([PROMPT] * 4, params) == wanted, "an abort does not reach the next call"
+
+
+def test_all_of_a_prompts_completions_are_aborted_together() -> None:
+    llm = engine("draft_model")
+    params = SamplingParams(**{**SAMPLED, "n": 2, "ignore_eos": True})
+    outputs: list[RequestOutput] = llm.generate(PROMPT, params, observer=abort_after(llm, 1, "0"))
+    assert [completion.finish_reason for completion in outputs[0].outputs] == ["abort", "abort"]
+    assert outputs[0].error is None
