@@ -23,6 +23,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from runner.cli.speculative_config import KEY, read_speculative_config
 from runner.config.problem import ConfigError, Problem, did_you_mean
 from runner.config.root import SpeculativeConfig
+from runner.config.vllm_keys import UNAVAILABLE_METHODS
 
 CONFIG_MODULE = "conf"
 HYDRA_VERSION_BASE = "1.3"
@@ -205,7 +206,11 @@ def _problem_of(error: Exception, overrides: list[str]) -> Problem:
         group, _, option = error.missing_cfg_file.rpartition("/")
         rule = f"must be one of {', '.join(error.options)}"
         remedy = did_you_mean(option, error.options)
-        return Problem(name=group, rule=rule, value=option, remedy=remedy if remedy.startswith("did") else "")
+        if group == "method" and option in UNAVAILABLE_METHODS:
+            remedy = f"{option} is not available yet"
+        elif not remedy.startswith("did"):
+            remedy = ""
+        return Problem(name=group, rule=rule, value=option, remedy=remedy)
     if isinstance(error, OverrideParseException):
         return Problem(name=error.override, rule="is not of the form key=value", remedy=message.splitlines()[0])
     if isinstance(error, OmegaConfBaseException) and error.full_key:

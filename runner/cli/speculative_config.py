@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def _remedy(text: str, path: Path) -> str:
         return f"for the method alone write method={text}"
     siblings = [entry.name for entry in path.parent.glob("*.json")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.8)
-    return f"did you mean {str(path.with_name(close[0]))!r}?" if close else EXAMPLE
+    return f"did you mean {os.path.join(os.path.dirname(text), close[0])!r}?" if close else EXAMPLE
 
 
 def _quoted(argument: str) -> str:

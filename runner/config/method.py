@@ -171,6 +171,5 @@ class MethodConfig(Node):
         return [f"method={self.method} ignores {', '.join(ignored)}"] if ignored else []
 
 
-
 def _as_lists(ranges: tuple[BatchSizeRange, ...]) -> list[list[int]]:
     return [list(entry) for entry in ranges]

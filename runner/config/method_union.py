@@ -36,7 +36,6 @@ class NoneMethod(MethodConfig):
     method: Literal["none"] = Field(default="none", description="plain decoding, no drafts")
 
 
-
 class PromptLookupMethod(MethodConfig):
     """What the two n-gram methods share."""
 
@@ -71,7 +70,6 @@ class PromptLookupMethod(MethodConfig):
         return self
 
 
-
 class NgramMethod(PromptLookupMethod):
     """Prompt lookup: drafts what followed an earlier occurrence of the n-gram that ends the text."""
 
@@ -97,7 +95,7 @@ class SuffixMethod(MethodConfig):
         default=24, ge=1, le=1024, description="tokens matched and drafted together at most, in [1, 1024]"
     )
     suffix_decoding_max_cached_requests: int = Field(
-        default=10000, ge=0, description="finished responses kept, the oldest leaves first; 0 keeps none"
+        default=10000, ge=0, description="finished responses kept, >= 0, the oldest leaves first; 0 keeps none"
     )
     suffix_decoding_max_spec_factor: float = Field(
         default=1.0, ge=0, description="drafted tokens at most, as a multiple of the tokens matched, >= 0"
@@ -110,7 +108,6 @@ class SuffixMethod(MethodConfig):
         min_length=1,
         description="a .jsonl file of earlier responses (token_ids or text, as outputs.jsonl has) to start from",
     )
-
 
 
 class DraftModelMethod(MethodConfig):
@@ -139,7 +136,6 @@ class DraftModelMethod(MethodConfig):
         return value
 
 
-
 class CustomClassMethod(MethodConfig):
     """A proposer of the user's own."""
 
@@ -154,7 +150,6 @@ class CustomClassMethod(MethodConfig):
         if not is_dotted_path(value):
             raise ValueError(f"must be a dotted path to a class, such as my_package.MyProposer, got {value!r}")
         return value
-
 
 
 def infer_method(values: Any) -> Any:

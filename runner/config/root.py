@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from runner.config.hardware import HardwareConfig
 from runner.config.method_union import (
+    AnyMethod,
     DraftModelMethod,
     MethodNode,
     MethodUnion,
@@ -23,10 +24,6 @@ from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean
 from runner.config.sampler import SamplerConfig
 from runner.config.to_vllm import to_vllm
 from runner.config.workload import DemoWorkload, WorkloadConfig
-
-EXCLUDES_METHOD = Problem(
-    name="speculative_config", rule="excludes a method of one's own", remedy="give speculative_config or method"
-)
 
 
 class SpeculativeConfig(Node):
@@ -78,26 +75,19 @@ class SpeculativeConfig(Node):
     def _read(cls, values: Mapping[str, Any]) -> tuple[Self | None, list[Problem]]:
         """The configuration, or why there is none; a speculative_config becomes the method node."""
         values = dict(values)
+        problems: list[Problem] = []
         given = values.get("speculative_config")
-        if not isinstance(given, Mapping):  # none, or one that the schema refuses
+        if isinstance(given, Mapping):
+            values["speculative_config"] = dict(given)
             try:
-                return cls.model_validate(values), []
-            except ValidationError as error:
-                return None, problems_of(error, cls)
-        named, problems = values.pop("method", None), []
-        values["speculative_config"] = dict(given)
-        try:
-            values["method"], _ = parse_method(given)
-            if named is not None and MethodNode.model_validate({"method": named}).method != values["method"]:
-                raise ConfigError([EXCLUDES_METHOD])
-        except ConfigError as error:
-            problems.extend(error.problems)
-        except ValidationError:
-            problems.append(EXCLUDES_METHOD)
+                values["method"] = _method_of(given, values.pop("method", None))
+            except ConfigError as error:
+                problems.extend(error.problems)  # go on without a method, to see what else is wrong
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
-            problems.extend(as_speculative_config(problem) for problem in problems_of(error, cls))
+            found = problems_of(error, cls)
+            problems.extend(map(as_speculative_config, found) if isinstance(given, Mapping) else found)
         return (None, problems) if problems else (config, [])
 
     @classmethod
@@ -204,6 +194,19 @@ class SpeculativeConfig(Node):
         return to_vllm(
             self.method, draft_model=None if draft is None else draft.model, temperature=self.sampler.temperature
         )
+
+
+def _method_of(speculative_config: Mapping[str, Any], named: Any) -> AnyMethod:
+    """The method of a speculative_config; a node beside it, as a configuration's own dump has it, must be the same."""
+    method, _ = parse_method(speculative_config)
+    try:
+        is_same = named is None or MethodNode.model_validate({"method": named}).method == method
+    except ValidationError:
+        is_same = False
+    if not is_same:
+        remedy = "give speculative_config or method"
+        raise ConfigError([Problem(name="speculative_config", rule="excludes another method", remedy=remedy)])
+    return method
 
 
 def _as_argument(problem: Problem) -> Problem:

@@ -21,8 +21,8 @@ _SAME_KEYS = (
 )
 _SAME_RULES = {"strict": "standard", "probabilistic": "standard", "typical": "standard"}  # the others keep their names
 _RULE_NOTES = {
-    "strict": "rejection_sample_method=strict has no counterpart in vLLM: standard keeps the distribution, not the very "
-    "tokens (at temperature 0 they are the same rule)",
+    "strict": "rejection_sample_method=strict has no counterpart in vLLM: standard keeps the distribution, not the "
+    "very tokens (at temperature 0 they are the same rule)",
     "typical": "rejection_sample_method=typical has no counterpart in vLLM: standard is lossless and accepts less",
     "block": "rejection_sample_method=block needs vLLM's V2 model runner: V1 verifies as standard does",
 }
@@ -104,10 +104,10 @@ def _translate_load(method: MethodConfig, config: dict[str, Any], notes: list[st
         given = " and ".join(key for key in keys if getattr(method, key) is not None)
         notes.append(f"{given} left out: vLLM's method {method.method} drafts alike at every batch size")
         return
-    kept = [list(entry) for entry in ranges or [(1, limit, method.num_speculative_tokens)]]
+    kept = [list(entry) for entry in ranges or ()]
     if limit is not None:
         kept = [[start, min(end, limit), count] for start, end, count in kept if start <= limit]
-        kept.append([limit + 1, limit + 1, 0])
+        kept = [*(kept or [[1, limit, method.num_speculative_tokens]]), [limit + 1, limit + 1, 0]]
         notes.append(
             f"disable_by_batch_size={limit} is given to vLLM as num_speculative_tokens_per_batch_size, which counts "
             "the running requests only, not those that wait"
