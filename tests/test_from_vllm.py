@@ -189,6 +189,16 @@ def test_suffix_takes_its_draft_length_from_the_tree_depth_as_vllm_does() -> Non
     assert found == ("num_speculative_tokens=16 comes from suffix_decoding_max_tree_depth=16, as in vLLM",)
 
 
+def test_probabilistic_drafts_bring_vllms_default_rule_along_unless_a_rule_is_named() -> None:
+    """Under strict they would be accepted with probability sum(p * q), far below what vLLM does with the same JSON."""
+    config = {"method": "draft_model", "model": "d", "draft_sample_method": "probabilistic"}
+    method, found = parse_method(config)
+    assert method.rejection_sample_method == "probabilistic"
+    assert found == ("rejection_sample_method=probabilistic comes with draft_sample_method=probabilistic, as in vLLM",)
+    method, found = parse_method(config | {"rejection_sample_method": "strict"})
+    assert (method.rejection_sample_method, found) == ("strict", ())
+
+
 def test_a_configuration_remembers_what_it_was_made_of() -> None:
     given = {"speculative_model": "tiny-draft", "moe_backend": "triton"}
     config = SpeculativeConfig.from_engine_args("tiny", given)

@@ -124,6 +124,20 @@ def test_it_excludes_a_method_named_beside_it(cli: CommandLine, argv: list[str])
         assert argv[-1].split("=")[0].split(".")[0] in ending.err
 
 
+def test_it_excludes_an_experiment_that_chooses_a_method(cli: CommandLine, tmp_path: Path) -> None:
+    """The experiment's method would be replaced without a word."""
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    file = tmp_path / "mine" / "experiment" / "mine.yaml"
+    argv = ["--config-dir", "mine", "experiment=mine", "speculative_config=ngram.json", "tracking=none"]
+    file.write_text("# @package _global_\nmethod:\n  num_speculative_tokens: 2\n")
+    ending = cli(*argv)
+    assert (ending.status, ending.jobs) == (2, [])
+    assert "speculative_config excludes experiment=mine" in ending.err
+    file.write_text("# @package _global_\nseed: 7\n")
+    ((config, _),) = cli(*argv).jobs
+    assert (config.method.method, config.seed) == ("ngram", 7)
+
+
 def test_the_screen_names_both_and_the_way_out(cli: CommandLine) -> None:
     ending = cli("speculative_config=ngram.json", "method=suffix", "method.num_speculative_tokens=2")
     assert ending.err.splitlines()[2:] == [

@@ -73,7 +73,7 @@ class Composer:
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             problems = self._unknown_keys(overrides) if _is_unknown_key(error) else []
             raise ConfigError(problems or [_problem_of(error, overrides)]) from error
-        if cfg.get(KEY) is not None and (named := self._named_methods(overrides)):
+        if cfg.get(KEY) is not None and (named := self._named_methods(cfg, overrides)):
             rule = f"excludes {' and '.join(named)}: each says which method to run"
             raise ConfigError([Problem(name=KEY, rule=rule, remedy=f"leave out one of them, or set {KEY}=null")])
         return cfg
@@ -111,8 +111,13 @@ class Composer:
             if options:
                 yield Problem(name=key, rule=f"must be one of {', '.join(options)}", value=value)
 
-    def _named_methods(self, overrides: list[str]) -> list[str]:
-        return [str(item.input_line) for item in self.parse(overrides) if re.match(r"method\b", item.key_or_group)]
+    def _named_methods(self, cfg: DictConfig, overrides: list[str]) -> list[str]:
+        """What says which method to run: overrides, or an experiment whose file sets another than the default."""
+        parsed = self.parse(overrides)
+        named = [str(item.input_line) for item in parsed if re.match(r"method\b", item.key_or_group)]
+        if not named and cfg.get("method") != self._compose([]).get("method"):
+            named = [str(item.input_line) for item in parsed if item.key_or_group == "experiment"]
+        return named
 
     def _compose(self, overrides: list[str]) -> DictConfig:
         return compose(self._config_name, overrides=[*self._search_path, *overrides], return_hydra_config=True)

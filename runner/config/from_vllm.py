@@ -66,6 +66,7 @@ def translate(given: Mapping[str, Any], fields: Mapping[str, Set[str]]) -> Trans
         values["method"] = method  # before keys of other methods go, `model` may be one
         _drop_foreign(values, method, fields, known, notes)
         _take_depth_for_tokens(values, method, notes)
+        _take_rule_for_drafting(values, method, notes)
     return Translation(values=values, notes=tuple(notes), problems=tuple(problems))
 
 
@@ -156,3 +157,11 @@ def _take_depth_for_tokens(values: dict[str, Any], method: str, notes: list[str]
         f"num_speculative_tokens={values['num_speculative_tokens']} comes from "
         f"suffix_decoding_max_tree_depth={depth}, as in vLLM"
     )
+
+
+def _take_rule_for_drafting(values: dict[str, Any], method: str, notes: list[str]) -> None:
+    """A vLLM that has draft_sample_method has `standard` as its default rule; strict would waste such drafts."""
+    key = "rejection_sample_method"
+    if method == "draft_model" and values.get("draft_sample_method") == "probabilistic" and key not in values:
+        values[key] = "probabilistic"
+        notes.append(f"{key}=probabilistic comes with draft_sample_method=probabilistic, as in vLLM")
