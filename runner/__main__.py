@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from runner.cli.compose import HYDRA_VERSION_BASE, read_config
 from runner.cli.launch import checked, parse_args
 from runner.cli.screen import USER_ERROR_STATUS, show_error, show_interrupt
+from runner.cli.speculative_config import quote_json
 from runner.engine.errors import UserError
 
 _shown: list[UserError] = []  # in a multirun a failing job shows its screen when it fails
@@ -28,8 +29,9 @@ def app(cfg: DictConfig) -> None:
     """One job."""
     from runner.run import execute
 
+    runtime = HydraConfig.get().runtime
     try:
-        execute(read_config(cfg), Path(HydraConfig.get().runtime.output_dir))
+        execute(read_config(cfg, Path(runtime.cwd)), Path(runtime.output_dir))
     except UserError as error:
         status = show_error(error)
         if HydraConfig.get().mode is RunMode.RUN:
@@ -40,7 +42,7 @@ def app(cfg: DictConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = quote_json(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what went wrong instead of printing it
     try:
         with checked(parse_args(argv)):

@@ -7,6 +7,7 @@ measured on the same engine, by the same lines.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,7 +35,8 @@ class LLM:
 
     Args:
         model: directory, hub id, or a name of the tiny family (`tiny`).
-        speculative_config: keys of the `method` group, vLLM's names; None is plain decoding.
+        speculative_config: vLLM's, or keys of the `method` group; None is plain decoding. What is read otherwise than
+            it was written, or changes nothing, is said by a UserWarning.
         engine_args: keys of the `model` and `hardware` groups (dtype, max_num_seqs, load_format, ...), and `seed`.
 
     Raises:
@@ -44,7 +46,10 @@ class LLM:
     def __init__(self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine_args: Any) -> None:
         if model == "tiny":  # as conf/model/tiny.yaml does: the family's own draft
             engine_args.setdefault("draft", {"model": "tiny-draft"})
-        self._start(SpeculativeConfig.from_engine_args(model, speculative_config, **engine_args))
+        config = SpeculativeConfig.from_engine_args(model, speculative_config, **engine_args)
+        for note in config.notes():  # a run from the command line has them in its summary
+            warnings.warn(note, stacklevel=2)
+        self._start(config)
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig) -> LLM:

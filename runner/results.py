@@ -1,4 +1,4 @@
-"""Results as files: metrics.json and outputs.jsonl in the run's directory.
+"""Results as files: metrics.json, outputs.jsonl and vllm_speculative_config.json in the run's directory.
 
 Every file appears whole or not at all: it is written beside its place and renamed onto it, so nobody ever reads half
 of one, also when a run is killed.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +17,8 @@ from runner.metrics import RequestRecord
 
 METRICS_FILE = "metrics.json"
 OUTPUTS_FILE = "outputs.jsonl"
+VLLM_FILE = "vllm_speculative_config.json"
+VLLM_NOTES_FILE = "vllm_speculative_config.txt"
 
 
 def write_metrics(path: str | Path, summary: Mapping[str, Any]) -> None:
@@ -46,6 +48,24 @@ def write_outputs(
     with _replacing(Path(path)) as file:
         for record in records:
             file.write(_json_line({**_output(record), **(logprobs or {}).get(record.request_id, {})}))
+
+
+def write_vllm_config(directory: str | Path, config: Mapping[str, Any] | None, notes: Sequence[str]) -> list[Path]:
+    """Writes what vLLM takes for the same method, and what changes on the way there; returns the files written.
+
+    The JSON file is the object itself, so that it can be handed on (`vllm serve --speculative-config "$(cat ...)"`, or
+    back to us with `speculative_config=...`). Without a config there is only the text, which says why.
+    """
+    files = []
+    if config is not None:
+        files.append(Path(directory) / VLLM_FILE)
+        with _replacing(files[-1]) as file:
+            file.write(json.dumps(config, indent=2, allow_nan=False).encode() + b"\n")
+    if notes:
+        files.append(Path(directory) / VLLM_NOTES_FILE)
+        with _replacing(files[-1]) as file:
+            file.write("".join(f"{note}\n" for note in notes).encode())
+    return files
 
 
 def read_summaries(directory: str | Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from proposers.base import Proposer
+from runner.assembly import BUILT_IN_MODELS
 from runner.config import SpeculativeConfig, SyntheticWorkload
 from runner.engine.errors import UserError
 from runner.engine.request import Request
@@ -21,7 +22,7 @@ from runner.metrics import MetricsCollector, RequestRecord, count_identical
 from runner.outputs import logprob_fields
 from runner.prompts import make_requests
 from runner.report import RunProgress, print_summary
-from runner.results import METRICS_FILE, OUTPUTS_FILE, write_metrics, write_outputs
+from runner.results import METRICS_FILE, OUTPUTS_FILE, write_metrics, write_outputs, write_vllm_config
 from runner.tracking import open_tracker
 from runner.workload import WorkloadItem, read_workload, synthetic_workload
 
@@ -65,6 +66,7 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
         files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
         write_metrics(files[0], summary)
         write_outputs(files[1], measurement.records, measurement.logprobs)
+        files += _write_vllm_config(config, output_dir)
         tracker.log_summary(summary)
         tracker.log_series(metrics.step_points)
         tracker.log_artifacts(files)
@@ -191,6 +193,13 @@ def _requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -
 
 def _lossless(config: SpeculativeConfig) -> Literal["tokens", "distribution", False]:
     return config.method.lossless(config.sampler.temperature)
+
+
+def _write_vllm_config(config: SpeculativeConfig, output_dir: Path) -> list[Path]:
+    values, notes = config.to_vllm()
+    if values is not None and values.get("model") in BUILT_IN_MODELS:
+        values["model"] = str(BUILT_IN_MODELS[values["model"]])  # a directory that vLLM can load
+    return write_vllm_config(output_dir, values, notes)
 
 
 def _run_name(config: SpeculativeConfig) -> str:

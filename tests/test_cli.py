@@ -83,7 +83,7 @@ def test_a_typo_in_an_option_names_the_options(cli: CommandLine) -> None:
     assert screen(cli, "method=ngrm") == [
         "error: 1 problem in the configuration; nothing was run",
         "",
-        "  method must be one of custom_class, draft_model, ngram, none, got 'ngrm'",
+        "  method must be one of custom_class, draft_model, ngram, ngram_gpu, none, suffix, got 'ngrm'",
         "      did you mean 'ngram'?",
     ]
 
@@ -99,14 +99,14 @@ def test_an_unknown_key_gets_the_same_screen_with_and_without_plus(cli: CommandL
 def test_a_typo_in_a_group_is_an_unknown_key(cli: CommandLine) -> None:
     assert screen(cli, "metod=ngram")[2:] == [
         "  metod is an unknown key, got 'ngram'",
-        "      did you mean 'method' or 'model'?",
+        "      did you mean 'method'?",
     ]
 
 
 def test_a_value_out_of_range_says_the_range(cli: CommandLine) -> None:
-    assert screen(cli, "method.num_speculative_tokens=0")[2:] == [
-        "  method.num_speculative_tokens must be >= 1, got 0",
-        "      tokens drafted per request and step, in [1, 128]",
+    assert screen(cli, "method.num_speculative_tokens=-1")[2:] == [
+        "  method.num_speculative_tokens must be >= 0, got -1",
+        "      tokens drafted per request and step at most, in [0, 128]; 0: none",
     ]
 
 
@@ -207,7 +207,28 @@ def test_help_names_every_option_and_every_key(cli: CommandLine) -> None:
             assert f"  {name} " in ending.out
         for key in {key for node in nodes for key in node.model_fields if key not in ("method", "name")}:
             assert f"  {name}.{key}" in ending.out
-    assert "\n  python -m runner -m method=ngram,draft_model" in ending.out
+    assert "\n  python -m runner -m method=ngram,suffix,draft_model" in ending.out
+
+
+def test_help_says_which_methods_have_a_key_and_where_its_value_differs(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    text = " ".join(cli("--help").out.split())
+    assert "in [0, 128]; 0: none [4; suffix: 8]" in text
+    assert "method.prompt_lookup_max ngram, ngram_gpu: longest n-gram matched" in text
+    assert "custom_class: dotted path of a Proposer subclass, for instance my_package.MyProposer [required]" in text
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_method_of_vllm_that_is_not_here_yet_is_no_typo(cli: CommandLine, method: str) -> None:
+    assert screen(cli, f"method={method}")[3] == f"      {method} is not available yet"
+
+
+def test_the_composed_configuration_says_when_its_method_does_not_count(cli: CommandLine) -> None:
+    ending = cli("--cfg", "job", "speculative_config={method:ngram}")
+    assert ending.err == "speculative_config stands in place of the method group shown here\n"
+    assert OmegaConf.create(ending.out).speculative_config == {"method": "ngram"}
 
 
 def test_cfg_job_prints_what_would_run(cli: CommandLine) -> None:

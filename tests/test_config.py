@@ -17,10 +17,12 @@ from runner.config import (
     HardwareConfig,
     MethodConfig,
     ModelConfig,
+    NgramMethod,
     NoneMethod,
     SamplerConfig,
     SpeculativeConfig,
 )
+from runner.config.method_union import METHODS
 from runner.config.problem import node_classes, union_tag
 from runner.engine.sampling_params import SamplingParams
 
@@ -194,8 +196,8 @@ def test_a_number_is_not_taken_for_a_string_because_it_may_have_lost_its_spellin
     assert text == f"model.revision must be a string, got 100000.0; {remedy}"
 
 
-@pytest.mark.parametrize("value", [0, -1, 129])
-def test_draft_length_is_between_1_and_128(value: int) -> None:
+@pytest.mark.parametrize("value", [-1, 129])
+def test_draft_length_is_between_0_and_128(value: int) -> None:
     assert "method.num_speculative_tokens must be" in problems(
         method={"method": "ngram", "num_speculative_tokens": value}
     )
@@ -219,17 +221,17 @@ def test_sampler_ranges_are_those_of_sampling_params(values: dict[str, Any], mes
 
 def test_all_problems_of_a_configuration_are_listed_at_once() -> None:
     text = problems(
-        method={"method": "ngram", "num_speculative_tokens": 0, "prompt_lookup_min": 7, "max_dept": 3},
+        method={"method": "ngram", "num_speculative_tokens": -1, "prompt_lookup_min": 7, "max_dept": 3, "nonsense": 1},
         sampler={"top_p": 2, "temperature": -1},
         hardware={"device": "cdua"},
         workload={"name": "jsonl"},
         sed=1,
     )
     assert text.splitlines() == [
-        "method.num_speculative_tokens must be >= 1, got 0; tokens drafted per request and step, in [1, 128]",
-        "method.max_dept is an unknown key, got 3; known: draft_sample_method, method, num_speculative_tokens, "
-        "prompt_lookup_max, prompt_lookup_min, rejection_sample_method, synthetic_acceptance_length, "
-        "synthetic_acceptance_rate, synthetic_acceptance_rates",
+        "method.num_speculative_tokens must be >= 0, got -1; tokens drafted per request and step at most, in [0, 128]; "
+        "0: none",
+        "method.max_dept is an unknown key, got 3; did you mean 'suffix_decoding_max_tree_depth' of method=suffix?",
+        f"method.nonsense is an unknown key, got 1; known: {', '.join(sorted(NgramMethod.model_fields))}",
         "sampler.temperature must be 0 (greedy) or in [1e-5, 100], got -1.0",
         "sampler.top_p must be in (0, 1], got 2.0",
         "hardware.device must be one of auto, cpu, cuda, got 'cdua'; did you mean 'cuda'?",
@@ -323,8 +325,7 @@ def test_engine_args_that_are_wrong_are_named_as_they_were_written() -> None:
         SpeculativeConfig.from_engine_args("tiny", {"method": "ngrm"}, dtype="f32", block_sice=16, max_model_len=0)
     assert str(raised.value).splitlines() == [
         "block_sice is an unknown argument, got 16; did you mean 'block_size'?",
+        f"speculative_config.method must be one of {', '.join(METHODS)}, got 'ngrm'; did you mean 'ngram'?",
         "max_model_len must be >= 1, got 0; longest prompt plus output, tokens, >= 1; null takes the model's own limit",
-        "speculative_config.method must be one of none, ngram, draft_model, custom_class, got 'ngrm'; "
-        "did you mean 'ngram'?",
         "dtype must be one of auto, float32, bfloat16, float16, got 'f32'; did you mean 'float32'?",
     ]

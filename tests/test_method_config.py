@@ -1,4 +1,4 @@
-"""The method node: which method a mapping means, what each accepts, synthetic schedules, and vLLM's spelling of it."""
+"""The method node: which method a mapping means, what each accepts, and synthetic schedules."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ from runner.config import (
 from runner.config.method_union import METHODS
 
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
+
+
+def method_of(values: dict[str, Any]) -> Any:
+    """The method node of a speculative_config."""
+    return parse_method(values)[0]
 
 
 def problems(**values: Any) -> str:
@@ -49,7 +54,7 @@ def problems(**values: Any) -> str:
     ],
 )
 def test_a_missing_method_is_inferred_as_vllm_infers_it(values: dict[str, Any], expected: type) -> None:
-    assert isinstance(parse_method(values), expected)
+    assert isinstance(method_of(values), expected)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +67,13 @@ def test_a_missing_method_is_inferred_as_vllm_infers_it(values: dict[str, Any], 
 )
 def test_a_head_that_vllm_knows_by_name_is_not_mistaken_for_a_draft_model(model: str, method: str) -> None:
     with pytest.raises(ConfigError, match=f"is {method}, which is not available; name method=draft_model"):
-        parse_method({"model": model})
-    assert isinstance(parse_method({"method": "draft_model", "model": model}), DraftModelMethod)
+        method_of({"model": model})
+    assert isinstance(method_of({"method": "draft_model", "model": model}), DraftModelMethod)
 
 
 def test_a_method_without_name_and_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^speculative_config\.method is required when model is null"):
-        parse_method({"num_speculative_tokens": 4})
+        method_of({"num_speculative_tokens": 4})
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ def test_a_method_without_name_and_model_is_refused() -> None:
     ],
 )
 def test_ngram_bounds_follow_vllm(given: dict[str, int | None], expected: tuple[int, int]) -> None:
-    method = parse_method({"method": "ngram"} | {f"prompt_lookup_{key}": value for key, value in given.items()})
+    method = method_of({"method": "ngram"} | {f"prompt_lookup_{key}": value for key, value in given.items()})
     assert isinstance(method, NgramMethod)
     assert (method.prompt_lookup_min, method.prompt_lookup_max) == expected
 
@@ -103,19 +108,19 @@ def test_ngram_bounds_are_ordered() -> None:
     ],
 )
 def test_draft_sampling_suits_the_rule_unless_it_is_named(rule: str, given: str | None, expected: str) -> None:
-    method = parse_method({"method": "draft_model", "rejection_sample_method": rule, "draft_sample_method": given})
+    method = method_of({"method": "draft_model", "rejection_sample_method": rule, "draft_sample_method": given})
     assert method.draft_sample_method == expected
     assert method.rejection_sample_method != "standard"
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("rule", ["strict", "probabilistic", "synthetic"])
+@pytest.mark.parametrize("rule", ["strict", "probabilistic", "typical", "synthetic"])
 @pytest.mark.parametrize("drafting", ["greedy", "probabilistic", "coupled"])
 def test_any_cross_product_of_common_keys_composes(method: str, rule: str, drafting: str) -> None:
     values: dict[str, Any] = {"method": method, "rejection_sample_method": rule, "draft_sample_method": drafting}
     values |= {"synthetic_acceptance_rate": 0.5} if rule == "synthetic" else {}
     values |= {"model": "a.B"} if method == "custom_class" else {}
-    assert parse_method(values).method == method
+    assert method_of(values).method == method
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -149,14 +154,14 @@ def test_a_rule_says_what_it_keeps_of_plain_decodings_text(rule: str, at_zero: A
 
 
 def test_none_ignores_the_common_keys_with_a_note() -> None:
-    method = parse_method({"method": "none", "num_speculative_tokens": 8, "draft_sample_method": "greedy"})
+    method = method_of({"method": "none", "num_speculative_tokens": 8, "draft_sample_method": "greedy"})
     assert method.notes() == ["method=none ignores num_speculative_tokens=8, draft_sample_method=greedy"]
     assert method.normalised() == NoneMethod()
-    assert parse_method({"method": "none"}).notes() == []
+    assert method_of({"method": "none"}).notes() == []
 
 
 def test_ngram_ignores_only_how_a_model_would_draft() -> None:
-    method = parse_method({"method": "ngram", "num_speculative_tokens": 8, "draft_sample_method": "greedy"})
+    method = method_of({"method": "ngram", "num_speculative_tokens": 8, "draft_sample_method": "greedy"})
     assert method.notes() == ["method=ngram ignores draft_sample_method=greedy"]
     assert method.normalised().num_speculative_tokens == 8
 
@@ -198,7 +203,7 @@ def test_a_draft_cannot_see_more_than_the_target() -> None:
 
 
 def synthetic(num_tokens: int, **key: Any) -> MethodConfig:
-    return parse_method(
+    return method_of(
         {"method": "ngram", "num_speculative_tokens": num_tokens, "rejection_sample_method": "synthetic"} | key
     )
 
@@ -257,48 +262,3 @@ def test_conditional_rates_multiply_to_the_unconditional_ones(rates: list[float]
 def test_synthetic_values_that_make_no_schedule_are_refused(values: dict[str, Any], message: str) -> None:
     method = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"} | values
     assert message in problems(method=method)
-
-
-# --- vLLM ---------------------------------------------------------------------------------------------------------
-
-
-def test_to_vllm_translates_what_has_a_counterpart_and_names_what_has_none() -> None:
-    config, notes = parse_method({"method": "draft_model", "model": "d", "num_speculative_tokens": 3}).to_vllm()
-    assert config == {
-        "method": "draft_model",
-        "model": "d",
-        "num_speculative_tokens": 3,
-        "rejection_sample_method": "standard",
-        "draft_sample_method": "greedy",
-        "draft_tensor_parallel_size": 1,
-    }
-    assert [note.split(" ")[0] for note in notes] == ["rejection_sample_method=strict", "draft_sample_method=coupled"]
-
-
-def test_to_vllm_of_the_probabilistic_rule_loses_nothing() -> None:
-    method = parse_method({"method": "draft_model", "model": "d", "rejection_sample_method": "probabilistic"})
-    config, notes = method.to_vllm()
-    assert (config["rejection_sample_method"], config["draft_sample_method"]) == ("standard", "probabilistic")
-    assert notes == []
-
-
-def test_to_vllm_keeps_the_synthetic_schedule() -> None:
-    config, notes = synthetic(4, synthetic_acceptance_rate=0.625).to_vllm()
-    assert config["synthetic_acceptance_length"] == 3.5
-    assert notes == ["synthetic_acceptance_rate is given to vLLM as synthetic_acceptance_length"]
-    assert synthetic(2, synthetic_acceptance_rates=[0.5, 0.25]).to_vllm()[0]["synthetic_acceptance_rates"] == [
-        0.5,
-        0.25,
-    ]
-
-
-def test_to_vllm_of_plain_decoding_is_no_speculative_config() -> None:
-    assert parse_method({"method": "none"}).to_vllm()[0] == {}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_goes_to_vllm_is_accepted_here_too(method: str) -> None:
-    extra = {"model": "a.B"} if method == "custom_class" else {}
-    config, _ = parse_method({"method": method} | extra).to_vllm()
-    if config:
-        assert parse_method(config).method == method

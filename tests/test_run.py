@@ -60,7 +60,13 @@ def test_a_run_measures_writes_and_logs_the_same_numbers(tmp_path: Path, store: 
     assert run.info.status == "FINISHED"
     assert run.data.metrics["acceptance_rate"] == pytest.approx(summary["acceptance_rate"])
     assert run.data.params["method.num_speculative_tokens"] == "4"
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"metrics.json", "outputs.jsonl"}
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
+        "metrics.json",
+        "outputs.jsonl",
+        "vllm_speculative_config.json",
+        "vllm_speculative_config.txt",
+    }
+    assert json.loads((tmp_path / "vllm_speculative_config.json").read_text())["model"] == str(DRAFT_DIR)
     series = [key for key in run.data.metrics if key.startswith("step/")]
     assert series
 

@@ -45,22 +45,22 @@ def test_one_invalid_point_stops_the_sweep_before_anything_runs(cli: CommandLine
 
 
 def test_the_screen_of_a_sweep_names_the_points_and_their_problems(cli: CommandLine) -> None:
-    ending = cli("-m", "method=none,ngrm", "method.num_speculative_tokens=2,0", "tracking=none")
+    ending = cli("-m", "method=none,ngrm", "method.num_speculative_tokens=2,-1", "tracking=none")
     assert ending.err.splitlines() == [
         "error: 3 of 4 points of this sweep are invalid; nothing was run",
         "",
-        "  method=none method.num_speculative_tokens=0 tracking=none",
-        "    method.num_speculative_tokens must be >= 1, got 0",
-        "        tokens drafted per request and step, in [1, 128]",
+        "  method=none method.num_speculative_tokens=-1 tracking=none",
+        "    method.num_speculative_tokens must be >= 0, got -1",
+        "        tokens drafted per request and step at most, in [0, 128]; 0: none",
         "",
         "  method=ngrm method.num_speculative_tokens=2 tracking=none   (and 1 more)",
-        "    method must be one of custom_class, draft_model, ngram, none, got 'ngrm'",
+        "    method must be one of custom_class, draft_model, ngram, ngram_gpu, none, suffix, got 'ngrm'",
         "        did you mean 'ngram'?",
     ]
 
 
 def test_a_single_invalid_point_is_spoken_of_in_the_singular(cli: CommandLine) -> None:
-    ending = cli("-m", "method.num_speculative_tokens=2,4,8,0")
+    ending = cli("-m", "method.num_speculative_tokens=2,4,8,-1")
     assert ending.err.startswith("error: 1 of 4 points of this sweep is invalid; nothing was run\n")
 
 
@@ -90,7 +90,7 @@ def test_a_later_sweep_has_its_own_points(cli: CommandLine) -> None:
 
 def test_an_experiment_brings_its_sweep_along(cli: CommandLine) -> None:
     ending = cli("experiment=compare_methods", "tracking=none")
-    expected = [("none", 2), *[(method, k) for method in ("ngram", "draft_model") for k in (2, 4, 8)]]
+    expected = [("none", 2), *[(method, k) for method in ("ngram", "suffix", "draft_model") for k in (2, 4, 8)]]
     assert points(ending) == expected
     assert not any(config.baseline for config, _ in ending.jobs)
 

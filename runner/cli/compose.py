@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,8 +20,10 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from runner.cli.speculative_config import KEY, read_speculative_config
 from runner.config.problem import ConfigError, Problem, did_you_mean
 from runner.config.root import SpeculativeConfig
+from runner.config.vllm_keys import UNAVAILABLE_METHODS
 
 CONFIG_MODULE = "conf"
 HYDRA_VERSION_BASE = "1.3"
@@ -66,10 +69,14 @@ class Composer:
         if problems := [problem for override in self.parse(overrides) for problem in self._not_one_choice(override)]:
             raise ConfigError(problems)
         try:
-            return self._compose(overrides)
+            cfg = self._compose(overrides)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             problems = self._unknown_keys(overrides) if _is_unknown_key(error) else []
             raise ConfigError(problems or [_problem_of(error, overrides)]) from error
+        if cfg.get(KEY) is not None and (named := self._named_methods(cfg, overrides)):
+            rule = f"excludes {' and '.join(named)}: each says which method to run"
+            raise ConfigError([Problem(name=KEY, rule=rule, remedy=f"leave out one of them, or set {KEY}=null")])
+        return cfg
 
     def config(self, overrides: list[str]) -> SpeculativeConfig:
         """The validated configuration of one point.
@@ -104,6 +111,14 @@ class Composer:
             if options:
                 yield Problem(name=key, rule=f"must be one of {', '.join(options)}", value=value)
 
+    def _named_methods(self, cfg: DictConfig, overrides: list[str]) -> list[str]:
+        """What says which method to run: overrides, or an experiment whose file sets another than the default."""
+        parsed = self.parse(overrides)
+        named = [str(item.input_line) for item in parsed if re.match(r"method\b", item.key_or_group)]
+        if not named and cfg.get("method") != self._compose([]).get("method"):
+            named = [str(item.input_line) for item in parsed if item.key_or_group == "experiment"]
+        return named
+
     def _compose(self, overrides: list[str]) -> DictConfig:
         return compose(self._config_name, overrides=[*self._search_path, *overrides], return_hydra_config=True)
 
@@ -130,8 +145,11 @@ def written_value(override: Override) -> str:
     return (override.input_line or "").partition("=")[2]
 
 
-def read_config(cfg: DictConfig) -> SpeculativeConfig:
+def read_config(cfg: DictConfig, directory: Path | None = None) -> SpeculativeConfig:
     """The validated configuration of what Hydra composed; its own node is left out.
+
+    Args:
+        directory: where relative paths of speculative_config start; None is the current one.
 
     Raises:
         ConfigError: everything that is wrong with it.
@@ -143,8 +161,15 @@ def read_config(cfg: DictConfig) -> SpeculativeConfig:
     except OmegaConfBaseException as error:
         raise ConfigError([_problem_of(error, [])]) from error
     assert isinstance(values, dict)
-    missing = list(_drop_missing(values))
     problems: list[Problem] = []
+    if values.get(KEY) is not None:
+        values.pop("method", None)  # the group's default: the command line names none beside a speculative_config
+        try:
+            values[KEY] = read_speculative_config(values[KEY], directory or Path.cwd())
+        except ConfigError as error:
+            problems.extend(error.problems)
+            del values[KEY]
+    missing = list(_drop_missing(values))
     try:
         config = SpeculativeConfig.parse({str(key): value for key, value in values.items()})
     except ConfigError as error:
@@ -186,7 +211,11 @@ def _problem_of(error: Exception, overrides: list[str]) -> Problem:
         group, _, option = error.missing_cfg_file.rpartition("/")
         rule = f"must be one of {', '.join(error.options)}"
         remedy = did_you_mean(option, error.options)
-        return Problem(name=group, rule=rule, value=option, remedy=remedy if remedy.startswith("did") else "")
+        if group == "method" and option in UNAVAILABLE_METHODS:
+            remedy = f"{option} is not available yet"
+        elif not remedy.startswith("did"):
+            remedy = ""
+        return Problem(name=group, rule=rule, value=option, remedy=remedy)
     if isinstance(error, OverrideParseException):
         return Problem(name=error.override, rule="is not of the form key=value", remedy=message.splitlines()[0])
     if isinstance(error, OmegaConfBaseException) and error.full_key:

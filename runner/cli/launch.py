@@ -16,6 +16,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.types import RunMode
 
 from runner.cli.compose import Composer
+from runner.cli.speculative_config import KEY
 from runner.cli.sweep import Sweep, hydra_node, launching, read_sweep
 from runner.cli.usage import help_text
 from runner.config.problem import ConfigError, Problem
@@ -50,7 +51,8 @@ def checked(args: argparse.Namespace) -> Iterator[None]:
     with Composer(args.config_name, args.config_dir) as composer:
         hydra = hydra_node(composer, args.overrides)
         if args.cfg is not None:
-            composer.compose(args.overrides)
+            if composer.compose(args.overrides).get(KEY) is not None:
+                print(f"{KEY} stands in place of the method group shown here", file=sys.stderr)
         elif args.multirun or hydra.mode == RunMode.MULTIRUN:
             sweep = read_sweep(composer, args.overrides, hydra)
         else:

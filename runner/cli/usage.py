@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from omegaconf import OmegaConf
+from pydantic import BaseModel
 
 from runner.config.problem import node_classes, union_tag
 from runner.config.root import SpeculativeConfig
@@ -19,11 +20,12 @@ EXAMPLES = """\
 Runs a speculative decoding method on a model and measures it against plain decoding.
 
   python -m runner                                     the tiny trained model, CPU or GPU, no network
-  python -m runner method=ngram sampler=sampled        another method, sampled
+  python -m runner method=suffix sampler=sampled       another method, sampled
+  python -m runner speculative_config=vllm.json        what you give to vllm serve --speculative-config
   python -m runner model=hf model.model=<directory or hub id> method=ngram
   python -m runner model=llama8b model.load_format=dummy workload=synthetic hardware=h200
   python -m runner workload=jsonl workload.path=prompts.jsonl sampler.max_tokens=256
-  python -m runner -m method=ngram,draft_model method.num_speculative_tokens=2,4
+  python -m runner -m method=ngram,suffix,draft_model method.num_speculative_tokens=2,4
   python -m runner experiment=compare_methods          a prepared sweep
   python -m runner --cfg job                           print the composed configuration and stop
   python -m runner --hydra-help                        Hydra's own flags"""
@@ -50,34 +52,46 @@ def help_text() -> str:
     nodes = {key: field for key, field in SpeculativeConfig.model_fields.items() if node_classes(field.annotation)}
     for key, field in SpeculativeConfig.model_fields.items():
         if key not in nodes:
-            lines.append(_key_line(key, field.description, root[key]))
+            lines.append(_key_line(key, field.description, _shown(root[key])))
     for group in nodes:
         lines += ["", *_group_lines(group, str(defaults[group]))]
     return "\n".join(lines)
 
 
 def _group_lines(group: str, default: str) -> list[str]:
-    """Keys of a group in the order of its classes, with the value of the default option or the first that has it."""
-    values: dict[str, Any] = {}
-    for option in [default, *options(group)]:
-        values = _yaml(f"{group}/{option}") | values
+    """Keys of a group in the order of its classes, each with its value in the YAML files that have it."""
     nodes = node_classes(SpeculativeConfig.model_fields[group].annotation)
-    lines: dict[str, str] = {}
+    files = {option: _yaml(f"{group}/{option}") for option in [default, *options(group)]}
+    lines: dict[tuple[str, str | None], str] = {}
     for node in nodes:
         for key, field in node.model_fields.items():
-            if key in _TAGS:
-                continue  # chosen by the group's option
-            only = "" if all(key in other.model_fields for other in nodes) else f"{union_tag(node)}: "
-            lines.setdefault(
-                f"{key} {field.description}", _key_line(f"{group}.{key}", f"{only}{field.description}", values[key])
-            )
+            if key in _TAGS or (key, field.description) in lines:
+                continue  # a tag is chosen by the group's option
+            if len(nodes) == 1:
+                only, value = "", _shown(files[default][key])
+            else:
+                owners = [union_tag(other) for other in nodes if _has(other, key, field.description)]
+                only = "" if len(owners) == len(nodes) else f"{', '.join(owners)}: "
+                value = _values_of(key, [option for option in files if option in owners], files)
+            lines[key, field.description] = _key_line(f"{group}.{key}", f"{only}{field.description}", value)
     return list(lines.values())
 
 
-def _key_line(name: str, meaning: str | None, value: Any) -> str:
+def _has(node: type[BaseModel], key: str, description: str | None) -> bool:
+    return key in node.model_fields and node.model_fields[key].description == description
+
+
+def _values_of(key: str, owners: list[str], files: dict[str, dict[str, Any]]) -> str:
+    """The value of the first option, and of those that differ from it."""
+    first = files[owners[0]][key]
+    others = [f"{option}: {_shown(files[option][key])}" for option in owners[1:] if files[option][key] != first]
+    return "; ".join([_shown(first), *others])
+
+
+def _key_line(name: str, meaning: str | None, value: str) -> str:
     width = max(80, min(shutil.get_terminal_size().columns, 140))
     text = textwrap.fill(
-        f"{meaning} [{_shown(value)}]",
+        f"{meaning} [{value}]",
         width,
         break_on_hyphens=False,
         initial_indent=" " * _INDENT,

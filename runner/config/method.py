@@ -191,27 +191,6 @@ class MethodConfig(Node):
         ]
         return [f"method={self.method} ignores {', '.join(ignored)}"] if ignored else []
 
-    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
-        """vLLM's speculative_config for this method, and notes on what has no counterpart there."""
-        config: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_speculative_tokens}
-        notes = []
-        if self.rejection_sample_method == "synthetic":
-            config["rejection_sample_method"] = "synthetic"
-            if self.synthetic_acceptance_rates is not None:
-                config["synthetic_acceptance_rates"] = list(self.synthetic_acceptance_rates)
-            else:
-                config["synthetic_acceptance_length"] = 1.0 + math.fsum(self.synthetic_rates())
-            if self.synthetic_acceptance_rate is not None:
-                notes.append("synthetic_acceptance_rate is given to vLLM as synthetic_acceptance_length")
-        else:
-            config["rejection_sample_method"] = "standard"
-            if self.rejection_sample_method == "strict":
-                notes.append(
-                    "rejection_sample_method=strict has no counterpart in vLLM: standard keeps the distribution, "
-                    "not the very tokens (at temperature 0 they are the same rule)"
-                )
-        return config, notes
-
 
 def _as_lists(ranges: tuple[BatchSizeRange, ...]) -> list[list[int]]:
     return [list(entry) for entry in ranges]

@@ -5,19 +5,18 @@ Which class implements a method is not known here: names map to classes in the c
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from runner.config.from_vllm import is_dotted_path, method_of_model, names_method, translate
 from runner.config.hardware import TENSOR_PARALLEL_REMEDY
 from runner.config.method import SYNTHETIC_KEYS, MethodConfig
 from runner.config.node import Node
-from runner.config.problem import ConfigError, node_classes, problems_of
-
-# Substrings of a checkpoint's name by which vLLM recognises a head that is no plain draft model, in its order.
-_NAME_MARKS = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
+from runner.config.problem import ConfigError, Problem, node_classes, problems_of
 
 
 class NoneMethod(MethodConfig):
@@ -35,9 +34,6 @@ class NoneMethod(MethodConfig):
     )
 
     method: Literal["none"] = Field(default="none", description="plain decoding, no drafts")
-
-    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
-        return {}, ["method=none is vLLM without a speculative_config"]
 
 
 class PromptLookupMethod(MethodConfig):
@@ -73,11 +69,6 @@ class PromptLookupMethod(MethodConfig):
             )
         return self
 
-    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
-        config, notes = super().to_vllm()
-        bounds = {"prompt_lookup_min": self.prompt_lookup_min, "prompt_lookup_max": self.prompt_lookup_max}
-        return config | bounds, notes
-
 
 class NgramMethod(PromptLookupMethod):
     """Prompt lookup: drafts what followed an earlier occurrence of the n-gram that ends the text."""
@@ -104,7 +95,7 @@ class SuffixMethod(MethodConfig):
         default=24, ge=1, le=1024, description="tokens matched and drafted together at most, in [1, 1024]"
     )
     suffix_decoding_max_cached_requests: int = Field(
-        default=10000, ge=0, description="finished responses kept, the oldest leaves first; 0 keeps none"
+        default=10000, ge=0, description="finished responses kept, >= 0, the oldest leaves first; 0 keeps none"
     )
     suffix_decoding_max_spec_factor: float = Field(
         default=1.0, ge=0, description="drafted tokens at most, as a multiple of the tokens matched, >= 0"
@@ -117,19 +108,6 @@ class SuffixMethod(MethodConfig):
         min_length=1,
         description="a .jsonl file of earlier responses (token_ids or text, as outputs.jsonl has) to start from",
     )
-
-    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
-        config, notes = super().to_vllm()
-        for key in (
-            "suffix_decoding_max_tree_depth",
-            "suffix_decoding_max_cached_requests",
-            "suffix_decoding_max_spec_factor",
-            "suffix_decoding_min_token_prob",
-        ):
-            config[key] = getattr(self, key)
-        if self.suffix_decoding_corpus is not None:
-            notes.append("suffix_decoding_corpus has no counterpart in vLLM: its tree starts empty")
-        return config, notes
 
 
 class DraftModelMethod(MethodConfig):
@@ -157,19 +135,6 @@ class DraftModelMethod(MethodConfig):
             raise ValueError(f"must be 1, got {value}; {remedy}")
         return value
 
-    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
-        config, notes = super().to_vllm()
-        for key in ("model", "revision", "max_model_len"):
-            if getattr(self, key) is not None:
-                config[key] = getattr(self, key)
-        if self.model is None:
-            notes.append("vLLM needs speculative_config.model: here it comes from model.draft")
-        config["draft_tensor_parallel_size"] = self.draft_tensor_parallel_size
-        if self.draft_sample_method == "coupled":
-            notes.append("draft_sample_method=coupled has no counterpart in vLLM: greedy drafts")
-        config["draft_sample_method"] = "greedy" if self.draft_sample_method == "coupled" else self.draft_sample_method
-        return config, notes
-
 
 class CustomClassMethod(MethodConfig):
     """A proposer of the user's own."""
@@ -186,11 +151,6 @@ class CustomClassMethod(MethodConfig):
             raise ValueError(f"must be a dotted path to a class, such as my_package.MyProposer, got {value!r}")
         return value
 
-    def to_vllm(self) -> tuple[dict[str, Any], list[str]]:
-        config, notes = super().to_vllm()
-        notes.append("vLLM's custom_class has an interface of its own: the class needs a counterpart written for it")
-        return config | {"model": self.model}, notes
-
 
 def infer_method(values: Any) -> Any:
     """Add a missing `method` exactly as vLLM does, and drop a `model` that only names the method."""
@@ -201,51 +161,50 @@ def infer_method(values: Any) -> Any:
     if values.get("method") is None:
         if not isinstance(model, str):
             raise ValueError(f"method is required when model is null; add one of {', '.join(METHODS)}")
-        values["method"] = _method_of_model(model)
+        values["method"] = method_of_model(model)
         if values["method"] not in METHODS:
             raise ValueError(
                 f"method inferred from the name of model {model!r} is {values['method']}, which is not available; "
                 "name method=draft_model if it is a plain draft model"
             )
     method = values["method"]
-    if method in ("ngram", "ngram_gpu", "suffix") and model in (None, method, f"[{method}]", "ngram", "[ngram]"):
+    if method in METHODS and "model" not in FIELDS[method] and names_method(model, method):
         values.pop("model", None)
     return values
 
 
-def _method_of_model(model: str) -> str:
-    if is_dotted_path(model):
-        return "custom_class"
-    if model in ("ngram", "[ngram]"):
-        return "ngram"
-    return next((method for mark, method in _NAME_MARKS if mark in model.lower()), "draft_model")
-
-
-def is_dotted_path(model: str) -> bool:
-    """Whether `model` reads as package.module.Class."""
-    return "." in model and all(part.isidentifier() for part in model.split("."))
-
-
 AnyMethod = NoneMethod | NgramMethod | NgramGpuMethod | SuffixMethod | DraftModelMethod | CustomClassMethod
-METHODS = tuple(str(member.model_fields["method"].default) for member in node_classes(AnyMethod))
+FIELDS = {str(member.model_fields["method"].default): member.model_fields.keys() for member in node_classes(AnyMethod)}
+METHODS = tuple(FIELDS)
 MethodUnion = Annotated[Annotated[AnyMethod, Field(discriminator="method")], BeforeValidator(infer_method)]
 
 
-class _SpeculativeConfigArgument(Node):
+class MethodNode(Node):
+    """A method node by itself."""
+
     method: MethodUnion = Field(description="the method node")
 
 
-def parse_method(values: Mapping[str, Any], name: str = "speculative_config") -> AnyMethod:
-    """The checked method node of a mapping, with a missing `method` inferred.
+def parse_method(values: Mapping[str, Any]) -> tuple[AnyMethod, tuple[str, ...]]:
+    """The method that vLLM's speculative_config means, and notes on what was read otherwise than written.
 
     Raises:
-        ConfigError: all problems, under the given name.
+        ConfigError: all problems, under the names of the speculative_config.
     """
-    try:
-        return _SpeculativeConfigArgument.model_validate({"method": dict(values)}).method
-    except ValidationError as error:
-        problems = problems_of(error, _SpeculativeConfigArgument)
-        renamed = [
-            dataclasses.replace(problem, name=name + problem.name.removeprefix("method")) for problem in problems
-        ]
-        raise ConfigError(renamed) from None
+    translation = translate(values, FIELDS)
+    problems = [replace(problem, name=f"method.{problem.name}") for problem in translation.problems]
+    if not any(problem.name == "method.method" for problem in problems):
+        try:
+            method = MethodNode.model_validate({"method": translation.values}).method
+        except ValidationError as error:
+            problems += problems_of(error, MethodNode)
+    if problems:
+        raise ConfigError([as_speculative_config(problem) for problem in problems])
+    return method, translation.notes
+
+
+def as_speculative_config(problem: Problem) -> Problem:
+    """A problem of the method node under the names of the speculative_config that the node came from."""
+    texts = (problem.name, problem.rule, problem.remedy)
+    name, rule, remedy = (re.sub(r"\bmethod\.", "speculative_config.", text) for text in texts)
+    return replace(problem, name=name, rule=rule, remedy=remedy)

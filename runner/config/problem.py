@@ -76,10 +76,24 @@ class RuleErrors(ValueError):
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """A remedy that names the closest options, or all of them when none is close."""
     options = sorted(options)
-    close = difflib.get_close_matches(word, options, n=2, cutoff=0.6)
-    if close:
+    if close := _close(word, options):
         return "did you mean " + " or ".join(repr(option) for option in close) + "?"
     return f"known: {', '.join(options)}" if options else ""
+
+
+def _close(word: str, options: Iterable[str]) -> list[str]:
+    """At most two options: those spelled alike, else those that have all parts of the word (`max_dept`)."""
+    ratios = {option: difflib.SequenceMatcher(None, option, word).ratio() for option in options}
+    best = max(ratios.values(), default=0.0)
+    alike = [option for option, ratio in ratios.items() if ratio >= max(0.6, best - 0.2)]
+    if alike:
+        return sorted(alike, key=lambda option: -ratios[option])[:2]
+    parts = word.split("_")
+    return [
+        option
+        for option in ratios
+        if len(parts) > 1 and all(difflib.get_close_matches(part, option.split("_"), cutoff=0.8) for part in parts)
+    ][:2]
 
 
 def problems_of(error: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[Problem]:
@@ -131,7 +145,7 @@ def _translate(details: ErrorDetails, schema: type[BaseModel], prefix: tuple[str
 
 
 def _closest(word: str, options: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    close = _close(word, options)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
@@ -152,6 +166,11 @@ def _unknown_key(path: Sequence[str], node: type[BaseModel], schema: type[BaseMo
             return f"only {parent}={' or '.join(map(union_tag, owners))} has it"
         if owners:
             return f"it is a key of {parent}: {parent}.{key}"
+    if not _close(key, node.model_fields):
+        siblings = node_classes(schema.model_fields[path[0]].annotation) if path[0] in schema.model_fields else []
+        for sibling in siblings if len(siblings) > 1 else []:
+            if close := _close(key, sibling.model_fields):
+                return f"did you mean {close[0]!r} of {path[0]}={union_tag(sibling)}?"
     return did_you_mean(key, node.model_fields)
 
 

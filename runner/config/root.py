@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from runner.config.hardware import HardwareConfig
-from runner.config.method_union import DraftModelMethod, MethodUnion, NoneMethod
+from runner.config.method_union import (
+    AnyMethod,
+    DraftModelMethod,
+    MethodNode,
+    MethodUnion,
+    NoneMethod,
+    as_speculative_config,
+    parse_method,
+)
 from runner.config.model import ModelConfig
 from runner.config.node import Node
 from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean, problems_of
 from runner.config.sampler import SamplerConfig
+from runner.config.to_vllm import to_vllm
 from runner.config.workload import DemoWorkload, WorkloadConfig
 
 
@@ -21,6 +31,11 @@ class SpeculativeConfig(Node):
 
     model: ModelConfig = Field(description="the target model and its draft")
     method: MethodUnion = Field(default_factory=NoneMethod, description="the speculation method")
+    speculative_config: dict[str, Any] | None = Field(
+        default=None,
+        description="vLLM's speculative_config in place of the method group: a .json file, a JSON object or a mapping; "
+        "excludes method=",
+    )
     sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="sampling parameters of every request")
     hardware: HardwareConfig = Field(default_factory=HardwareConfig, description="device, arithmetic and budgets")
     workload: WorkloadConfig = Field(default_factory=DemoWorkload, description="the requests")
@@ -51,10 +66,29 @@ class SpeculativeConfig(Node):
         Raises:
             ConfigError: every problem found, each with name, rule, value and remedy.
         """
+        config, problems = cls._read(values)
+        if config is None:
+            raise ConfigError(problems)
+        return config
+
+    @classmethod
+    def _read(cls, values: Mapping[str, Any]) -> tuple[Self | None, list[Problem]]:
+        """The configuration, or why there is none; a speculative_config becomes the method node."""
+        values = dict(values)
+        problems: list[Problem] = []
+        given = values.get("speculative_config")
+        if isinstance(given, Mapping):
+            values["speculative_config"] = dict(given)
+            try:
+                values["method"] = _method_of(given, values.pop("method", None))
+            except ConfigError as error:
+                problems.extend(error.problems)  # go on without a method, to see what else is wrong
         try:
-            return cls.model_validate(dict(values))
+            config = cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(problems_of(error, cls)) from None
+            found = problems_of(error, cls)
+            problems.extend(map(as_speculative_config, found) if isinstance(given, Mapping) else found)
+        return (None, problems) if problems else (config, [])
 
     @classmethod
     def from_engine_args(
@@ -68,9 +102,7 @@ class SpeculativeConfig(Node):
         Raises:
             ConfigError: every problem found, under the names of the arguments.
         """
-        values: dict[str, Any] = {"model": {"model": model}, "hardware": {}}
-        if speculative_config is not None:
-            values["method"] = speculative_config
+        values: dict[str, Any] = {"model": {"model": model}, "hardware": {}, "speculative_config": speculative_config}
         owners = dict.fromkeys(ModelConfig.model_fields, "model")
         owners |= dict.fromkeys(HardwareConfig.model_fields, "hardware")
         problems = []
@@ -82,11 +114,9 @@ class SpeculativeConfig(Node):
             else:
                 remedy = did_you_mean(key, [*owners, "seed", "speculative_config"])
                 problems.append(Problem(name=key, rule="is an unknown argument", value=value, remedy=remedy))
-        try:
-            config = cls.model_validate(values)
-        except ValidationError as error:
-            problems.extend(_as_argument(problem) for problem in problems_of(error, cls))
-        if problems:
+        config, found = cls._read(values)
+        problems.extend(_as_argument(problem) for problem in found)
+        if config is None or problems:
             raise ConfigError(problems)
         return config
 
@@ -151,15 +181,35 @@ class SpeculativeConfig(Node):
 
     def normalised(self) -> Self:
         """The same run with ignored keys at their defaults; points of a sweep that are equal so are run once."""
-        return self.model_copy(update={"method": self.method.normalised()})
+        return self.model_copy(update={"method": self.method.normalised(), "speculative_config": None})
 
     def notes(self) -> list[str]:
-        """What the run does not do although it was asked for, one sentence each."""
-        return self.method.notes()
+        """What the run reads otherwise than it was written, or does not do although asked for; one sentence each."""
+        translated = () if self.speculative_config is None else parse_method(self.speculative_config)[1]
+        return [*translated, *self.method.notes()]
+
+    def to_vllm(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """vLLM's speculative_config for this run, or None, and notes on what has no counterpart there."""
+        draft = self.draft_model_config()
+        return to_vllm(
+            self.method, draft_model=None if draft is None else draft.model, temperature=self.sampler.temperature
+        )
+
+
+def _method_of(speculative_config: Mapping[str, Any], named: Any) -> AnyMethod:
+    """The method of a speculative_config; a node beside it, as a configuration's own dump has it, must be the same."""
+    method, _ = parse_method(speculative_config)
+    try:
+        is_same = named is None or MethodNode.model_validate({"method": named}).method == method
+    except ValidationError:
+        is_same = False
+    if not is_same:
+        remedy = "give speculative_config or method"
+        raise ConfigError([Problem(name="speculative_config", rule="excludes another method", remedy=remedy)])
+    return method
 
 
 def _as_argument(problem: Problem) -> Problem:
     """A problem under the name of the Python argument: the node's name is not written there."""
     node, _, rest = problem.name.partition(".")
-    name = {"model": rest, "hardware": rest, "method": f"speculative_config.{rest}"}.get(node) or problem.name
-    return Problem(name=name, rule=problem.rule, value=problem.value, remedy=problem.remedy)
+    return replace(problem, name=rest) if node in ("model", "hardware") and rest else problem

@@ -1,0 +1,115 @@
+"""A method node as the speculative_config of vLLM 0.33, and what changes on the way there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.config.method import MethodConfig
+
+# Keys of single methods that mean the same in vLLM.
+_SAME_KEYS = (
+    "model",
+    "revision",
+    "max_model_len",
+    "draft_tensor_parallel_size",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)
+_SAME_RULES = {"strict": "standard", "probabilistic": "standard", "typical": "standard"}  # the others keep their names
+_RULE_NOTES = {
+    "strict": "rejection_sample_method=strict has no counterpart in vLLM: standard keeps the distribution, not the "
+    "very tokens (at temperature 0 they are the same rule)",
+    "typical": "rejection_sample_method=typical has no counterpart in vLLM: standard is lossless and accepts less",
+    "block": "rejection_sample_method=block needs vLLM's V2 model runner: V1 verifies as standard does",
+}
+_V1_METHODS = ("suffix", "custom_class")  # vLLM has them in its V1 model runner only, without a varying draft length
+
+
+def to_vllm(
+    method: MethodConfig, *, draft_model: str | None = None, temperature: float = 0.0
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """vLLM's speculative_config for a method, and notes on what has no counterpart there.
+
+    Args:
+        method: the checked method node.
+        draft_model: the draft of a model drafter whose node names none.
+        temperature: of the requests; it decides which of vLLM's ways of drafting is closest to `coupled`.
+
+    Returns:
+        (None, why) where vLLM does the same without a speculative_config.
+    """
+    if method.method == "none":
+        return None, ["method=none is vLLM without a speculative_config"]
+    if method.num_speculative_tokens == 0:
+        return None, ["num_speculative_tokens=0 is vLLM without a speculative_config: there it must be > 0"]
+    config: dict[str, Any] = {"method": method.method, "num_speculative_tokens": method.num_speculative_tokens}
+    notes: list[str] = []
+    for key in _SAME_KEYS:
+        if (value := getattr(method, key, None)) is not None:
+            config[key] = value
+    _translate_rule(method, config, notes)
+    _translate_drafting(method, config, notes, draft_model, temperature)
+    _translate_load(method, config, notes)
+    if method.method == "custom_class":
+        notes.append("vLLM's custom_class has an interface of its own: the class needs a counterpart written for it")
+    if getattr(method, "suffix_decoding_corpus", None) is not None:
+        notes.append("suffix_decoding_corpus has no counterpart in vLLM: its tree starts empty")
+    return config, notes
+
+
+def _translate_rule(method: MethodConfig, config: dict[str, Any], notes: list[str]) -> None:
+    rule = method.rejection_sample_method
+    config["rejection_sample_method"] = _SAME_RULES.get(rule, rule)
+    if rule in _RULE_NOTES:
+        notes.append(_RULE_NOTES[rule])
+    if method.synthetic_acceptance_rates is not None:
+        config["synthetic_acceptance_rates"] = list(method.synthetic_acceptance_rates)
+    elif method.synthetic_acceptance_length is not None:
+        config["synthetic_acceptance_length"] = method.synthetic_acceptance_length
+    elif method.synthetic_acceptance_rate is not None:
+        config["synthetic_acceptance_length"] = 1 + method.synthetic_acceptance_rate * method.num_speculative_tokens
+        notes.append("synthetic_acceptance_rate is given to vLLM as synthetic_acceptance_length")
+
+
+def _translate_drafting(
+    method: MethodConfig, config: dict[str, Any], notes: list[str], draft_model: str | None, temperature: float
+) -> None:
+    if "draft_sample_method" in method.ignored_keys:
+        return
+    config["draft_sample_method"] = method.draft_sample_method
+    if method.draft_sample_method == "coupled":
+        config["draft_sample_method"] = "greedy" if temperature == 0 else "probabilistic"
+        notes.append(
+            f"draft_sample_method=coupled has no counterpart in vLLM: {config['draft_sample_method']} drafts "
+            f"at temperature {temperature:g}"
+        )
+    if "model" not in config:
+        if draft_model is None:
+            notes.append("vLLM needs speculative_config.model: here it comes from model.draft")
+        else:
+            config["model"] = draft_model
+
+
+def _translate_load(method: MethodConfig, config: dict[str, Any], notes: list[str]) -> None:
+    """vLLM has the ranges only: from a batch size on no drafts are made by a last range with K = 0."""
+    limit, ranges = method.disable_by_batch_size, method.num_speculative_tokens_per_batch_size
+    if limit is None and ranges is None:
+        return
+    if method.method in _V1_METHODS:
+        keys = ("num_speculative_tokens_per_batch_size", "disable_by_batch_size")
+        given = " and ".join(key for key in keys if getattr(method, key) is not None)
+        notes.append(f"{given} left out: vLLM's method {method.method} drafts alike at every batch size")
+        return
+    kept = [list(entry) for entry in ranges or ()]
+    if limit is not None:
+        kept = [[start, min(end, limit), count] for start, end, count in kept if start <= limit]
+        kept = [*(kept or [[1, limit, method.num_speculative_tokens]]), [limit + 1, limit + 1, 0]]
+        notes.append(
+            f"disable_by_batch_size={limit} is given to vLLM as num_speculative_tokens_per_batch_size, which counts "
+            "the running requests only, not those that wait"
+        )
+    config["num_speculative_tokens_per_batch_size"] = kept

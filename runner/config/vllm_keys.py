@@ -1,0 +1,130 @@
+"""vLLM's speculative_config, key by key: what is called otherwise here, what changes nothing, what is refused and why.
+
+Data only; from_vllm.py reads it. Sources: vllm/config/speculative.py of 0.33 and of 0.8, and the engine arguments
+(--speculative-model and its kin) of the releases before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# Spellings of older releases, most of them flat engine arguments, and the key of today.
+RENAMED_KEYS = {
+    "speculative_model": "model",
+    "speculative_model_quantization": "quantization",
+    "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "speculative_max_model_len": "max_model_len",
+    "speculative_disable_by_batch_size": "disable_by_batch_size",
+    "speculative_disable_mqa_scorer": "disable_mqa_scorer",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+    "acceptance_method": "rejection_sample_method",
+    "draft_token_acceptance_method": "rejection_sample_method",
+    "spec_decoding_acceptance_method": "rejection_sample_method",
+    "typical_acceptance_sampler_posterior_threshold": "posterior_threshold",
+    "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
+    "disable_logprobs_during_spec_decoding": "disable_logprobs",
+}
+
+# Spellings of values; `standard` is the newest name of what was called probabilistic.
+RENAMED_VALUES: dict[str, dict[str, str]] = {
+    "method": {"[ngram]": "ngram"},
+    "rejection_sample_method": {
+        "standard": "probabilistic",
+        "rejection_sampler": "probabilistic",
+        "typical_acceptance_sampler": "typical",
+    },
+}
+
+NEUTRAL = (None, False, "auto")  # values by which vLLM's switches are off: nothing to tell about
+
+# Switches of vLLM's own machinery: they change no token, and no setting of ours corresponds to them.
+KEYS_WITHOUT_EFFECT = {
+    "attention_backend": "the draft computes attention as the target does",
+    "disable_eagle_block_drop": "prefix caching and EAGLE are not here",
+    "disable_log_stats": "a run always has its statistics",
+    "disable_logprobs": "logprobs come with speculation as they do without",
+    "disable_lookahead_block_hashes": "prefix caching is not here",
+    "disable_mqa_scorer": "drafts are always scored in one pass",
+    "disable_padded_drafter_batch": "drafting pads no batch",
+    "draft_lm_head_quantization": "it is about the heads of EAGLE and MTP",
+    "dspark_draft_topk": "it is a key of method dspark",
+    "enable_adaptive_verification": "every draft is verified in full",
+    "enforce_eager": "hardware.enforce_eager decides for target and draft",
+    "fly_entropy_threshold": "it is a key of the rule fly",
+    "fly_entropy_top_k": "it is a key of the rule fly",
+    "fly_window_size": "it is a key of the rule fly",
+    "index_share_for_mtp_iteration": "it is a key of method mtp",
+    "kv_cache_dtype": "the draft's KV cache has the target's dtype",
+    "moe_backend": "one implementation serves target and draft",
+    "use_local_argmax_reduction": "it is about drafts split over GPUs",
+    "xpress_topc": "it is a key of a dflash checkpoint",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A key that would change what is generated or how fast, and cannot be honoured."""
+
+    rule: str
+    remedy: str
+    unless: tuple[Any, ...] = ()  # values that ask for nothing
+
+
+def _internal() -> Refusal:
+    return Refusal(rule="is an internal field", remedy="vLLM fills it itself; remove it", unless=(None,))
+
+
+REFUSED_KEYS = {
+    "code_revision": Refusal(
+        rule="is not available", remedy="modelling code comes with the weights: pass 'revision'", unless=(None,)
+    ),
+    "draft_load_config": _internal(),
+    "draft_model_config": _internal(),
+    "draft_parallel_config": _internal(),
+    "parallel_drafting": Refusal(
+        rule="is not available yet",
+        remedy="remove it to draft token by token; a draft trained for it will be accepted less often then",
+        unless=NEUTRAL,
+    ),
+    "quantization": Refusal(
+        rule="is not available yet", remedy="remove it and name an unquantised draft", unless=(None,)
+    ),
+    "speculative_token_tree": Refusal(
+        rule="is not available", remedy="drafts are chains: remove it and set num_speculative_tokens", unless=(None,)
+    ),
+    "target_model_config": _internal(),
+    "target_parallel_config": _internal(),
+    "tensor_parallel_size": Refusal(
+        rule="is not a key of speculative_config",
+        remedy="pass 'draft_tensor_parallel_size' instead; the target's is hardware.tensor_parallel_size",
+        unless=(None,),
+    ),
+    "use_heterogeneous_vocab": Refusal(
+        rule="is not available yet", remedy="choose a draft with the target's tokenizer and remove it", unless=NEUTRAL
+    ),
+}
+
+REFUSED_VALUES = {
+    ("rejection_sample_method", "fly"): "it is vLLM's own lossy rule; typical is the lossy rule here",
+}
+
+# What a request asks for, beside the keys of the sampler group.
+SAMPLING_KEYS = ("speculative_ratio", "speculative_sampling")
+
+UNAVAILABLE_METHODS = (
+    "dflash",
+    "dspark",
+    "eagle",
+    "eagle3",
+    "extract_hidden_states",
+    "medusa",
+    "mlp_speculator",
+    "mtp",
+    "pard",
+)
+MTP_SUFFIX = "_mtp"  # deepseek_mtp, qwen3_next_mtp and two dozen more are deprecated names of mtp
+
+# Substrings of a checkpoint's name by which vLLM recognises a head that is no plain draft model, in its order.
+NAME_MARKS = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))

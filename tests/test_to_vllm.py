@@ -1,0 +1,253 @@
+"""What goes to vLLM: every output fits the schema of its speculative_config, and comes back as the same method."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from runner.config import MethodConfig, SpeculativeConfig, parse_method
+from runner.config.method_union import METHODS
+from runner.config.to_vllm import to_vllm
+from runner.results import write_vllm_config
+
+TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
+Rate = Annotated[float, Field(ge=0, le=1)]
+BatchSize = Annotated[int, Field(ge=1)]
+
+
+class VllmSpeculativeConfig(BaseModel):
+    """The user's fields of vLLM 0.33's SpeculativeConfig that a method of ours can fill: types, ranges, rules."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    method: Literal["ngram", "ngram_gpu", "suffix", "draft_model", "custom_class"]
+    num_speculative_tokens: Annotated[int, Field(gt=0, le=128)]
+    model: str | None = None
+    revision: str | None = None
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    draft_tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
+    prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
+    suffix_decoding_max_tree_depth: Annotated[int, Field(ge=1)] = 24
+    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] = 10000
+    suffix_decoding_max_spec_factor: Annotated[float, Field(ge=0)] = 1.0
+    suffix_decoding_min_token_prob: Rate = 0.1
+    num_speculative_tokens_per_batch_size: list[list[int]] | None = None
+    rejection_sample_method: Literal["standard", "synthetic", "block", "fly"] = "standard"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    synthetic_acceptance_rates: list[Rate] | None = None
+    synthetic_acceptance_length: float | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> VllmSpeculativeConfig:
+        num_tokens = self.num_speculative_tokens
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        is_synthetic = self.rejection_sample_method == "synthetic"
+        assert ((rates is None) + (length is None)) == (1 if is_synthetic else 2)
+        if rates is not None:
+            assert len(rates) == num_tokens
+            assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
+        if length is not None:
+            assert 1 <= length <= num_tokens + 1
+        if self.prompt_lookup_min is not None:
+            assert self.prompt_lookup_max is not None
+            assert self.prompt_lookup_min <= self.prompt_lookup_max
+        if self.num_speculative_tokens_per_batch_size is not None:
+            last = 0
+            assert self.num_speculative_tokens_per_batch_size
+            assert self.num_speculative_tokens_per_batch_size[0][0] == 1
+            for start, end, count in self.num_speculative_tokens_per_batch_size:
+                assert last < start <= end
+                assert count >= 0
+                last = end
+        if self.method in ("draft_model", "custom_class"):
+            assert self.model is not None
+        return self
+
+
+@st.composite
+def speculative_configs(draw: st.DrawFn, *, exact: bool = False) -> dict[str, Any]:
+    """Values of a method node; `exact` draws only what has a counterpart in vLLM."""
+    method = draw(st.sampled_from([name for name in METHODS if not (exact and name == "none")]))
+    num_tokens = draw(st.integers(1 if exact else 0, 128))
+    rules = ["probabilistic", "block", "synthetic"] + ([] if exact else ["strict", "typical"])
+    rule = draw(st.sampled_from(rules))
+    values: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": num_tokens,
+        "rejection_sample_method": rule,
+        # coupled under block is a question of its own: the two ways that vLLM knows suit every rule
+        "draft_sample_method": draw(
+            st.sampled_from(["greedy", "probabilistic"] + ([] if exact or rule == "block" else ["coupled", None]))
+        ),
+    }
+    if rule == "synthetic":
+        rate = draw(st.floats(0, 1))
+        choices: list[dict[str, Any]] = [
+            {"synthetic_acceptance_rates": sorted(draw(st.lists(st.floats(0, 1), min_size=num_tokens,
+                                                                max_size=num_tokens)), reverse=True)},
+            {"synthetic_acceptance_length": 1 + rate * num_tokens},
+        ]  # fmt: skip
+        values |= draw(st.sampled_from(choices if exact else [*choices, {"synthetic_acceptance_rate": rate}]))
+    if draw(st.booleans()) and not (exact and method in ("suffix", "custom_class")):
+        edges = sorted(draw(st.sets(st.integers(2, 600), max_size=6)))
+        starts = [1, *edges]
+        values["num_speculative_tokens_per_batch_size"] = [
+            [start, draw(st.integers(start, end - 1)), draw(st.integers(0, 128))]
+            for start, end in itertools.pairwise([*starts, 700])
+        ]
+    if not exact:
+        values["disable_by_batch_size"] = draw(st.none() | st.integers(1, 600))
+    if method.startswith("ngram"):
+        bounds = sorted(draw(st.tuples(st.integers(1, 9), st.integers(1, 9))))
+        values |= {"prompt_lookup_min": bounds[0], "prompt_lookup_max": bounds[1]}
+    if method == "suffix":
+        values |= {
+            "suffix_decoding_max_tree_depth": draw(st.integers(1, 1024)),
+            "suffix_decoding_max_cached_requests": draw(st.integers(0, 10**6)),
+            "suffix_decoding_max_spec_factor": draw(st.floats(0, 8)),
+            "suffix_decoding_min_token_prob": draw(st.floats(0, 1)),
+            "suffix_decoding_corpus": None if exact else draw(st.none() | st.just("earlier.jsonl")),
+        }
+    if method == "draft_model":
+        values |= {"model": "d", "revision": draw(st.none() | st.just("main"))}
+        values["max_model_len"] = draw(st.none() | st.integers(1, 9999))
+    if method == "custom_class":
+        values["model"] = "a.B"
+    return values
+
+
+def method_of(values: dict[str, Any]) -> MethodConfig:
+    return parse_method(values)[0]
+
+
+@given(values=speculative_configs(), temperature=st.sampled_from([0.0, 0.7, 1.0]))
+def test_everything_that_goes_to_vllm_fits_its_schema(values: dict[str, Any], temperature: float) -> None:
+    config, notes = to_vllm(method_of(values), temperature=temperature)
+    if values["method"] == "none" or values["num_speculative_tokens"] == 0:
+        assert config is None
+        assert notes
+    else:
+        VllmSpeculativeConfig.model_validate(json.loads(json.dumps(config)))
+
+
+@given(values=speculative_configs(exact=True))
+def test_what_has_a_counterpart_survives_the_way_to_vllm_and_back(values: dict[str, Any]) -> None:
+    method = method_of(values)
+    config, _ = to_vllm(method)
+    assert config is not None
+    back, notes = parse_method(json.loads(json.dumps(config)))
+    assert back.normalised() == method.normalised()
+    assert all("'standard' is read as 'probabilistic'" in note for note in notes)
+
+
+@given(values=speculative_configs(exact=True))
+def test_a_note_is_written_only_for_what_changes(values: dict[str, Any]) -> None:
+    _, notes = to_vllm(method_of(values))
+    assert all("block needs" in note or "custom_class has" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "eagle", "num_speculative_tokens": 4},
+        {"method": "ngram", "num_speculative_tokens": 0},
+        {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "strict"},
+        {"method": "ngram", "num_speculative_tokens": 2, "disable_by_batch_size": 4},
+        {"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[2, 3, 1]]},
+        {"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_length": 2.0},
+    ],
+)
+def test_the_schema_of_vllm_refuses_what_vllm_refuses(config: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        VllmSpeculativeConfig.model_validate(config)
+
+
+def test_strict_and_coupled_are_translated_with_a_note_each() -> None:
+    config, notes = to_vllm(method_of({"method": "draft_model", "model": "d", "num_speculative_tokens": 3}))
+    assert config == {
+        "method": "draft_model",
+        "model": "d",
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "standard",
+        "draft_sample_method": "greedy",
+        "draft_tensor_parallel_size": 1,
+    }
+    assert [note.split(" ")[0] for note in notes] == ["rejection_sample_method=strict", "draft_sample_method=coupled"]
+
+
+def test_coupled_drafts_are_probabilistic_ones_when_requests_are_sampled() -> None:
+    """Greedy drafts would be accepted less than the run measured, probabilistic ones are accepted no less."""
+    values = {"model": TINY, "method": {"method": "draft_model"}, "sampler": {"temperature": 0.8}}
+    config, _ = SpeculativeConfig.parse(values).to_vllm()
+    assert config is not None
+    assert config["draft_sample_method"] == "probabilistic"
+
+
+def test_the_draft_of_the_model_group_is_named() -> None:
+    config, notes = SpeculativeConfig.parse({"model": TINY, "method": {"method": "draft_model"}}).to_vllm()
+    assert config is not None
+    assert config["model"] == "tiny-draft"
+    assert not any("speculative_config.model" in note for note in notes)
+
+
+def test_the_probabilistic_rule_loses_nothing() -> None:
+    method = method_of({"method": "draft_model", "model": "d", "rejection_sample_method": "probabilistic"})
+    config, notes = to_vllm(method)
+    assert config is not None
+    assert (config["rejection_sample_method"], config["draft_sample_method"]) == ("standard", "probabilistic")
+    assert notes == []
+
+
+def test_a_synthetic_rate_becomes_a_length() -> None:
+    values = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "synthetic"}
+    config, notes = to_vllm(method_of(values | {"synthetic_acceptance_rate": 0.625}))
+    assert config is not None
+    assert config["synthetic_acceptance_length"] == 3.5
+    assert notes == ["synthetic_acceptance_rate is given to vLLM as synthetic_acceptance_length"]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [
+        (None, [[1, 8, 4], [9, 9, 0]]),
+        ([[1, 4, 6], [5, 16, 2]], [[1, 4, 6], [5, 8, 2], [9, 9, 0]]),
+        ([[1, 2, 6], [20, 30, 1]], [[1, 2, 6], [9, 9, 0]]),
+    ],
+)
+def test_a_limit_on_the_batch_becomes_a_last_range_without_drafts(
+    ranges: list[list[int]] | None, expected: list[list[int]]
+) -> None:
+    values = {"method": "ngram", "num_speculative_tokens_per_batch_size": ranges, "disable_by_batch_size": 8}
+    config, notes = to_vllm(method_of(values))
+    assert config is not None
+    assert config["num_speculative_tokens_per_batch_size"] == expected
+    assert any(note.startswith("disable_by_batch_size=8 is given to vLLM as") for note in notes)
+
+
+def test_methods_that_draft_alike_at_every_batch_size_in_vllm_say_so() -> None:
+    config, notes = to_vllm(method_of({"method": "suffix", "disable_by_batch_size": 8}))
+    assert config is not None
+    assert "num_speculative_tokens_per_batch_size" not in config
+    assert notes[-1] == "disable_by_batch_size left out: vLLM's method suffix drafts alike at every batch size"
+
+
+def test_the_file_is_what_vllm_takes_and_the_text_says_what_changed(tmp_path: Path) -> None:
+    config, notes = to_vllm(method_of({"method": "suffix"}))
+    json_file, text_file = write_vllm_config(tmp_path, config, notes)
+    assert json_file.name == "vllm_speculative_config.json"
+    VllmSpeculativeConfig.model_validate(json.loads(json_file.read_text()))
+    assert text_file.read_text().startswith("rejection_sample_method=strict has no counterpart in vLLM")
+
+
+def test_without_a_counterpart_there_is_only_the_reason(tmp_path: Path) -> None:
+    (file,) = write_vllm_config(tmp_path, *to_vllm(method_of({"method": "none"})))
+    assert file.name == "vllm_speculative_config.txt"
+    assert file.read_text() == "method=none is vLLM without a speculative_config\n"
