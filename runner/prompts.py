@@ -97,13 +97,15 @@ def make_requests(
     A request's seed is its own, or the run's folded with its place in the workload: never with its place in a batch.
     """
     requests = []
+    spelled: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}  # one list for all requests that forbid the same
     for index, (prompt, parameters) in enumerate(zip(prompts, params, strict=True)):
         text, token_ids = tokenizer.encode(prompt)
         if parameters.stop and not tokenizer.is_available:
             raise UserError("stop strings need a tokenizer; use stop_token_ids, or set model.tokenizer")
         if parameters.bad_words and not tokenizer.is_available:
             raise UserError("bad_words need a tokenizer; use logit_bias, or set model.tokenizer")
-        bad_words_token_ids = tokenizer.spell_bad_words(parameters.bad_words)
+        if parameters.bad_words not in spelled:
+            spelled[parameters.bad_words] = tokenizer.spell_bad_words(parameters.bad_words)
         of_child = replace(parameters, prompt_logprobs=None)  # siblings share their prompt, and the first one tells
         seed = fold_seed(run_seed, index) if parameters.seed is None else parameters.seed
         for child in range(parameters.n):
@@ -113,7 +115,7 @@ def make_requests(
                     prompt_index=index,
                     prompt=text,
                     prompt_token_ids=token_ids,
-                    bad_words_token_ids=bad_words_token_ids,
+                    bad_words_token_ids=spelled[parameters.bad_words],
                     sampling_params=of_child if child else parameters,
                     seed=fold_seed(seed, child) if child else seed,
                 )

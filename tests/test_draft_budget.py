@@ -97,10 +97,11 @@ def test_control_by_load_changes_no_token(engines: Engines, method: str, load: s
     assert any(drafted) == (load != "none at all")
 
 
-@pytest.mark.parametrize("rule", ["strict", "probabilistic"])
+@pytest.mark.parametrize("rule", ["strict", "probabilistic", "synthetic"])
 @pytest.mark.parametrize("method", available_methods())
 def test_every_method_takes_a_draft_length_of_zero(engines: Engines, method: str, rule: str) -> None:
-    config = method_config(method, 0, rejection_sample_method=rule)
+    rate = {"synthetic_acceptance_rate": 0.5} if rule == "synthetic" else {}
+    config = method_config(method, 0, rejection_sample_method=rule, **rate)
     requests, metrics = complete(engines(config, **ROOMY), PROMPTS[:3], PARAMS[:3])
     assert answers(requests) == answers(complete(engines(**ROOMY), PROMPTS[:3], PARAMS[:3])[0])
     assert not any(point.num_draft_tokens for point in metrics.step_points)

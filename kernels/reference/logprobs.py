@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.philox import row_slabs
-
+_SLAB_ELEMENTS = 1 << 22  # logits at a time: their keys and logprobs are larger than they are
 _LOW_WORD = 0xFFFFFFFF
 
 
@@ -28,7 +27,8 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
     """
     num_rows, vocab_size = logits.shape
     packed = torch.empty(num_rows, 3 + 2 * num_top, dtype=torch.float64, device=logits.device)
-    for rows in row_slabs(num_rows, vocab_size, logits.device):
+    step = max(1, _SLAB_ELEMENTS // vocab_size)
+    for rows in (slice(first, first + step) for first in range(0, num_rows, step)):
         logprobs = logits[rows].to(torch.float32).log_softmax(dim=-1)
         keys = _order_keys(logprobs)
         own_ids = token_ids[rows].unsqueeze(1)

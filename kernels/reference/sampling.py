@@ -25,21 +25,19 @@ def mask_tokens(logits: Tensor, row_idx: Tensor, token_ids: Tensor) -> Tensor:
     return logits.index_put((row_idx, token_ids), logits.new_full((), _NEG_INF))
 
 
-def mask_after_drafts(logits: Tensor, row_idx: Tensor, token_ids: Tensor, applies: Tensor) -> Tensor:
-    """Forbids token_ids[i] in row row_idx[i] where applies[i], a bool known on the device only."""
+def mask_tokens_where(logits: Tensor, row_idx: Tensor, token_ids: Tensor, applies: Tensor) -> Tensor:
+    """Forbids token_ids[i] in row row_idx[i] where applies[i], a bool that the device alone knows."""
     # Adding -0 keeps every float's bits, so that pairs may name a token twice and disagree.
     change = torch.where(applies, _NEG_INF, -0.0).to(logits.dtype)
     return logits.index_put((row_idx, token_ids), change, accumulate=True)
 
 
-def drafts_end_with(ancestor_ids: Tensor, num_ancestors: Tensor, suffix: Tensor) -> Tensor:
-    """Whether the first num_ancestors[i] of ancestor_ids[i] end with suffix[i], [num_pairs] bool.
+def ends_with(histories: Tensor, suffixes: Tensor) -> Tensor:
+    """Whether history r ends with suffix w, [num_histories, num_suffixes] bool.
 
-    ancestor_ids: [num_pairs, K] int64. suffix: [num_pairs, L] int64, L <= K, at most num_ancestors[i] ids; -1 in
-    front fills a shorter one up.
+    histories: [num_histories, L] int64. suffixes: [num_suffixes, L] int64, -1 in front of a shorter one.
     """
-    columns = num_ancestors.unsqueeze(1) + torch.arange(-suffix.shape[1], 0, device=suffix.device)
-    return ((suffix < 0) | (ancestor_ids.gather(1, columns.clamp(min=0)) == suffix)).all(dim=1)
+    return ((suffixes < 0) | (histories.unsqueeze(1) == suffixes)).all(dim=-1)
 
 
 def keep_tokens(logits: Tensor, is_allowed: Tensor) -> Tensor:

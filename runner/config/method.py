@@ -168,7 +168,7 @@ class MethodConfig(Node):
     def synthetic_conditional_rates(self) -> list[float]:
         """Acceptance at each position given that all before were accepted: p_i / p_{i-1}, with 0/0 = 0."""
         rates = self.synthetic_rates()
-        return [rate / before if before > 0 else 0.0 for before, rate in zip([1.0, *rates[:-1]], rates, strict=True)]
+        return [rate / before if before > 0 else 0.0 for before, rate in itertools.pairwise([1.0, *rates])]
 
     def lossless(self, temperature: float) -> Literal["tokens", "distribution", False]:
         """What the rule keeps of plain decoding's text: the very tokens, their distribution, or neither (lossy)."""

@@ -1,46 +1,27 @@
 """Sequences of tokens that an output may not hold: the last token of one is masked where all others stand before it.
 
-The host knows what is committed, the device what is drafted: the host finds the words that the output has begun, and
-what is left to compare with a row's draft ancestors is compared on the device.
+What stands before a row ends with its draft ancestors, which only the device knows, so words are compared there:
+all of a request's words with all of its rows at once. The prompt does not count, as in vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.reference.sampling import drafts_end_with
+from kernels.reference.sampling import ends_with
 from runner.engine.request import Request
 from runner.engine.upload import to_device
 
-
-@dataclass(frozen=True, kw_only=True)
-class BegunBadWord:
-    """A bad word that a row would complete, as far as the host can tell."""
-
-    row: int
-    last_token_id: int
-    in_drafts: tuple[int, ...]  # the tokens before the last that the row's nearest draft ancestors would have to be
-
-
-def begun_bad_words(owner: Request, row: int, num_ancestors: int) -> Iterator[BegunBadWord]:
-    """Bad words whose beginning, as far as it lies before the drafts, is what the output ends with.
-
-    The prompt does not count (as in vLLM), so a word does not begin in it.
-    """
-    output = owner.output_token_ids
-    for word in owner.bad_words_token_ids:
-        num_said = max(0, len(word) - 1 - num_ancestors)
-        if num_said <= len(output) and word[:num_said] == tuple(output[len(output) - num_said :]):
-            yield BegunBadWord(row=row, last_token_id=word[-1], in_drafts=word[num_said:-1])
+NO_TOKEN = -2  # before the output's first token: equal to nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadWordRows:
-    """Flat (row, token) pairs: a bad word's last token, where the rest of it may end with the row's draft ancestors."""
+    """Flat (row, token) pairs: a row, a bad word's last token, and whether the word's other tokens stand before it."""
 
     row_idx: Tensor  # [num_pairs] int64
     token_ids: Tensor  # [num_pairs] int64
@@ -49,29 +30,50 @@ class BadWordRows:
     @classmethod
     def build(
         cls,
-        bad_words: list[BegunBadWord],
+        requests: Sequence[Request],
         request_idx: list[int],
         num_ancestors: list[int],
         draft_token_ids: Tensor | None,
         device: torch.device,
     ) -> BadWordRows | None:
-        words = [word for word in bad_words if word.in_drafts]
-        if not words:
+        """The arguments of SamplingRows.build; None when no request has bad words."""
+        groups: dict[int, list[int]] = {}  # rows by their list of words, which requests of one call share
+        for r, b in enumerate(request_idx):
+            if requests[b].bad_words_token_ids:
+                groups.setdefault(id(requests[b].bad_words_token_ids), []).append(r)
+        if not groups:
             return None
+        found = [_compare(requests, request_idx, num_ancestors, draft_token_ids, g, device) for g in groups.values()]
+        row_idx, token_ids, applies = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return cls(row_idx=row_idx, token_ids=token_ids, applies=applies)
+
+
+def _compare(
+    requests: Sequence[Request],
+    request_idx: list[int],
+    num_ancestors: list[int],
+    draft_token_ids: Tensor | None,
+    rows: list[int],
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(row_idx, token_ids, applies) of rows that share their words: a pair for each row and word."""
+    words = requests[request_idx[rows[0]]].bad_words_token_ids
+    length = max(len(word) for word in words) - 1
+    beginnings = to_device([[-1] * (length - len(word) + 1) + list(word[:-1]) for word in words], torch.int64, device)
+    last_token_ids = to_device([word[-1] for word in words], torch.int64, device)
+    slots = {b: slot for slot, b in enumerate(dict.fromkeys(request_idx[r] for r in rows))}
+    histories = to_device([_tail(requests[b].output_token_ids, length) for b in slots], torch.int64, device)
+    index = to_device(
+        [rows, [slots[request_idx[r]] for r in rows], [num_ancestors[r] for r in rows]], torch.int64, device
+    )
+    if any(num_ancestors[r] for r in rows):
         assert draft_token_ids is not None, "rows with ancestors need draft_token_ids"
-        longest = max(len(word.in_drafts) for word in words)
-        suffix = to_device(
-            [[-1] * (longest - len(word.in_drafts)) + list(word.in_drafts) for word in words], torch.int64, device
-        )
-        flat = to_device(
-            [
-                [word.row for word in words],
-                [word.last_token_id for word in words],
-                [request_idx[word.row] for word in words],
-                [num_ancestors[word.row] for word in words],
-            ],
-            torch.int64,
-            device,
-        )
-        applies = drafts_end_with(draft_token_ids[flat[2]], flat[3], suffix)
-        return cls(row_idx=flat[0], token_ids=flat[1], applies=applies)
+        histories = torch.cat((histories, draft_token_ids[to_device(list(slots), torch.int64, device)]), dim=1)
+    columns = index[2].unsqueeze(1) + torch.arange(length, device=device)  # n ancestors move the window by n
+    applies = ends_with(histories[index[1]].gather(1, columns), beginnings)
+    return index[0].repeat_interleave(len(words)), last_token_ids.repeat(len(rows)), applies.flatten()
+
+
+def _tail(token_ids: list[int], length: int) -> list[int]:
+    tail = token_ids[max(0, len(token_ids) - length) :]
+    return [NO_TOKEN] * (length - len(tail)) + tail

@@ -37,8 +37,8 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
     if (allowed := rows.allowed) is not None:
         kept = ops.keep_tokens(take_rows(logits, allowed.row_idx), allowed.values)
         logits = put_rows(logits, allowed.row_idx, kept)
-    if (bad := rows.bad_words_in_drafts) is not None:
-        logits = ops.mask_after_drafts(logits, bad.row_idx, bad.token_ids, bad.applies)
+    if (bad := rows.bad_words) is not None:
+        logits = ops.mask_tokens_where(logits, bad.row_idx, bad.token_ids, bad.applies)
     if (bias := rows.logit_bias) is not None:
         assert bias.values is not None
         logits = ops.apply_logit_bias(logits, bias.row_idx, bias.token_ids, bias.values)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.reference.philox import seed_to_int64
 from kernels.reference.sampling import add_ancestor_counts, token_counts
-from runner.engine.bad_words import BadWordRows, BegunBadWord, begun_bad_words
+from runner.engine.bad_words import BadWordRows
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.upload import index_or_all as index_or_all
@@ -60,9 +60,9 @@ class SamplingRows:
     positions: Tensor  # [num_rows] int64: the absolute position that the row predicts
     random_row_idx: Tensor | None  # [num_random] int64: rows that are not greedy; None = all rows
     allowed: ValueRows | None = None  # bool
-    bad_words_in_drafts: BadWordRows | None = None  # those that depend on a draft
+    bad_words: BadWordRows | None = None
     logit_bias: TokenRows | None = None
-    forbidden: TokenRows | None = None  # eos and stop tokens before min_tokens; ends of bad words begun in the output
+    forbidden: TokenRows | None = None  # eos and stop tokens before min_tokens
     penalties: PenaltyRows | None = None
     temperatures: Tensor | None = None  # [num_rows] float32, 1 in greedy rows
     min_p: ValueRows | None = None
@@ -113,7 +113,6 @@ class SamplingRows:
                 positions=keys[1],
                 random_row_idx=random_row_idx,
             )
-        bad_words = [match for r, n in enumerate(num_ancestors) for match in begun_bad_words(owners[r], r, n)]
         top_k = _value_rows(params, lambda p: 0 < p.top_k < vocab_size, lambda p: p.top_k, torch.int64, device)
         return cls(
             vocab_size=vocab_size,
@@ -122,9 +121,9 @@ class SamplingRows:
             positions=keys[1],
             random_row_idx=random_row_idx,
             allowed=_allowed(requests, request_idx, vocab_size, device),
-            bad_words_in_drafts=BadWordRows.build(bad_words, request_idx, num_ancestors, draft_token_ids, device),
+            bad_words=BadWordRows.build(requests, request_idx, num_ancestors, draft_token_ids, device),
             logit_bias=_logit_bias(params, vocab_size, device),
-            forbidden=_forbidden(owners, num_ancestors, bad_words, vocab_size, eos_token_ids, device),
+            forbidden=_forbidden(owners, num_ancestors, vocab_size, eos_token_ids, device),
             penalties=_penalties(requests, request_idx, num_ancestors, draft_token_ids, vocab_size, device),
             temperatures=_temperatures(params, device),
             min_p=_value_rows(params, lambda p: p.min_p > 0.0, lambda p: p.min_p, torch.float32, device),
@@ -181,16 +180,12 @@ def _logit_bias(params: list[SamplingParams], vocab_size: int, device: torch.dev
 def _forbidden(
     owners: list[Request],
     num_ancestors: list[int],
-    bad_words: list[BegunBadWord],
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     device: torch.device,
 ) -> TokenRows | None:
-    """eos and stop tokens of the rows that predict one of a request's first min_tokens output tokens.
-
-    And the last tokens of bad words of which all others are said.
-    """
-    pairs = [(word.row, word.last_token_id) for word in bad_words if not word.in_drafts]
+    """eos and stop tokens of the rows that predict one of a request's first min_tokens output tokens."""
+    pairs: list[tuple[int, int]] = []
     for r, (owner, n) in enumerate(zip(owners, num_ancestors, strict=True)):
         if len(owner.output_token_ids) + n < owner.sampling_params.min_tokens:
             check_token_ids(owner.sampling_params, vocab_size)
