@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from proposers.base import Proposer
-from runner.assembly import BUILT_IN_MODELS
+from runner.assembly import model_path
 from runner.config import SpeculativeConfig, SyntheticWorkload
 from runner.engine.errors import UserError
 from runner.engine.request import Request
@@ -197,8 +197,8 @@ def _lossless(config: SpeculativeConfig) -> Literal["tokens", "distribution", Fa
 
 def _write_vllm_config(config: SpeculativeConfig, output_dir: Path) -> list[Path]:
     values, notes = config.to_vllm()
-    if values is not None and values.get("model") in BUILT_IN_MODELS:
-        values["model"] = str(BUILT_IN_MODELS[values["model"]])  # a directory that vLLM can load
+    if values is not None and "model" in values:
+        values["model"] = model_path(values["model"])  # tiny's is a directory that vLLM can load
     return write_vllm_config(output_dir, values, notes)
 
 

@@ -129,10 +129,10 @@ def test_block_refuses_coupled_drafts_of_methods_that_draw_drafts(method: str) -
     values = {"method": method, "rejection_sample_method": "block", "draft_sample_method": "coupled"}
     values |= {"model": "a.B"} if method == "custom_class" else {}
     if method != "draft_model":
-        assert parse_method(values).rejection_sample_method == "block"
+        assert method_of(values).rejection_sample_method == "block"
     else:
         with pytest.raises(ConfigError, match="must be probabilistic or greedy under rejection_sample_method=block"):
-            parse_method(values)
+            method_of(values)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_block_refuses_coupled_drafts_of_methods_that_draw_drafts(method: str) -
 )
 def test_a_rule_says_what_it_keeps_of_plain_decodings_text(rule: str, at_zero: Any, sampled: Any) -> None:
     key = {"synthetic_acceptance_rate": 0.5} if rule == "synthetic" else {}
-    method = parse_method({"method": "ngram", "rejection_sample_method": rule} | key)
+    method = method_of({"method": "ngram", "rejection_sample_method": rule} | key)
     assert (method.lossless(0.0), method.lossless(0.7)) == (at_zero, sampled)
-    assert parse_method({"method": "none", "rejection_sample_method": rule} | key).lossless(0.7) == "tokens"
+    assert method_of({"method": "none", "rejection_sample_method": rule} | key).lossless(0.7) == "tokens"
 
 
 def test_none_ignores_the_common_keys_with_a_note() -> None:
