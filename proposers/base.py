@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from runner.engine.errors import UserError
+from runner.engine.grammar_store import GrammarStore
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
 
@@ -29,6 +30,7 @@ class ProposerContext:
     dtype: torch.dtype
     batch_invariant: bool
     needs_draft_probs: bool  # the verification rule reads the law q each draft was drawn from
+    grammars: GrammarStore = field(default_factory=GrammarStore)  # of requests that ask for structured output
 
 
 class Proposer(ABC):

@@ -18,12 +18,13 @@ from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import CommittedTokens, Scheduler
 from runner.engine.stopping import StopRules
+from runner.engine.structured_outputs import StructuredOutputsParams
 from runner.metrics import MetricsCollector, RequestStep, StepRecord
 from runner.outputs import CompletionOutput, Counter, RequestOutput, Vector
 from runner.prompts import Prompt, make_requests
 from runner.trace import RequestTraces
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
 Observer = Callable[[MetricsCollector], None]
 
@@ -143,13 +144,14 @@ class LLM:
         finally:  # also when interrupted: the engine stays usable
             for request in requests:
                 proposer.release(request.request_id)
+                engine.grammars.close(request.request_id)
                 if not request.is_finished:
                     scheduler.abort(request)
         return traces
 
     def _admit(self, request: Request, scheduler: Scheduler, metrics: MetricsCollector, traces: RequestTraces) -> None:
         request.arrival_time = time.perf_counter()
-        reason = scheduler.refusal(request)
+        reason = scheduler.refusal(request) or self.engine.grammars.open(request)
         if reason is None:
             scheduler.add(request)
         else:
@@ -168,14 +170,21 @@ class LLM:
         drafts = proposer.propose(schedule)
         check_drafts(proposer, schedule, drafts)
         clock.append(time.perf_counter())
-        output = self.engine.verifier.verify(schedule, drafts)
+        drafts, bitmask = self.engine.grammars.constrain(schedule, drafts)
+        output = self.engine.verifier.verify(schedule, drafts, bitmask)
         clock.append(time.perf_counter())
         committed = scheduler.commit(schedule, drafts, output)
+        for gain in committed:
+            reason = self.engine.grammars.commit(gain.request.request_id, gain.token_ids)
+            if reason is not None:
+                scheduler.abort(gain.request)
+                metrics.finish(traces.fail(gain.request, reason))
         clock.append(time.perf_counter())
         proposer.update(schedule, output)
         for gain in committed:
             if gain.request.is_finished:
                 proposer.release(gain.request.request_id)
+                self.engine.grammars.close(gain.request.request_id)
         clock.append(time.perf_counter())
 
         started, scheduled, proposed, verified, done, updated = clock

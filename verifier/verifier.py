@@ -13,6 +13,7 @@ from runner.engine.launch import Part
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows
+from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import Schedule
 from verifier.rejection_sampler import RejectionSampler
 
@@ -24,9 +25,10 @@ class Verifier:
         self.target, self.rejection_sampler, self.eos_token_ids = target, rejection_sampler, eos_token_ids
 
     @torch.inference_mode()
-    def verify(self, schedule: Schedule, drafts: DraftTokens) -> VerifyOutput:
+    def verify(self, schedule: Schedule, drafts: DraftTokens, bitmask: BitmaskRows | None = None) -> VerifyOutput:
         """Compute the step's tokens and drafts; judge the drafts.
 
+        bitmask: what grammars allow, of the requests that yield a token, a row for each draft and one behind them.
         Returns a row for every scheduled request that yields a token, in the order of the schedule.
         """
         drafts = _cover(drafts, len(schedule.scheduled))
@@ -55,6 +57,7 @@ class Verifier:
             vocab_size=self.target.model.vocab_size,
             eos_token_ids=self.eos_token_ids,
             device=self.target.device,
+            bitmask=bitmask,
         )
         return self.rejection_sampler(logits, _cover(drafts, len(yielding)), rows)
 

@@ -57,6 +57,10 @@ class SamplerConfig(Node):
         default=(), description="token ids, >= 0, that end the output, beside the model's eos"
     )
     ignore_eos: bool = Field(default=False, description="generate on after eos, as throughput benchmarks do")
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None,
+        description="form of the output: one of {json: schema}, {regex: ...}, {choice: [...]}, {grammar: ...}",
+    )
 
     @model_validator(mode="after")
     def _check_ranges(self) -> SamplerConfig:

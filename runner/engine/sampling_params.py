@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from runner.engine.structured_outputs import StructuredOutputsParams
+
 MAX_SEED = 2**64 - 1
 
 
@@ -35,6 +37,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # strings that end the text; not part of it
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the output, beside the model's eos
     ignore_eos: bool = False  # generate on after eos, as throughput benchmarks do
+    structured_outputs: StructuredOutputsParams | None = None  # the form of the output; a mapping of its keys will do
 
     def __post_init__(self) -> None:
         # A lone string, lists and None are taken as people write them for vLLM.
@@ -43,6 +46,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         bias = {int(token): float(value) for token, value in (self.logit_bias or {}).items()}
         object.__setattr__(self, "logit_bias", bias)
+        object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         rules = (
             ("n", self.n >= 1, "be >= 1"),
             (
@@ -77,4 +81,6 @@ class SamplingParams:
     @property
     def takes_the_argmax(self) -> bool:
         """Greedy, and nothing changes the logits first."""
-        return self.is_greedy and not (self.has_penalties or self.logit_bias or self.min_tokens)
+        return self.is_greedy and not (
+            self.has_penalties or self.logit_bias or self.min_tokens or self.structured_outputs
+        )
