@@ -72,7 +72,7 @@ class SamplerConfig(Node):
             except ValueError as error:
                 name, rule = str(error).split(" ", 1)
                 problems.append(Problem(name=name, rule=rule))
-                del values[name]  # its default is in range, so the next round finds the next problem
+                del values[name.partition(".")[0]]  # its default is in range, so the next round finds the next problem
                 if name == "max_tokens":
                     values.pop("min_tokens", None)  # its rule reads max_tokens
             else:
