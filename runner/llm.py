@@ -174,11 +174,10 @@ class LLM:
         output = self.engine.verifier.verify(schedule, drafts, bitmask)
         clock.append(time.perf_counter())
         committed = scheduler.commit(schedule, drafts, output)
+        failures = self.engine.grammars.commit(committed)
         for gain in committed:
-            reason = self.engine.grammars.commit(gain.request.request_id, gain.token_ids)
-            if reason is not None:
+            if gain.request.request_id in failures:
                 scheduler.abort(gain.request)
-                metrics.finish(traces.fail(gain.request, reason))
         clock.append(time.perf_counter())
         proposer.update(schedule, output)
         for gain in committed:
@@ -192,6 +191,8 @@ class LLM:
             traces.observe(gain, done)
             if gain.request.status is RequestStatus.FINISHED:
                 metrics.finish(traces.finish(gain.request))
+            elif gain.request.status is RequestStatus.FAILED:
+                metrics.finish(traces.fail(gain.request, failures[gain.request.request_id]))
         seconds = {
             "schedule": scheduled - started + done - verified,
             "propose": proposed - scheduled + updated - done,

@@ -15,7 +15,7 @@ from runner.engine.constrained_drafts import Constrained, apply_to, follow
 from runner.engine.grammar import Grammar, GrammarCompiler
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling_rows import BitmaskRows, index_or_all
-from runner.engine.scheduler import Schedule
+from runner.engine.scheduler import CommittedTokens, Schedule
 
 
 class GrammarStore:
@@ -35,12 +35,15 @@ class GrammarStore:
             return str(error)
         return None
 
-    def commit(self, request_id: str, token_ids: Sequence[int]) -> str | None:
-        """Move a request's grammar on; returns why the request must fail, or None."""
-        if (grammar := self._open.get(request_id)) is None:
-            return None
-        grammar.commit(token_ids)
-        return grammar.error
+    def commit(self, committed: Sequence[CommittedTokens]) -> dict[str, str]:
+        """Move grammars on by what a step committed; returns why requests must fail, by request_id."""
+        failures = {}
+        for gain in committed:
+            if (grammar := self._open.get(gain.request.request_id)) is not None:
+                grammar.commit(gain.token_ids)
+                if grammar.error is not None:
+                    failures[gain.request.request_id] = grammar.error
+        return failures
 
     def close(self, request_id: str) -> None:
         self._open.pop(request_id, None)
