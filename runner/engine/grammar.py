@@ -113,7 +113,7 @@ class GrammarCompiler:
             if matcher.is_error():
                 grammar.fail(_reason(matcher))
             elif not bitmask[row].any():
-                grammar.fail("no token of the vocabulary carries the text on")
+                grammar.fail("no token carries the text on")
             if grammar.error is not None:
                 bitmask[row] = self._end_row
 
@@ -126,7 +126,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise ValueError(f"structured_outputs.{kind} must be one that llguidance can compile: {error}") from error
         if not matcher.is_error():
-            matcher.compute_bitmask()  # a grammar without a text shows here
+            matcher.compute_bitmask()  # a grammar that no text fits shows here
         if matcher.is_error():
             raise ValueError(
                 f"structured_outputs.{kind} must be one that llguidance can compile: {_reason(matcher)}; mend it"
@@ -176,7 +176,8 @@ def _lark(text: str) -> str:
 
 def _reason(matcher: LLMatcher) -> str:
     """What llguidance says, on one line, without the parser's state."""
-    return " ".join(matcher.get_error().partition("<state>")[0].split()) or "the grammar allows no text"
+    reason = " ".join(matcher.get_error().partition("<state>")[0].split())
+    return "no token carries the text on" if reason.startswith("NoExtension") else reason
 
 
 def _pack(bits: Sequence[int]) -> list[int]:
