@@ -303,6 +303,38 @@ def test_nothing_is_drafted_behind_the_end_of_the_text_nor_at_a_place_without_a_
     assert rows[2] == (2, {EOS})
 
 
+def test_laws_and_sources_stay_with_their_drafts() -> None:
+    """The first draft is cut and carried on, the free one keeps its law, tokens for sure have the law that says so."""
+    store = GrammarStore(COMPILER)
+    forms = (StructuredOutputsParams(choice=["alpha beta", "gamma"]), None)
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt_token_ids=[1],
+            seed=0,
+            sampling_params=SamplingParams(max_tokens=9, structured_outputs=form),
+        )
+        for index, form in enumerate(forms)
+    ]
+    assert [store.open(request) for request in requests] == [None, None]
+    drafts, bitmask = store.constrain(
+        Schedule(scheduled=[scheduled(request, 3) for request in requests]),
+        DraftTokens(
+            token_ids=torch.tensor([token("g"), token("x"), 7]),
+            cu_num_draft_tokens=[0, 2, 3],
+            probs=torch.full((3, VOCAB_SIZE), 1 / VOCAB_SIZE),
+            sources=("a", "b", "c"),
+        ),
+    )
+    assert drafts.cu_num_draft_tokens == [0, 3, 4] and drafts.sources == ("a", "grammar", "grammar", "c")
+    assert drafts.probs is not None and bitmask is not None
+    assert allowed(COMPILER.compile(forms[0])) == [set(drafts.probs[0].nonzero()[:, 0].tolist())]  # type: ignore[arg-type]
+    assert drafts.probs.sum(dim=1).tolist() == pytest.approx([1.0] * 4)
+    for place in (1, 2):
+        assert drafts.probs[place].nonzero()[:, 0].tolist() == [int(drafts.token_ids[place])]
+    assert (drafts.probs[3] == 1 / VOCAB_SIZE).all() and int(drafts.token_ids[3]) == 7
+
+
 def test_a_step_without_grammars_passes_untouched() -> None:
     request = Request(request_id="0", prompt_token_ids=[1], seed=0, sampling_params=SamplingParams())
     drafts = draft_tokens_from_lists([[5, 6]], torch.device("cpu"))

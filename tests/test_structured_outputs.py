@@ -188,7 +188,7 @@ def test_under_every_rule_the_text_has_its_form_and_greedy_text_stays(
 def test_drafts_that_know_the_grammar_are_accepted_more_and_say_the_same(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The claim of constrained speculation, on JSON alone; measured here 1.06 against 3.3 tokens a step.
+    """The claim of constrained speculation, on JSON alone; measured here 3.7 tokens a step against 1.1.
 
     Unaware: a drafter that sees no mask and drafts that are cut but not carried on, all that was drafted counting.
     """

@@ -16,6 +16,8 @@ from runner.engine.grammar import Grammar, GrammarCompiler
 from runner.engine.request import DraftTokens
 from runner.engine.sampling_rows import to_device
 
+SOURCE = "grammar"  # of a token that was the only one allowed, where sources are told
+
 
 @dataclass(kw_only=True)
 class Constrained:
@@ -132,5 +134,5 @@ def _gather(drafts: DraftTokens, index: list[int], forced: list[int], cu_num_dra
         token_ids=torch.cat([token_ids, new]).index_select(0, on_device),
         cu_num_draft_tokens=cu_num_draft_tokens,
         probs=probs,
-        sources=(),
+        sources=tuple((drafts.sources + (SOURCE,) * len(forced))[i] for i in index) if drafts.sources else (),
     )
