@@ -30,7 +30,7 @@ class ProposerContext:
     dtype: torch.dtype
     batch_invariant: bool
     needs_draft_probs: bool  # the verification rule reads the law q each draft was drawn from
-    grammars: GrammarStore = field(default_factory=GrammarStore)  # of requests that ask for structured output
+    grammars: GrammarStore = field(default_factory=GrammarStore)  # a drafter with logits walks them
 
 
 class Proposer(ABC):

@@ -49,9 +49,8 @@ FORMS = (
 )
 
 
-def allowed(*grammars: Grammar) -> list[set[int]]:
-    bitmask = torch.empty(len(grammars), COMPILER.num_words, dtype=torch.int32)
-    COMPILER.fill(grammars, bitmask, range(len(grammars)))
+def allowed(*grammars: Grammar, compiler: GrammarCompiler = COMPILER) -> list[set[int]]:
+    bitmask = compiler.masks(grammars)
     return [set(row.nonzero()[:, 0].tolist()) for row in unpack_bitmask(bitmask, vocab_size=VOCAB_SIZE)]
 
 
@@ -126,6 +125,18 @@ def test_when_the_text_is_complete_only_its_end_may_follow_and_again() -> None:
         grammar.commit(TOKENIZER.encode(text) if text else [EOS])
         assert allowed(grammar) == [after]
     assert grammar.error is None
+
+
+@pytest.mark.parametrize("form", [StructuredOutputsParams(regex="[0-9]+"), StructuredOutputsParams(choice=["12"])])
+def test_a_model_of_several_end_of_text_tokens_may_use_any(form: StructuredOutputsParams) -> None:
+    ends = {EOS, token("!")}
+    compiler = GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=tuple(ends))
+    grammar = compiler.compile(form)
+    grammar.commit(TOKENIZER.encode("12"))
+    (found,) = allowed(grammar, compiler=compiler)
+    assert ends <= found and token("a") not in found
+    grammar.commit([token("!")])
+    assert allowed(grammar, compiler=compiler) == [ends] and grammar.error is None
 
 
 def test_the_end_may_be_guessed_and_taken_back() -> None:
@@ -301,6 +312,35 @@ def test_nothing_is_drafted_behind_the_end_of_the_text_nor_at_a_place_without_a_
     (ended, hole), rows = constrain([(digits, "1", ["2", EOS, EOS, "3"]), (digits, "1", ["2", -1, "3"])], 4)
     assert ended == [token("2"), EOS] and hole == [token("2")]
     assert rows[2] == (2, {EOS})
+
+
+def test_a_drafter_walks_every_grammar_by_its_own_tokens_and_leaves_it_where_it_was() -> None:
+    """Rows are those of the active requests, in their order; a free one has none."""
+    store = GrammarStore(COMPILER)
+    forms = (StructuredOutputsParams(choice=["ab", "cd"]), None, DIGITS)
+    for index, form in enumerate(forms):
+        params = SamplingParams(structured_outputs=form)
+        request = Request(request_id=str(index), prompt_token_ids=[1], seed=0, sampling_params=params)
+        assert store.open(request) is None
+
+    def seen(bitmask: BitmaskRows | None) -> list[tuple[int, set[int]]]:
+        assert bitmask is not None
+        tokens = [set(row.nonzero()[:, 0].tolist()) for row in unpack_bitmask(bitmask.words, vocab_size=VOCAB_SIZE)]
+        rows = range(len(tokens)) if bitmask.row_idx is None else bitmask.row_idx.tolist()
+        return list(zip(rows, tokens, strict=True))
+
+    letters = allowed(COMPILER.compile(forms[0]))[0]  # type: ignore[arg-type]
+    digits = allowed(COMPILER.compile(DIGITS))[0]
+    assert letters & digits == set()
+    for _ in range(2):  # the second walk finds them as the first did, though nobody said that the first was over
+        walk = store.walk(["0", "1", "2"])
+        assert seen(walk.bitmask([0, 1, 2])) == [(0, letters), (2, digits)]
+        walk.advance([0, 1, 2], torch.tensor([token("a"), 7, token("1")]))
+        ((first, after_digit), (second, after_letter)) = seen(walk.bitmask([2, 0]))
+        assert (first, second) == (0, 1) and token("a") in after_digit and after_letter == {token("b")}
+        assert walk.bitmask([1]) is None
+        walk.advance([2], torch.tensor([token("a")]))
+        assert seen(walk.bitmask([1, 2])) == [(1, {EOS})]
 
 
 def test_laws_and_sources_stay_with_their_drafts() -> None:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels.reference.sampling import condition_on_bitmask
 from runner.engine.grammar import Grammar, GrammarCompiler
@@ -43,13 +45,13 @@ def follow(parts: Sequence[Constrained], compiler: GrammarCompiler) -> torch.Ten
         part.grammar.unwind()
     ahead = list(parts)
     while ahead:
-        bitmask = torch.empty(len(ahead), compiler.num_words, dtype=torch.int32)
-        compiler.fill([part.grammar for part in ahead], bitmask, range(len(ahead)))
+        bitmask = compiler.masks([part.grammar for part in ahead])
         levels.append(bitmask)
         went_on = []
-        for part, row, row_idx in zip(ahead, bitmask, range(num_rows, num_rows + len(ahead)), strict=True):
-            part.rows.append(row_idx)
-            if _advance(part, row):
+        # Words are looked at one by one, which numpy does in a tenth of torch's time.
+        for row, (part, allowed) in enumerate(zip(ahead, bitmask.numpy(), strict=True)):
+            part.rows.append(num_rows + row)
+            if _advance(part, allowed):
                 went_on.append(part)
         num_rows += len(ahead)
         ahead = went_on
@@ -93,7 +95,7 @@ def apply_to(drafts: DraftTokens, parts: Sequence[Constrained], words: torch.Ten
     return replace(drafts, probs=drafts.probs.index_copy(0, index[0], laws))
 
 
-def _advance(part: Constrained, allowed: torch.Tensor) -> bool:
+def _advance(part: Constrained, allowed: NDArray[np.int32]) -> bool:
     """Judge the part's next token by its row, [words]; go on by it if it stays. False: the draft ends here."""
     depth = len(part.rows) - 1
     is_over = part.grammar.is_over
@@ -111,9 +113,9 @@ def _advance(part: Constrained, allowed: torch.Tensor) -> bool:
     return True
 
 
-def _only_token(allowed: torch.Tensor) -> int | None:
+def _only_token(allowed: NDArray[np.int32]) -> int | None:
     """The token of a row that allows one; None when it allows more."""
-    (words,) = allowed.nonzero(as_tuple=True)
+    (words,) = allowed.nonzero()
     if len(words) != 1:
         return None
     word = int(allowed[words[0]]) & 0xFFFFFFFF

@@ -92,30 +92,30 @@ class GrammarCompiler:
         """Raises ValueError: the request cannot be served; says why."""
         return Grammar(self._prototype(params).deep_copy(), self._eos_token_ids)
 
-    def fill(self, grammars: Sequence[Grammar], bitmask: torch.Tensor, rows: Sequence[int]) -> None:
-        """Write which tokens may come next in each grammar into rows of bitmask [.., num_words] int32 on the host.
+    def masks(self, grammars: Sequence[Grammar]) -> torch.Tensor:
+        """Which tokens may come next in each grammar, [len(grammars), num_words] int32 on the host.
 
         Bit v % 32 of word v // 32 is token v. A row is never empty: a grammar that no token can carry on fails, and
         its row ends the text.
         """
+        bitmask = torch.empty(len(grammars), self.num_words, dtype=torch.int32)
         jobs = []
-        for grammar, row in zip(grammars, rows, strict=True):
+        for row, grammar in enumerate(grammars):
             if (matcher := grammar.matcher) is None:
                 bitmask[row] = self._end_row
             else:
                 jobs.append((grammar, matcher, row))
         if not jobs:
-            return
+            return bitmask
         self._executor.unsafe_compute_mask_ptr(
             [(matcher, row) for _, matcher, row in jobs], bitmask.data_ptr(), self.num_words * 4, len(bitmask)
         )
+        is_empty = bitmask.any(dim=1).logical_not_().tolist()
         for grammar, matcher, row in jobs:
-            if matcher.is_error():
-                grammar.fail(_reason(matcher))
-            elif not bitmask[row].any():
-                grammar.fail("no token carries the text on")
-            if grammar.error is not None:
+            if is_empty[row] or matcher.is_error():
+                grammar.fail(_reason(matcher) if matcher.is_error() else "no token carries the text on")
                 bitmask[row] = self._end_row
+        return bitmask
 
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
         from llguidance import LLMatcher

@@ -99,9 +99,8 @@ class GrammarStore:
 
     def bitmask(self, grammars: Sequence[Grammar], row_idx: list[int], num_rows: int) -> BitmaskRows:
         """What may come next in grammars whose rows are row_idx of num_rows."""
-        bitmask = torch.empty(len(grammars), self.compiler.num_words, dtype=torch.int32)
-        self.compiler.fill(grammars, bitmask, range(len(grammars)))
-        return BitmaskRows(row_idx=index_or_all(row_idx, num_rows, self._device), words=self._upload(bitmask))
+        words = self._upload(self.compiler.masks(grammars))
+        return BitmaskRows(row_idx=index_or_all(row_idx, num_rows, self._device), words=words)
 
     def _upload(self, bitmask: torch.Tensor) -> torch.Tensor:
         """The upload waits for nothing (pageable memory would)."""
