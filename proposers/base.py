@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from runner.engine.errors import UserError
+from runner.engine.grammar_store import GrammarStore
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
 
@@ -32,6 +33,7 @@ class ProposerContext:
     # The rule looks at drafts beyond its cut, so no step may draw with noise of an earlier one: the step's key is the
     # number of committed tokens at its start, Request.num_tokens.
     keys_by_draft_step: bool = False
+    grammars: GrammarStore = field(default_factory=GrammarStore)  # a drafter with logits walks them
 
 
 class Proposer(ABC):

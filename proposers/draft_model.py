@@ -16,6 +16,7 @@ from runner.engine.loader import load_model
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
+from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import Schedule
 
 MAX_CATCH_UP_TOKENS = 512  # of a request in one pass
@@ -83,6 +84,7 @@ class DraftModelProposer(Proposer):
         ids = torch.full((len(decoding), widest), -1, dtype=torch.int64, device=device)
         probs: list[torch.Tensor] = []  # a step's laws, [active, vocab]
         active = [index for index, count in enumerate(counts) if count > 0]
+        walk = self.context.grammars.walk([item.request.request_id for item in decoding])
         logits = self._catch_up([decoding[index].request for index in active])
         for step in range(widest):
             if step > 0:
@@ -90,7 +92,11 @@ class DraftModelProposer(Proposer):
                 fed = ids[:, step - 1] if len(active) == len(ids) else ids[_index(active, device), step - 1]
                 logits = self._feed([decoding[index].request for index in active], step - 1, fed)
             ancestors = ids if len(active) == len(ids) else ids[_index(active, device)]
-            drafted, law = self._sample(logits, [decoding[index].request for index in active], step, ancestors)
+            drafted, law = self._sample(
+                logits, [decoding[index].request for index in active], step, ancestors, walk.bitmask(active)
+            )
+            if step + 1 < widest:
+                walk.advance(active, drafted)
             ids[slice(None) if len(active) == len(ids) else _index(active, device), step] = drafted
             if (
                 keeps_laws
@@ -151,7 +157,12 @@ class DraftModelProposer(Proposer):
         return self.runner.run(parts, drafted)
 
     def _sample(
-        self, logits: torch.Tensor, requests: list[Request], step: int, ancestors: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        requests: list[Request],
+        step: int,
+        ancestors: torch.Tensor,
+        bitmask: BitmaskRows | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = SamplingRows.build(
             requests,
@@ -161,6 +172,7 @@ class DraftModelProposer(Proposer):
             vocab_size=self.context.vocab_size,
             eos_token_ids=self.context.eos_token_ids,
             device=self.context.device,
+            bitmask=bitmask,
         )
         return draft_tokens(
             process_logits(logits, rows),

@@ -17,6 +17,8 @@ from proposers.base import Proposer, ProposerContext, proposer_class
 from runner.config import MethodConfig, ModelConfig, SpeculativeConfig
 from runner.engine.checkpoint import DTYPES, ModelSource, load_config, resolve_directory
 from runner.engine.errors import UserError
+from runner.engine.grammar import GrammarCompiler
+from runner.engine.grammar_store import GrammarStore
 from runner.engine.kv_cache import BlockManager
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.memory import GIB, available_memory
@@ -45,6 +47,7 @@ class Assembly:
     plain_proposer: Proposer  # method=none over the same target, for the baseline
     verifier: Verifier
     block_manager: BlockManager
+    grammars: GrammarStore
     eos_token_ids: tuple[int, ...]
 
 
@@ -79,8 +82,11 @@ def assemble(config: SpeculativeConfig) -> Assembly:
     tokenizer = _load_tokenizer(config.model, source)
     eos_token_ids = _eos_token_ids(source, info, tokenizer)
     rejection_sampler = _rejection_sampler(config)
+    vocab_size = info.model.vocab_size
+    compiler = GrammarCompiler(tokenizer.backend, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    grammars = GrammarStore(compiler, device=device)
     context = ProposerContext(
-        vocab_size=info.model.vocab_size,
+        vocab_size=vocab_size,
         max_model_len=info.max_model_len,
         eos_token_ids=eos_token_ids,
         block_size=hardware.block_size,
@@ -89,6 +95,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         batch_invariant=hardware.batch_invariant,
         needs_draft_probs=rejection_sampler.rule.reads_draft_probs,
         keys_by_draft_step=rejection_sampler.rule.keys_by_draft_step,
+        grammars=grammars,
     )
     proposer = _build_proposer(config, context)
     blocks = _num_blocks(config, info, target, proposer, device)
@@ -104,6 +111,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         plain_proposer=proposer_class("none")(num_speculative_tokens=0, context=context),
         verifier=Verifier(target=target, rejection_sampler=rejection_sampler, eos_token_ids=eos_token_ids),
         block_manager=BlockManager(blocks, hardware.block_size),
+        grammars=grammars,
         eos_token_ids=eos_token_ids,
     )
 

@@ -20,12 +20,13 @@ from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import CommittedTokens, Scheduler
 from runner.engine.stopping import StopRules
+from runner.engine.structured_outputs import StructuredOutputsParams
 from runner.metrics import MetricsCollector, RequestStep, StepRecord
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import Prompt, make_requests
 from runner.trace import RequestTraces
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
 Observer = Callable[[MetricsCollector], None]
 
@@ -153,6 +154,7 @@ class LLM:
         finally:  # also when interrupted: the engine stays usable
             for request in requests:
                 proposer.release(request.request_id)
+                self.engine.grammars.close(request.request_id)
                 if not request.is_finished:
                     scheduler.abort(request)
         return traces
@@ -191,7 +193,7 @@ class LLM:
         if request.is_finished:
             return  # aborted before it arrived
         request.arrival_time = time.perf_counter()
-        reason = scheduler.refusal(request)
+        reason = scheduler.refusal(request) or self.engine.grammars.open(request)
         if reason is None:
             scheduler.add(request)
         else:
@@ -225,14 +227,20 @@ class LLM:
         drafts = proposer.propose(schedule)
         check_drafts(proposer, schedule, drafts)
         clock.append(time.perf_counter())
-        output = self.engine.verifier.verify(schedule, drafts)
+        drafts, bitmask = self.engine.grammars.constrain(schedule, drafts)
+        output = self.engine.verifier.verify(schedule, drafts, bitmask)
         clock.append(time.perf_counter())
         committed = scheduler.commit(schedule, drafts, output)
+        failures = self.engine.grammars.commit(committed)
+        for gain in committed:
+            if gain.request.request_id in failures:
+                scheduler.abort(gain.request)
         clock.append(time.perf_counter())
         proposer.update(schedule, output)
         for gain in committed:
             if gain.request.is_finished:
                 proposer.release(gain.request.request_id)
+                self.engine.grammars.close(gain.request.request_id)
         clock.append(time.perf_counter())
 
         started, scheduled, proposed, verified, done, updated = clock
@@ -240,6 +248,8 @@ class LLM:
             traces.observe(gain, done)
             if gain.request.status is RequestStatus.FINISHED:
                 metrics.finish(traces.finish(gain.request))
+            elif gain.request.status is RequestStatus.FAILED:
+                metrics.finish(traces.fail(gain.request, failures[gain.request.request_id]))
         seconds = {
             "schedule": scheduled - started + done - verified,
             "propose": proposed - scheduled + updated - done,

@@ -38,6 +38,11 @@ class Tokenizer:
         return self._tokenizer is not None
 
     @property
+    def backend(self) -> Any:
+        """transformers' tokenizer, for what must know how tokens spell bytes; None when there is none."""
+        return self._tokenizer
+
+    @property
     def eos_token_id(self) -> int | None:
         return None if self._tokenizer is None else self._tokenizer.eos_token_id
 

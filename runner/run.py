@@ -181,7 +181,12 @@ def _measure_one(
 
 
 def _warm_up(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> None:
-    short = SamplingParams(temperature=params.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    short = SamplingParams(
+        temperature=params.temperature,
+        max_tokens=WARM_UP_TOKENS,
+        ignore_eos=True,
+        structured_outputs=params.structured_outputs,  # compiled here, not in a measured request's first token
+    )
     for proposer in (llm.engine.plain_proposer, llm.engine.proposer):
         llm.run(_requests(llm, items[:2], short), proposer, MetricsCollector())
 

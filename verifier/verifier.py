@@ -14,6 +14,7 @@ from runner.engine.launch import Part
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows
+from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import Schedule
 from verifier.logprobs import LogprobGatherer, scored_from, wants_logprobs
 from verifier.rejection_sampler import RejectionSampler
@@ -26,9 +27,10 @@ class Verifier:
         self.target, self.rejection_sampler, self.eos_token_ids = target, rejection_sampler, eos_token_ids
 
     @torch.inference_mode()
-    def verify(self, schedule: Schedule, drafts: DraftTokens) -> VerifyOutput:
+    def verify(self, schedule: Schedule, drafts: DraftTokens, bitmask: BitmaskRows | None = None) -> VerifyOutput:
         """Compute the step's tokens and drafts; judge the drafts.
 
+        bitmask: what grammars allow, of the requests that yield a token, a row for each draft and one behind them.
         Returns a row for every scheduled request that yields a token, in the order of the schedule.
         """
         drafts = _cover(drafts, len(schedule.scheduled))
@@ -64,6 +66,7 @@ class Verifier:
             vocab_size=vocab_size,
             eos_token_ids=self.eos_token_ids,
             device=device,
+            bitmask=bitmask,
         )
         output = self.rejection_sampler(logits, _cover(drafts, len(yielding)), rows)
         return output if gatherer is None else replace(output, logprobs=gatherer.finish(logits, output.token_ids))

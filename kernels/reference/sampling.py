@@ -45,6 +45,28 @@ def keep_tokens(logits: Tensor, is_allowed: Tensor) -> Tensor:
     return logits.masked_fill(~is_allowed, _NEG_INF)
 
 
+def unpack_bitmask(bitmask: Tensor, *, vocab_size: int) -> Tensor:
+    """[num_rows, ceil(vocab_size / 32)] int32 -> [num_rows, vocab_size] bool; token v is bit v % 32 of word v // 32."""
+    places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bitmask.device)
+    # Byte by byte, the lowest first as all our platforms store them: a quarter of the memory of word by word.
+    bits = bitmask.contiguous().view(torch.uint8).unsqueeze(-1) & places
+    return bits.view(bitmask.shape[0], -1)[:, :vocab_size] != 0
+
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor, *, fallback: Tensor) -> Tensor:
+    """Keeps the tokens in the bitmask; a row that would keep none keeps them of its fallback [num_rows, vocab]."""
+    is_allowed = unpack_bitmask(bitmask, vocab_size=logits.shape[-1])
+    kept = logits.masked_fill(~is_allowed, _NEG_INF)
+    is_empty = (kept == _NEG_INF).all(dim=-1, keepdim=True)
+    return torch.where(is_empty & is_allowed, fallback, kept)
+
+
+def condition_on_bitmask(probs: Tensor, bitmask: Tensor) -> Tensor:
+    """The laws probs [num_rows, vocab] given that the token is in the bitmask; zeros where none of it is."""
+    kept = probs * unpack_bitmask(bitmask, vocab_size=probs.shape[-1])
+    return kept / kept.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
+
+
 def token_counts(slot_idx: Tensor, token_ids: Tensor, *, num_slots: int, vocab_size: int) -> Tensor:
     """How often each token occurs in each slot, [num_slots, vocab_size] int32, from flat (slot, token) pairs."""
     counts = torch.zeros(num_slots * vocab_size, dtype=torch.int32, device=token_ids.device)

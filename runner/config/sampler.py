@@ -5,6 +5,7 @@ The ranges live in SamplingParams: this node checks by building one.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
@@ -20,6 +21,13 @@ def _as_list(value: Any) -> Any:
 
 def _none_as_empty(value: Any) -> Any:
     return {} if value is None else value  # an empty mapping in YAML could not be replaced from the command line
+
+
+def _schema_as_text(value: Any) -> Any:
+    """A JSON schema is one value: as text it stays whole, its properties in order, on the way to files and trackers."""
+    if isinstance(value, dict) and isinstance(value.get("json"), dict):
+        return {**value, "json": json.dumps(value["json"])}
+    return value
 
 
 class SamplerConfig(Node):
@@ -63,7 +71,10 @@ class SamplerConfig(Node):
         default=(), description="token ids, >= 0, that end the output, beside the model's eos"
     )
     ignore_eos: bool = Field(default=False, description="generate on after eos, as throughput benchmarks do")
-
+    structured_outputs: Annotated[dict[str, Any] | None, BeforeValidator(_schema_as_text)] = Field(
+        default=None,
+        description="form of the output: one of {json: schema}, {regex: ...}, {choice: [...]}, {grammar: ...}",
+    )
     logprobs: int | None = Field(
         default=None,
         description="likeliest tokens told for each output token beside it, >= 0, -1 for all; null tells nothing",
@@ -82,7 +93,7 @@ class SamplerConfig(Node):
             except ValueError as error:
                 name, rule = str(error).split(" ", 1)
                 problems.append(Problem(name=name, rule=rule))
-                del values[name]  # its default is in range, so the next round finds the next problem
+                del values[name.partition(".")[0]]  # its default is in range, so the next round finds the next problem
                 if name == "max_tokens":
                     values.pop("min_tokens", None)  # its rule reads max_tokens
             else:

@@ -1,8 +1,8 @@
 """What the sampler and the drafters do with logits rows.
 
-process_logits applies, in vLLM's order: allowed tokens, bad words, logit bias, min_tokens, penalties, temperature,
-min_p, top_k, top_p; a greedy row skips what cannot move its argmax. sample_tokens draws with position-keyed noise
-(kernels/reference/philox.py).
+process_logits applies, to vLLM's effect: logit bias; the masks (allowed tokens, bad words, min_tokens, grammar);
+penalties, temperature, min_p, top_k, top_p; a greedy row skips what cannot move its argmax. sample_tokens draws with
+position-keyed noise (kernels/reference/philox.py).
 Nothing here reads a tensor back to the host, and no row's bits depend on the other rows.
 """
 
@@ -34,16 +34,23 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
     """
     assert logits.shape == (rows.num_rows, rows.vocab_size), (logits.shape, rows.num_rows, rows.vocab_size)
     logits = logits.to(torch.float32)
+    if (bias := rows.logit_bias) is not None:
+        assert bias.values is not None
+        logits = ops.apply_logit_bias(logits, bias.row_idx, bias.token_ids, bias.values)
+    unmasked = logits
     if (allowed := rows.allowed) is not None:
         kept = ops.keep_tokens(take_rows(logits, allowed.row_idx), allowed.values)
         logits = put_rows(logits, allowed.row_idx, kept)
     if (bad := rows.bad_words) is not None:
         logits = ops.mask_tokens_where(logits, bad.row_idx, bad.token_ids, bad.applies)
-    if (bias := rows.logit_bias) is not None:
-        assert bias.values is not None
-        logits = ops.apply_logit_bias(logits, bias.row_idx, bias.token_ids, bias.values)
     if (forbidden := rows.forbidden) is not None:
         logits = ops.mask_tokens(logits, forbidden.row_idx, forbidden.token_ids)
+    if (grammar := rows.bitmask) is not None:
+        # Where the masks above leave nothing of what the grammar allows, the grammar alone holds.
+        kept = ops.apply_token_bitmask(
+            take_rows(logits, grammar.row_idx), grammar.words, fallback=take_rows(unmasked, grammar.row_idx)
+        )
+        logits = put_rows(logits, grammar.row_idx, kept)
     if (pen := rows.penalties) is not None:
         penalised = ops.apply_penalties(
             take_rows(logits, pen.row_idx), pen.seen, pen.output_counts, pen.repetition, pen.frequency, pen.presence

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from runner.engine.structured_outputs import StructuredOutputsParams
+
 MAX_SEED = 2**64 - 1
 
 
@@ -37,6 +39,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # strings that end the text; not part of it
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the output, beside the model's eos
     ignore_eos: bool = False  # generate on after eos, as throughput benchmarks do
+    structured_outputs: StructuredOutputsParams | None = None  # the form of the output; a mapping of its keys will do
     logprobs: int | None = None  # likeliest tokens told for each output token beside it; -1: all, None: nothing
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
     speculative_sampling: bool | None = None  # False: no drafts for this request; True, None: as the engine does
@@ -54,6 +57,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         bias = {int(token): float(value) for token, value in (self.logit_bias or {}).items()}
         object.__setattr__(self, "logit_bias", bias)
+        object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         rules = (
             ("n", self.n >= 1, "be >= 1"),
             (
@@ -97,7 +101,7 @@ class SamplingParams:
     @property
     def takes_the_argmax(self) -> bool:
         """Greedy, and nothing changes the logits first."""
-        changes = self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words
+        changes = self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words or self.structured_outputs
         return self.is_greedy and not changes and self.allowed_token_ids is None
 
     @property

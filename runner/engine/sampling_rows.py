@@ -39,6 +39,14 @@ class ValueRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BitmaskRows:
+    """The rows whose requests follow a grammar, and the tokens it allows in each."""
+
+    row_idx: Tensor | None  # [num_used] int64; None = all rows
+    words: Tensor  # [num_used, ceil(vocab / 32)] int32: bit v % 32 of word v // 32 is token v
+
+
+@dataclass(frozen=True, kw_only=True)
 class PenaltyRows:
     """The rows with penalties, and the tokens said before each of them."""
 
@@ -63,6 +71,7 @@ class SamplingRows:
     bad_words: BadWordRows | None = None
     logit_bias: TokenRows | None = None
     forbidden: TokenRows | None = None  # eos and stop tokens before min_tokens
+    bitmask: BitmaskRows | None = None  # what a grammar allows
     penalties: PenaltyRows | None = None
     temperatures: Tensor | None = None  # [num_rows] float32, 1 in greedy rows
     min_p: ValueRows | None = None
@@ -89,10 +98,12 @@ class SamplingRows:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device | str,
+        bitmask: BitmaskRows | None = None,
     ) -> SamplingRows:
         """Row r belongs to requests[request_idx[r]] and predicts the token after its first num_ancestors[r] drafts.
 
         draft_token_ids: [num_requests, K] int64 on the device, -1 padded; None when no row has an ancestor.
+        bitmask: of the rows whose requests follow a grammar; it has seen the rows' draft ancestors.
 
         Raises:
             ValueError: a request names a token outside the vocabulary.
@@ -124,6 +135,7 @@ class SamplingRows:
             bad_words=BadWordRows.build(requests, request_idx, num_ancestors, draft_token_ids, device),
             logit_bias=_logit_bias(params, vocab_size, device),
             forbidden=_forbidden(owners, num_ancestors, vocab_size, eos_token_ids, device),
+            bitmask=bitmask,
             penalties=_penalties(requests, request_idx, num_ancestors, draft_token_ids, vocab_size, device),
             temperatures=_temperatures(params, device),
             min_p=_value_rows(params, lambda p: p.min_p > 0.0, lambda p: p.min_p, torch.float32, device),
