@@ -111,7 +111,9 @@ def make_requests(
             raise UserError("bad_words need a tokenizer; use logit_bias, or set model.tokenizer")
         if parameters.bad_words not in spelled:
             spelled[parameters.bad_words] = tokenizer.spell_bad_words(parameters.bad_words)
-        of_child = replace(parameters, prompt_logprobs=None)  # siblings share their prompt, and the first one tells
+        of_child = parameters
+        if parameters.prompt_logprobs is not None:  # siblings share their prompt, and the first one tells
+            of_child = replace(parameters, prompt_logprobs=None)
         seed = fold_seed(run_seed, index) if parameters.seed is None else parameters.seed
         for child in range(parameters.n):
             requests.append(

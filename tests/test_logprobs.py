@@ -15,13 +15,15 @@ from kernels.reference.logprobs import top_logprobs
 from runner.config import SpeculativeConfig
 from runner.engine.launch import Part
 from runner.engine.model_runner import SCORED_ROWS
-from runner.engine.request import DraftTokens, Request
+from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule, ScheduledRequest
 from runner.llm import LLM
 from runner.run import execute
 from tests.conftest import Engines, complete
 from tests.test_losslessness import METHODS, PROMPTS, ROOMY, method_config, tell_test_proposers
+from tests.test_rejection_rules import _NoReadback
+from verifier.logprobs import LogprobGatherer
 
 VOCAB_SIZE = 64
 # Logits that tie all the time, as those of bfloat16 heads do.
@@ -256,9 +258,7 @@ def test_a_run_writes_logprobs_into_its_outputs_when_asked(tmp_path: Path) -> No
 
 
 def test_rows_of_a_request_that_asks_for_nothing_are_left_alone() -> None:
-    """Two neighbours decode with two drafts each, one asks: three rows, the second request's."""
-    from verifier.logprobs import LogprobGatherer
-
+    """Two neighbours decode with two drafts each, one asks: three rows, the second request's, and none is read yet."""
     items = [
         ScheduledRequest(
             request=Request(
@@ -269,9 +269,9 @@ def test_rows_of_a_request_that_asks_for_nothing_are_left_alone() -> None:
         )
         for i, asked in enumerate([None, 1])
     ]  # fmt: skip
-    gatherer = LogprobGatherer(Schedule(scheduled=items), [2, 2], vocab_size=8, device=torch.device("cpu"))
-    logits = torch.arange(48, dtype=torch.float32).view(6, 8)
-    told_rows = gatherer.finish(logits, torch.tensor([[1, 2, 3], [4, -1, -1]]))
+    logits, yielded = torch.arange(48, dtype=torch.float32).view(6, 8), torch.tensor([[1, 2, 3], [4, -1, -1]])
+    with _NoReadback():  # type: ignore[no-untyped-call]
+        gatherer = LogprobGatherer(Schedule(scheduled=items), [2, 2], vocab_size=8, device=torch.device("cpu"))
+        told_rows = gatherer.finish(logits, yielded)
     assert told_rows is not None and told_rows.packed.shape == (3, 5)
     assert told_rows.read()["1"][1][0].token_id == 4 and "0" not in told_rows.asked
-    assert DraftTokens.empty(2).num_draft_tokens == [0, 0]

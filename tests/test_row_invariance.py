@@ -381,9 +381,9 @@ class Recorder:
         run, commit = engine.target.run, scheduler.commit
         last_logits = torch.empty(0)
 
-        def recorded_run(parts: Sequence[Part], draft_token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        def recorded_run(*args: Any) -> torch.Tensor:
             nonlocal last_logits
-            last_logits = run(parts, draft_token_ids)
+            last_logits = run(*args)
             return last_logits
 
         def recorded_commit(schedule: Schedule, drafts: DraftTokens, output: VerifyOutput) -> list[CommittedTokens]:

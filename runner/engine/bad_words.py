@@ -71,7 +71,8 @@ def _compare(
         histories = torch.cat((histories, draft_token_ids[to_device(list(slots), torch.int64, device)]), dim=1)
     columns = index[2].unsqueeze(1) + torch.arange(length, device=device)  # n ancestors move the window by n
     applies = ends_with(histories[index[1]].gather(1, columns), beginnings)
-    return index[0].repeat_interleave(len(words)), last_token_ids.repeat(len(rows)), applies.flatten()
+    row_idx = index[0].unsqueeze(1).expand(-1, len(words)).flatten()
+    return row_idx, last_token_ids.repeat(len(rows)), applies.flatten()
 
 
 def _tail(token_ids: list[int], length: int) -> list[int]:

@@ -16,7 +16,10 @@ MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request.
+    """Sampling parameters of one request, vLLM's names and meanings.
+
+    Every one of them keeps its meaning under speculation. The last three say how much of it the request gets: without
+    a method (`none`) they ask for nothing, and a draft is loaded by the engine only, never by a request.
 
     Raises:
         ValueError: a value is outside its range; the message names the field, the rule and the value.
