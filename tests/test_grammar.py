@@ -384,7 +384,7 @@ def test_a_step_without_grammars_passes_untouched() -> None:
     assert kept is drafts and bitmask is None
 
 
-@pytest.mark.parametrize("rule", ["probabilistic"])
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_a_draft_from_a_law_that_knows_no_grammar_leaves_the_targets_law(rule: str) -> None:
     """A cut draft is none, so the law of those left is conditioned on the grammar.
 
