@@ -27,17 +27,18 @@ REJECTION_SAMPLE_METHODS = ("strict", "probabilistic", "standard", "synthetic")
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """Index tensors of a ragged batch; draft d is checked by logits row row_idx[d]."""
+    """Index tensors of a ragged batch; draft d is checked by logits row row_idx[d]. Ids of -1 are no drafts."""
 
     token_ids: Tensor  # [num_drafts] int64
     request_idx: Tensor  # [num_drafts] int64
     draft_idx: Tensor  # [num_drafts] int64: place within the request's draft
     row_idx: Tensor  # [num_drafts] int64
     first_row_idx: Tensor  # [num_requests] int64
-    num_draft_tokens: Tensor  # [num_requests] int64
+    first_draft_idx: Tensor  # [num_requests] int64
+    num_draft_tokens: Tensor  # [num_requests] int64: without slots of -1
     random_draft_idx: Tensor | None  # drafts of requests that are not greedy; None = all
     random_request_idx: Tensor | None  # requests that are not greedy; None = all
-    draft_lengths: list[int]  # num_draft_tokens on the host
+    draft_lengths: list[int]  # draft slots of each request, on the host
 
     @classmethod
     def build(cls, drafts: DraftTokens, rows: SamplingRows) -> _Batch:
@@ -48,8 +49,12 @@ class _Batch:
         # Rows of request b follow b bonus rows of earlier requests, so draft d sits at row d + b.
         per_draft = [request_idx, [i for n in lengths for i in range(n)], [d + b for d, b in enumerate(request_idx)]]
         first_row_idx = [start + b for b, start in enumerate(cu[:-1])]
-        per_request = to_device([first_row_idx, lengths], torch.int64, device)
+        per_request = to_device([first_row_idx, cu[:-1], lengths], torch.int64, device)
         flat = to_device(per_draft, torch.int64, device)
+        num_draft_tokens = per_request[2]
+        if drafts.is_padded:
+            is_draft = (drafts.token_ids >= 0).to(torch.int64)
+            num_draft_tokens = torch.zeros_like(num_draft_tokens).index_add_(0, flat[0], is_draft)
         random_requests = [b for b, row in enumerate(first_row_idx) if not rows.is_greedy[row]]
         random_drafts = [d for d, b in enumerate(request_idx) if not rows.is_greedy[first_row_idx[b]]]
         return cls(
@@ -58,7 +63,8 @@ class _Batch:
             draft_idx=flat[1],
             row_idx=flat[2],
             first_row_idx=per_request[0],
-            num_draft_tokens=per_request[1],
+            first_draft_idx=per_request[1],
+            num_draft_tokens=num_draft_tokens,
             random_draft_idx=index_or_all(random_drafts, len(request_idx), device),
             random_request_idx=index_or_all(random_requests, len(lengths), device),
             draft_lengths=lengths,
@@ -124,7 +130,11 @@ class RejectionSampler:
             batch.draft_idx,
             max_num_draft_tokens=max(batch.draft_lengths, default=0),
         )
-        return VerifyOutput(token_ids=token_ids, num_accepted_tokens=num_accepted)
+        return VerifyOutput(
+            token_ids=token_ids,
+            num_accepted_tokens=num_accepted,
+            num_draft_tokens=batch.num_draft_tokens if drafts.is_padded else None,
+        )
 
     def _strict(self, processed: Tensor, batch: _Batch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         target_token_ids = sample_tokens(processed, rows)
@@ -140,7 +150,7 @@ class RejectionSampler:
         rates = [rate for length in batch.draft_lengths for rate in self._rates[:length]]
         uniforms = uniform(rows.seeds[batch.row_idx], rows.positions[batch.row_idx], Stream.ACCEPT)
         accepted = rules.accept_synthetic(to_device(rates, torch.float64, processed.device), uniforms)
-        num_accepted = batch.count_accepted(accepted)
+        num_accepted = batch.count_accepted(accepted & (batch.token_ids >= 0))
         last_row_idx = batch.first_row_idx + num_accepted
         return num_accepted, sample_at(
             processed.index_select(0, last_row_idx),
@@ -184,9 +194,8 @@ def _residual_logits(
 ) -> Tensor:
     """last_logits with the log of max(p - q, 0) in the rejected rows of requests that are not greedy."""
     random = batch.random_request_idx
-    first_draft_idx = batch.num_draft_tokens.cumsum(0) - batch.num_draft_tokens
     # A request without a rejection has no draft at this place; any index will do, as its row is not replaced.
-    rejected_idx = take_rows((first_draft_idx + num_accepted).clamp_(max=batch.token_ids.shape[0] - 1), random)
+    rejected_idx = take_rows((batch.first_draft_idx + num_accepted).clamp_(max=batch.token_ids.shape[0] - 1), random)
     logits = take_rows(last_logits, random)
     p = logits.softmax(dim=-1)
     if probs is None:

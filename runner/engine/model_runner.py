@@ -61,7 +61,8 @@ class ModelRunner:
 
         Args:
             parts: what to compute; their blocks are reserved.
-            draft_token_ids: [sum of num_draft_tokens] int64, in the order of the parts; never read back.
+            draft_token_ids: [sum of num_draft_tokens] int64, in the order of the parts, -1 where there is none; never
+                read back.
 
         Returns:
             logits [sum of num_logits, vocab] float32, in the order of the parts.
@@ -85,7 +86,9 @@ class ModelRunner:
         )
         if launch.draft_rows:
             assert draft_token_ids is not None
-            batch.token_ids.index_copy_(0, torch.tensor(launch.draft_rows, device=self.device), draft_token_ids)
+            # A slot without a draft computes some token, whose result nobody keeps.
+            known_ids = draft_token_ids.clamp(min=0)
+            batch.token_ids.index_copy_(0, torch.tensor(launch.draft_rows, device=self.device), known_ids)
         hidden, _ = self.model(batch, self.cache)
         return self._logits(hidden, launch.logits_rows)
 
