@@ -84,6 +84,12 @@ def engines() -> Engines:
     return Engines()
 
 
+@pytest.fixture(scope="session")
+def kernel_device() -> torch.device:
+    """Where Triton kernels run: compiled on a GPU, else interpreted on CPU tensors."""
+    return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """The models are too small to share; tests that are about threads set their own number and put this one back."""

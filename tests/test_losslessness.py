@@ -20,6 +20,7 @@ from tests.proposers_for_tests import KnownText
 METHOD_KEYS: dict[str, dict[str, Any]] = {
     "custom_class": {"model": "tests.proposers_for_tests.RaggedProposer"},
     "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "ngram_gpu": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
 }
 METHODS = [method for method in available_methods() if method != "none"]
 ROOMY = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
@@ -136,6 +137,24 @@ def test_the_order_of_requests_changes_no_token(
         reference[first_of[i] + child] for i in order for child in range(PARAMS[i].n)
     ]  # fmt: skip
     assert any(request.num_preemptions for request in requests)
+
+
+@pytest.mark.parametrize("schedule", ["three at a time", "few blocks"])
+def test_ngram_gpu_counts_what_ngram_counts(engines: Engines, schedule: str) -> None:
+    """Slots that hold no draft are not drafted, and a request without a draft has none."""
+    ngram, ngram_gpu = (
+        complete(engines(method_config(method, 4), **SCHEDULES[schedule]), PROMPTS, PARAMS)[1]
+        for method in ("ngram", "ngram_gpu")
+    )
+    steps = [
+        {
+            record.request_id: (record.tokens_per_step, record.num_draft_tokens, record.num_accepted_tokens)
+            for record in metrics.records
+        }
+        for metrics in (ngram, ngram_gpu)
+    ]
+    assert steps[0] == steps[1]
+    assert any(0 in drafted[1:] for _, drafted, _ in steps[1].values()), "some steps must find nothing"
 
 
 @pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic", "coupled"])
