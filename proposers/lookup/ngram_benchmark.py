@@ -1,0 +1,320 @@
+"""python -m proposers.lookup.ngram_benchmark: what prompt lookup costs a step, on this machine.
+
+64 contexts of 32k tokens; the methods are first held to the definition on short texts. `ngram` is timed as the compiled
+call and as the proposer's whole propose(), in warm and in cold caches, beside what others do, a search of every context
+from its end (compiled too). `ngram_gpu` is timed where there is a GPU. Prints a table, and writes JSON when asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from kernels.reference import ngram_match as reference
+from proposers.base import ProposerContext
+from proposers.lookup.ngram_index import Int32Array, NgramIndex, _extend_and_draft
+from proposers.ngram import NgramProposer
+from runner.engine.request import Request
+from runner.engine.sampling_params import SamplingParams
+from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.tiny.manifest import processor_name
+from runner.tracking.git_sha import git_sha
+
+MIN_N, MAX_N, NUM_DRAFTS = 2, 5, 4
+VOCAB_SIZE = 32_000
+NUM_STEPS, NUM_WARM_UP_STEPS = 200, 20
+CACHE_BYTES = 256 * 2**20  # more than the last level of any CPU's caches
+KEYS = {"min_n": MIN_N, "max_n": MAX_N}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    torch.set_num_threads(1)
+    _check(options.seed)
+    texts = [_text(options.context, random.Random(f"{options.seed} {row}")) for row in range(options.requests)]
+    microseconds = _time_index(texts)
+    figures = {
+        "first indexing of a context, ms": microseconds.pop("first indexing")["median"] / 1000,
+        "bytes a token of context": microseconds.pop("bytes a token")["median"],
+    }
+    microseconds |= _time_propose(texts)
+    microseconds["search from the end, 1 new token"] = _time_search(texts)
+    if torch.cuda.is_available():
+        microseconds |= _time_gpu(texts)
+    found = {
+        "cpu": processor_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": {"python": platform.python_version(), "numba": numba.__version__, "torch": torch.__version__},
+        "commit": git_sha(),
+        "conditions": {
+            "requests": options.requests, "context": options.context, "prompt_lookup_min": MIN_N,
+            "prompt_lookup_max": MAX_N, "num_speculative_tokens": NUM_DRAFTS, "seed": options.seed, "threads": 1,
+        },
+        "microseconds": microseconds,
+        "figures": figures,
+    }  # fmt: skip
+    _print(found)
+    if options.output is not None:
+        options.output.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+def _text(num_tokens: int, generator: random.Random) -> list[int]:
+    """Half of it new tokens, half of it passages copied from before: what code, documents and agents look like."""
+    text: list[int] = []
+    while len(text) < num_tokens:
+        size = generator.randint(20, 200)
+        if text and generator.random() < 0.5:
+            start = generator.randrange(len(text))
+            text += text[start : start + size]
+        else:
+            text += [generator.randrange(VOCAB_SIZE) for _ in range(size)]
+    return text[:num_tokens]
+
+
+def _next_tokens(texts: list[list[int]], num_new: int) -> list[list[list[int]]]:
+    """For each step and context, what a text that now and then quotes itself says next."""
+    generator = random.Random(num_new)
+    places = [generator.randrange(len(text)) for text in texts]
+    steps = []
+    for _ in range(NUM_WARM_UP_STEPS + NUM_STEPS):
+        step = []
+        for row, text in enumerate(texts):
+            if generator.random() < 0.05:
+                places[row] = generator.randrange(len(text))
+            step.append([text[(places[row] + offset) % len(text)] for offset in range(num_new)])
+            places[row] += num_new
+        steps.append(step)
+    return steps
+
+
+def _check(seed: int) -> None:
+    """Every implementation against a search of the text as the definition words it; raises where one differs."""
+    generator = random.Random(seed)
+    index = NgramIndex(MIN_N, MAX_N)
+    for _ in range(300):
+        text = [generator.randrange(3) for _ in range(generator.randint(0, 60))]
+        expected: list[int] = []
+        for n in range(MAX_N, MIN_N - 1, -1):
+            ends = [end for end in range(n, len(text)) if text[end - n : end] == text[len(text) - n :]]
+            if ends:
+                copied = list(text)
+                for place in range(ends[-1], ends[-1] + NUM_DRAFTS):
+                    copied.append(copied[place])
+                expected = copied[len(text) :]
+                break
+        sequence = index.add()
+        found = {"ngram": index.extend_and_draft([sequence], text, [len(text)], [NUM_DRAFTS])[0].tolist()}
+        index.release(sequence)
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            row, slots = torch.tensor([[*text, 0]], dtype=torch.int32, device=device), torch.tensor([0], device=device)
+            lengths = torch.tensor([len(text)], device=device)
+            drafts = _match(device)(row, lengths, slots, **KEYS, num_tokens=NUM_DRAFTS)[0].tolist()
+            found[f"ngram_gpu on {device}"] = [token for token in drafts if token >= 0]
+        end = _search(np.array(text, dtype=np.int32), len(text), MIN_N, MAX_N)
+        assert end == (ends[-1] if expected else 0), "the search from the end differs from the definition"
+        for name, drafts in found.items():
+            assert drafts == expected, f"{name} differs from the definition at {text}: {drafts}, not {expected}"
+
+
+def _match(device: str) -> Callable[..., torch.Tensor]:
+    if device == "cpu":
+        return reference.ngram_match
+    from kernels.ngram_match import ngram_match
+
+    return ngram_match
+
+
+def _time_index(texts: list[list[int]]) -> dict[str, dict[str, float]]:
+    measured: dict[str, dict[str, float]] = {}
+    evicted = np.zeros(CACHE_BYTES // 8, dtype=np.int64)
+    for num_new in (1, 4):
+        for caches in ("warm", "cold"):
+            index, seconds = NgramIndex(MIN_N, MAX_N), []
+            sequences = [index.add() for _ in texts]
+            for sequence, text in zip(sequences, texts, strict=True):
+                started = time.perf_counter()
+                index.extend_and_draft([sequence], text, [len(text)], [0])
+                seconds.append(time.perf_counter() - started)
+            measured["first indexing"] = _spread(seconds)
+            measured["bytes a token"] = {"median": index.num_bytes / sum(map(len, texts))}
+            numbers = np.array(sequences)
+            added, wanted = np.full(len(texts), num_new), np.full(len(texts), NUM_DRAFTS)
+            drafts, cu = np.empty(len(texts) * NUM_DRAFTS, dtype=np.int64), np.zeros(len(texts) + 1, dtype=np.int64)
+            seconds = []
+            for step in _next_tokens(texts, num_new):
+                flat = np.array([token for tokens in step for token in tokens], dtype=np.int32)
+                # As the index itself calls it; the contexts keep their regions in all of these steps.
+                arguments = (index.pool, index.sequences, MIN_N, MAX_N, index.table_log2, numbers, flat, added, wanted)
+                if caches == "cold":
+                    evicted += 1
+                started = time.perf_counter()
+                _extend_and_draft(*arguments, drafts, cu)
+                seconds.append(time.perf_counter() - started)
+            plural = "s" if num_new > 1 else ""
+            measured[f"compiled call, {num_new} new token{plural}, {caches} caches"] = _spread(seconds)
+    return measured
+
+
+def _time_propose(texts: list[list[int]]) -> dict[str, dict[str, float]]:
+    measured = {}
+    for num_new in (1, 4):
+        context = ProposerContext(
+            vocab_size=VOCAB_SIZE, max_model_len=2 * len(texts[0]), max_num_seqs=len(texts), eos_token_ids=(),
+            block_size=16, device=torch.device("cpu"), dtype=torch.float32, batch_invariant=True,
+            needs_draft_probs=False,
+        )  # fmt: skip
+        proposer = NgramProposer(
+            num_speculative_tokens=NUM_DRAFTS, context=context, prompt_lookup_min=MIN_N, prompt_lookup_max=MAX_N
+        )
+        requests = [
+            Request(request_id=str(row), prompt_token_ids=text, sampling_params=SamplingParams(), seed=0)
+            for row, text in enumerate(texts)
+        ]
+        seconds = []
+        for step in _next_tokens(texts, num_new):
+            for request, tokens in zip(requests, step, strict=True):
+                request.output_token_ids += tokens
+            schedule = _schedule(requests)
+            started = time.perf_counter()
+            proposer.propose(schedule)
+            seconds.append(time.perf_counter() - started)
+        measured[f"propose(), {num_new} new token{'s' if num_new > 1 else ''}"] = _spread(seconds)
+    return measured
+
+
+def _schedule(requests: list[Request]) -> Schedule:
+    return Schedule(
+        scheduled=[
+            ScheduledRequest(
+                request=request, start=request.num_tokens - 1, num_new_tokens=1, max_draft_tokens=NUM_DRAFTS,
+                yields_token=True, is_decoding=True,
+            )
+            for request in requests
+        ]
+    )  # fmt: skip
+
+
+@numba.njit(cache=True)
+def _search(text: Int32Array, length: int, min_n: int, max_n: int) -> int:
+    """Behind the longest, then most recent match, 0 without one; ends at the first match that no other can beat."""
+    best, best_end = min_n - 1, 0
+    for end in range(length - 1, 0, -1):
+        run = 0
+        while run < min(max_n, end) and text[end - 1 - run] == text[length - 1 - run]:
+            run += 1
+        if run > best:
+            best, best_end = run, end
+            if run == max_n:
+                break
+    return best_end
+
+
+@numba.njit(cache=True)
+def _search_all(held: Int32Array, length: int, min_n: int, max_n: int, drafts: Int32Array) -> None:
+    for row in range(len(held)):
+        end = _search(held[row], length, min_n, max_n)
+        for place in range(drafts.shape[1]):
+            drafts[row, place] = held[row, end + place % (length - end)] if end > 0 else -1
+
+
+def _time_search(texts: list[list[int]]) -> dict[str, float]:
+    steps, length, seconds = _next_tokens(texts, 1), len(texts[0]), []
+    held: Int32Array = np.zeros((len(texts), length + len(steps)), dtype=np.int32)
+    held[:, :length] = texts
+    drafts: Int32Array = np.empty((len(texts), NUM_DRAFTS), dtype=np.int32)
+    for step in steps:
+        held[:, length] = [tokens[0] for tokens in step]
+        length += 1
+        started = time.perf_counter()
+        _search_all(held, length, MIN_N, MAX_N, drafts)
+        seconds.append(time.perf_counter() - started)
+    return _spread(seconds)
+
+
+def _time_gpu(texts: list[list[int]]) -> dict[str, dict[str, float]]:
+    from kernels.ngram_match import ngram_match
+
+    token_ids = torch.tensor(texts, dtype=torch.int32, device="cuda")
+    lengths = torch.full((len(texts),), len(texts[0]), device="cuda")
+    slots = torch.arange(len(texts), device="cuda")
+
+    def match() -> None:
+        ngram_match(token_ids, lengths, slots, **KEYS, num_tokens=NUM_DRAFTS)
+
+    match()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        match()
+    evicted = torch.zeros(CACHE_BYTES, dtype=torch.uint8, device="cuda")
+    return {
+        f"ngram_gpu, {name}, cold L2": _spread(_event_seconds(call, evicted))
+        for name, call in (("two launches", match), ("in a CUDA graph", graph.replay))
+    }
+
+
+def _event_seconds(call: Callable[[], None], evicted: torch.Tensor) -> list[float]:
+    seconds = []
+    for _ in range(NUM_WARM_UP_STEPS + NUM_STEPS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        evicted.zero_()  # also keeps the GPU busy while the host launches, so that launching is not what is timed
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000)
+    return seconds
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    """Microseconds a call; the first steps warm up."""
+    timed = seconds[min(NUM_WARM_UP_STEPS, len(seconds) // 4) :]
+    cuts = statistics.quantiles(timed, n=5, method="inclusive") if len(timed) > 1 else timed * 4
+    return {"median": statistics.median(timed) * 1e6, "p20": cuts[0] * 1e6, "p80": cuts[3] * 1e6}
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    conditions, microseconds = found["conditions"], found["microseconds"]
+    title = (
+        f"{conditions['requests']} contexts of {conditions['context']:,} tokens, {found['cpu']}, microseconds a call"
+    )
+    search = microseconds["search from the end, 1 new token"]["median"]
+    table = Table("", "median", "p20", "p80", "search / this", title=title)
+    for name, spread in microseconds.items():
+        ratio = f"{search / spread['median']:.1f}x" if "1 new token" in name else ""
+        table.add_row(name, *(f"{spread[key]:,.1f}" for key in ("median", "p20", "p80")), ratio)
+    if found["gpu"] is None:
+        table.add_row("ngram_gpu", "unmeasured: no GPU here", "", "", "")
+    table.add_section()
+    for name, value in found["figures"].items():
+        table.add_row(name, f"{value:,.1f}", "", "", "")
+    Console(width=110).print(table)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m proposers.lookup.ngram_benchmark")
+    parser.add_argument("--requests", type=int, default=64, help="contexts in one call")
+    parser.add_argument("--context", type=int, default=32_000, help="tokens of every context")
+    parser.add_argument("--seed", type=int, default=0, help="of the texts")
+    parser.add_argument("--output", type=Path, help="also write the numbers to this JSON file")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
