@@ -31,6 +31,8 @@ class NgramGpuProposer(Proposer):
         self._slots: dict[str, int] = {}  # request_id -> its row
         self._free_slots = list(range(context.max_num_seqs - 1, -1, -1))
         self._match = _ngram_match(context.device)
+        nobody = torch.full((1,), -1, dtype=torch.int64, device=context.device)
+        self._drafts(nobody, num_tokens=num_speculative_tokens)  # compiles now, rather than in somebody's first step
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:
@@ -45,14 +47,7 @@ class NgramGpuProposer(Proposer):
         if cu_num_draft_tokens[-1] == 0:
             return DraftTokens.empty(len(decoding), device)
         num_tokens = max(self.num_speculative_tokens, *counts)  # the same in every step: one shape, one kernel
-        drafts = self._match(
-            self._token_ids,
-            self._lengths,
-            self._slots_of([item.request for item in decoding]),
-            min_n=self.min_n,
-            max_n=self.max_n,
-            num_tokens=num_tokens,
-        ).flatten()
+        drafts = self._drafts(self._slots_of([item.request for item in decoding]), num_tokens=num_tokens).flatten()
         if min(counts) < num_tokens:
             kept = [row * num_tokens + place for row, count in enumerate(counts) for place in range(count)]
             drafts = drafts.index_select(0, to_device(kept, torch.int64, device))
@@ -75,6 +70,12 @@ class NgramGpuProposer(Proposer):
     def release(self, request_id: str) -> None:
         if request_id in self._slots:
             self._free_slots.append(self._slots.pop(request_id))
+
+    def _drafts(self, slots: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
+        """[len(slots), num_tokens] int64."""
+        return self._match(
+            self._token_ids, self._lengths, slots, min_n=self.min_n, max_n=self.max_n, num_tokens=num_tokens
+        )
 
     def _upload(self, request: Request) -> None:
         slot = self._slots[request.request_id] = self._free_slots.pop()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.reference.ngram_match import ngram_match as reference
-from tests.ngram_definition import naive_lookup
+from proposers.lookup.ngram_definition import naive_lookup
 
 triton_ops = pytest.importorskip("kernels.ngram_match")
 

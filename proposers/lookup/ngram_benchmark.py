@@ -24,7 +24,9 @@ import torch
 
 from kernels.reference import ngram_match as reference
 from proposers.base import ProposerContext
-from proposers.lookup.ngram_index import Int32Array, NgramIndex, _extend_and_draft
+from proposers.lookup.ngram_definition import naive_lookup, search_from_the_end
+from proposers.lookup.ngram_index import NgramIndex
+from proposers.lookup.ngram_table import Int32Array, extend_and_draft
 from proposers.ngram import NgramProposer
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
@@ -101,20 +103,12 @@ def _next_tokens(texts: list[list[int]], num_new: int) -> list[list[list[int]]]:
 
 
 def _check(seed: int) -> None:
-    """Every implementation against a search of the text as the definition words it; raises where one differs."""
+    """Every implementation against the definition, on short texts; raises where one differs."""
     generator = random.Random(seed)
     index = NgramIndex(MIN_N, MAX_N)
     for _ in range(300):
         text = [generator.randrange(3) for _ in range(generator.randint(0, 60))]
-        expected: list[int] = []
-        for n in range(MAX_N, MIN_N - 1, -1):
-            ends = [end for end in range(n, len(text)) if text[end - n : end] == text[len(text) - n :]]
-            if ends:
-                copied = list(text)
-                for place in range(ends[-1], ends[-1] + NUM_DRAFTS):
-                    copied.append(copied[place])
-                expected = copied[len(text) :]
-                break
+        expected = naive_lookup(text, MIN_N, MAX_N, NUM_DRAFTS)
         sequence = index.add()
         found = {"ngram": index.extend_and_draft([sequence], text, [len(text)], [NUM_DRAFTS])[0].tolist()}
         index.release(sequence)
@@ -123,8 +117,9 @@ def _check(seed: int) -> None:
             lengths = torch.tensor([len(text)], device=device)
             drafts = _match(device)(row, lengths, slots, **KEYS, num_tokens=NUM_DRAFTS)[0].tolist()
             found[f"ngram_gpu on {device}"] = [token for token in drafts if token >= 0]
-        end = _search(np.array(text, dtype=np.int32), len(text), MIN_N, MAX_N)
-        assert end == (ends[-1] if expected else 0), "the search from the end differs from the definition"
+        searched: Int32Array = np.empty((1, NUM_DRAFTS), dtype=np.int32)
+        search_from_the_end(np.array([text], dtype=np.int32), len(text), MIN_N, MAX_N, searched)
+        found["search from the end"] = [token for token in searched[0].tolist() if token >= 0]
         for name, drafts in found.items():
             assert drafts == expected, f"{name} differs from the definition at {text}: {drafts}, not {expected}"
 
@@ -161,7 +156,7 @@ def _time_index(texts: list[list[int]]) -> dict[str, dict[str, float]]:
                 if caches == "cold":
                     evicted += 1
                 started = time.perf_counter()
-                _extend_and_draft(*arguments, drafts, cu)
+                extend_and_draft(*arguments, drafts, cu)
                 seconds.append(time.perf_counter() - started)
             plural = "s" if num_new > 1 else ""
             measured[f"compiled call, {num_new} new token{plural}, {caches} caches"] = _spread(seconds)
@@ -207,29 +202,6 @@ def _schedule(requests: list[Request]) -> Schedule:
     )  # fmt: skip
 
 
-@numba.njit(cache=True)
-def _search(text: Int32Array, length: int, min_n: int, max_n: int) -> int:
-    """Behind the longest, then most recent match, 0 without one; ends at the first match that no other can beat."""
-    best, best_end = min_n - 1, 0
-    for end in range(length - 1, 0, -1):
-        run = 0
-        while run < min(max_n, end) and text[end - 1 - run] == text[length - 1 - run]:
-            run += 1
-        if run > best:
-            best, best_end = run, end
-            if run == max_n:
-                break
-    return best_end
-
-
-@numba.njit(cache=True)
-def _search_all(held: Int32Array, length: int, min_n: int, max_n: int, drafts: Int32Array) -> None:
-    for row in range(len(held)):
-        end = _search(held[row], length, min_n, max_n)
-        for place in range(drafts.shape[1]):
-            drafts[row, place] = held[row, end + place % (length - end)] if end > 0 else -1
-
-
 def _time_search(texts: list[list[int]]) -> dict[str, float]:
     steps, length, seconds = _next_tokens(texts, 1), len(texts[0]), []
     held: Int32Array = np.zeros((len(texts), length + len(steps)), dtype=np.int32)
@@ -239,7 +211,7 @@ def _time_search(texts: list[list[int]]) -> dict[str, float]:
         held[:, length] = [tokens[0] for tokens in step]
         length += 1
         started = time.perf_counter()
-        _search_all(held, length, MIN_N, MAX_N, drafts)
+        search_from_the_end(held, length, MIN_N, MAX_N, drafts)
         seconds.append(time.perf_counter() - started)
     return _spread(seconds)
 
