@@ -81,7 +81,7 @@ class NgramGpuProposer(Proposer):
         slot = self._slots[request.request_id] = self._free_slots.pop()
         token_ids = to_device(request.tokens_between(0, request.num_tokens), torch.int32, self.context.device)
         self._token_ids[slot, : len(token_ids)] = token_ids
-        self._lengths[slot] = len(token_ids)
+        self._lengths[slot].fill_(len(token_ids))
 
     def _slots_of(self, requests: list[Request]) -> torch.Tensor:
         return to_device([self._slots[request.request_id] for request in requests], torch.int64, self.context.device)

@@ -27,6 +27,7 @@ from proposers.base import ProposerContext
 from proposers.lookup.ngram_definition import naive_lookup, search_from_the_end
 from proposers.lookup.ngram_index import NgramIndex
 from proposers.lookup.ngram_table import Int32Array, extend_and_draft
+from proposers.lookup.ngram_texts import next_tokens, text_of
 from proposers.ngram import NgramProposer
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
@@ -45,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     torch.set_num_threads(1)
     _check(options.seed)
-    texts = [_text(options.context, random.Random(f"{options.seed} {row}")) for row in range(options.requests)]
+    texts = [
+        text_of(options.context, random.Random(f"{options.seed} {row}"), VOCAB_SIZE) for row in range(options.requests)
+    ]
     microseconds = _time_index(texts)
     figures = {
         "first indexing of a context, ms": microseconds.pop("first indexing")["median"] / 1000,
@@ -71,35 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.output is not None:
         options.output.write_text(json.dumps(found, indent=2) + "\n")
     return 0
-
-
-def _text(num_tokens: int, generator: random.Random) -> list[int]:
-    """Half of it new tokens, half of it passages copied from before: what code, documents and agents look like."""
-    text: list[int] = []
-    while len(text) < num_tokens:
-        size = generator.randint(20, 200)
-        if text and generator.random() < 0.5:
-            start = generator.randrange(len(text))
-            text += text[start : start + size]
-        else:
-            text += [generator.randrange(VOCAB_SIZE) for _ in range(size)]
-    return text[:num_tokens]
-
-
-def _next_tokens(texts: list[list[int]], num_new: int) -> list[list[list[int]]]:
-    """For each step and context, what a text that now and then quotes itself says next."""
-    generator = random.Random(num_new)
-    places = [generator.randrange(len(text)) for text in texts]
-    steps = []
-    for _ in range(NUM_WARM_UP_STEPS + NUM_STEPS):
-        step = []
-        for row, text in enumerate(texts):
-            if generator.random() < 0.05:
-                places[row] = generator.randrange(len(text))
-            step.append([text[(places[row] + offset) % len(text)] for offset in range(num_new)])
-            places[row] += num_new
-        steps.append(step)
-    return steps
 
 
 def _check(seed: int) -> None:
@@ -149,7 +123,7 @@ def _time_index(texts: list[list[int]]) -> dict[str, dict[str, float]]:
             added, wanted = np.full(len(texts), num_new), np.full(len(texts), NUM_DRAFTS)
             drafts, cu = np.empty(len(texts) * NUM_DRAFTS, dtype=np.int64), np.zeros(len(texts) + 1, dtype=np.int64)
             seconds = []
-            for step in _next_tokens(texts, num_new):
+            for step in next_tokens(texts, num_new, NUM_WARM_UP_STEPS + NUM_STEPS):
                 flat = np.array([token for tokens in step for token in tokens], dtype=np.int32)
                 # As the index itself calls it; the contexts keep their regions in all of these steps.
                 arguments = (index.pool, index.sequences, MIN_N, MAX_N, index.table_log2, numbers, flat, added, wanted)
@@ -179,7 +153,7 @@ def _time_propose(texts: list[list[int]]) -> dict[str, dict[str, float]]:
             for row, text in enumerate(texts)
         ]
         seconds = []
-        for step in _next_tokens(texts, num_new):
+        for step in next_tokens(texts, num_new, NUM_WARM_UP_STEPS + NUM_STEPS):
             for request, tokens in zip(requests, step, strict=True):
                 request.output_token_ids += tokens
             schedule = _schedule(requests)
@@ -203,7 +177,7 @@ def _schedule(requests: list[Request]) -> Schedule:
 
 
 def _time_search(texts: list[list[int]]) -> dict[str, float]:
-    steps, length, seconds = _next_tokens(texts, 1), len(texts[0]), []
+    steps, length, seconds = next_tokens(texts, 1, NUM_WARM_UP_STEPS + NUM_STEPS), len(texts[0]), []
     held: Int32Array = np.zeros((len(texts), length + len(steps)), dtype=np.int32)
     held[:, :length] = texts
     drafts: Int32Array = np.empty((len(texts), NUM_DRAFTS), dtype=np.int32)
@@ -242,7 +216,8 @@ def _event_seconds(call: Callable[[], None], evicted: torch.Tensor) -> list[floa
     seconds = []
     for _ in range(NUM_WARM_UP_STEPS + NUM_STEPS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        evicted.zero_()  # also keeps the GPU busy while the host launches, so that launching is not what is timed
+        for _ in range(8):  # also keeps the GPU busy while the host launches, so that launching is not what is timed
+            evicted.zero_()
         start.record()
         call()
         end.record()
