@@ -30,7 +30,7 @@ class NgramGpuProposer(Proposer):
         self._lengths = torch.zeros(context.max_num_seqs, dtype=torch.int64, device=context.device)
         self._slots: dict[str, int] = {}  # request_id -> its row
         self._free_slots = list(range(context.max_num_seqs - 1, -1, -1))
-        self._match = _ngram_match(context.device)
+        self._match = ngram_match_on(context.device)
         nobody = torch.full((1,), -1, dtype=torch.int64, device=context.device)
         self._drafts(nobody, num_tokens=num_speculative_tokens)  # compiles now, rather than in somebody's first step
 
@@ -63,7 +63,7 @@ class NgramGpuProposer(Proposer):
         lengths = self._lengths[slots]
         places = lengths.unsqueeze(1) + torch.arange(token_ids.shape[1], device=slots.device)
         places.clamp_(max=self._token_ids.shape[1] - 1)
-        # What lies behind the accepted tokens lies behind the new length too, and is overwritten in the next step.
+        # What lies behind the accepted tokens lies behind the new length too, where nobody looks.
         self._token_ids.index_put_((slots.unsqueeze(1), places), token_ids.to(torch.int32))
         self._lengths.index_copy_(0, slots, lengths + output.num_accepted_tokens[: len(decoding)] + 1)
 
@@ -87,7 +87,8 @@ class NgramGpuProposer(Proposer):
         return to_device([self._slots[request.request_id] for request in requests], torch.int64, self.context.device)
 
 
-def _ngram_match(device: torch.device) -> Callable[..., torch.Tensor]:
+def ngram_match_on(device: torch.device) -> Callable[..., torch.Tensor]:
+    """The op for tensors on this device: Triton's on a GPU, elsewhere the reference."""
     if device.type == "cuda":
         from kernels.ngram_match import ngram_match
     else:

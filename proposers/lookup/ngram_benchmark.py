@@ -22,13 +22,13 @@ import numba
 import numpy as np
 import torch
 
-from kernels.reference import ngram_match as reference
 from proposers.base import ProposerContext
 from proposers.lookup.ngram_definition import naive_lookup, search_from_the_end
 from proposers.lookup.ngram_index import NgramIndex
 from proposers.lookup.ngram_table import Int32Array, extend_and_draft
 from proposers.lookup.ngram_texts import next_tokens, text_of
 from proposers.ngram import NgramProposer
+from proposers.ngram_gpu import ngram_match_on
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule, ScheduledRequest
@@ -49,12 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = [
         text_of(options.context, random.Random(f"{options.seed} {row}"), VOCAB_SIZE) for row in range(options.requests)
     ]
-    microseconds = _time_index(texts)
-    figures = {
-        "first indexing of a context, ms": microseconds.pop("first indexing")["median"] / 1000,
-        "bytes a token of context": microseconds.pop("bytes a token")["median"],
-    }
-    microseconds |= _time_propose(texts)
+    microseconds = _time_index(texts) | _time_propose(texts)
     microseconds["search from the end, 1 new token"] = _time_search(texts)
     if torch.cuda.is_available():
         microseconds |= _time_gpu(texts)
@@ -68,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "prompt_lookup_max": MAX_N, "num_speculative_tokens": NUM_DRAFTS, "seed": options.seed, "threads": 1,
         },
         "microseconds": microseconds,
-        "figures": figures,
+        "bytes_per_token": _bytes_per_token(texts),
     }  # fmt: skip
     _print(found)
     if options.output is not None:
@@ -89,21 +84,15 @@ def _check(seed: int) -> None:
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             row, slots = torch.tensor([[*text, 0]], dtype=torch.int32, device=device), torch.tensor([0], device=device)
             lengths = torch.tensor([len(text)], device=device)
-            drafts = _match(device)(row, lengths, slots, **KEYS, num_tokens=NUM_DRAFTS)[0].tolist()
+            drafts = ngram_match_on(torch.device(device))(row, lengths, slots, **KEYS, num_tokens=NUM_DRAFTS)[
+                0
+            ].tolist()
             found[f"ngram_gpu on {device}"] = [token for token in drafts if token >= 0]
         searched: Int32Array = np.empty((1, NUM_DRAFTS), dtype=np.int32)
         search_from_the_end(np.array([text], dtype=np.int32), len(text), MIN_N, MAX_N, searched)
         found["search from the end"] = [token for token in searched[0].tolist() if token >= 0]
         for name, drafts in found.items():
             assert drafts == expected, f"{name} differs from the definition at {text}: {drafts}, not {expected}"
-
-
-def _match(device: str) -> Callable[..., torch.Tensor]:
-    if device == "cpu":
-        return reference.ngram_match
-    from kernels.ngram_match import ngram_match
-
-    return ngram_match
 
 
 def _time_index(texts: list[list[int]]) -> dict[str, dict[str, float]]:
@@ -117,8 +106,7 @@ def _time_index(texts: list[list[int]]) -> dict[str, dict[str, float]]:
                 started = time.perf_counter()
                 index.extend_and_draft([sequence], text, [len(text)], [0])
                 seconds.append(time.perf_counter() - started)
-            measured["first indexing"] = _spread(seconds)
-            measured["bytes a token"] = {"median": index.num_bytes / sum(map(len, texts))}
+            measured["a new context, once"] = _spread(seconds)
             numbers = np.array(sequences)
             added, wanted = np.full(len(texts), num_new), np.full(len(texts), NUM_DRAFTS)
             drafts, cu = np.empty(len(texts) * NUM_DRAFTS, dtype=np.int64), np.zeros(len(texts) + 1, dtype=np.int64)
@@ -135,6 +123,13 @@ def _time_index(texts: list[list[int]]) -> dict[str, dict[str, float]]:
             plural = "s" if num_new > 1 else ""
             measured[f"compiled call, {num_new} new token{plural}, {caches} caches"] = _spread(seconds)
     return measured
+
+
+def _bytes_per_token(texts: list[list[int]]) -> float:
+    index = NgramIndex(MIN_N, MAX_N)
+    for text in texts:
+        index.extend_and_draft([index.add()], text, [len(text)], [0])
+    return index.num_bytes / sum(map(len, texts))
 
 
 def _time_propose(texts: list[list[int]]) -> dict[str, dict[str, float]]:
@@ -191,8 +186,7 @@ def _time_search(texts: list[list[int]]) -> dict[str, float]:
 
 
 def _time_gpu(texts: list[list[int]]) -> dict[str, dict[str, float]]:
-    from kernels.ngram_match import ngram_match
-
+    ngram_match = ngram_match_on(torch.device("cuda"))
     token_ids = torch.tensor(texts, dtype=torch.int32, device="cuda")
     lengths = torch.full((len(texts),), len(texts[0]), device="cuda")
     slots = torch.arange(len(texts), device="cuda")
@@ -248,10 +242,7 @@ def _print(found: dict[str, Any]) -> None:
         table.add_row(name, *(f"{spread[key]:,.1f}" for key in ("median", "p20", "p80")), ratio)
     if found["gpu"] is None:
         table.add_row("ngram_gpu", "unmeasured: no GPU here", "", "", "")
-    table.add_section()
-    for name, value in found["figures"].items():
-        table.add_row(name, f"{value:,.1f}", "", "", "")
-    Console(width=110).print(table)
+    Console(width=110).print(table, f"{found['bytes_per_token']:.1f} bytes a token of context")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

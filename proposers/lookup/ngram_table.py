@@ -22,7 +22,7 @@ Int64Array = npt.NDArray[np.int64]
 # Columns of the table of sequences: where its region starts, log2 of the region's capacity, tokens held, and the
 # position that followed the longest known n-gram at its end (0: none is known).
 START, CAPACITY_LOG2, LENGTH, MATCH = range(4)
-NUM_PREFETCHED_TOKENS = 8  # of a sequence: what the first-level cache holds for a batch of 64
+NUM_PREFETCHED_TOKENS = 8  # of a sequence in a call; much more would push itself out of the cache
 
 
 @numba.njit(cache=True, nogil=True)
