@@ -38,7 +38,7 @@ from runner.tracking.git_sha import git_sha
 MIN_N, MAX_N, NUM_DRAFTS = 2, 5, 4
 VOCAB_SIZE = 32_000
 NUM_STEPS, NUM_WARM_UP_STEPS = 200, 20
-CACHE_BYTES = 256 * 2**20  # more than the last level of any CPU's caches
+CACHE_BYTES = 256 * 2**20  # more than most CPUs' last level of cache, and an H200's
 KEYS = {"min_n": MIN_N, "max_n": MAX_N}
 
 
