@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -24,6 +25,7 @@ class ProposerContext:
 
     vocab_size: int
     max_model_len: int  # tokens, of the target
+    max_num_seqs: int  # requests running at the same time
     eos_token_ids: tuple[int, ...]
     block_size: int  # tokens a KV block holds; one block table serves target and draft
     device: torch.device
@@ -97,9 +99,20 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
     for holds, rule, found in rules:
         if not holds:
             raise UserError(f"{refused} {rule}, got {found}; mend the proposer")
-    if is_known and (int(ids.min()) < 0 or int(ids.max()) >= context.vocab_size):
+    if not is_known:
+        return
+    if int(ids.min()) < (-1 if drafts.is_padded else 0) or int(ids.max()) >= context.vocab_size:
         rule = f"draft tokens in [0, {context.vocab_size - 1}], the vocabulary"
         raise UserError(f"{refused} {rule}, got {ids.tolist()}; mend the proposer")
+    if drafts.is_padded and _has_gap(ids.tolist(), drafts.cu_num_draft_tokens):
+        rule = "fill the last slots of a request with -1, and no slot before a draft"
+        raise UserError(f"{refused} {rule}, got {ids.tolist()}; mend the proposer")
+
+
+def _has_gap(token_ids: list[int], cu_num_draft_tokens: list[int]) -> bool:
+    """Whether a request's slots hold a draft behind a -1."""
+    slots = (token_ids[start:end] for start, end in pairwise(cu_num_draft_tokens))
+    return any(before < 0 <= token for own in slots for before, token in pairwise(own))
 
 
 def available_methods() -> list[str]:

@@ -6,40 +6,12 @@ once, so a step costs time in its new tokens, not in the length of the context.
 
 from __future__ import annotations
 
-from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
+import torch
+
+from proposers.base import Proposer, ProposerContext
+from proposers.lookup.ngram_index import NgramIndex
 from runner.engine.request import DraftTokens
 from runner.engine.scheduler import Schedule
-
-
-class NgramIndex:
-    """Where each n-gram of one growing sequence was last followed by a token."""
-
-    def __init__(self, min_n: int, max_n: int) -> None:
-        self.min_n, self.max_n = min_n, max_n
-        self.token_ids: list[int] = []
-        self._continuation: dict[tuple[int, ...], int] = {}  # n-gram -> position of the token that followed
-
-    def extend(self, token_ids: list[int]) -> None:
-        for token in token_ids:
-            # The sequence's own last n-grams enter only now that something follows them.
-            end = len(self.token_ids)
-            for n in range(self.min_n, min(self.max_n, end) + 1):
-                self._continuation[tuple(self.token_ids[end - n :])] = end
-            self.token_ids.append(token)
-
-    def lookup(self, num_tokens: int) -> list[int]:
-        """num_tokens tokens that followed the longest known suffix; empty when none is known."""
-        for n in range(min(self.max_n, len(self.token_ids)), self.min_n - 1, -1):
-            start = self._continuation.get(tuple(self.token_ids[-n:]))
-            if start is not None:
-                # A match so near the end that its continuation runs into the end is a period: the copy goes on
-                # through what it has just copied, as in LZ77.
-                period = len(self.token_ids) - start
-                guess = self.token_ids[start : start + num_tokens]
-                while len(guess) < num_tokens:
-                    guess.append(guess[len(guess) - period])
-                return guess
-        return []
 
 
 class NgramProposer(Proposer):
@@ -47,17 +19,29 @@ class NgramProposer(Proposer):
         self, *, num_speculative_tokens: int, context: ProposerContext, prompt_lookup_min: int, prompt_lookup_max: int
     ) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
-        self.min_n, self.max_n = prompt_lookup_min, prompt_lookup_max
-        self._indices: dict[str, NgramIndex] = {}
+        self.index = NgramIndex(prompt_lookup_min, prompt_lookup_max)
+        self._sequences: dict[str, int] = {}  # request_id -> its number in the index
+        self._num_indexed: dict[str, int] = {}  # request_id -> tokens of it that the index holds
 
     def propose(self, schedule: Schedule) -> DraftTokens:
-        guesses = []
+        sequences, token_ids, num_new, limits = [], [], [], []
         for item in schedule.decoding:
             request = item.request
-            index = self._indices.setdefault(request.request_id, NgramIndex(self.min_n, self.max_n))
-            index.extend(request.tokens_between(len(index.token_ids), request.num_tokens))
-            guesses.append(index.lookup(item.max_draft_tokens))
-        return draft_tokens_from_lists(guesses, self.context.device)
+            request_id, num_tokens = request.request_id, request.num_tokens
+            if request_id not in self._sequences:
+                self._sequences[request_id] = self.index.add()
+            num_indexed = self._num_indexed.get(request_id, 0)
+            token_ids += request.tokens_between(num_indexed, num_tokens)
+            self._num_indexed[request_id] = num_tokens
+            sequences.append(self._sequences[request_id])
+            num_new.append(num_tokens - num_indexed)
+            limits.append(item.max_draft_tokens)
+        drafts, cu_num_draft_tokens = self.index.extend_and_draft(sequences, token_ids, num_new, limits)
+        return DraftTokens(
+            token_ids=torch.from_numpy(drafts).to(self.context.device), cu_num_draft_tokens=cu_num_draft_tokens.tolist()
+        )
 
     def release(self, request_id: str) -> None:
-        self._indices.pop(request_id, None)
+        if request_id in self._sequences:
+            self.index.release(self._sequences.pop(request_id))
+            del self._num_indexed[request_id]

@@ -88,6 +88,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
     context = ProposerContext(
         vocab_size=vocab_size,
         max_model_len=info.max_model_len,
+        max_num_seqs=hardware.max_num_seqs,
         eos_token_ids=eos_token_ids,
         block_size=hardware.block_size,
         device=device,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated: before any of them is imported
 
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
@@ -78,6 +82,12 @@ def complete(
 @pytest.fixture(scope="session")
 def engines() -> Engines:
     return Engines()
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> torch.device:
+    """Where Triton kernels run: compiled on a GPU, else interpreted on CPU tensors."""
+    return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
 
 @pytest.fixture(scope="session", autouse=True)

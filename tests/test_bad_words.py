@@ -12,7 +12,7 @@ from runner.engine.sampling import SamplingRows, process_logits
 from runner.engine.sampling_params import SamplingParams
 from runner.prompts import Tokenizer
 from runner.tiny import TARGET_DIR
-from tests.test_rejection_rules import _NoReadback
+from tests.no_readback import NoReadback
 
 VOCAB_SIZE = 4
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4)
@@ -92,7 +92,7 @@ def test_all_tokens_but_the_allowed_ones_are_masked(allowed: list[list[int] | No
 def test_words_are_compared_with_drafts_without_a_look_at_them() -> None:
     """A look from the host would wait for a GPU to finish the drafts."""
     requests = [make_request([1, 2], [[2, 3, 0], [1]]), make_request([], [[0, 1]], allowed_token_ids=[0, 3])]
-    with _NoReadback():  # type: ignore[no-untyped-call]
+    with NoReadback():  # type: ignore[no-untyped-call]
         processed(requests, [[3, 0], [0, 0, 3]])
 
 

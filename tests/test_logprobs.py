@@ -21,8 +21,8 @@ from runner.engine.scheduler import Schedule, ScheduledRequest
 from runner.llm import LLM
 from runner.run import execute
 from tests.conftest import Engines, complete
+from tests.no_readback import NoReadback
 from tests.test_losslessness import METHODS, PROMPTS, ROOMY, method_config, tell_test_proposers
-from tests.test_rejection_rules import _NoReadback
 from verifier.logprobs import LogprobGatherer
 
 VOCAB_SIZE = 64
@@ -270,7 +270,7 @@ def test_rows_of_a_request_that_asks_for_nothing_are_left_alone() -> None:
         for i, asked in enumerate([None, 1])
     ]  # fmt: skip
     logits, yielded = torch.arange(48, dtype=torch.float32).view(6, 8), torch.tensor([[1, 2, 3], [4, -1, -1]])
-    with _NoReadback():  # type: ignore[no-untyped-call]
+    with NoReadback():  # type: ignore[no-untyped-call]
         gatherer = LogprobGatherer(Schedule(scheduled=items), [2, 2], vocab_size=8, device=torch.device("cpu"))
         told_rows = gatherer.finish(logits, yielded)
     assert told_rows is not None and told_rows.packed.shape == (3, 5)

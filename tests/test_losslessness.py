@@ -20,6 +20,7 @@ from tests.proposers_for_tests import KnownText
 METHOD_KEYS: dict[str, dict[str, Any]] = {
     "custom_class": {"model": "tests.proposers_for_tests.RaggedProposer"},
     "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "ngram_gpu": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
 }
 METHODS = [method for method in available_methods() if method != "none"]
 ROOMY = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
@@ -136,6 +137,23 @@ def test_the_order_of_requests_changes_no_token(
         reference[first_of[i] + child] for i in order for child in range(PARAMS[i].n)
     ]  # fmt: skip
     assert any(request.num_preemptions for request in requests)
+
+
+@pytest.mark.parametrize("rule", ["strict", "probabilistic"])
+@pytest.mark.parametrize("schedule", ["three at a time", "few blocks"])
+def test_ngram_gpu_says_and_counts_what_ngram_does(engines: Engines, schedule: str, rule: str) -> None:
+    """Slots that hold no draft are not drafted, and leave the token to the noise that plain decoding has there."""
+    runs = []
+    for method in ("ngram", "ngram_gpu"):
+        config = method_config(method, 4, rejection_sample_method=rule)
+        requests, metrics = complete(engines(config, **SCHEDULES[schedule]), PROMPTS, PARAMS)
+        steps = {
+            record.request_id: (record.tokens_per_step, record.num_draft_tokens, record.num_accepted_tokens)
+            for record in metrics.records
+        }
+        runs.append((answers(requests), steps))
+    assert runs[0] == runs[1]
+    assert any(0 in drafted[1:] for _, drafted, _ in runs[1][1].values()), "some steps must find nothing"
 
 
 @pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic", "coupled"])

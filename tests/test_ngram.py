@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proposers.base import ProposerContext
-from proposers.ngram import NgramIndex, NgramProposer
+from proposers.lookup import ngram_index
+from proposers.lookup.ngram_definition import naive_lookup
+from proposers.lookup.ngram_index import NgramIndex
+from proposers.ngram import NgramProposer
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule, ScheduledRequest
@@ -15,28 +20,23 @@ from runner.engine.scheduler import Schedule, ScheduledRequest
 CPU = torch.device("cpu")
 
 
-def naive_lookup(token_ids: list[int], min_n: int, max_n: int, num_tokens: int) -> list[int]:
-    """The definition: what followed the last n tokens where they last occurred, for the largest n that did occur."""
-    for n in range(max_n, min_n - 1, -1):
-        for end in range(len(token_ids) - 1, n - 1, -1):
-            if token_ids[end - n : end] == token_ids[len(token_ids) - n :]:
-                copied = list(token_ids)
-                for place in range(end, end + num_tokens):  # runs into what it copies, as LZ77 does
-                    copied.append(copied[place])
-                return copied[len(token_ids) :]
-    return []
-
-
-def index_of(token_ids: list[int], min_n: int = 1, max_n: int = 3) -> NgramIndex:
+def lookup(token_ids: list[int], num_tokens: int, min_n: int = 1, max_n: int = 3) -> list[int]:
+    """The draft of a sequence that is new to the index."""
     index = NgramIndex(min_n, max_n)
-    index.extend(token_ids)
-    return index
+    return draft(index, index.add(), token_ids, num_tokens)
+
+
+def draft(index: NgramIndex, sequence: int, new_token_ids: list[int], num_tokens: int) -> list[int]:
+    token_ids, cu_num_drafts = index.extend_and_draft([sequence], new_token_ids, [len(new_token_ids)], [num_tokens])
+    assert cu_num_drafts.tolist() == [0, len(token_ids)]
+    return token_ids.tolist()
 
 
 def make_proposer(min_n: int = 1, max_n: int = 3) -> NgramProposer:
     context = ProposerContext(
         vocab_size=100,
         max_model_len=1000,
+        max_num_seqs=8,
         eos_token_ids=(0,),
         block_size=16,
         device=CPU,
@@ -70,80 +70,121 @@ def schedule_of(*requests: Request, max_draft_tokens: int = 4) -> Schedule:
     )
 
 
-class CountingDict(dict[tuple[int, ...], int]):
-    """Counts what is written into it."""
-
-    num_writes = 0
-
-    def __setitem__(self, key: tuple[int, ...], value: int) -> None:
-        self.num_writes += 1
-        super().__setitem__(key, value)
-
-
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(
-    chunks=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=8),
+    steps=st.lists(
+        st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 3), max_size=9), st.integers(0, 12)), max_size=4),
+        max_size=12,
+    ),
+    released=st.sets(st.tuples(st.integers(0, 11), st.integers(0, 4))),
     min_n=st.integers(1, 4),
     width=st.integers(0, 4),
-    num_tokens=st.integers(0, 12),
 )
-def test_the_index_that_grows_finds_what_a_search_of_the_whole_sequence_finds(
-    chunks: list[list[int]], min_n: int, width: int, num_tokens: int
+def test_an_index_of_growing_sequences_finds_what_a_search_of_each_finds(
+    steps: list[list[tuple[int, list[int], int]]], released: set[tuple[int, int]], min_n: int, width: int
 ) -> None:
-    index, token_ids = NgramIndex(min_n, min_n + width), []
-    for chunk in chunks:
-        index.extend(chunk)
-        token_ids += chunk
-        assert index.token_ids == token_ids
-        assert index.lookup(num_tokens) == naive_lookup(token_ids, min_n, min_n + width, num_tokens)
+    """Batches in any order, several tokens at once or none, releases and new beginnings, regions that grow early."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram_index, "MIN_CAPACITY_LOG2", 1)
+        index, numbers, texts = NgramIndex(min_n, min_n + width), {}, {}
+        for step, parts in enumerate(steps):
+            batch = {name: (new, wanted) for name, new, wanted in parts}
+            for name, (new, _) in batch.items():
+                if name not in numbers:
+                    numbers[name], texts[name] = index.add(), []
+                texts[name] += new
+            new_token_ids = [token for new, _ in batch.values() for token in new]
+            num_new, num_wanted = [len(new) for new, _ in batch.values()], [wanted for _, wanted in batch.values()]
+            held = [numbers[name] for name in batch]
+            token_ids, cu = index.extend_and_draft(held, new_token_ids, num_new, num_wanted)
+            for place, (name, (_, wanted)) in enumerate(batch.items()):
+                assert index.token_ids(numbers[name]) == texts[name]
+                expected = naive_lookup(texts[name], min_n, min_n + width, wanted)
+                assert token_ids[cu[place] : cu[place + 1]].tolist() == expected
+            for name in [name for name in numbers if (step, name) in released]:
+                index.release(numbers.pop(name))
+                del texts[name]
+
+
+def test_entries_that_look_alike_are_told_apart_by_the_text() -> None:
+    """A text of a million tokens leaves an entry 11 bits of its hash, and the table is half full: every 1,400th new
+    token meets an entry that looks like its own. All tokens are new, so every match would be a false one."""
+    index = NgramIndex(1, 1)
+    sequence = index.add()
+    num_old, num_new = 2**20 - 8010, 8000
+    draft(index, sequence, list(range(num_old)), 0)
+    for token in range(num_old, num_old + num_new):
+        assert draft(index, sequence, [token], 1) == []
 
 
 def test_the_longest_match_wins_over_a_more_recent_shorter_one() -> None:
-    assert index_of([1, 2, 3, 50, 9, 3, 60, 1, 2, 3]).lookup(1) == [50]
-    assert index_of([1, 2, 3, 50, 9, 3, 60, 1, 2, 3], max_n=1).lookup(1) == [60]
+    assert lookup([1, 2, 3, 50, 9, 3, 60, 1, 2, 3], 1) == [50]
+    assert lookup([1, 2, 3, 50, 9, 3, 60, 1, 2, 3], 1, max_n=1) == [60]
 
 
 def test_among_matches_of_one_length_the_most_recent_wins() -> None:
-    assert index_of([1, 2, 50, 1, 2, 60, 1, 2]).lookup(3) == [60, 1, 2]
+    assert lookup([1, 2, 50, 1, 2, 60, 1, 2], 3) == [60, 1, 2]
 
 
 def test_a_match_shorter_than_the_minimum_is_none() -> None:
-    assert index_of([7, 1, 2, 8, 2], min_n=1).lookup(2) == [8, 2]
-    assert index_of([7, 1, 2, 8, 2], min_n=2).lookup(2) == []
-    assert index_of([1, 2], min_n=3, max_n=5).lookup(2) == []
+    assert lookup([7, 1, 2, 8, 2], 2, min_n=1) == [8, 2]
+    assert lookup([7, 1, 2, 8, 2], 2, min_n=2) == []
+    assert lookup([1, 2], 2, min_n=3, max_n=5) == []
 
 
 def test_the_end_of_the_sequence_is_no_match_of_itself() -> None:
-    assert index_of([1, 2, 3]).lookup(3) == []
-    assert index_of([]).lookup(3) == []
+    assert lookup([1, 2, 3], 3) == []
+    assert lookup([], 3) == []
 
 
 def test_a_period_goes_on_as_far_as_is_asked() -> None:
-    assert index_of([9, 1, 2, 3, 1, 2, 3]).lookup(8) == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert index_of([5, 4, 4]).lookup(5) == [4] * 5
+    assert lookup([9, 1, 2, 3, 1, 2, 3], 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert lookup([5, 4, 4], 5) == [4] * 5
 
 
-def test_an_index_costs_a_write_for_each_length_of_a_new_token_however_long_the_context() -> None:
+def test_token_ids_up_to_the_largest_are_kept_apart() -> None:
+    large = 2**31 - 1
+    assert lookup([large, 0, 7, large, 0], 2) == [7, large]
+    assert lookup([large, 0, 7, large - 1, 0], 2, min_n=2) == []
+
+
+def test_a_new_token_costs_a_write_for_each_length_however_long_the_context() -> None:
     index = NgramIndex(2, 5)
-    writes = index._continuation = CountingDict()
-    index.extend([i * i % 17 for i in range(2000)])
-    assert writes.num_writes <= 4 * 2000
-    for num_new_tokens in (1, 3, 1, 8):
-        before = writes.num_writes
-        index.extend([3] * num_new_tokens)
-        assert writes.num_writes - before == 4 * num_new_tokens
-        index.lookup(6)
-        assert writes.num_writes - before == 4 * num_new_tokens
+    sequence = index.add()
+    draft(index, sequence, [i * i % 17 for i in range(20_000)], 0)
+    for num_new_tokens in (1, 3, 1, 8, 0):
+        before = index.pool.copy()
+        draft(index, sequence, [3] * num_new_tokens, 6)
+        assert np.count_nonzero(index.pool != before) <= (1 + 4) * num_new_tokens
 
 
-def test_a_proposer_reads_each_token_of_a_request_once() -> None:
-    proposer, request = make_proposer(min_n=1, max_n=1), make_request([i % 7 for i in range(500)])
+def test_memory_is_bounded_by_the_tokens_held_and_used_again() -> None:
+    index = NgramIndex(2, 5)
+    for _ in range(5):
+        sequences = [index.add() for _ in range(6)]
+        for sequence in sequences:
+            for part in (3000, 1, 2000):
+                draft(index, sequence, list(range(part)), 0)
+        for sequence in sequences:
+            index.release(sequence)
+    assert index.num_bytes <= 6 * 36 * (4096 + 8192) + 10240, "regions of 4096 tokens were outgrown by each of the six"
+
+
+def test_bounds_that_hold_no_length_are_refused() -> None:
+    for min_n, max_n in ((0, 3), (4, 3)):
+        with pytest.raises(ValueError, match="1 <= min_n <= max_n"):
+            NgramIndex(min_n, max_n)
+
+
+def test_a_proposer_indexes_each_token_of_a_request_once() -> None:
+    proposer, request = make_proposer(min_n=1, max_n=1), make_request([i % 7 for i in range(300)])
     proposer.propose(schedule_of(request))
-    writes = proposer._indices["0"]._continuation = CountingDict(proposer._indices["0"]._continuation)
     for num_new_tokens in (1, 5, 2):
         request.output_token_ids += [1] * num_new_tokens
+        before = proposer.index.pool.copy()
         proposer.propose(schedule_of(request))
-    assert writes.num_writes == 8
+        assert np.count_nonzero(proposer.index.pool != before) <= 2 * num_new_tokens
+        assert proposer.index.token_ids(0) == request.tokens_between(0, request.num_tokens)
 
 
 def test_a_proposer_sees_prompt_and_output_of_each_request_and_of_no_other() -> None:
@@ -177,7 +218,6 @@ def test_release_forgets_a_request_and_leaves_the_others() -> None:
     proposer.propose(schedule_of(kept, make_request([5, 6, 5], "0")))
     proposer.release("0")
     proposer.release("never seen")
-    assert set(proposer._indices) == {"kept"}
     drafts = proposer.propose(schedule_of(make_request([7, 8, 7, 9, 5], "0"), kept, max_draft_tokens=2))
     assert drafts.num_draft_tokens == [0, 2], "5 was followed by 6 in the old request only"
     assert drafts.token_ids.tolist() == [2, 1]

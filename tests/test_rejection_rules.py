@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream, gumbel, uniform
@@ -19,6 +17,7 @@ from kernels.reference.rejection import accept_probabilistic, residual, residual
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.sampling import SamplingRows, draft_tokens, process_logits, sample_tokens
 from runner.engine.sampling_params import SamplingParams
+from tests.no_readback import NoReadback
 from verifier.rejection_sampler import RejectionSampler
 
 LOSSLESS = ("strict", "probabilistic", "standard", "block")
@@ -425,19 +424,6 @@ def test_a_misconfigured_sampler_is_refused() -> None:
         RejectionSampler(rejection_sample_method="strict")(logits, tree, verify_rows(requests, drafts, 11))
 
 
-class _NoReadback(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fails on operations whose result's shape or host value depends on tensor data: each would wait for a GPU."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "_unique2"), name
-        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            assert all(index is None or index.dtype == torch.int64 for index in args[1]), "boolean indexing reads back"
-        if name == "repeat_interleave":
-            assert "output_size" in (kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("method", [*LOSSLESS, "typical", "synthetic"])
 def test_a_step_reads_nothing_back_to_the_host(method: str) -> None:
     requests, drafts, logits, probs = random_batch(30, 37, seed=7)
@@ -445,7 +431,7 @@ def test_a_step_reads_nothing_back_to_the_host(method: str) -> None:
         rejection_sample_method=method, synthetic_conditional_rates=[0.5] * 4 if method == "synthetic" else None
     )
     flat = flat_drafts(drafts, probs)
-    with _NoReadback():  # type: ignore[no-untyped-call]
+    with NoReadback():  # type: ignore[no-untyped-call]
         rows = verify_rows(requests, drafts, 37)
         sampler(logits, flat, rows)
         for draft_method in ("greedy", "probabilistic", "coupled"):

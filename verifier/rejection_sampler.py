@@ -79,4 +79,8 @@ class RejectionSampler:
             batch.draft_idx,
             max_num_draft_tokens=batch.longest,
         )
-        return VerifyOutput(token_ids=token_ids, num_accepted_tokens=num_accepted)
+        return VerifyOutput(
+            token_ids=token_ids,
+            num_accepted_tokens=num_accepted,
+            num_draft_tokens=batch.num_draft_tokens() if drafts.is_padded else None,
+        )

@@ -76,7 +76,7 @@ def _cover(drafts: DraftTokens, num_requests: int) -> DraftTokens:
     """The same drafts over the first num_requests requests of the step; those behind the decoding ones have none."""
     cu = drafts.cu_num_draft_tokens
     cu = (cu + cu[-1:] * (num_requests + 1 - len(cu)))[: num_requests + 1]
-    return DraftTokens(token_ids=drafts.token_ids, cu_num_draft_tokens=cu, probs=drafts.probs, sources=drafts.sources)
+    return replace(drafts, cu_num_draft_tokens=cu)
 
 
 def _padded(token_ids: torch.Tensor, counts: list[int]) -> torch.Tensor | None:

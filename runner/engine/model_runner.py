@@ -68,7 +68,8 @@ class ModelRunner:
 
         Args:
             parts: what to compute; their blocks are reserved.
-            draft_token_ids: [sum of num_draft_tokens] int64, in the order of the parts; never read back.
+            draft_token_ids: [sum of num_draft_tokens] int64, in the order of the parts, -1 where there is none; never
+                read back.
             take_prompt_logits: given the logits of the rows that are scored, [<= SCORED_ROWS, vocab] float32 at a
                 time, in the order of the parts; those of a long prompt would not fit memory at once.
 
@@ -101,7 +102,9 @@ class ModelRunner:
         )
         if launch.draft_rows:
             assert draft_token_ids is not None
-            batch.token_ids.index_copy_(0, torch.tensor(launch.draft_rows, device=self.device), draft_token_ids)
+            # A slot without a draft computes some token, whose result nobody keeps.
+            known_ids = draft_token_ids.clamp(min=0)
+            batch.token_ids.index_copy_(0, torch.tensor(launch.draft_rows, device=self.device), known_ids)
         return self.model(batch, self.cache)[0]
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:

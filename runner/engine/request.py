@@ -73,7 +73,8 @@ class Request:
 class DraftTokens:
     """Guesses of one step, flat over the requests of the batch (vLLM's layout).
 
-    Request b owns entries cu_num_draft_tokens[b] : cu_num_draft_tokens[b + 1].
+    Request b owns entries cu_num_draft_tokens[b] : cu_num_draft_tokens[b + 1]. A proposer on the device, which cannot
+    tell the host how many tokens it found, gives every request the slots it may have and fills the last ones with -1.
     """
 
     token_ids: torch.Tensor  # [num_draft_tokens] int64
@@ -81,6 +82,7 @@ class DraftTokens:
     probs: torch.Tensor | None = None  # [num_draft_tokens, vocab] float32: the law q of each token; None = one-hot
     parent_indices: torch.Tensor | None = None  # [num_draft_tokens] int64, -1 = root; None = chains
     sources: tuple[str, ...] = ()  # the proposer of each token; empty = the one proposer of the run
+    is_padded: bool = False  # trailing slots of a request may hold -1, no draft
 
     @classmethod
     def empty(cls, num_requests: int, device: torch.device | str = "cpu") -> DraftTokens:
@@ -90,7 +92,7 @@ class DraftTokens:
 
     @property
     def num_draft_tokens(self) -> list[int]:
-        """Drafted tokens of each request, [B]."""
+        """Drafted tokens of each request, [B], slots without a draft included."""
         return [end - start for start, end in itertools.pairwise(self.cu_num_draft_tokens)]
 
 
@@ -101,3 +103,12 @@ class VerifyOutput:
     token_ids: torch.Tensor  # [B, max_draft_tokens + 1] int64: accepted, then recovered or bonus token, then -1
     num_accepted_tokens: torch.Tensor  # [B] int64: accepted draft tokens, before stop conditions
     logprobs: StepLogprobs | None = None  # None when no request of the step asked for any
+    num_draft_tokens: torch.Tensor | None = None  # [B] int64: verified drafts; None = as DraftTokens says, none is -1
+
+    def read(self) -> tuple[list[list[int]], list[int], list[int] | None]:
+        """token_ids, num_accepted_tokens and num_draft_tokens on the host, in one copy."""
+        columns = [self.num_accepted_tokens, *([] if self.num_draft_tokens is None else [self.num_draft_tokens])]
+        rows = torch.cat([self.token_ids, torch.stack(columns, dim=1)], dim=1).tolist()
+        width = self.token_ids.shape[1]
+        num_draft_tokens = None if self.num_draft_tokens is None else [row[width + 1] for row in rows]
+        return [row[:width] for row in rows], [row[width] for row in rows], num_draft_tokens

@@ -167,8 +167,7 @@ class Scheduler:
         output has a row for every scheduled request that yields a token, in order.
         """
         told = {} if output.logprobs is None else output.logprobs.read()
-        token_rows = output.token_ids.tolist()
-        num_accepted = output.num_accepted_tokens.tolist()
+        token_rows, num_accepted, num_verified = output.read()
         num_drafts = iter(drafts.num_draft_tokens)
         committed = []
         row = 0
@@ -181,6 +180,8 @@ class Scheduler:
             if not item.yields_token:
                 continue
             accepted = num_accepted[row]
+            if num_verified is not None:  # of the slots, those that held a draft
+                num_draft_tokens = num_verified[row]
             new_token_ids = token_rows[row][: accepted + 1]
             row += 1
             stop = self.stop_rules.apply(request, new_token_ids)

@@ -1,0 +1,75 @@
+"""Compiles every Triton kernel for GPUs that need not be there; run by test_kernels_aot.py in a process of its own.
+
+The interpreter of the other tests is chosen when a kernel is decorated, and what it decorates cannot be compiled.
+A new kernel is one line of KERNELS.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+COMPUTE_CAPABILITIES = (80, 90)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    module: str
+    name: str
+    signature: str  # Triton's types of the arguments that are not constants, in order
+    constants: Mapping[str, int] = field(default_factory=dict)  # the constexpr arguments, which come last
+    max_shared: int = 0  # bytes of shared memory a program may take
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}({self.signature}, {dict(self.constants)})"
+
+
+KERNELS = [
+    Kernel(
+        module="kernels.ngram_match",
+        name="scan_kernel",
+        signature="*i32 *i64 *i64 *i64 i32 i32",
+        constants={"MIN_N": 2, "MAX_N": 5, "BLOCK": 1024},
+        max_shared=1024,
+    ),
+    Kernel(
+        module="kernels.ngram_match",
+        name="finalize_kernel",
+        signature="*i32 *i64 *i64 *i64 *i64 i32 i32 i32",
+        constants={"BLOCKS": 32, "TOKENS": 4},
+        max_shared=1024,
+    ),
+]
+
+
+def compile_kernel(kernel: Kernel, compute_capability: int) -> int:
+    """Shared memory of a program, in bytes.
+
+    Raises whatever Triton or ptxas raise where the kernel is no program for that GPU.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(importlib.import_module(kernel.module), kernel.name)
+    types = [*kernel.signature.split(), *["constexpr"] * len(kernel.constants)]
+    source = ASTSource(
+        fn=function,
+        signature=dict(zip(function.arg_names, types, strict=True)),
+        constexprs={(function.arg_names.index(name),): value for name, value in kernel.constants.items()},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", compute_capability, 32))
+    assert compiled.asm["cubin"]
+    return int(compiled.metadata.shared)
+
+
+if __name__ == "__main__":
+    shared = {
+        f"{kernel} sm_{capability}": compile_kernel(kernel, capability)
+        for kernel in KERNELS
+        for capability in COMPUTE_CAPABILITIES
+    }
+    json.dump(shared, sys.stdout)
