@@ -154,6 +154,15 @@ def test_chunks_and_preemption_leave_no_trace_in_logprobs(
     assert any(request.num_preemptions for request in requests) == (schedule == "few blocks")
 
 
+def test_a_prompt_that_is_computed_again_is_told_once(engines: Engines) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, prompt_logprobs=1)] * 6
+    llm = engines(num_gpu_blocks_override=8, max_num_batched_tokens=50, max_num_seqs=10)
+    requests, _ = complete(llm, PROMPTS[:6], params)
+    assert any(request.num_preemptions for request in requests)
+    assert [len(request.prompt_logprobs) for request in requests] == [r.num_prompt_tokens - 1 for r in requests]
+    assert told(requests) == told(complete(engines(**ROOMY), PROMPTS[:6], params)[0])
+
+
 @pytest.mark.parametrize("method", ["none", "draft_model"])
 def test_a_lossy_rule_tells_the_logprobs_of_the_tokens_it_commits(engines: Engines, method: str) -> None:
     """Under a rule that keeps the distribution only, the tokens may be others, and the logprobs are theirs."""
