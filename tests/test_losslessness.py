@@ -160,7 +160,7 @@ def test_ngram_gpu_says_and_counts_what_ngram_does(engines: Engines, schedule: s
 def test_how_a_draft_is_drawn_changes_no_token(
     engines: Engines, reference: list[tuple[Any, ...]], draft_sample_method: str
 ) -> None:
-    config = method_config("draft_model", 5, draft_sample_method=draft_sample_method)
+    config = method_config("draft_model", 5, rejection_sample_method="strict", draft_sample_method=draft_sample_method)
     requests, metrics = complete(engines(config, **ROOMY), PROMPTS, PARAMS)
     assert answers(requests) == reference
     assert counts(metrics)[1] > 0
@@ -169,7 +169,8 @@ def test_how_a_draft_is_drawn_changes_no_token(
 def test_a_coupled_draft_is_accepted_more_often_than_an_independent_one(engines: Engines) -> None:
     accepted = {}
     for draft_sample_method in ("probabilistic", "coupled"):
-        llm = engines(method_config("draft_model", 5, draft_sample_method=draft_sample_method), **ROOMY)
+        keys = {"rejection_sample_method": "strict", "draft_sample_method": draft_sample_method}
+        llm = engines(method_config("draft_model", 5, **keys), **ROOMY)
         _, metrics = complete(llm, PROMPTS, PARAMS)
         drafted, right = counts(metrics)
         accepted[draft_sample_method] = right / drafted
