@@ -1,16 +1,16 @@
 """One step of suffix decoding for a batch, in one compiled call: take in new tokens, match, draft.
 
-Every suffix of a request's text that occurs in a tree is a match. A draft goes on from the end of a match to the heaviest
-child again and again; its score is the number of its tokens that will be accepted by the trees' counts, and the highest
-score wins (arXiv 2411.04975). The occurrence at the end of the text counts in the tree of the request, as in
-arctic-inference: what was said once before has probability 1/2.
+Every suffix of a request's text that occurs in a tree is a match. A draft goes on from the end of a match to the
+heaviest child again and again; its score is how many of its tokens will be accepted if the counts are right, and the
+highest score wins (arXiv 2411.04975). The text's own end counts as an occurrence in the request's tree, as in
+arctic-inference: what followed the only earlier one has probability 1/2.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from proposers.lookup.suffix_compile import compiled
 from proposers.lookup.suffix_forest import CHILD, COUNT, DEPTH, START, Int32Array, Uint32Array, find
 from proposers.lookup.suffix_tree import extend
 
@@ -39,7 +39,7 @@ FOREVER = 2**31 - 1  # as the end of a text: it grows
 EPSILON = 1e-9  # scores and probabilities closer than this are equal
 
 
-@njit(cache=True)
+@compiled
 def _match(
     nodes: Int32Array,
     slots: Uint32Array,
@@ -63,7 +63,7 @@ def _match(
         is_missing = True
         for start in range(position - num_matched, position + 1):
             length = position - start
-            node = np.int64(points[start & ring]) if length > 0 else np.int64(root)
+            node = int(points[start & ring]) if length > 0 else root
             if length < nodes[node, DEPTH]:
                 if is_missing and shared[(nodes[node, START] + length) & mask] != token:
                     continue
@@ -80,7 +80,7 @@ def _match(
     return num_matched
 
 
-@njit(cache=True)
+@compiled
 def _walk(
     nodes: Int32Array,
     node: int,
@@ -95,16 +95,16 @@ def _walk(
 ) -> tuple[float, int]:
     """Score of the draft behind a match, and its number of tokens; (0, 0) as soon as it cannot beat `to_beat`."""
     ring = active.size - 1
-    count = np.int64(nodes[node, COUNT])
+    count = int(nodes[node, COUNT])
     for shorter in range(1, min(length, num_active + 1)):
         if active[(text_end - shorter) & ring] == node:
             count -= 1
     depth, prob, score, num_drafted = length, 1.0, 0.0, 0
     waiting = length  # lengths of waiting windows below this are accounted for on this edge
     while True:
-        edge_end = np.int64(nodes[node, DEPTH])
+        edge_end = int(nodes[node, DEPTH])
         if num_active > 0:
-            edge_end = min(edge_end, text_end - nodes[node, START])  # a leaf's edge ends with the text
+            edge_end = min(edge_end, text_end - int(nodes[node, START]))  # a leaf's edge ends with the text
         while depth < edge_end and num_drafted < num_tokens:
             stop, is_last = edge_end, True
             while waiting <= num_active and waiting < edge_end:
@@ -130,7 +130,7 @@ def _walk(
                 return 0.0, 0
         if num_drafted == num_tokens:
             return score, num_drafted
-        child = np.int64(nodes[node, CHILD])
+        child = int(nodes[node, CHILD])
         if child == 0:
             return score, num_drafted
         prob *= nodes[child, COUNT] / count
@@ -138,16 +138,16 @@ def _walk(
             return score, num_drafted
         if score + prob * (num_tokens - num_drafted) <= to_beat + EPSILON:
             return 0.0, 0
-        node, count, waiting = child, np.int64(nodes[child, COUNT]), depth + 1
+        node, count, waiting = child, int(nodes[child, COUNT]), depth + 1
 
 
-@njit(cache=True)
+@compiled
 def _num_tokens(limit: int, length: int, max_depth: int, max_spec_factor: float) -> int:
     """Tokens drafted at most behind a match of this length."""
     return min(int(min(float(limit), length * max_spec_factor + 1e-6)), max_depth - length)
 
 
-@njit(cache=True)
+@compiled
 def _best_match(
     nodes: Int32Array,
     points: Int32Array,
@@ -169,16 +169,14 @@ def _best_match(
         num_tokens = _num_tokens(limit, length, max_depth, max_spec_factor)
         if num_tokens <= best + EPSILON:
             continue
-        node = np.int64(points[(text_end - length) & (points.size - 1)])
-        score, _ = _walk(
-            nodes, node, length, num_tokens, min_token_prob, best, points, num_active, text_end, nowhere
-        )
+        node = int(points[(text_end - length) & (points.size - 1)])
+        score, _ = _walk(nodes, node, length, num_tokens, min_token_prob, best, points, num_active, text_end, nowhere)
         if score > best + EPSILON:
             best, best_length = score, length
     return best, best_length
 
 
-@njit(cache=True)
+@compiled
 def _draft(
     nodes: Int32Array,
     text: Int32Array,
@@ -193,16 +191,14 @@ def _draft(
     tokens: Int32Array,
 ) -> int:
     """Write the tokens behind a match; returns how many there are."""
-    node = np.int64(points[(text_end - length) & (points.size - 1)])
-    _, num_drafted = _walk(
-        nodes, node, length, num_tokens, min_token_prob, -1.0, points, num_active, text_end, tokens
-    )
+    node = int(points[(text_end - length) & (points.size - 1)])
+    _, num_drafted = _walk(nodes, node, length, num_tokens, min_token_prob, -1.0, points, num_active, text_end, tokens)
     for place in range(num_drafted):
         tokens[place] = text[base + (tokens[place] & mask)]
     return num_drafted
 
 
-@njit(cache=True)
+@compiled
 def step(
     nodes: Int32Array,
     slots: Uint32Array,
@@ -227,7 +223,7 @@ def step(
     for job in range(num_jobs):
         row = rows[jobs[job, ROW]]
         active, points = row[NUM_COLUMNS : NUM_COLUMNS + ring], row[NUM_COLUMNS + ring :]
-        base, mask, begin = np.int64(row[BASE]), np.int64(row[CAPACITY]) - 1, np.int64(row[LENGTH])
+        base, mask, begin = int(row[BASE]), int(row[CAPACITY]) - 1, int(row[LENGTH])
         end = begin + jobs[job, NUM_NEW]
         for position in range(begin, end):
             text[base + position] = new_tokens[num_taken]
@@ -244,7 +240,7 @@ def step(
                 shared_nodes, shared_slots, shared_text, shared_root, text, base, points, row[NUM_MATCHED], begin, end,
                 max_depth,
             )  # fmt: skip
-        num_active, num_matched, limit = np.int64(row[NUM_ACTIVE]), np.int64(row[NUM_MATCHED]), jobs[job, LIMIT]
+        num_active, num_matched, limit = int(row[NUM_ACTIVE]), int(row[NUM_MATCHED]), jobs[job, LIMIT]
         score, length = _best_match(
             nodes, active, num_active, num_active, end, limit, max_depth, max_spec_factor, min_token_prob, 0.0
         )

@@ -8,14 +8,14 @@ A root's children are linked only to be found again: nothing is ever drafted fro
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from proposers.lookup.suffix_compile import compiled
 from proposers.lookup.suffix_forest import CHILD, COUNT, NEXT, PARENT, PREV, START, Int32Array
 
 LISTED = 2**31 - 1  # as a bound: the family is on the list of those to be searched
 
 
-@njit(cache=True)
+@compiled
 def _push_front(nodes: Int32Array, parent: int, child: int, head: int) -> None:
     nodes[child, NEXT] = head
     nodes[child, PREV] = nodes[head, COUNT]
@@ -23,16 +23,16 @@ def _push_front(nodes: Int32Array, parent: int, child: int, head: int) -> None:
     nodes[parent, CHILD] = child
 
 
-@njit(cache=True)
+@compiled
 def add_child(nodes: Int32Array, parent: int, child: int) -> None:
     """Link a new node, of count 1, under its parent."""
-    head = np.int64(nodes[parent, CHILD])
+    head = int(nodes[parent, CHILD])
     if head == 0:
         nodes[parent, CHILD] = child
     elif nodes[head, COUNT] <= 1 or nodes[parent, PARENT] == 0:
         _push_front(nodes, parent, child, head)
     else:
-        behind = np.int64(nodes[head, NEXT])
+        behind = int(nodes[head, NEXT])
         nodes[child, NEXT] = behind
         nodes[child, PREV] = head
         nodes[head, NEXT] = child
@@ -41,12 +41,12 @@ def add_child(nodes: Int32Array, parent: int, child: int) -> None:
         nodes[head, PREV] = max(nodes[head, PREV], 1)
 
 
-@njit(cache=True)
+@compiled
 def count_up(nodes: Int32Array, parent: int, child: int) -> None:
     """One more window enters the child."""
     count = nodes[child, COUNT] + 1
     nodes[child, COUNT] = count
-    head = np.int64(nodes[parent, CHILD])
+    head = int(nodes[parent, CHILD])
     if child == head or nodes[parent, PARENT] == 0:
         return
     if count >= nodes[head, COUNT]:
@@ -56,23 +56,23 @@ def count_up(nodes: Int32Array, parent: int, child: int) -> None:
         nodes[head, PREV] = count
 
 
-@njit(cache=True)
+@compiled
 def unlink(nodes: Int32Array, parent: int, child: int) -> None:
     """Take a child out of the list. Behind a head, the next one becomes head, with the bound, whatever its weight."""
-    behind, before = np.int64(nodes[child, NEXT]), np.int64(nodes[child, PREV])
+    behind, before = int(nodes[child, NEXT]), int(nodes[child, PREV])
     if nodes[parent, CHILD] == child:
         nodes[parent, CHILD] = behind
-        before = np.int64(nodes[child, PREV])  # the bound
+        before = int(nodes[child, PREV])  # the bound
     else:
         nodes[before, NEXT] = behind
     if behind != 0:
         nodes[behind, PREV] = before
 
 
-@njit(cache=True)
+@compiled
 def take_place(nodes: Int32Array, parent: int, old: int, new: int) -> None:
     """Link `new`, of the same count, where `old` is linked."""
-    behind, before = np.int64(nodes[old, NEXT]), np.int64(nodes[old, PREV])
+    behind, before = int(nodes[old, NEXT]), int(nodes[old, PREV])
     nodes[new, NEXT] = behind
     nodes[new, PREV] = before
     if behind != 0:
@@ -83,13 +83,13 @@ def take_place(nodes: Int32Array, parent: int, old: int, new: int) -> None:
         nodes[before, NEXT] = new
 
 
-@njit(cache=True)
+@compiled
 def may_have_lost(nodes: Int32Array, parent: int, child: int) -> bool:
     """After a child lost weight or left: whether its family must be searched, and is not listed for it yet.
 
     The caller lists it; the mark is the bound of the head.
     """
-    head = np.int64(nodes[parent, CHILD])
+    head = int(nodes[parent, CHILD])
     if head == 0 or nodes[parent, PARENT] == 0 or nodes[head, PREV] == LISTED:
         return False
     if child == head and nodes[head, COUNT] > nodes[head, PREV]:
@@ -98,13 +98,13 @@ def may_have_lost(nodes: Int32Array, parent: int, child: int) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def search_head(nodes: Int32Array, parent: int) -> None:
     """Bring the heaviest child to the front, the last seen among equals, and make the bound exact."""
-    head = np.int64(nodes[parent, CHILD])
+    head = int(nodes[parent, CHILD])
     nodes[head, PREV] = 0
     best, second = head, 0
-    child = np.int64(nodes[head, NEXT])
+    child = int(nodes[head, NEXT])
     while child != 0:
         count, most = nodes[child, COUNT], nodes[best, COUNT]
         # Positions wrap around: the later one is the one whose difference is positive.
@@ -113,7 +113,7 @@ def search_head(nodes: Int32Array, parent: int) -> None:
             second = max(second, most)
         else:
             second = max(second, count)
-        child = np.int64(nodes[child, NEXT])
+        child = int(nodes[child, NEXT])
     if best != head:
         unlink(nodes, parent, best)
         _push_front(nodes, parent, best, head)

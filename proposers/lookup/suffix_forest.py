@@ -7,9 +7,12 @@ Compiled functions never allocate: `Forest.reserve` makes room before a call.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from proposers.lookup.suffix_compile import compiled
 
 Int32Array = npt.NDArray[np.int32]
 Uint32Array = npt.NDArray[np.uint32]
@@ -36,24 +39,24 @@ LOAD_AFTER_GROWTH = 0.57
 NODE_GROWTH = 1.125  # small, because what is reserved and not used counts as bytes per token too
 
 
-@njit(cache=True)  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _hash(parent: int, token: int) -> int:
+@compiled
+def _hash(parent: int, token: int) -> Any:
     """64 mixed bits: the upper 32 choose the slot, the lower ones are its tag."""
-    bits = (np.uint64(parent) << np.uint64(32)) | np.uint64(np.uint32(token))
+    bits: Any = (np.uint64(parent) << np.uint64(32)) | np.uint64(np.uint32(token))
     bits *= np.uint64(0x9E3779B97F4A7C15)
     bits ^= bits >> np.uint64(32)
     bits *= np.uint64(0xD6E8FEB86659FD93)
     bits ^= bits >> np.uint64(32)
-    return bits  # type: ignore[no-any-return, unused-ignore]
+    return bits
 
 
-@njit(cache=True)
-def _home(bits: int, num_slots: int) -> int:
+@compiled
+def _home(bits: Any, num_slots: int) -> Any:
     """The slot where the search for a key starts; the table may have any size."""
     return np.int64(((bits >> np.uint64(32)) * np.uint64(num_slots)) >> np.uint64(32))
 
 
-@njit(cache=True)
+@compiled
 def find(nodes: Int32Array, slots: Uint32Array, parent: int, token: int) -> int:
     """The child of `parent` whose edge starts with `token`, 0 when there is none."""
     bits = _hash(parent, token)
@@ -65,7 +68,7 @@ def find(nodes: Int32Array, slots: Uint32Array, parent: int, token: int) -> int:
         if slot == 0:
             return 0
         if (slot ^ tag) >> id_bits == 0:
-            node = slot & ((1 << id_bits) - 1)
+            node = int(slot & ((1 << id_bits) - 1))
             if nodes[node, PARENT] == parent and nodes[node, TOKEN] == token:
                 return node
         place += 1
@@ -73,7 +76,7 @@ def find(nodes: Int32Array, slots: Uint32Array, parent: int, token: int) -> int:
             place = 0
 
 
-@njit(cache=True)
+@compiled
 def enter(nodes: Int32Array, slots: Uint32Array, node: int) -> None:
     """Put a node into the hash under its parent and token, which nobody has there."""
     bits = _hash(nodes[node, PARENT], nodes[node, TOKEN])
@@ -86,25 +89,25 @@ def enter(nodes: Int32Array, slots: Uint32Array, node: int) -> None:
     slots[place] = (np.int64(bits & np.uint64(0xFFFFFFFF)) << id_bits & 0xFFFFFFFF) | node
 
 
-@njit(cache=True)
+@compiled
 def _place_of(nodes: Int32Array, slots: Uint32Array, node: int) -> int:
-    place = _home(_hash(nodes[node, PARENT], nodes[node, TOKEN]), slots.size)
+    place: int = _home(_hash(nodes[node, PARENT], nodes[node, TOKEN]), slots.size)
     id_mask = (np.int64(1) << np.int64(nodes[0, ID_BITS])) - 1
     while np.int64(slots[place]) & id_mask != node:
         place += 1
         if place == slots.size:
             place = 0
-    return place  # type: ignore[no-any-return, unused-ignore]
+    return place
 
 
-@njit(cache=True)
+@compiled
 def rename(nodes: Int32Array, slots: Uint32Array, old: int, new: int) -> None:
     """Give the key of one node to another; the tag belongs to the key and stays."""
     place = _place_of(nodes, slots, old)
     slots[place] = np.int64(slots[place]) ^ old ^ new
 
 
-@njit(cache=True)
+@compiled
 def leave(nodes: Int32Array, slots: Uint32Array, node: int) -> None:
     """Take a node out of the hash; what was pushed past its slot moves back, so no mark of it stays."""
     size = slots.size
@@ -129,13 +132,13 @@ def leave(nodes: Int32Array, slots: Uint32Array, node: int) -> None:
     slots[hole] = 0
 
 
-@njit(cache=True)
+@compiled
 def new_node(nodes: Int32Array, parent: int, token: int, depth: int, start: int, count: int) -> int:
-    node = np.int64(nodes[0, FREE])
+    node = int(nodes[0, FREE])
     if node != 0:
         nodes[0, FREE] = nodes[node, NEXT]
     else:
-        node = np.int64(nodes[0, USED])
+        node = int(nodes[0, USED])
         nodes[0, USED] = node + 1
     nodes[0, LIVE] += 1
     nodes[node, PARENT] = parent
@@ -146,10 +149,10 @@ def new_node(nodes: Int32Array, parent: int, token: int, depth: int, start: int,
     nodes[node, CHILD] = 0
     nodes[node, NEXT] = 0
     nodes[node, PREV] = 0
-    return node  # type: ignore[no-any-return, unused-ignore]
+    return node
 
 
-@njit(cache=True)
+@compiled
 def free_node(nodes: Int32Array, node: int) -> None:
     nodes[node, PARENT] = -1
     nodes[node, NEXT] = nodes[0, FREE]
@@ -157,7 +160,7 @@ def free_node(nodes: Int32Array, node: int) -> None:
     nodes[0, LIVE] -= 1
 
 
-@njit(cache=True)
+@compiled
 def _enter_all(nodes: Int32Array, slots: Uint32Array) -> None:
     for node in range(1, nodes[0, USED]):
         if nodes[node, PARENT] > 0:

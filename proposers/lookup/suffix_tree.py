@@ -11,8 +11,8 @@ A text is text[base + (position & mask)], a ring when it is shared by responses 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from proposers.lookup.suffix_compile import compiled
 from proposers.lookup.suffix_family import (
     add_child,
     count_up,
@@ -41,7 +41,7 @@ from proposers.lookup.suffix_forest import (
 )
 
 
-@njit(cache=True)
+@compiled
 def _split(
     nodes: Int32Array, slots: Uint32Array, token: int, active: Int32Array, node: int, position: int, length: int
 ) -> int:
@@ -50,7 +50,7 @@ def _split(
     token: what follows there in the edge. position: the end of the text, so a window of length l starts l before it.
     Longer windows are not active any more.
     """
-    parent = np.int64(nodes[node, PARENT])
+    parent = int(nodes[node, PARENT])
     upper = new_node(nodes, parent, nodes[node, TOKEN], length, position - length, nodes[node, COUNT])
     rename(nodes, slots, node, upper)
     take_place(nodes, parent, node, upper)
@@ -67,10 +67,10 @@ def _split(
     nodes[node, PREV] = 0
     nodes[upper, CHILD] = node
     enter(nodes, slots, node)
-    return upper  # type: ignore[no-any-return, unused-ignore]
+    return upper
 
 
-@njit(cache=True)
+@compiled
 def extend(
     nodes: Int32Array,
     slots: Uint32Array,
@@ -78,7 +78,7 @@ def extend(
     base: int,
     mask: int,
     root: int,
-    active: Int32Array,  # [power of two > max_depth]: the node at or below the window that starts at position & size - 1
+    active: Int32Array,  # [power of two >= max_depth]: node at or below the window starting at position & (size - 1)
     num_active: int,  # windows of length 1..num_active wait inside edges
     begin: int,
     end: int,
@@ -92,7 +92,7 @@ def extend(
         is_new = True  # windows, the longest first, come to a token of their own until one does not
         for start in range(position - num_active, position + 1):
             length = position - start
-            node = np.int64(active[start & ring]) if length > 0 else np.int64(root)
+            node = int(active[start & ring]) if length > 0 else root
             depth = nodes[node, DEPTH]
             if length < depth:
                 if is_new:
@@ -125,7 +125,7 @@ def extend(
     return num_active
 
 
-@njit(cache=True)
+@compiled
 def insert_response(
     nodes: Int32Array,
     slots: Uint32Array,
@@ -140,7 +140,7 @@ def insert_response(
     mask = text.size - 1
     num_active = extend(nodes, slots, text, 0, mask, root, active, 0, begin, end, end, max_depth)
     for start in range(end - num_active, end):
-        node = np.int64(active[start & (active.size - 1)])
+        node = int(active[start & (active.size - 1)])
         length = end - start
         if length < nodes[node, DEPTH]:
             token = text[(nodes[node, START] + length) & mask]
@@ -149,16 +149,16 @@ def insert_response(
             nodes[node, START] = start
 
 
-@njit(cache=True)
+@compiled
 def _remove(nodes: Int32Array, slots: Uint32Array, node: int) -> None:
     leave(nodes, slots, node)
     free_node(nodes, node)
 
 
-@njit(cache=True)
+@compiled
 def _merge(nodes: Int32Array, slots: Uint32Array, node: int, child: int) -> None:
     """Undo a split: an only child that all windows go on to takes the place of its parent."""
-    parent = np.int64(nodes[node, PARENT])
+    parent = int(nodes[node, PARENT])
     leave(nodes, slots, child)
     take_place(nodes, parent, node, child)
     rename(nodes, slots, node, child)
@@ -167,7 +167,7 @@ def _merge(nodes: Int32Array, slots: Uint32Array, node: int, child: int) -> None
     free_node(nodes, node)
 
 
-@njit(cache=True)
+@compiled
 def evict_response(
     nodes: Int32Array, slots: Uint32Array, text: Int32Array, root: int, begin: int, end: int, max_depth: int
 ) -> None:
@@ -177,7 +177,7 @@ def evict_response(
     families = np.empty((end - begin) * min(max_depth, end - begin), dtype=np.int32)
     num_families = 0
     for start in range(begin, end):
-        node, length, num_passed = np.int64(root), 0, 0
+        node, length, num_passed = root, 0, 0
         while length < min(max_depth, end - start):
             child = find(nodes, slots, node, text[(start + length) & mask])
             nodes[child, COUNT] -= 1
@@ -190,7 +190,7 @@ def evict_response(
         while num_passed > 0 and nodes[path[num_passed - 1], COUNT] == 0:
             num_passed -= 1
             child = path[num_passed]
-            node = np.int64(nodes[child, PARENT])
+            node = int(nodes[child, PARENT])
             was_head = nodes[node, CHILD] == child
             unlink(nodes, node, child)
             _remove(nodes, slots, child)
@@ -199,25 +199,25 @@ def evict_response(
                 num_families += 1
         if num_passed > 0:
             node = path[num_passed - 1]
-            child = np.int64(nodes[node, CHILD])
+            child = int(nodes[node, CHILD])
             if child != 0 and nodes[child, NEXT] == 0 and nodes[child, COUNT] == nodes[node, COUNT]:
                 _merge(nodes, slots, node, child)
     for index in range(num_families):
-        node = np.int64(families[index])
+        node = int(families[index])
         if nodes[node, PARENT] > 0 and nodes[node, CHILD] != 0:
             search_head(nodes, node)
 
 
-@njit(cache=True)
+@compiled
 def release_tree(nodes: Int32Array, slots: Uint32Array, root: int) -> None:
     """Free a root and all below it, children first."""
-    node = np.int64(root)
+    node = root
     while True:
         while nodes[node, CHILD] != 0:
-            node = np.int64(nodes[node, CHILD])
+            node = int(nodes[node, CHILD])
         if node == root:
             break
-        parent = np.int64(nodes[node, PARENT])
+        parent = int(nodes[node, PARENT])
         nodes[parent, CHILD] = nodes[node, NEXT]
         _remove(nodes, slots, node)
         node = parent
