@@ -50,7 +50,6 @@ def assert_equal(found: SuffixDraft, expected: SuffixDraft) -> None:
             st.tuples(st.just("append"), st.tuples(st.integers(0, 3), TOKENS)),
             st.tuples(st.just("finish"), st.integers(0, 3)),
             st.tuples(st.just("drop"), st.integers(0, 3)),
-            st.tuples(st.just("clear"), st.none()),
         ),
         max_size=14,
     ),
@@ -94,9 +93,6 @@ def test_whatever_requests_do_drafts_are_those_of_the_definition(
                 cache.insert(text)
                 responses = [*responses, text] if text else responses
                 responses = responses[max(0, len(responses) - max_cached_requests) :] if max_cached_requests else []
-        elif kind == "clear":
-            cache.clear_responses()
-            responses = []
         rows = sorted(running)
         drafts = cache.step(rows, [[] for _ in rows], [limit] * len(rows))
         for row, draft in zip(rows, drafts, strict=True):

@@ -57,8 +57,10 @@ class SuffixCache:
         self._free_rows = list(range(len(self._rows)))
         self._lengths: dict[int, int] = {}  # of each row's text
         self._active: Int32Array = np.zeros(ring, dtype=np.int32)  # of a response on its way into the shared tree
-        self._version = 0
-        self.clear_responses()
+        self._version = 1  # of the shared tree; a new row has seen none
+        self._shared, self._ring = Forest(), TextRing()
+        self._responses: deque[int] = deque()  # lengths, the oldest first
+        self._shared_root = int(new_node(self._shared.nodes, 0, 0, 0, 0, 0)) if max_cached_requests > 0 else 0
         self._jobs: Int32Array = np.zeros((1, 3), dtype=np.int32)
         self._drafts: Int32Array = np.zeros((1, TOKENS + 1), dtype=np.int32)
 
@@ -149,13 +151,6 @@ class SuffixCache:
         evict_response(
             forest.nodes, forest.slots, self._ring.tokens, self._shared_root, begin, end, self.max_tree_depth
         )
-        self._version += 1
-
-    def clear_responses(self) -> None:
-        """Drop all responses."""
-        self._shared, self._ring = Forest(), TextRing()
-        self._responses: deque[int] = deque()  # lengths, the oldest first
-        self._shared_root = int(new_node(self._shared.nodes, 0, 0, 0, 0, 0)) if self.max_cached_requests > 0 else 0
         self._version += 1
 
     def _make_room(self, row: int, num_new: int) -> None:
