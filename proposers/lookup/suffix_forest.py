@@ -174,6 +174,7 @@ class Forest:
         self.nodes: Int32Array = np.zeros((256, NUM_COLUMNS), dtype=np.int32)
         self.nodes[0, USED] = 1
         self.slots: Uint32Array = np.zeros(0, dtype=np.uint32)
+        self._spare = 0  # nodes there is room for at least
         self.reserve(128)
 
     @property
@@ -187,6 +188,9 @@ class Forest:
 
     def reserve(self, num_nodes: int) -> None:
         """Room for so many nodes more. Moves the arrays: nobody else may hold on to them."""
+        self._spare -= num_nodes
+        if self._spare >= 0:
+            return  # counted as if all that was ever reserved had been used: most calls end here
         needed = self.num_nodes + 1 + num_nodes
         if needed > len(self.nodes):
             size = max(needed, int(len(self.nodes) * NODE_GROWTH))
@@ -197,3 +201,4 @@ class Forest:
             self.slots = np.zeros(size, dtype=np.uint32)
             self.nodes[0, ID_BITS] = int(max(len(self.nodes) * NODE_GROWTH, size)).bit_length()
             _enter_all(self.nodes, self.slots)
+        self._spare = min(len(self.nodes), int(MAX_LOAD * self.slots.size)) - needed
