@@ -1,4 +1,4 @@
-"""python -m proposers.lookup.suffix_benchmark: the suffix cache, against arctic-inference's C++ tree where that is there.
+"""python -m proposers.lookup.suffix_benchmark: the suffix cache, beside arctic-inference's C++ tree if that is there.
 
 Checks first that drafts are those of the definition. Then, for each corpus and number of cached responses in a process
 of its own: memory (growth of the process), insertion, eviction, and requests that grow token by token with a proposal
@@ -35,6 +35,8 @@ LONG_PROMPT_LEN = 4096
 BATCH = 64
 NUM_EVICTED = 20
 
+Calls = tuple[Callable[[int], Any], Callable[[int], Any], Callable[[], Any]]  # append(position), propose(end), close()
+
 
 def _make_cache(max_cached_requests: int) -> SuffixCache:
     return SuffixCache(
@@ -49,10 +51,7 @@ class Ours:
         )
         self.insert, self.evict = self.cache.insert, self.cache.evict
 
-    def request(
-        self, text: Int32Array, prompt_len: int
-    ) -> tuple[Callable[[int], Any], Callable[[int], Any], Callable[[], Any]]:
-        """append(position), propose(end), close()"""
+    def request(self, text: Int32Array, prompt_len: int) -> Calls:
         cache, row = self.cache, self.cache.open()
         cache.append(row, text[:prompt_len])
         return (
@@ -79,9 +78,7 @@ class Theirs:
         self.cache.evict_cached_response(self.num_evicted)
         self.num_evicted += 1
 
-    def request(
-        self, text: Int32Array, prompt_len: int
-    ) -> tuple[Callable[[int], Any], Callable[[int], Any], Callable[[], Any]]:
+    def request(self, text: Int32Array, prompt_len: int) -> Calls:
         cache, request_id = self.cache, f"request {self.num_requests}"
         self.num_requests += 1
         cache.start_request(request_id, text[:prompt_len])
