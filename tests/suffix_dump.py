@@ -7,7 +7,22 @@ from typing import Any
 import numpy as np
 
 from proposers.lookup.suffix_cache import SuffixCache
-from proposers.lookup.suffix_forest import CHILD, COUNT, DEPTH, NEXT, PARENT, PREV, START, TOKEN, USED, Forest, find
+from proposers.lookup.suffix_forest import (
+    CHILD,
+    COUNT,
+    DEPTH,
+    FIRST_SEGMENT,
+    LENGTHS,
+    LOADS,
+    NEXT,
+    PARENT,
+    PREV,
+    START,
+    TOKEN,
+    USED,
+    Forest,
+    find,
+)
 from proposers.lookup.suffix_reference import String
 
 
@@ -56,7 +71,8 @@ def check_pool(forest: Forest, num_roots: int) -> None:
     parents = forest.nodes[1:used, PARENT]
     assert int((parents >= 0).sum()) == forest.num_nodes
     assert int((parents == 0).sum()) == num_roots
-    assert int(np.count_nonzero(forest.slots)) == forest.num_nodes - num_roots
+    assert int(np.count_nonzero(forest.slots[FIRST_SEGMENT:])) == forest.num_nodes - num_roots
+    assert int(forest.slots[LOADS:LENGTHS].sum()) == forest.num_nodes - num_roots
 
 
 def dump_shared(cache: SuffixCache) -> dict[String, tuple[int, String | None]]:

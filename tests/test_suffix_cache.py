@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from proposers.lookup import suffix_compile
 from proposers.lookup.suffix_cache import SuffixCache, SuffixDraft
+from proposers.lookup.suffix_forest import SEGMENTS
 from proposers.lookup.suffix_reference import Substrings, naive_propose, naive_substrings
 from tests.suffix_dump import check_pool, dump_shared
 
@@ -159,6 +160,7 @@ def test_a_large_forest_grows_shrinks_and_keeps_its_counts() -> None:
         cache.append(row, array(text * 4))  # more than the first segment holds
     for text in texts:
         cache.insert(text)
+    assert cache._forest.nodes[0, SEGMENTS] > 1, "no segment of the hash has split"
     fresh = make_cache(24)
     for text in texts[40:]:
         fresh.insert(text)

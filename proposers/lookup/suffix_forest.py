@@ -1,8 +1,10 @@
 """A pool of suffix tree nodes and one hash over all of them: (parent, first token of the edge) -> node.
 
-Node 0 is the header of the pool and stands for "none". Nodes are 32 bytes, the hash costs 5 to 7 bytes a node: a slot
-keeps the node's id and, in the bits that the id leaves free, a tag of its key, so that a probe reads no wrong node.
-Compiled functions never allocate: `Forest.reserve` makes room before a call.
+Node 0 is the header of the pool and stands for "none". Nodes are 32 bytes, the hash costs 5 to 9 bytes a node: a slot
+keeps the node's id and, in the bits that the id leaves free, a tag of its key, so that a probe reads few wrong nodes.
+The hash is an extendible one (Fagin et al., 1979): segments of fixed size, found through a directory of hash prefixes,
+that split one by one as they fill. It never stops a server to rehash millions of nodes.
+Compiled functions never grow the arrays: `Forest.reserve` makes room before a call.
 """
 
 from __future__ import annotations
@@ -32,104 +34,147 @@ NUM_COLUMNS = 8
 FREE = 0  # first free node
 USED = 1  # nodes from here on were never used
 LIVE = 2  # nodes in use, roots included
-ID_BITS = 3  # bits of a slot that hold the node's id
+SEGMENTS = 3  # segments of the hash in use
 
-MAX_LOAD = 0.8  # of the hash
-LOAD_AFTER_GROWTH = 0.57
 NODE_GROWTH = 1.125  # small, because what is reserved and not used counts as bytes per token too
+
+# The array `slots`: the segment of every hash prefix, of every segment its load and its prefix length, the segments.
+ID_BITS = 27  # of a slot; the other bits are the tag
+ID_MASK = (1 << ID_BITS) - 1
+PREFIX_BITS = 13
+NUM_PREFIXES = 1 << PREFIX_BITS
+LOADS = NUM_PREFIXES
+LENGTHS = 2 * NUM_PREFIXES
+FIRST_SEGMENT = 3 * NUM_PREFIXES
+SEGMENT_BITS = 14
+SEGMENT_SIZE = 1 << SEGMENT_BITS
+FULL = int(0.85 * SEGMENT_SIZE)
 
 
 @compiled
-def _hash(parent: int, token: int) -> Any:
-    """64 mixed bits: the upper 32 choose the slot, the lower ones are its tag."""
+def _hash(parent: int, token: int) -> int:
+    """63 mixed bits: the upper ones choose the segment, the next ones the slot, the lowest are the tag."""
     bits: Any = (np.uint64(parent) << np.uint64(32)) | np.uint64(np.uint32(token))
     bits *= np.uint64(0x9E3779B97F4A7C15)
     bits ^= bits >> np.uint64(32)
     bits *= np.uint64(0xD6E8FEB86659FD93)
     bits ^= bits >> np.uint64(32)
-    return bits
+    return int(np.int64(bits >> np.uint64(1)))
 
 
 @compiled
-def _home(bits: Any, num_slots: int) -> Any:
-    """The slot where the search for a key starts; the table may have any size."""
-    return np.int64(((bits >> np.uint64(32)) * np.uint64(num_slots)) >> np.uint64(32))
+def _prefix(key: int) -> int:
+    return key >> (63 - PREFIX_BITS)
+
+
+@compiled
+def _home(key: int) -> int:
+    """Where the search for a key starts in its segment."""
+    return (key >> (63 - PREFIX_BITS - SEGMENT_BITS)) & (SEGMENT_SIZE - 1)
+
+
+@compiled
+def _base(slots: Uint32Array, key: int) -> int:
+    """Where the segment of a key starts."""
+    return FIRST_SEGMENT + int(slots[_prefix(key)]) * SEGMENT_SIZE
 
 
 @compiled
 def find(nodes: Int32Array, slots: Uint32Array, parent: int, token: int) -> int:
     """The child of `parent` whose edge starts with `token`, 0 when there is none."""
-    bits = _hash(parent, token)
-    place = _home(bits, slots.size)
-    id_bits = np.int64(nodes[0, ID_BITS])
-    tag = np.int64(bits & np.uint64(0xFFFFFFFF)) << id_bits & 0xFFFFFFFF
+    key = _hash(parent, token)
+    base, place = _base(slots, key), _home(key)
+    tag = (key << ID_BITS) & 0xFFFFFFFF
     while True:
-        slot = np.int64(slots[place])
+        slot = int(slots[base + place])
         if slot == 0:
             return 0
-        if (slot ^ tag) >> id_bits == 0:
-            node = int(slot & ((1 << id_bits) - 1))
+        if (slot ^ tag) >> ID_BITS == 0:
+            node = slot & ID_MASK
             if nodes[node, PARENT] == parent and nodes[node, TOKEN] == token:
                 return node
-        place += 1
-        if place == slots.size:
-            place = 0
+        place = (place + 1) & (SEGMENT_SIZE - 1)
+
+
+@compiled
+def _put(slots: Uint32Array, key: int, node: int) -> None:
+    base, place = _base(slots, key), _home(key)
+    while slots[base + place] != 0:
+        place = (place + 1) & (SEGMENT_SIZE - 1)
+    slots[base + place] = ((key << ID_BITS) & 0xFFFFFFFF) | node
+    slots[LOADS + int(slots[_prefix(key)])] += 1
+
+
+@compiled
+def _split_segment(nodes: Int32Array, slots: Uint32Array, prefix: int) -> None:
+    """Move the upper half of a segment's prefixes, and what is stored under them, to a segment of its own."""
+    lower, upper = int(slots[prefix]), int(nodes[0, SEGMENTS])
+    nodes[0, SEGMENTS] = upper + 1
+    length = int(slots[LENGTHS + lower])
+    num_prefixes = 1 << (PREFIX_BITS - length)
+    first = prefix & ~(num_prefixes - 1)
+    for moved in range(first + num_prefixes // 2, first + num_prefixes):
+        slots[moved] = upper
+    slots[LENGTHS + lower] = length + 1
+    slots[LENGTHS + upper] = length + 1
+    slots[LOADS + lower] = 0  # of the new one it is 0
+    base = FIRST_SEGMENT + lower * SEGMENT_SIZE
+    stored = slots[base : base + SEGMENT_SIZE].copy()
+    slots[base : base + SEGMENT_SIZE] = 0
+    for slot in stored:
+        if slot != 0:
+            node = int(slot) & ID_MASK
+            _put(slots, _hash(nodes[node, PARENT], nodes[node, TOKEN]), node)
 
 
 @compiled
 def enter(nodes: Int32Array, slots: Uint32Array, node: int) -> None:
     """Put a node into the hash under its parent and token, which nobody has there."""
-    bits = _hash(nodes[node, PARENT], nodes[node, TOKEN])
-    place = _home(bits, slots.size)
-    while slots[place] != 0:
-        place += 1
-        if place == slots.size:
-            place = 0
-    id_bits = np.int64(nodes[0, ID_BITS])
-    slots[place] = (np.int64(bits & np.uint64(0xFFFFFFFF)) << id_bits & 0xFFFFFFFF) | node
+    key = _hash(nodes[node, PARENT], nodes[node, TOKEN])
+    segment = int(slots[_prefix(key)])
+    has_spare = FIRST_SEGMENT + (nodes[0, SEGMENTS] + 1) * SEGMENT_SIZE <= slots.size
+    if slots[LOADS + segment] >= FULL and slots[LENGTHS + segment] < PREFIX_BITS and has_spare:
+        _split_segment(nodes, slots, _prefix(key))
+    _put(slots, key, node)
 
 
 @compiled
 def _place_of(nodes: Int32Array, slots: Uint32Array, node: int) -> int:
-    place: int = _home(_hash(nodes[node, PARENT], nodes[node, TOKEN]), slots.size)
-    id_mask = (np.int64(1) << np.int64(nodes[0, ID_BITS])) - 1
-    while np.int64(slots[place]) & id_mask != node:
-        place += 1
-        if place == slots.size:
-            place = 0
-    return place
+    """Index of the slot that holds a node."""
+    key = _hash(nodes[node, PARENT], nodes[node, TOKEN])
+    base, place = _base(slots, key), _home(key)
+    while int(slots[base + place]) & ID_MASK != node:
+        place = (place + 1) & (SEGMENT_SIZE - 1)
+    return base + place
 
 
 @compiled
 def rename(nodes: Int32Array, slots: Uint32Array, old: int, new: int) -> None:
     """Give the key of one node to another; the tag belongs to the key and stays."""
     place = _place_of(nodes, slots, old)
-    slots[place] = np.int64(slots[place]) ^ old ^ new
+    slots[place] = int(slots[place]) ^ old ^ new
 
 
 @compiled
 def leave(nodes: Int32Array, slots: Uint32Array, node: int) -> None:
     """Take a node out of the hash; what was pushed past its slot moves back, so no mark of it stays."""
-    size = slots.size
-    hole = _place_of(nodes, slots, node)
-    id_mask = (np.int64(1) << np.int64(nodes[0, ID_BITS])) - 1
+    key = _hash(nodes[node, PARENT], nodes[node, TOKEN])
+    base = _base(slots, key)
+    hole = _place_of(nodes, slots, node) - base
     place = hole
     while True:
-        place += 1
-        if place == size:
-            place = 0
-        slot = np.int64(slots[place])
+        place = (place + 1) & (SEGMENT_SIZE - 1)
+        slot = int(slots[base + place])
         if slot == 0:
             break
-        other = slot & id_mask
-        home = _home(_hash(nodes[other, PARENT], nodes[other, TOKEN]), size)
+        other = slot & ID_MASK
+        home = _home(_hash(nodes[other, PARENT], nodes[other, TOKEN]))
         # It may move into the hole unless its search starts behind the hole.
-        distance = place - home if place >= home else place - home + size
-        gap = place - hole if place >= hole else place - hole + size
-        if distance >= gap:
-            slots[hole] = slot
+        if (place - home) & (SEGMENT_SIZE - 1) >= (place - hole) & (SEGMENT_SIZE - 1):
+            slots[base + hole] = slot
             hole = place
-    slots[hole] = 0
+    slots[base + hole] = 0
+    slots[LOADS + int(slots[_prefix(key)])] -= 1
 
 
 @compiled
@@ -160,20 +205,14 @@ def free_node(nodes: Int32Array, node: int) -> None:
     nodes[0, LIVE] -= 1
 
 
-@compiled
-def _enter_all(nodes: Int32Array, slots: Uint32Array) -> None:
-    for node in range(1, nodes[0, USED]):
-        if nodes[node, PARENT] > 0:
-            enter(nodes, slots, node)
-
-
 class Forest:
     """The arrays of a pool and its hash. A tree is a root in it; several trees may share one pool."""
 
     def __init__(self) -> None:
         self.nodes: Int32Array = np.zeros((256, NUM_COLUMNS), dtype=np.int32)
         self.nodes[0, USED] = 1
-        self.slots: Uint32Array = np.zeros(0, dtype=np.uint32)
+        self.nodes[0, SEGMENTS] = 1
+        self.slots: Uint32Array = np.zeros(FIRST_SEGMENT + 2 * SEGMENT_SIZE, dtype=np.uint32)
         self._spare = 0  # nodes there is room for at least
         self.reserve(128)
 
@@ -192,13 +231,16 @@ class Forest:
         if self._spare >= 0:
             return  # counted as if all that was ever reserved had been used: most calls end here
         needed = self.num_nodes + 1 + num_nodes
+        if needed > ID_MASK:
+            raise OverflowError(f"a suffix cache holds at most {ID_MASK:,} nodes, and {needed:,} are needed")
         if needed > len(self.nodes):
-            size = max(needed, int(len(self.nodes) * NODE_GROWTH))
-            self.nodes.resize((size, NUM_COLUMNS), refcheck=False)  # realloc: a large array is remapped, not copied
-        if needed > MAX_LOAD * self.slots.size or len(self.nodes) > 1 << int(self.nodes[0, ID_BITS]):
-            size = max(self.slots.size, int(needed / LOAD_AFTER_GROWTH))
-            self.slots = np.zeros(0, dtype=np.uint32)  # the old one goes first: the nodes know all there is to know
-            self.slots = np.zeros(size, dtype=np.uint32)
-            self.nodes[0, ID_BITS] = int(max(len(self.nodes) * NODE_GROWTH, size)).bit_length()
-            _enter_all(self.nodes, self.slots)
-        self._spare = min(len(self.nodes), int(MAX_LOAD * self.slots.size)) - needed
+            # realloc: a large array is remapped, not copied
+            self.nodes.resize((max(needed, int(len(self.nodes) * NODE_GROWTH)), NUM_COLUMNS), refcheck=False)
+        # Soon enough again that no segment goes from its limit to full in between.
+        self._spare = min(len(self.nodes) - needed, max(FULL // 16, needed // 32))
+        num_segments = int(self.nodes[0, SEGMENTS])
+        loads = self.slots[LOADS : LOADS + num_segments]
+        num_segments += int(np.count_nonzero(loads >= FULL * 15 // 16)) + 2 + 2 * (num_nodes + self._spare) // FULL
+        size = FIRST_SEGMENT + min(num_segments, NUM_PREFIXES) * SEGMENT_SIZE
+        if size > self.slots.size:
+            self.slots.resize(size, refcheck=False)

@@ -50,9 +50,7 @@ class TextRing:
         """Positions of a new text, [begin, end)."""
         begin, self._end = self._end, self._end + len(text)
         if self._end - self._begin > len(self.tokens):
-            old, kept = self.tokens, np.arange(self._begin, begin)
-            self.tokens = np.zeros(power_of_two(self._end - self._begin), dtype=np.int32)
-            self.tokens[kept & (len(self.tokens) - 1)] = old[kept & (len(old) - 1)]
+            self._grow(begin)
         self.tokens[np.arange(begin, self._end) & (len(self.tokens) - 1)] = text
         return begin, self._end
 
@@ -61,3 +59,12 @@ class TextRing:
         begin = self._begin
         self._begin += length
         return begin, self._begin
+
+    def _grow(self, end: int) -> None:
+        """Twice the room or more for the texts up to `end`."""
+        old = self.tokens
+        self.tokens = np.zeros(power_of_two(self._end - self._begin), dtype=np.int32)
+        wrap = min(end, (self._begin | (len(old) - 1)) + 1)  # where the old ring goes back to its start
+        for first, last in ((self._begin, wrap), (wrap, end)):
+            source, target = first & (len(old) - 1), first & (len(self.tokens) - 1)
+            self.tokens[target : target + last - first] = old[source : source + last - first]
