@@ -160,7 +160,14 @@ def test_a_large_forest_grows_shrinks_and_keeps_its_counts() -> None:
         cache.append(row, array(text * 4))  # more than the first segment holds
     for text in texts:
         cache.insert(text)
-    assert cache._forest.nodes[0, SEGMENTS] > 1, "no segment of the hash has split"
+    check_pool(cache._forest, len(rows))
+    long = generator.integers(0, 500, 16_000).tolist()
+    long += long[77:97]
+    rows.append(cache.open())
+    cache.append(rows[-1], array(long))
+    assert cache._forest.nodes[0, SEGMENTS] > 1, "a segment of the hash has split"
+    check_pool(cache._forest, len(rows))
+    assert_equal(cache.propose(rows[-1], 8), expected_draft(cache, long, texts[40:], 8))
     fresh = make_cache(24)
     for text in texts[40:]:
         fresh.insert(text)

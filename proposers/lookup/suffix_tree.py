@@ -25,6 +25,7 @@ from proposers.lookup.suffix_forest import (
     CHILD,
     COUNT,
     DEPTH,
+    LIVE,
     NEXT,
     PARENT,
     PREV,
@@ -174,7 +175,7 @@ def evict_response(
     """Take the oldest text out of the tree: what is left is what would be there without it."""
     mask = text.size - 1
     path = np.empty(max_depth, dtype=np.int64)
-    families = np.empty((end - begin) * min(max_depth, end - begin), dtype=np.int32)
+    families = np.empty(nodes[0, LIVE], dtype=np.int32)  # to be searched, each once
     num_families = 0
     for start in range(begin, end):
         node, length, num_passed = root, 0, 0
