@@ -15,8 +15,11 @@ from runner.engine.scheduler import Schedule
 
 
 class SuffixProposer(Proposer):
-    """Args:
-    corpus: token ids of earlier responses, the oldest first, to start from.
+    """Trees over the running requests, and one over responses that have finished.
+
+    Args:
+        suffix_decoding_*: as in the configuration.
+        corpus: token ids of earlier responses to start from, the oldest first; read once.
     """
 
     def __init__(
