@@ -59,6 +59,9 @@ class Proposer(ABC):
     def release(self, request_id: str) -> None:  # noqa: B027 - optional
         """Forget a request."""
 
+    def set_learning(self, is_learning: bool) -> None:  # noqa: B027 - optional
+        """Whether what requests said may be remembered after their release; a warm-up's must not be."""
+
     @property
     def cache_bytes_per_block(self) -> int:
         """Device memory this proposer needs for every KV block of the engine."""

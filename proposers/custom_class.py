@@ -33,6 +33,9 @@ class CustomClassProposer(Proposer):
     def release(self, request_id: str) -> None:
         self.inner.release(request_id)
 
+    def set_learning(self, is_learning: bool) -> None:
+        self.inner.set_learning(is_learning)
+
     @property
     def cache_bytes_per_block(self) -> int:
         return self.inner.cache_bytes_per_block

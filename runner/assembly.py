@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from proposers.base import Proposer, ProposerContext, proposer_class
-from runner.config import MethodConfig, ModelConfig, SpeculativeConfig
+from runner.config import MethodConfig, ModelConfig, SpeculativeConfig, SuffixMethod
 from runner.engine.checkpoint import DTYPES, ModelSource, load_config, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.grammar import GrammarCompiler
@@ -24,6 +24,7 @@ from runner.engine.loader import LoadedModel, load_model
 from runner.engine.memory import GIB, available_memory
 from runner.engine.model_runner import ModelRunner
 from runner.prompts import Tokenizer
+from runner.responses import check_responses_file, read_responses
 from runner.tiny import DRAFT_DIR, TARGET_DIR
 from verifier.rejection_sampler import RejectionSampler
 from verifier.verifier import Verifier
@@ -59,6 +60,8 @@ def assemble(config: SpeculativeConfig) -> Assembly:
     """
     hide_kernels_client()
     _release_unused_memory()
+    if isinstance(config.method, SuffixMethod) and config.method.suffix_decoding_corpus is not None:
+        check_responses_file(config.method.suffix_decoding_corpus)
     hardware = config.hardware
     device = resolve_device(hardware.device)
     if hardware.num_threads is not None:
@@ -98,7 +101,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         keys_by_draft_step=rejection_sampler.rule.keys_by_draft_step,
         grammars=grammars,
     )
-    proposer = _build_proposer(config, context)
+    proposer = _build_proposer(config, context, tokenizer)
     blocks = _num_blocks(config, info, target, proposer, device)
     target.allocate_cache(blocks)
     proposer.allocate_cache(blocks)
@@ -211,7 +214,7 @@ def _eos_token_ids(source: ModelSource, info: LoadedModel, tokenizer: Tokenizer)
     return tuple(found) if isinstance(found, list | tuple) else (int(found),)
 
 
-def _build_proposer(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+def _build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenizer: Tokenizer) -> Proposer:
     method = config.method
     own_keys: dict[str, Any] = method.model_dump(exclude=set(COMMON_METHOD_KEYS))
     draft = config.draft_model_config()
@@ -221,6 +224,10 @@ def _build_proposer(config: SpeculativeConfig, context: ProposerContext) -> Prop
         own_keys |= {"source": source, "draft_sample_method": method.draft_sample_method}
         for key in ("model", "revision"):
             own_keys.pop(key, None)
+    if isinstance(method, SuffixMethod):
+        path = own_keys.pop("suffix_decoding_corpus")
+        if path is not None:
+            own_keys["corpus"] = read_responses(check_responses_file(path), tokenizer, context.vocab_size)
     num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
     return proposer_class(method.method)(num_speculative_tokens=num_tokens, context=context, **own_keys)
 

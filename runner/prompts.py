@@ -71,6 +71,13 @@ class Tokenizer:
             f"got {type(prompt).__name__}"
         )
 
+    def encode_response(self, text: str) -> list[int]:
+        """Token ids of a text that a model said: nothing is put before or behind it."""
+        if self._tokenizer is None:
+            raise UserError("the text of a response needs a tokenizer; give its token_ids, or set model.tokenizer")
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""

@@ -1,0 +1,75 @@
+"""Suffix decoding (arXiv 2411.04975): drafts what followed the same words before, in this request or in finished ones.
+
+The draft is as long as the match is convincing. Responses of finished requests are remembered, up to
+`suffix_decoding_max_cached_requests`; those of requests that were aborted or preempted are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
+from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
+from runner.engine.request import DraftTokens, Request, RequestStatus
+from runner.engine.scheduler import Schedule
+
+
+class SuffixProposer(Proposer):
+    """Trees over the running requests, and one over responses that have finished.
+
+    Args:
+        suffix_decoding_*: as in the configuration.
+        corpus: token ids of earlier responses to start from, the oldest first; read once.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int,
+        context: ProposerContext,
+        suffix_decoding_max_tree_depth: int,
+        suffix_decoding_max_cached_requests: int,
+        suffix_decoding_max_spec_factor: float,
+        suffix_decoding_min_token_prob: float,
+        corpus: Iterable[Sequence[int]] = (),
+    ) -> None:
+        super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
+        compile_suffix_cache()
+        self._cache = SuffixCache(
+            max_tree_depth=suffix_decoding_max_tree_depth,
+            max_cached_requests=suffix_decoding_max_cached_requests,
+            max_spec_factor=suffix_decoding_max_spec_factor,
+            min_token_prob=suffix_decoding_min_token_prob,
+        )
+        for response in corpus:
+            self._cache.insert(response)
+        self._requests: dict[str, Request] = {}  # that have been scheduled and not been released
+        self._rows: dict[str, int] = {}  # of those that have decoded
+        self._num_known: dict[str, int] = {}  # committed tokens that the cache has of them
+        self._is_learning = True
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        for item in schedule.scheduled:  # also those that may finish with their first token
+            self._requests[item.request.request_id] = item.request
+        rows, new_tokens, limits = list[int](), list[list[int]](), list[int]()
+        for item in schedule.decoding:
+            request = item.request
+            request_id = request.request_id
+            if request_id not in self._rows:
+                self._rows[request_id], self._num_known[request_id] = self._cache.open(), 0
+            rows.append(self._rows[request_id])
+            new_tokens.append(request.tokens_between(self._num_known[request_id], request.num_tokens))
+            self._num_known[request_id] = request.num_tokens
+            limits.append(item.max_draft_tokens)
+        return draft_tokens_from_lists(self._cache.step(rows, new_tokens, limits), self.context.device)
+
+    def release(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request_id in self._rows:
+            self._cache.close(self._rows.pop(request_id))
+            del self._num_known[request_id]
+        if request is not None and request.status is RequestStatus.FINISHED and self._is_learning:
+            self._cache.insert(request.output_token_ids)
+
+    def set_learning(self, is_learning: bool) -> None:
+        self._is_learning = is_learning

@@ -1,0 +1,73 @@
+"""Earlier responses as token ids, from a .jsonl file: what suffix decoding starts from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.engine.errors import UserError
+from runner.prompts import Tokenizer
+
+KEY = "method.suffix_decoding_corpus"
+TEXT_FIELDS = ("text", "response")
+
+
+def check_responses_file(path: str) -> Path:
+    """The file's path. Raises UserError when there is none; asked before a model is loaded."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"{KEY} must be a .jsonl file, got {path!r}, which does not exist; check the path")
+    return file
+
+
+def read_responses(path: Path, tokenizer: Tokenizer, vocab_size: int) -> Iterator[list[int]]:
+    """The token ids of each line's response, in order; empty ones are left out. Shows how far it is on a terminal.
+
+    A line is an object with `token_ids`, as a run's outputs.jsonl has them, or with `text` or `response`.
+
+    Raises:
+        UserError: a line holds no response of this vocabulary, or no line does; the message names the line.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    num_responses = 0
+    with path.open("rb") as file, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading earlier responses", total=path.stat().st_size)
+        for number, line in enumerate(file, start=1):
+            response = _read_line(line, f"{path}:{number}", tokenizer, vocab_size) if line.strip() else []
+            if response:
+                num_responses += 1
+                yield response
+            bar.advance(task, len(line))
+    if num_responses == 0:
+        raise UserError(f"{KEY} must hold at least one response, got {str(path)!r}, which holds none")
+
+
+def _read_line(line: bytes, place: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:  # bytes that are no UTF-8, or text that is no JSON
+        raise UserError(f"{place} must be a JSON object, got {line.strip()[:60]!r}: {error}") from error
+    if not isinstance(row, Mapping):
+        raise UserError(f"{place} must be a JSON object, got a {type(row).__name__}")
+    if "token_ids" in row:
+        token_ids = row["token_ids"]
+        if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
+            raise UserError(f"{place}: token_ids must be a list of token ids, got {str(token_ids)[:60]!r}")
+        wrong = [token for token in token_ids if not 0 <= token < vocab_size]
+        if wrong:
+            raise UserError(
+                f"{place}: token_ids must lie in [0, {vocab_size - 1}], the target's vocabulary, got {wrong[0]}; "
+                "give responses of the same tokenizer, or their text"
+            )
+        return token_ids
+    for field in TEXT_FIELDS:
+        if isinstance(row.get(field), str):
+            return tokenizer.encode_response(row[field])
+    raise UserError(
+        f"{place} must have token_ids, or a string {' or '.join(TEXT_FIELDS)}; it has {', '.join(row) or 'no field'}"
+    )

@@ -1,0 +1,227 @@
+"""method=suffix in the engine: what it remembers of whom, what it starts from, and how long its drafts are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from proposers.base import ProposerContext
+from proposers.suffix import SuffixProposer
+from runner.engine.errors import UserError
+from runner.engine.request import Request, RequestStatus
+from runner.engine.sampling_params import SamplingParams
+from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.llm import LLM
+from runner.prompts import Tokenizer
+from runner.responses import read_responses
+from runner.run import measure
+from runner.tiny import TARGET_DIR
+from runner.workload import WorkloadItem
+from tests.conftest import TARGET_CONFIG, Engines, complete
+
+PROMPTS = [{"prompt_token_ids": [3 + i, 40, 5 * i]} for i in range(4)]
+PARAMS = [SamplingParams(max_tokens=24, seed=i, ignore_eos=True) for i in range(4)]
+METHOD = {"method": "suffix", "num_speculative_tokens": 6}
+
+
+def make_proposer(**keys: Any) -> SuffixProposer:
+    context = ProposerContext(
+        vocab_size=100,
+        max_model_len=1000,
+        eos_token_ids=(0,),
+        block_size=16,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        batch_invariant=True,
+        needs_draft_probs=False,
+    )
+    defaults = {
+        "suffix_decoding_max_tree_depth": 24,
+        "suffix_decoding_max_cached_requests": 10,
+        "suffix_decoding_max_spec_factor": 1.0,
+        "suffix_decoding_min_token_prob": 0.1,
+    }
+    return SuffixProposer(num_speculative_tokens=4, context=context, **{**defaults, **keys})
+
+
+def make_request(prompt: list[int], output: list[int], request_id: str = "0") -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        output_token_ids=output,
+        sampling_params=SamplingParams(max_tokens=99),
+        seed=0,
+        status=RequestStatus.RUNNING,
+    )
+
+
+def propose(proposer: SuffixProposer, *requests: Request, limits: tuple[int, ...] = (4, 4)) -> list[list[int]]:
+    """A step in which all of them decode."""
+    scheduled = [
+        ScheduledRequest(
+            request=request,
+            start=request.num_tokens - 1,
+            num_new_tokens=1,
+            max_draft_tokens=limit,
+            yields_token=True,
+            is_decoding=True,
+        )
+        for request, limit in zip(requests, limits, strict=False)
+    ]
+    drafts = proposer.propose(Schedule(scheduled=scheduled))
+    cu = drafts.cu_num_draft_tokens
+    return [drafts.token_ids[cu[i] : cu[i + 1]].tolist() for i in range(len(requests))]
+
+
+def end(proposer: SuffixProposer, request: Request, status: RequestStatus) -> None:
+    request.status = status
+    proposer.release(request.request_id)
+
+
+def test_a_request_drafts_from_its_prompt_and_its_output_as_long_as_the_match_allows() -> None:
+    proposer = make_proposer()
+    request, other = make_request([1, 2, 3, 4, 5, 6], [9, 1, 2, 3]), make_request([7], [8, 7], "1")
+    assert propose(proposer, request, other) == [[4, 5, 6], [8]]
+    request.output_token_ids += [4, 5]
+    assert propose(proposer, request, other, limits=(2, 0)) == [[6, 9], []]
+    request.output_token_ids.append(50)
+    assert propose(proposer, request) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("status", "is_remembered"),
+    [(RequestStatus.FINISHED, True), (RequestStatus.FAILED, False), (RequestStatus.WAITING, False)],
+)
+def test_responses_of_requests_that_finished_are_remembered_and_no_others(
+    status: RequestStatus, is_remembered: bool
+) -> None:
+    """Waiting is what a preempted request is: it will say the same again, and it would count twice."""
+    proposer = make_proposer()
+    first = make_request([1, 2], [60, 61, 62])
+    propose(proposer, first)
+    end(proposer, first, status)
+    proposer.release(first.request_id)  # the run releases everything once more at its end
+    assert propose(proposer, make_request([5], [60, 61], "1")) == [[62] if is_remembered else []]
+    assert propose(proposer, make_request([5], [1], "2")) == [[]], "prompts are not remembered"
+
+
+def test_a_response_of_one_step_is_remembered_although_nothing_was_drafted_for_it() -> None:
+    proposer = make_proposer()
+    request = make_request([1], [])
+    prefill = ScheduledRequest(
+        request=request, start=0, num_new_tokens=1, max_draft_tokens=0, yields_token=True, is_decoding=False
+    )
+    proposer.propose(Schedule(scheduled=[prefill]))
+    request.output_token_ids += [7, 8]
+    end(proposer, request, RequestStatus.FINISHED)
+    assert propose(proposer, make_request([7], [7], "1")) == [[8]]
+
+
+def test_a_request_that_comes_back_after_preemption_drafts_as_if_it_had_never_gone() -> None:
+    proposer = make_proposer()
+    request = make_request([1, 2, 3, 4], [1, 2])
+    before = propose(proposer, request)
+    end(proposer, request, RequestStatus.WAITING)
+    assert propose(proposer, request) == before == [[3, 4]]
+
+
+def test_no_cached_requests_leaves_the_request_its_own_text() -> None:
+    proposer = make_proposer(suffix_decoding_max_cached_requests=0, corpus=[[1, 30, 31]])
+    first = make_request([5], [60, 61, 62])
+    propose(proposer, first)
+    end(proposer, first, RequestStatus.FINISHED)
+    assert propose(proposer, make_request([5], [60], "1"), make_request([1, 2, 1], [2, 1], "2")) == [[], [2, 1]]
+
+
+def test_a_proposer_that_is_not_to_learn_remembers_nothing() -> None:
+    proposer = make_proposer(corpus=[[50, 51]])
+    for is_learning in (False, True):
+        proposer.set_learning(is_learning)
+        first = make_request([5], [60, 61])
+        propose(proposer, first)
+        end(proposer, first, RequestStatus.FINISHED)
+        drafts = propose(proposer, make_request([5], [60], "1"), make_request([5], [50], "2"))
+        assert drafts == [[61] if is_learning else [], [51]]
+        for request_id in ("1", "2"):
+            proposer.release(request_id)
+
+
+def test_the_warm_up_teaches_the_measured_run_nothing() -> None:
+    """It runs prompts of the workload: a method that kept its answers would be measured on what it has seen."""
+    arguments = {"device": "cpu", "load_format": "dummy", "hf_config": TARGET_CONFIG, "dtype": "float32"}
+    llm = LLM("dummy", speculative_config=METHOD, **arguments)
+    known_at_start = []
+    propose = llm.engine.proposer.propose
+
+    def spy(schedule: Schedule) -> Any:
+        known_at_start.append(llm.engine.proposer._cache.num_responses)  # type: ignore[attr-defined]
+        return propose(schedule)
+
+    llm.engine.proposer.propose = spy  # type: ignore[method-assign]
+    measure(llm, [WorkloadItem(prompt=prompt) for prompt in PROMPTS[:2]])
+    assert 0 in known_at_start and max(known_at_start) <= 2
+    assert llm.engine.proposer._cache.num_responses == 2  # type: ignore[attr-defined]
+
+
+def test_a_second_run_of_the_same_prompts_needs_few_steps_and_says_the_same(engines: Engines) -> None:
+    llm = engines(METHOD, num_gpu_blocks_override=20)
+    first, before = complete(llm, PROMPTS, PARAMS)
+    second, after = complete(llm, PROMPTS, PARAMS)
+    assert [r.output_token_ids for r in first] == [r.output_token_ids for r in second]
+    assert after.num_accepted_tokens > before.num_accepted_tokens + 20
+
+
+def write_lines(path: Path, *rows: object) -> str:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def test_a_corpus_of_earlier_responses_is_known_from_the_first_step(engines: Engines, tmp_path: Path) -> None:
+    plain, _ = complete(engines(), PROMPTS, PARAMS)
+    corpus = write_lines(
+        tmp_path / "outputs.jsonl", *({"token_ids": r.output_token_ids} for r in plain), "", {"token_ids": []}
+    )
+    _, without = complete(engines(METHOD, num_gpu_blocks_override=21), PROMPTS, PARAMS)
+    requests, metrics = complete(engines({**METHOD, "suffix_decoding_corpus": corpus}), PROMPTS, PARAMS)
+    assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in plain]
+    assert metrics.num_accepted_tokens > without.num_accepted_tokens + 20
+
+
+def test_a_corpus_may_hold_text_under_either_name(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(TARGET_DIR)
+    rows = ({"text": "def f():"}, {"response": "def f():"}, {"token_ids": [1, 2], "text": "other"})
+    path = write_lines(tmp_path / "corpus.jsonl", *rows)
+    responses = list(read_responses(Path(path), tokenizer, 4096))
+    assert responses[0] == responses[1] and tokenizer.decode(responses[0]) == "def f():"
+    assert responses[2] == [1, 2]
+
+
+CORPUS_ERRORS: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", r"corpus\.jsonl:2 must be a JSON object, got .*"),
+    "a list": ([1, 2], r"corpus\.jsonl:2 must be a JSON object, got a list"),
+    "no response": ({"prompt": "x"}, r"corpus\.jsonl:2 must have token_ids, or a string text or .*; it has prompt"),
+    "an id of another vocabulary": (
+        {"token_ids": [3, 64]}, r"corpus\.jsonl:2: token_ids must lie in \[0, 63\], .*got 64; give .* or their text",
+    ),
+    "ids as text": ({"token_ids": "1 2"}, r"corpus\.jsonl:2: token_ids must be a list of token ids, got '1 2'"),
+    "text without a tokenizer": ({"text": "x"}, r"needs a tokenizer; give its token_ids, or set model\.tokenizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CORPUS_ERRORS)
+def test_a_line_of_a_corpus_that_cannot_be_used_is_named(tmp_path: Path, case: str) -> None:
+    row, message = CORPUS_ERRORS[case]
+    corpus = write_lines(tmp_path / "corpus.jsonl", {"token_ids": [1]}, row)
+    with pytest.raises(UserError, match=message):
+        list(read_responses(Path(corpus), Tokenizer(None), 64))
+
+
+def test_a_corpus_without_a_response_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="must hold at least one response"):
+        list(read_responses(Path(write_lines(tmp_path / "empty.jsonl", "")), Tokenizer(None), 64))
+    with pytest.raises(UserError, match=r"method\.suffix_decoding_corpus must be a \.jsonl file.*check the path"):
+        LLM("no-such-model", speculative_config={**METHOD, "suffix_decoding_corpus": "nowhere.jsonl"})
