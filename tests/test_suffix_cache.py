@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proposers.lookup import suffix_compile
+from proposers.lookup import compiled as compiled_room
 from proposers.lookup.suffix_cache import SuffixCache, SuffixDraft
 from proposers.lookup.suffix_forest import SEGMENTS
 from proposers.lookup.suffix_reference import Substrings, naive_propose, naive_substrings
@@ -305,9 +305,9 @@ def test_a_compiled_function_notices_that_one_it_calls_has_changed(tmp_path: Pat
     """numba's cache looks at the file of the function alone: the caller went on running yesterday's code."""
     package = tmp_path / "room"
     package.mkdir()
-    shutil.copy(suffix_compile.__file__, package / "suffix_compile.py")
+    shutil.copy(compiled_room.__file__, package / "compiled.py")
     (package / "__init__.py").touch()
-    start = "from room.suffix_compile import compiled\n"
+    start = "from room.compiled import compiled\n"
     (package / "lower.py").write_text(f"{start}@compiled\ndef one():\n    return 1\n")
     (package / "upper.py").write_text(
         f"{start}from room.lower import one\n@compiled\ndef two():\n    return one() + 1\n"

@@ -16,6 +16,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from proposers.lookup.compiled import compiled
+
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
@@ -25,7 +27,7 @@ START, CAPACITY_LOG2, LENGTH, MATCH = range(4)
 NUM_PREFETCHED_TOKENS = 8  # of a sequence in a call; much more would push itself out of the cache
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def extend_and_draft(
     pool: Int32Array,
     sequences: Int64Array,
@@ -70,7 +72,7 @@ def extend_and_draft(
         cu_num_drafts[place + 1] = given
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def move(
     pool: Int32Array,
     sequences: Int64Array,

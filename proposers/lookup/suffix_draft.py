@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from proposers.lookup.suffix_compile import compiled
+from proposers.lookup.compiled import compiled
 from proposers.lookup.suffix_forest import CHILD, COUNT, DEPTH, START, Int32Array, Uint32Array, find
 from proposers.lookup.suffix_tree import extend
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proposers.lookup.suffix_compile import compiled
+from proposers.lookup.compiled import compiled
 
 Int32Array = npt.NDArray[np.int32]
 Uint32Array = npt.NDArray[np.uint32]

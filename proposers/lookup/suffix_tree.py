@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from proposers.lookup.suffix_compile import compiled
+from proposers.lookup.compiled import compiled
 from proposers.lookup.suffix_family import (
     add_child,
     count_up,

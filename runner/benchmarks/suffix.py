@@ -1,4 +1,4 @@
-"""python -m proposers.lookup.suffix_benchmark: the suffix cache, beside arctic-inference's C++ tree if that is there.
+"""python -m runner.benchmarks.suffix: the suffix cache, beside arctic-inference's C++ tree if that is there.
 
 Checks first that drafts are those of the definition. Then, for each corpus and number of cached responses in a process
 of its own: memory (growth of the process), insertion, eviction, and requests that grow token by token with a proposal
@@ -11,7 +11,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -25,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
-from proposers.lookup.suffix_corpora import NAMES, Corpus
 from proposers.lookup.suffix_forest import Int32Array
 from proposers.lookup.suffix_reference import naive_propose
+from runner.benchmarks.machine import describe_machine
+from runner.benchmarks.suffix_corpora import NAMES, Corpus
 
 DEPTH, LIMIT = 24, 8
 PROMPT_LEN = 100
@@ -237,28 +237,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if options.output is not None:
         conditions = {key: getattr(options, key) for key in ("length", "rounds", "seed")}
-        conditions |= {"depth": DEPTH, "limit": LIMIT, "python": platform.python_version(), "cpu": _processor()}
-        options.output.write_text(json.dumps({"conditions": conditions, "results": results}, indent=2) + "\n")
+        conditions |= {"depth": DEPTH, "limit": LIMIT}
+        found = {**describe_machine("numba", "numpy"), "conditions": conditions, "results": results}
+        options.output.write_text(json.dumps(found, indent=2) + "\n")
     return 0
 
 
 def _print_table(title: str, results: dict[str, dict[str, float]]) -> None:
-    print(f"\n{title:40}" + "".join(f"{side:>12}" for side in results) + ("   ours/arctic" if len(results) > 1 else ""))
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", *results, *(["ours / arctic"] if len(results) > 1 else []), title=title)
     for what, value in results["ours"].items():
         values = [side.get(what) for side in results.values()]
-        ratio = f"{value / values[1]:14.2f}" if len(values) > 1 and values[1] else ""
-        print(f"  {what:38}" + "".join(" " * 12 if v is None else f"{v:12,.2f}" for v in values) + ratio)
-    sys.stdout.flush()
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        ratio = [f"{value / values[1]:.2f}"] if len(values) > 1 and values[1] else []
+        table.add_row(what, *("" if v is None else f"{v:,.2f}" for v in values), *ratio)
+    Console(width=100).print(table)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m proposers.lookup.suffix_benchmark", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m runner.benchmarks.suffix", description=__doc__)
     parser.add_argument("--responses", type=int, nargs="+", default=[1_000, 10_000], help="cached responses")
     parser.add_argument("--length", type=int, default=1_000, help="tokens of every response")
     parser.add_argument("--corpora", nargs="+", choices=NAMES, default=NAMES)

@@ -1,4 +1,4 @@
-"""python -m runner.benchmark: this engine against transformers' generate, on one machine, in one run.
+"""python -m runner.benchmarks.generate: this engine against transformers' generate, on one machine, in one run.
 
 Same weights, threads, dtype, prompts and output lengths (eos ignored on both sides); the contestants take turns, so
 that a machine whose speed drifts is unfair to none, and ratios are taken round by round. Says first how many
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,14 +18,16 @@ from typing import Any
 import torch
 
 from runner.assembly import BUILT_IN_MODELS, hide_kernels_client
+from runner.benchmarks.machine import describe_machine
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
+from runner.metrics.rates import percentiles
 from runner.prompts import make_requests
 from runner.tiny import DEMO_PATH
-from runner.tiny.manifest import processor_name
 
 SINGLE, BATCH = 1, 16
+SPREAD = ("median", "p20", "p80")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,11 +139,6 @@ def _ratios(rounds: dict[str, list[float]]) -> dict[str, list[float]]:
     }
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(values, n=5, method="inclusive") if len(values) > 1 else values * 4
-    return {"median": statistics.median(values), "p20": cuts[0], "p80": cuts[3]}
-
-
 def _print_table(rounds: dict[str, list[float]], options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -152,33 +147,26 @@ def _print_table(rounds: dict[str, list[float]], options: argparse.Namespace) ->
         f"tiny, float32, {options.threads} threads, prompt {options.prompt_len}, output {options.output_len}, "
         f"{options.rounds} rounds"
     )
-    table = Table("", "median", "p20", "p80", title=title)
+    table = Table("", *SPREAD, title=title)
     for name, values in rounds.items():
-        table.add_row(f"{name} (tokens/s)", *(f"{value:,.0f}" for value in _spread(values).values()))
+        table.add_row(f"{name} (tokens/s)", *(f"{percentiles(values)[key]:,.0f}" for key in SPREAD))
     table.add_section()
     for name, values in _ratios(rounds).items():
-        table.add_row(name, *(f"{value:.2f}x" for value in _spread(values).values()))
+        table.add_row(name, *(f"{percentiles(values)[key]:.2f}x" for key in SPREAD))
     Console(width=100).print(table)
 
 
 def _as_json(rounds: dict[str, list[float]], options: argparse.Namespace) -> dict[str, Any]:
-    import transformers
-
     return {
-        "cpu": processor_name(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        **describe_machine("torch", "transformers"),
         "conditions": {key: getattr(options, key) for key in ("threads", "prompt_len", "output_len", "rounds")},
-        "tokens_per_second": {name: _spread(values) for name, values in rounds.items()},
-        "ratios": {name: _spread(values) for name, values in _ratios(rounds).items()},
+        "tokens_per_second": {name: percentiles(values) for name, values in rounds.items()},
+        "ratios": {name: percentiles(values) for name, values in _ratios(rounds).items()},
     }
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m runner.benchmark", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m runner.benchmarks.generate", description=__doc__.split("\n\n")[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of both sides")
     parser.add_argument("--prompt-len", type=int, default=64, help="tokens of every prompt")
     parser.add_argument("--output-len", type=int, default=128, help="tokens generated for every prompt")

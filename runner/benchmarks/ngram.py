@@ -1,4 +1,4 @@
-"""python -m proposers.lookup.ngram_benchmark: what prompt lookup costs a step, on this machine.
+"""python -m runner.benchmarks.ngram: what prompt lookup costs a step, on this machine.
 
 64 contexts of 32k tokens; the methods are first held to the definition on short texts. `ngram` is timed as the compiled
 call and as the proposer's whole propose(), in warm and in cold caches, beside what others do, a search of every context
@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
@@ -26,19 +23,20 @@ from proposers.base import ProposerContext
 from proposers.lookup.ngram_definition import naive_lookup, search_from_the_end
 from proposers.lookup.ngram_index import NgramIndex
 from proposers.lookup.ngram_table import Int32Array, extend_and_draft
-from proposers.lookup.ngram_texts import next_tokens, text_of
 from proposers.ngram import NgramProposer
 from proposers.ngram_gpu import ngram_match_on
+from runner.benchmarks.machine import describe_machine
+from runner.benchmarks.ngram_texts import next_tokens, text_of
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule, ScheduledRequest
-from runner.tiny.manifest import processor_name
-from runner.tracking.git_sha import git_sha
+from runner.metrics.rates import percentiles
 
 MIN_N, MAX_N, NUM_DRAFTS = 2, 5, 4
 VOCAB_SIZE = 32_000
 NUM_STEPS, NUM_WARM_UP_STEPS = 200, 20
 CACHE_BYTES = 256 * 2**20  # more than most CPUs' last level of cache, and an H200's
+Spread = dict[str, float | None]  # median, p20, p80, p99
 KEYS = {"min_n": MIN_N, "max_n": MAX_N}
 
 
@@ -54,10 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if torch.cuda.is_available():
         microseconds |= _time_gpu(texts)
     found = {
-        "cpu": processor_name(),
+        **describe_machine("numba", "numpy", "torch"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": {"python": platform.python_version(), "numba": numba.__version__, "torch": torch.__version__},
-        "commit": git_sha(),
         "conditions": {
             "requests": options.requests, "context": options.context, "prompt_lookup_min": MIN_N,
             "prompt_lookup_max": MAX_N, "num_speculative_tokens": NUM_DRAFTS, "seed": options.seed, "threads": 1,
@@ -95,8 +91,8 @@ def _check(seed: int) -> None:
             assert drafts == expected, f"{name} differs from the definition at {text}: {drafts}, not {expected}"
 
 
-def _time_index(texts: list[list[int]]) -> dict[str, dict[str, float]]:
-    measured: dict[str, dict[str, float]] = {}
+def _time_index(texts: list[list[int]]) -> dict[str, Spread]:
+    measured: dict[str, Spread] = {}
     evicted = np.zeros(CACHE_BYTES // 8, dtype=np.int64)
     for num_new in (1, 4):
         for caches in ("warm", "cold"):
@@ -132,7 +128,7 @@ def _bytes_per_token(texts: list[list[int]]) -> float:
     return index.num_bytes / sum(map(len, texts))
 
 
-def _time_propose(texts: list[list[int]]) -> dict[str, dict[str, float]]:
+def _time_propose(texts: list[list[int]]) -> dict[str, Spread]:
     measured = {}
     for num_new in (1, 4):
         context = ProposerContext(
@@ -171,7 +167,7 @@ def _schedule(requests: list[Request]) -> Schedule:
     )  # fmt: skip
 
 
-def _time_search(texts: list[list[int]]) -> dict[str, float]:
+def _time_search(texts: list[list[int]]) -> Spread:
     steps, length, seconds = next_tokens(texts, 1, NUM_WARM_UP_STEPS + NUM_STEPS), len(texts[0]), []
     held: Int32Array = np.zeros((len(texts), length + len(steps)), dtype=np.int32)
     held[:, :length] = texts
@@ -185,7 +181,7 @@ def _time_search(texts: list[list[int]]) -> dict[str, float]:
     return _spread(seconds)
 
 
-def _time_gpu(texts: list[list[int]]) -> dict[str, dict[str, float]]:
+def _time_gpu(texts: list[list[int]]) -> dict[str, Spread]:
     ngram_match = ngram_match_on(torch.device("cuda"))
     token_ids = torch.tensor(texts, dtype=torch.int32, device="cuda")
     lengths = torch.full((len(texts),), len(texts[0]), device="cuda")
@@ -220,11 +216,10 @@ def _event_seconds(call: Callable[[], None], evicted: torch.Tensor) -> list[floa
     return seconds
 
 
-def _spread(seconds: list[float]) -> dict[str, float]:
+def _spread(seconds: list[float]) -> Spread:
     """Microseconds a call; the first steps warm up."""
     timed = seconds[min(NUM_WARM_UP_STEPS, len(seconds) // 4) :]
-    cuts = statistics.quantiles(timed, n=5, method="inclusive") if len(timed) > 1 else timed * 4
-    return {"median": statistics.median(timed) * 1e6, "p20": cuts[0] * 1e6, "p80": cuts[3] * 1e6}
+    return percentiles([1e6 * second for second in timed])
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -246,7 +241,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m proposers.lookup.ngram_benchmark")
+    parser = argparse.ArgumentParser(prog="python -m runner.benchmarks.ngram")
     parser.add_argument("--requests", type=int, default=64, help="contexts in one call")
     parser.add_argument("--context", type=int, default=32_000, help="tokens of every context")
     parser.add_argument("--seed", type=int, default=0, help="of the texts")

@@ -28,7 +28,11 @@ SOURCES = _digest_of_sources()
 
 def compiled(function: Function) -> Function:
     """`function`, compiled at its first call; typed for numbers and contiguous numpy arrays."""
-    dispatcher: Any = njit(cache=True)(function)
-    dispatcher._cache._cache_file._source_stamp = SOURCES
+    try:
+        dispatcher: Any = njit(cache=True)(function)
+    except RuntimeError:  # no directory that can be written to (NUMBA_CACHE_DIR names one): compiled in every process
+        dispatcher = njit(function)
+    else:
+        dispatcher._cache._cache_file._source_stamp = SOURCES
     typed: Function = dispatcher
     return typed
