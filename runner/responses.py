@@ -23,26 +23,20 @@ def check_responses_file(path: str) -> Path:
 
 
 def read_responses(path: Path, tokenizer: Tokenizer, vocab_size: int) -> Iterator[list[int]]:
-    """The token ids of each line's response, in order; empty ones are left out. Shows how far it is on a terminal.
+    """The token ids of each line's response, in order; empty ones are left out.
 
     A line is an object with `token_ids`, as a run's outputs.jsonl has them, or with `text` or `response`.
 
     Raises:
         UserError: a line holds no response of this vocabulary, or no line does; the message names the line.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
     num_responses = 0
-    with path.open("rb") as file, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading earlier responses", total=path.stat().st_size)
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             response = _read_line(line, f"{path}:{number}", tokenizer, vocab_size) if line.strip() else []
             if response:
                 num_responses += 1
                 yield response
-            bar.advance(task, len(line))
     if num_responses == 0:
         raise UserError(f"{KEY} must hold at least one response, got {str(path)!r}, which holds none")
 

@@ -21,7 +21,7 @@ from runner.llm import LLM
 from runner.metrics import MetricsCollector, RequestRecord, count_identical
 from runner.outputs import logprob_fields
 from runner.prompts import make_requests
-from runner.report import RunProgress, print_summary
+from runner.report import RunProgress, open_console, print_summary
 from runner.results import METRICS_FILE, OUTPUTS_FILE, write_metrics, write_outputs, write_vllm_config
 from runner.tracking import open_tracker
 from runner.workload import WorkloadItem, read_workload, synthetic_workload
@@ -38,11 +38,11 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
     """
     workload = config.workload
     if isinstance(workload, SyntheticWorkload):
-        llm = LLM.from_config(config)
+        llm = _load(config)
         items = synthetic_workload(workload, llm.engine.target_info.model.vocab_size)
     else:  # a file is read before a model is loaded, so that a wrong path shows at once
         items = read_workload(workload)
-        llm = LLM.from_config(config)
+        llm = _load(config)
     # Prompts are encoded once for their errors: none of those may leave a run behind.
     _requests(llm, items, config.sampler.to_sampling_params())
     method = config.method.method
@@ -81,6 +81,12 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
         ui_command=tracker.ui_command,
     )
     return summary
+
+
+def _load(config: SpeculativeConfig) -> LLM:
+    """The engine; weights, a corpus or the first compilation of a method may take a while."""
+    with open_console(stderr=True).status(f"loading {config.model.model} and method={config.method.method}"):
+        return LLM.from_config(config)
 
 
 @dataclass(frozen=True, kw_only=True)

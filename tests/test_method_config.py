@@ -262,3 +262,10 @@ def test_conditional_rates_multiply_to_the_unconditional_ones(rates: list[float]
 def test_synthetic_values_that_make_no_schedule_are_refused(values: dict[str, Any], message: str) -> None:
     method = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"} | values
     assert message in problems(method=method)
+
+
+def test_a_corpus_needs_room_for_responses() -> None:
+    text = problems(
+        method={"method": "suffix", "suffix_decoding_corpus": "a.jsonl", "suffix_decoding_max_cached_requests": 0}
+    )
+    assert "suffix_decoding_corpus must be null with suffix_decoding_max_cached_requests=0" in text

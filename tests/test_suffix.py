@@ -32,6 +32,7 @@ def make_proposer(**keys: Any) -> SuffixProposer:
     context = ProposerContext(
         vocab_size=100,
         max_model_len=1000,
+        max_num_seqs=64,
         eos_token_ids=(0,),
         block_size=16,
         device=torch.device("cpu"),

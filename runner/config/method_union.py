@@ -109,6 +109,15 @@ class SuffixMethod(MethodConfig):
         description="a .jsonl file of earlier responses (token_ids or text, as outputs.jsonl has) to start from",
     )
 
+    @model_validator(mode="after")
+    def _check_corpus(self) -> SuffixMethod:
+        if self.suffix_decoding_corpus is not None and self.suffix_decoding_max_cached_requests == 0:
+            raise ValueError(
+                f"suffix_decoding_corpus must be null with suffix_decoding_max_cached_requests=0, which keeps no "
+                f"response, got {self.suffix_decoding_corpus!r}; raise suffix_decoding_max_cached_requests"
+            )
+        return self
+
 
 class DraftModelMethod(MethodConfig):
     """A smaller model of the same vocabulary drafts token by token."""

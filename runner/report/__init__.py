@@ -4,7 +4,8 @@ Readable at 80 columns, in a pipe (no escape codes) and without Unicode. A numbe
 """
 
 from runner.report.comparison import print_comparison
+from runner.report.console import open_console
 from runner.report.progress import RunProgress
 from runner.report.summary import print_summary
 
-__all__ = ["RunProgress", "print_comparison", "print_summary"]
+__all__ = ["RunProgress", "open_console", "print_comparison", "print_summary"]
