@@ -53,11 +53,14 @@ def test_every_command_is_one_that_the_runner_takes(
         assert len(ending.jobs) == (0 if "--help" in arguments else 1)
 
 
-def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = blocks("python")
-    exec(compile(example, "README.md", "exec"), {})
+def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    completion, constrained = blocks("python")
+    exec(compile(completion, "README.md", "exec"), {})
+    assert "vllm:spec_decode_num_accepted_tokens" in capsys.readouterr().out
+    exec(compile(constrained, "README.md", "exec"), {})
     printed = capsys.readouterr().out
-    assert "vllm:spec_decode_num_accepted_tokens" in printed
+    assert re.match(r'\{"color": ?"(red|green)", ?"count": ?-?\d+\} ', printed), printed
+    assert "logprob" in printed
 
 
 def test_the_module_runs_as_written(tmp_path: Path) -> None:
