@@ -18,7 +18,8 @@ def check_responses_file(path: str) -> Path:
     """The file's path. Raises UserError when there is none; asked before a model is loaded."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UserError(f"{KEY} must be a .jsonl file, got {path!r}, which does not exist; check the path")
+        found = "is not a file" if file.exists() else "does not exist"
+        raise UserError(f"{KEY} must be a .jsonl file, got {path!r}, which {found}; check the path")
     return file
 
 
@@ -42,10 +43,12 @@ def read_responses(path: Path, tokenizer: Tokenizer, vocab_size: int) -> Iterato
 
 
 def _read_line(line: bytes, place: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    line, place = line.strip(), f"{KEY}: {place}"
     try:
         row: Any = json.loads(line)
     except ValueError as error:  # bytes that are no UTF-8, or text that is no JSON
-        raise UserError(f"{place} must be a JSON object, got {line.strip()[:60]!r}: {error}") from error
+        text = line[:60].decode(errors="replace")
+        raise UserError(f"{place} must be a JSON object, got {text!r} ({error}); mend or remove that line") from error
     if not isinstance(row, Mapping):
         raise UserError(f"{place} must be a JSON object, got a {type(row).__name__}")
     if "token_ids" in row:

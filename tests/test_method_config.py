@@ -166,6 +166,29 @@ def test_ngram_ignores_only_how_a_model_would_draft() -> None:
     assert method.normalised().num_speculative_tokens == 8
 
 
+def test_a_rule_says_which_keys_it_does_not_read() -> None:
+    method = method_of({"method": "ngram", "posterior_threshold": 0.2})
+    assert method.notes() == ["rejection_sample_method=strict ignores posterior_threshold=0.2"]
+    assert method.normalised() == method_of({"method": "ngram"}).normalised()
+    typical = method_of({"method": "ngram", "posterior_threshold": 0.2, "rejection_sample_method": "typical"})
+    assert typical.notes() == [] and typical.normalised().posterior_threshold == 0.2
+    assert method_of({"method": "none", "posterior_alpha": 0.2}).notes() == ["method=none ignores posterior_alpha=0.2"]
+
+
+def test_a_load_cannot_raise_the_number_of_tokens_and_the_run_says_so() -> None:
+    ranges = {"num_speculative_tokens_per_batch_size": [[1, 2, 8], [3, 64, 2]]}
+    (note,) = method_of({"method": "ngram", "num_speculative_tokens": 4} | ranges).notes()
+    assert "asks for 8 tokens; no load gives more than num_speculative_tokens=4" in note
+    assert method_of({"method": "ngram", "num_speculative_tokens": 8} | ranges).notes() == []
+
+
+@pytest.mark.parametrize("ranges", ["[[1, 2, 8]]", 4, [[1, 4]], [1, 2, 3]])
+def test_ranges_of_another_shape_are_answered_with_the_shape(ranges: Any) -> None:
+    text = problems(method={"method": "ngram", "num_speculative_tokens_per_batch_size": ranges})
+    assert "method.num_speculative_tokens_per_batch_size must be a list of [start, end, K], such as [[1, 8, 4]" in text
+    assert repr(ranges) in text
+
+
 def test_custom_class_takes_a_dotted_path() -> None:
     text = problems(method={"method": "custom_class", "model": "mine"})
     assert text == "method.model must be a dotted path to a class, such as my_package.MyProposer, got 'mine'"

@@ -190,6 +190,12 @@ def test_another_draft_is_refused_with_where_to_give_it(method: str, loaded: str
     )
 
 
+@pytest.mark.parametrize("ratio", [0.5, -1])
+def test_a_ratio_that_is_no_number_of_tokens_is_refused(ratio: Any) -> None:
+    with pytest.raises(ValueError, match=rf"speculative_ratio must be a number of tokens, .*got {ratio}"):
+        SamplingParams(speculative_ratio=ratio)
+
+
 def test_speculative_sampling_without_a_method_is_plain_decoding() -> None:
     """It allows speculation, and asks for none that the engine does not have."""
     params = SamplingParams(**GREEDY, speculative_sampling=True, speculative_ratio=4)

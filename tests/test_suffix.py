@@ -202,7 +202,7 @@ def test_a_corpus_may_hold_text_under_either_name(tmp_path: Path) -> None:
 
 
 CORPUS_ERRORS: dict[str, tuple[Any, str]] = {
-    "no JSON": ("{", r"corpus\.jsonl:2 must be a JSON object, got .*"),
+    "no JSON": ("{", r"\.suffix_decoding_corpus: .*corpus\.jsonl:2 must be a JSON object, got .*; mend or remove"),
     "a list": ([1, 2], r"corpus\.jsonl:2 must be a JSON object, got a list"),
     "no response": ({"prompt": "x"}, r"corpus\.jsonl:2 must have token_ids, or a string text or .*; it has prompt"),
     "an id of another vocabulary": (
@@ -226,3 +226,5 @@ def test_a_corpus_without_a_response_and_one_that_is_not_there_are_refused(tmp_p
         list(read_responses(Path(write_lines(tmp_path / "empty.jsonl", "")), Tokenizer(None), 64))
     with pytest.raises(UserError, match=r"method\.suffix_decoding_corpus must be a \.jsonl file.*check the path"):
         LLM("no-such-model", speculative_config={**METHOD, "suffix_decoding_corpus": "nowhere.jsonl"})
+    with pytest.raises(UserError, match="which is not a file; check the path"):
+        LLM("no-such-model", speculative_config={**METHOD, "suffix_decoding_corpus": str(tmp_path)})

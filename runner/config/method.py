@@ -19,6 +19,7 @@ DraftSampleMethod = Literal["greedy", "probabilistic", "coupled"]
 BatchSizeRange = Annotated[
     tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0, le=128)]], Strict(False)
 ]
+TYPICAL_KEYS = ("posterior_threshold", "posterior_alpha")
 SYNTHETIC_KEYS = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")
 
 
@@ -88,6 +89,14 @@ class MethodConfig(Node):
             return value
         rule = info.data.get("rejection_sample_method")
         return "probabilistic" if rule in ("probabilistic", "block") else "coupled"
+
+    @field_validator("num_speculative_tokens_per_batch_size", mode="before")
+    @classmethod
+    def _check_shape(cls, ranges: Any) -> Any:
+        is_list = isinstance(ranges, list | tuple)
+        if ranges is None or (is_list and all(isinstance(entry, list | tuple) and len(entry) == 3 for entry in ranges)):
+            return ranges
+        raise ValueError(f"must be a list of [start, end, K], such as [[1, 8, 4], [9, 64, 2]], got {ranges!r}")
 
     @field_validator("num_speculative_tokens_per_batch_size")
     @classmethod
@@ -180,16 +189,33 @@ class MethodConfig(Node):
 
     def normalised(self) -> Self:
         """The same run with the keys that it ignores at their defaults: two equal ones need one run."""
-        kept = {key: value for key, value in self.model_dump().items() if key not in self.ignored_keys}
-        return type(self).model_validate(kept)
+        ignored = {*self.ignored_keys, *self._keys_of_other_rules()}
+        return type(self).model_validate({key: value for key, value in self.model_dump().items() if key not in ignored})
 
     def notes(self) -> list[str]:
         """What the run does not do although it was asked for."""
         default = self.normalised()
-        ignored = [
-            f"{key}={getattr(self, key)}" for key in self.ignored_keys if getattr(self, key) != getattr(default, key)
-        ]
-        return [f"method={self.method} ignores {', '.join(ignored)}"] if ignored else []
+        ignorers = {
+            f"method={self.method}": self.ignored_keys,
+            f"rejection_sample_method={self.rejection_sample_method}": self._keys_of_other_rules(),
+        }
+        notes = []
+        for ignorer, keys in ignorers.items():
+            ignored = [f"{key}={getattr(self, key)}" for key in keys if getattr(self, key) != getattr(default, key)]
+            if ignored:
+                notes.append(f"{ignorer} ignores {', '.join(ignored)}")
+        most = max((tokens for _, _, tokens in default.num_speculative_tokens_per_batch_size or ()), default=0)
+        if most > self.num_speculative_tokens:
+            notes.append(
+                f"num_speculative_tokens_per_batch_size asks for {most} tokens; no load gives more than "
+                f"num_speculative_tokens={self.num_speculative_tokens}"
+            )
+        return notes
+
+    def _keys_of_other_rules(self) -> tuple[str, ...]:
+        """Keys, of those that the method itself would heed, which this rule does not read."""
+        unread = () if self.rejection_sample_method == "typical" else TYPICAL_KEYS
+        return tuple(key for key in unread if key not in self.ignored_keys)
 
 
 def _as_lists(ranges: tuple[BatchSizeRange, ...]) -> list[list[int]]:

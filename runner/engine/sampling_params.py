@@ -87,7 +87,12 @@ class SamplingParams:
                 self.prompt_logprobs is None or self.prompt_logprobs >= -1,
                 "be >= 0, -1 for all tokens, or null",
             ),
-            ("speculative_ratio", self.speculative_ratio is None or self.speculative_ratio >= 0, "be >= 0 or null"),
+            (
+                "speculative_ratio",
+                self.speculative_ratio is None
+                or (isinstance(self.speculative_ratio, int) and self.speculative_ratio >= 0),
+                "be a number of tokens, an integer >= 0, or null",
+            ),
         )
         for name, holds, rule in rules:
             if not holds:
