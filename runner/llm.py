@@ -92,6 +92,11 @@ class LLM:
             self._check_speculative_model(parameters.speculative_model)
         requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
         traces = self.run(requests, self.engine.proposer, self.metrics, observer=observer)
+        if traces.errors:  # an empty text alone would pass for an answer
+            request_id, reason = next(iter(traces.errors.items()))
+            warnings.warn(
+                f"{len(traces.errors)} of {len(requests)} requests failed; request {request_id}: {reason}", stacklevel=2
+            )
         return collect_outputs(requests, traces.errors, self.engine.tokenizer.decode_token)
 
     def abort(self, request_id: str) -> None:
@@ -158,6 +163,15 @@ class LLM:
                 if not request.is_finished:
                     scheduler.abort(request)
         return traces
+
+    def refusals(self, requests: Sequence[Request]) -> list[str | None]:
+        """Why each of these requests could never run here; None where it can."""
+        scheduler = self.scheduler_for(self.engine.plain_proposer)
+        reasons = []
+        for request in requests:
+            reasons.append(scheduler.refusal(request) or self.engine.grammars.open(request))
+            self.engine.grammars.close(request.request_id)
+        return reasons
 
     def scheduler_for(self, proposer: Proposer) -> Scheduler:
         """An empty schedule over the engine's cache; for those who drive `step` themselves."""

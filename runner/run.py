@@ -13,7 +13,7 @@ import torch
 
 from proposers.base import Proposer
 from runner.assembly import model_path
-from runner.config import SpeculativeConfig, SyntheticWorkload
+from runner.config import SpeculativeConfig, SuffixMethod, SyntheticWorkload
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ from runner.outputs import logprob_fields
 from runner.prompts import make_requests
 from runner.report import RunProgress, open_console, print_summary
 from runner.results import METRICS_FILE, OUTPUTS_FILE, write_metrics, write_outputs, write_vllm_config
-from runner.tracking import open_tracker
+from runner.tracking import add_row, open_tracker
 from runner.workload import WorkloadItem, read_workload, synthetic_workload
 
 MAX_FAILURES_SHOWN = 3
@@ -43,15 +43,18 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
     else:  # a file is read before a model is loaded, so that a wrong path shows at once
         items = read_workload(workload)
         llm = _load(config)
-    # Prompts are encoded once for their errors: none of those may leave a run behind.
-    _requests(llm, items, config.sampler.to_sampling_params())
+    # Requests are made once for their errors: none of those may leave a run behind.
+    requests = _requests(llm, items, config.sampler.to_sampling_params())
+    if None not in (refusals := llm.refusals(requests)):
+        raise UserError(f"no request of the workload can run; request {requests[0].request_id}: {refusals[0]}")
     method = config.method.method
+    run_name = config.run_name or _run_name(config)
     tracker = open_tracker(
         config.tracking,
         output_dir=output_dir,
         tracking_uri=config.tracking_uri,
         experiment_name=config.experiment_name,
-        run_name=config.run_name or _run_name(config),
+        run_name=run_name,
         tags={
             "method": method,
             "model": config.model.model,
@@ -70,6 +73,7 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
         tracker.log_summary(summary)
         tracker.log_series(metrics.step_points)
         tracker.log_artifacts(files)
+    add_row(summary, config.model_dump(mode="json"), run_name)
     print_summary(
         summary,
         model=config.model.model,
@@ -147,8 +151,10 @@ def promise_notes(llm: LLM) -> list[str]:
     rule = f"rejection_sample_method={config.method.rejection_sample_method}"
     if _lossless(config) == "distribution":
         notes.append(f"{rule} keeps the distribution of plain decoding's tokens, not the very tokens")
-    elif not _lossless(config):
-        notes.append(f"lossy: {rule} keeps neither plain decoding's tokens nor their distribution")
+        if isinstance(config.method, SuffixMethod) and config.sampler.seed is not None:
+            # What a request remembers of another was accepted by the very noise that judges it there.
+            notes.append(f"{rule} keeps it only roughly: with sampler.seed all requests share the noise that suffix "
+                         "decoding's memory was accepted by; leave sampler.seed null, or choose strict")
     if not engine.target.model.is_row_invariant:
         notes.append(
             "bitwise promise off: this architecture runs through transformers' modelling code, whose rows depend on "
@@ -218,7 +224,8 @@ def _write_vllm_config(config: SpeculativeConfig, output_dir: Path) -> list[Path
 def _run_name(config: SpeculativeConfig) -> str:
     method = config.method
     tokens = "" if method.method == "none" else f"-k{method.num_speculative_tokens}"
-    return f"{Path(config.model.model).name}-{method.method}{tokens}"
+    rule = "" if method.method == "none" or _lossless(config) == "tokens" else f"-{method.rejection_sample_method}"
+    return f"{Path(config.model.model).name}-{method.method}{tokens}{rule}"
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,9 @@ class Engines:
             hf_config = {**TARGET_CONFIG, **(architecture or {})}
             engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": hf_config, **engine_args}
             draft = {"model": "first-layer", "hf_config": {**hf_config, "num_hidden_layers": 1}}
-            llm = LLM("dummy", speculative_config=speculative_config, draft=draft, **engine_args)
+            with warnings.catch_warnings():  # of keys that a method ignores, and of lossy rules
+                warnings.simplefilter("ignore", UserWarning)
+                llm = LLM("dummy", speculative_config=speculative_config, draft=draft, **engine_args)
             runner = getattr(llm.engine.proposer, "runner", None)
             for model in (llm.engine.target.model, *([runner.model] if runner is not None else [])):
                 for name, parameter in model.named_parameters():

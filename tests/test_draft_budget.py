@@ -99,7 +99,6 @@ def test_control_by_load_changes_no_token(engines: Engines, method: str, load: s
 
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "synthetic"])
 @pytest.mark.parametrize("method", available_methods())
-@pytest.mark.filterwarnings("ignore:method=none ignores")
 def test_every_method_takes_a_draft_length_of_zero(engines: Engines, method: str, rule: str) -> None:
     rate = {"synthetic_acceptance_rate": 0.5} if rule == "synthetic" else {}
     config = method_config(method, 0, rejection_sample_method=rule, **rate)

@@ -164,7 +164,6 @@ def test_a_prompt_that_is_computed_again_is_told_once(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model"])
-@pytest.mark.filterwarnings("ignore:method=none ignores")
 def test_a_lossy_rule_tells_the_logprobs_of_the_tokens_it_commits(engines: Engines, method: str) -> None:
     """Under a rule that keeps the distribution only, the tokens may be others, and the logprobs are theirs."""
     llm = engines(method_config(method, 4, rejection_sample_method="probabilistic"), **ROOMY)

@@ -104,7 +104,6 @@ def play(llm: LLM, traffic: Traffic) -> tuple[list[Request], list[Request]]:
     return [request for request in requests if request.status is RequestStatus.FINISHED], cancelled
 
 
-@pytest.mark.filterwarnings("ignore:method=none ignores")
 @pytest.mark.parametrize("method", METHODS)
 def test_no_traffic_changes_a_text(engines: Engines, reference: dict[str, Request], method: str) -> None:
     llm = engines(method_config(method, MAX_K), num_gpu_blocks_override=11, max_num_batched_tokens=4096)

@@ -140,12 +140,17 @@ def _basic_sweeper() -> Any:
 
 @contextmanager
 def _parent_run(config: SpeculativeConfig, swept: dict[str, str]) -> Iterator[None]:
-    if config.tracking != "mlflow":
-        yield
-        return
     from runner.report import print_comparison
-    from runner.tracking import start_sweep
+    from runner.tracking import collecting_rows, start_sweep
 
+    if config.tracking != "mlflow":
+        with collecting_rows() as rows_of:
+            try:
+                yield
+            finally:
+                if rows := rows_of(tuple(swept)):
+                    print_comparison(rows, params=tuple(swept))
+        return
     with start_sweep(
         config.tracking,
         params=swept,

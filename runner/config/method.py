@@ -193,7 +193,7 @@ class MethodConfig(Node):
         return type(self).model_validate({key: value for key, value in self.model_dump().items() if key not in ignored})
 
     def notes(self) -> list[str]:
-        """What the run does not do although it was asked for."""
+        """What the run does not do although it was asked for, and that it is lossy if it is."""
         default = self.normalised()
         ignorers = {
             f"method={self.method}": self.ignored_keys,
@@ -210,6 +210,9 @@ class MethodConfig(Node):
                 f"num_speculative_tokens_per_batch_size asks for {most} tokens; no load gives more than "
                 f"num_speculative_tokens={self.num_speculative_tokens}"
             )
+        if not self.lossless(temperature=1.0):
+            rule = f"rejection_sample_method={self.rejection_sample_method}"
+            notes.append(f"lossy: {rule} keeps neither plain decoding's tokens nor their distribution")
         return notes
 
     def _keys_of_other_rules(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ tracking=mlflow alone, so everything else runs without it.
 """
 
 from runner.tracking.opening import open_tracker, start_sweep
+from runner.tracking.sweep_file import add_row, collecting_rows
 from runner.tracking.tracker import PARENT_RUN_ENV, Tracker
 
-__all__ = ["PARENT_RUN_ENV", "Tracker", "open_tracker", "start_sweep"]
+__all__ = ["PARENT_RUN_ENV", "Tracker", "add_row", "collecting_rows", "open_tracker", "start_sweep"]
