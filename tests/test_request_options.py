@@ -240,9 +240,10 @@ def test_an_abort_by_a_thread_that_is_late_is_not_lost() -> None:
     """It may have looked the set of requests up before the step that takes them, and add to it behind that."""
     llm = engine("none")
     add = llm._to_abort.add
+    whom = iter(["nobody", "0"])
 
     def observer(metrics: MetricsCollector) -> None:
-        add("0" if len(metrics.step_points) == 2 else "nobody")
+        add(next(whom))
 
     (output,) = llm.generate(PROMPT, SamplingParams(**{**SAMPLED, "ignore_eos": True}), observer=observer)
     assert output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) == 2
