@@ -54,7 +54,11 @@ class Proposer(ABC):
         """Guesses for `schedule.decoding`, in that order; at most `max_draft_tokens` each, none is fine."""
 
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:  # noqa: B027 - optional
-        """Learn from a step; its tokens are committed, requests that ended have given back their blocks."""
+        """Learn from a step; its tokens are committed, requests that ended have given back their blocks.
+
+        What was verified need not be what was proposed: a grammar cuts drafts and puts forced tokens behind them. A
+        drafter that does not walk `context.grammars` must compare tokens, not count accepted ones.
+        """
 
     def release(self, request_id: str) -> None:  # noqa: B027 - optional
         """Forget a request."""

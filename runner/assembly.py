@@ -197,7 +197,7 @@ def _load_tokenizer(model: ModelConfig, source: ModelSource) -> Tokenizer:
 
 
 def _eos_token_ids(source: ModelSource, info: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """generation_config.json's eos tokens, else config.json's, else the tokenizer's."""
+    """generation_config.json's eos tokens, else config.json's, else the tokenizer's; those the model can say."""
     from transformers import GenerationConfig
 
     found: Any = None
@@ -209,9 +209,9 @@ def _eos_token_ids(source: ModelSource, info: LoadedModel, tokenizer: Tokenizer)
         found = getattr(info.hf_config, "eos_token_id", None)
     if found is None:
         found = tokenizer.eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    listed = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    # Some configurations name an id that the head has no row for, or -1 for none.
+    return tuple(int(token_id) for token_id in listed if 0 <= token_id < info.model.vocab_size)
 
 
 def _build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenizer: Tokenizer) -> Proposer:

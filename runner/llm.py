@@ -222,7 +222,9 @@ class LLM:
         metrics: MetricsCollector,
         traces: RequestTraces,
     ) -> None:
-        asked, self._to_abort = self._to_abort, set()
+        asked = set[str]()
+        while self._to_abort:  # one by one: another thread may be about to add to this very set
+            asked.add(self._to_abort.pop())
         for request in requests:
             if str(request.prompt_index) in asked and not request.is_finished:
                 scheduler.abort(request, finish_reason="abort")

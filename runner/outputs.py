@@ -41,7 +41,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one a prompt token, None for the first
-    error: str | None = None  # why the request failed; None when it did not
+    error: str | None = None  # why it failed, or the first completion that did; None when none did
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def collect_outputs(
                 )
                 for index, child in enumerate(children)
             ),
-            error=errors.get(children[0].request_id),
+            error=next((errors[child.request_id] for child in children if child.request_id in errors), None),
         )
         for prompt_index, children in grouped.items()
     ]

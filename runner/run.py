@@ -201,8 +201,10 @@ def _warm_up(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) ->
     )
     for proposer in (llm.engine.plain_proposer, llm.engine.proposer):
         proposer.set_learning(False)  # a method that knew the answers from here would be measured too fast
-        llm.run(_requests(llm, items[:2], short), proposer, MetricsCollector())
-        proposer.set_learning(True)
+        try:
+            llm.run(_requests(llm, items[:2], short), proposer, MetricsCollector())
+        finally:
+            proposer.set_learning(True)
 
 
 def _requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> list[Request]:

@@ -141,6 +141,31 @@ def test_a_model_of_several_end_of_text_tokens_may_use_any(form: StructuredOutpu
     assert allowed(grammar, compiler=compiler) == [ends] and grammar.error is None
 
 
+def test_a_guess_that_nothing_can_follow_fails_the_request_only_when_it_is_committed() -> None:
+    """Else a draft would decide whether a request lives, and the matcher stays broken behind such a place."""
+    form = StructuredOutputsParams(grammar='start: "x" ("a" NOTHING | "c")\nNOTHING: /[b]/ & /[d]/')
+
+    def guessed(*committed: list[int]) -> Grammar:
+        grammar = COMPILER.compile(form)
+        grammar.commit([token("x")])
+        grammar.push(token("a"))
+        assert allowed(grammar) == [{EOS}]
+        for token_ids in committed:
+            grammar.commit(token_ids)
+        return grammar
+
+    spared = guessed()
+    spared.unwind()
+    assert spared.error is None and allowed(spared) == [{token("a"), token("c")}]
+    assert guessed([token("c"), EOS]).error is None
+    assert guessed([token("a")]).error is None  # it may have ended the text there, at a stop string
+    plain = COMPILER.compile(form)
+    plain.commit([token("x"), token("a")])
+    assert allowed(plain) == [{EOS}]
+    plain.commit([EOS])
+    assert plain.error is not None and guessed([token("a"), EOS]).error == plain.error
+
+
 def test_the_end_may_be_guessed_and_taken_back() -> None:
     grammar = COMPILER.compile(StructuredOutputsParams(regex="[0-9]{2,4}"))
     grammar.commit(TOKENIZER.encode("12"))

@@ -242,6 +242,19 @@ def test_an_aborted_request_keeps_what_it_has_said_and_the_others_go_on(method: 
     assert llm.generate([PROMPT] * 4, params) == wanted, "an abort does not reach the next call"
 
 
+def test_an_abort_by_a_thread_that_is_late_is_not_lost() -> None:
+    """It may have looked the set of requests up before the step that takes them, and add to it behind that."""
+    llm = engine("none")
+    add = llm._to_abort.add
+    whom = iter(["nobody", "0"])
+
+    def observer(metrics: MetricsCollector) -> None:
+        add(next(whom))
+
+    (output,) = llm.generate(PROMPT, SamplingParams(**{**SAMPLED, "ignore_eos": True}), observer=observer)
+    assert output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) == 2
+
+
 def test_all_of_a_prompts_completions_are_aborted_together() -> None:
     llm = engine("draft_model")
     params = SamplingParams(**{**SAMPLED, "n": 2, "ignore_eos": True})

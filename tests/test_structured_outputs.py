@@ -275,6 +275,32 @@ def test_a_grammar_that_gives_up_half_way_fails_its_request_alone(
     assert [answers(requests)[index] for index in others] == [reference[index] for index in others]
 
 
+def test_a_completion_that_fails_is_told_although_its_siblings_go_on(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, met = Grammar.commit, list[Grammar]()
+
+    def give_up_on_the_second(self: Grammar, token_ids: Sequence[int]) -> None:
+        if self not in met:
+            met.append(self)
+        commit(self, token_ids)
+        if met.index(self) == 1:
+            self.fail("too complex")
+
+    monkeypatch.setattr(Grammar, "commit", give_up_on_the_second)
+    (output,) = tiny().generate(PROMPTS[0], SamplingParams(structured_outputs=JSON, n=3, seed=1))
+    assert [completion.finish_reason for completion in output.outputs] == ["length", "error", "length"]
+    assert output.error is not None and output.error.endswith("too complex")
+
+
+@pytest.mark.parametrize("eos_token_id", [64, [200, 2], -1])
+def test_an_end_of_text_token_that_the_model_cannot_say_is_none(engines: Engines, eos_token_id: Any) -> None:
+    llm = engines(architecture={"eos_token_id": eos_token_id})
+    assert llm.engine.eos_token_ids == ((2,) if isinstance(eos_token_id, list) else ())
+    (output,) = llm.generate({"prompt_token_ids": [1, 2]}, SamplingParams(min_tokens=3, max_tokens=5))
+    assert output.error is None and len(output.outputs[0].token_ids) >= 3
+
+
 def test_a_model_without_a_tokenizer_refuses_the_request(engines: Engines) -> None:
     (output,) = engines().generate({"prompt_token_ids": [1, 2]}, SamplingParams(structured_outputs=WORD))
     assert output.error == "structured_outputs needs a model with a tokenizer, and this one has none; choose another"

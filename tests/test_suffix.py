@@ -168,6 +168,19 @@ def test_the_warm_up_teaches_the_measured_run_nothing() -> None:
     assert llm.engine.proposer._cache.num_responses == 2  # type: ignore[attr-defined]
 
 
+def test_a_warm_up_that_is_interrupted_leaves_the_proposer_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("dummy", speculative_config=METHOD, device="cpu", load_format="dummy", hf_config=TARGET_CONFIG)
+
+    def interrupt(schedule: Schedule) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(llm.engine.proposer, "propose", interrupt)
+        measure(llm, [WorkloadItem(prompt=PROMPTS[0])])
+    llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4))
+    assert llm.engine.proposer._cache.num_responses == 1  # type: ignore[attr-defined]
+
+
 def test_a_second_run_of_the_same_prompts_needs_few_steps_and_says_the_same(engines: Engines) -> None:
     llm = engines(METHOD, num_gpu_blocks_override=20)
     first, before = complete(llm, PROMPTS, PARAMS)

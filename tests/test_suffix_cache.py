@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from proposers.lookup import compiled as compiled_room
 from proposers.lookup.suffix_cache import SuffixCache, SuffixDraft
-from proposers.lookup.suffix_forest import SEGMENTS
+from proposers.lookup.suffix_forest import ID_MASK, MAX_NODES, NUM_PREFIXES, SEGMENT_SIZE, SEGMENTS, Forest
 from proposers.lookup.suffix_reference import Substrings, naive_propose, naive_substrings
 from tests.suffix_dump import check_pool, dump_shared
 
@@ -320,3 +320,10 @@ def test_a_compiled_function_notices_that_one_it_calls_has_changed(tmp_path: Pat
     assert [run(), run()] == ["2 0", "2 1"]
     (package / "lower.py").write_text(f"{start}@compiled\ndef one():\n    return 5\n")
     assert run() == "6 0"
+
+
+def test_a_cache_refuses_more_nodes_than_its_hash_has_room_for() -> None:
+    """A full segment has no empty slot, and a search in it would go round for ever."""
+    assert MAX_NODES < NUM_PREFIXES * SEGMENT_SIZE * 0.9 and MAX_NODES < ID_MASK
+    with pytest.raises(OverflowError, match="suffix_decoding_max_cached_requests"):
+        Forest().reserve(MAX_NODES)

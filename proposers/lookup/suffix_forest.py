@@ -49,6 +49,7 @@ FIRST_SEGMENT = 3 * NUM_PREFIXES
 SEGMENT_BITS = 14
 SEGMENT_SIZE = 1 << SEGMENT_BITS
 FULL = int(0.85 * SEGMENT_SIZE)
+MAX_NODES = FULL * NUM_PREFIXES  # beyond it segments overflow, whose searches would never end; ids reach further
 
 
 @compiled
@@ -231,8 +232,11 @@ class Forest:
         if self._spare >= 0:
             return  # counted as if all that was ever reserved had been used: most calls end here
         needed = self.num_nodes + 1 + num_nodes
-        if needed > ID_MASK:
-            raise OverflowError(f"a suffix cache holds at most {ID_MASK:,} nodes, and {needed:,} are needed")
+        if needed > MAX_NODES:
+            raise OverflowError(
+                f"a suffix cache must hold at most {MAX_NODES:,} nodes, and {needed:,} are needed; "
+                "lower suffix_decoding_max_cached_requests"
+            )
         if needed > len(self.nodes):
             # realloc: a large array is remapped, not copied
             self.nodes.resize((max(needed, int(len(self.nodes) * NODE_GROWTH)), NUM_COLUMNS), refcheck=False)

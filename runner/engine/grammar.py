@@ -26,13 +26,16 @@ MAX_CACHED_GRAMMARS = 64  # compiled; a workload asks for the same few forms aga
 class Grammar:
     """One request's text in its grammar: committed tokens, and guesses beyond them that are taken back."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, prototype: LLMatcher, eos_token_ids: Sequence[int]) -> None:
+        """prototype: a matcher that has seen nothing; shared by grammars, and left as it is."""
         self.error: str | None = None  # why no mask can be had any more; the request has to fail
-        self._matcher = matcher
+        self._prototype, self._matcher = prototype, prototype.deep_copy()
         self._eos_token_ids = frozenset(eos_token_ids)
         self._is_over = False  # end of text is committed
-        self._num_ahead = 0  # guesses in the matcher
+        self._committed: list[int] = []  # without ends of text, which the matcher never sees
+        self._ahead: list[int] = []  # guesses in the matcher
         self._is_over_ahead = False  # end of text is among the guesses
+        self._dead_end: tuple[list[int], str] | None = None  # guesses that nothing can follow, and why
 
     @property
     def is_over(self) -> bool:
@@ -48,28 +51,44 @@ class Grammar:
         """Go ahead by a guess that the mask allows."""
         if token_id in self._eos_token_ids:
             self._is_over_ahead = True
-        elif (matcher := self.matcher) is not None and matcher.try_consume_tokens([token_id]) == 1:
-            self._num_ahead += 1
+        elif (matcher := self.matcher) is not None:
+            self._ahead.append(token_id)
+            if matcher.try_consume_tokens([token_id]) != 1:
+                self.fail(f"token {token_id} is in the mask and is refused")
         else:
             self.fail(f"token {token_id} is in the mask and is refused")
 
     def unwind(self) -> None:
-        """Back to what is committed."""
-        if self._num_ahead and not self._matcher.rollback(self._num_ahead):
-            self.fail(_reason(self._matcher))
-        self._num_ahead, self._is_over_ahead = 0, False
+        """Back to what is committed. A guess on which the grammar failed is not the request's fault."""
+        if self._ahead and self.error is not None:
+            self._dead_end = (self._ahead, self.error)
+            self.error = None
+            self._start_again()
+        elif self._ahead and not self._matcher.rollback(len(self._ahead)):
+            self._start_again()
+        self._ahead, self._is_over_ahead = [], False
 
     def commit(self, token_ids: Sequence[int]) -> None:
         self.unwind()
+        dead_end, self._dead_end = self._dead_end, None
         for token_id in token_ids:
             self.push(token_id)
             if self.error is not None:
-                return
+                break
+        if dead_end is not None and len(token_ids) > len(dead_end[0]) and self._ahead == dead_end[0]:
+            self.error = self.error or dead_end[1]  # the text went where no token carries it on
+        self._committed += self._ahead
         self._is_over |= self._is_over_ahead
-        self._num_ahead, self._is_over_ahead = 0, False
+        self._ahead, self._is_over_ahead = [], False
 
     def fail(self, reason: str) -> None:
         self.error = self.error or f"structured_outputs cannot be followed any further: {reason}"
+
+    def _start_again(self) -> None:
+        """A matcher that failed stays broken: another one is told what is committed."""
+        self._matcher = self._prototype.deep_copy()
+        if self._matcher.try_consume_tokens(self._committed) != len(self._committed):
+            self.fail(_reason(self._matcher))
 
 
 class GrammarCompiler:
@@ -90,7 +109,7 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Raises ValueError: the request cannot be served; says why."""
-        return Grammar(self._prototype(params).deep_copy(), self._eos_token_ids)
+        return Grammar(self._prototype(params), self._eos_token_ids)
 
     def masks(self, grammars: Sequence[Grammar]) -> torch.Tensor:
         """Which tokens may come next in each grammar, [len(grammars), num_words] int32 on the host.
