@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tqdm import tqdm
+
 from proposers.base import Proposer, check_drafts
 from runner.assembly import assemble, model_path
 from runner.config import SpeculativeConfig
@@ -69,6 +71,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = False,
         observer: Observer | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, in order.
@@ -76,6 +79,7 @@ class LLM:
         Args:
             prompts: a string, chat messages or {"prompt_token_ids": [...]}, or a list of these.
             sampling_params: one for all prompts or one each; None: SamplingParams().
+            use_tqdm: show a progress bar on stderr.
             observer: called after every step with the metrics so far.
 
         Raises:
@@ -91,7 +95,15 @@ class LLM:
         for parameters in params:
             self._check_speculative_model(parameters.speculative_model)
         requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
-        traces = self.run(requests, self.engine.proposer, self.metrics, observer=observer)
+        num_known = len(self.metrics.records)
+        with tqdm(total=len(requests), desc="requests", disable=not use_tqdm) as bar:
+
+            def observe(metrics: MetricsCollector) -> None:
+                bar.update(len(metrics.records) - num_known - bar.n)
+                if observer is not None:
+                    observer(metrics)
+
+            traces = self.run(requests, self.engine.proposer, self.metrics, observer=observe)
         if traces.errors:  # an empty text alone would pass for an answer
             request_id, reason = next(iter(traces.errors.items()))
             warnings.warn(
@@ -111,9 +123,11 @@ class LLM:
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete one conversation, or a list of them, through the tokenizer's chat template."""
-        return self.generate(messages, sampling_params)
+        return self.generate(messages, sampling_params, use_tqdm=use_tqdm)
 
     def get_metrics(self) -> list[Counter | Vector]:
         """Totals of every generate() since the start, under vLLM's names so that its scripts read them."""

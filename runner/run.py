@@ -153,8 +153,10 @@ def promise_notes(llm: LLM) -> list[str]:
         notes.append(f"{rule} keeps the distribution of plain decoding's tokens, not the very tokens")
         if isinstance(config.method, SuffixMethod) and config.sampler.seed is not None:
             # What a request remembers of another was accepted by the very noise that judges it there.
-            notes.append(f"{rule} keeps it only roughly: with sampler.seed all requests share the noise that suffix "
-                         "decoding's memory was accepted by; leave sampler.seed null, or choose strict")
+            notes.append(
+                f"{rule} keeps it only roughly: with sampler.seed all requests share the noise that suffix "
+                "decoding's memory was accepted by; leave sampler.seed null, or choose strict"
+            )
     if not engine.target.model.is_row_invariant:
         notes.append(
             "bitwise promise off: this architecture runs through transformers' modelling code, whose rows depend on "

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from runner.config import ConfigError
 from runner.engine.errors import UserError
 from runner.engine.scheduler import Scheduler
 from runner.llm import LLM, SamplingParams
@@ -317,3 +318,29 @@ def test_the_tiny_model_brings_its_draft_along() -> None:
     assert len(output.outputs[0].token_ids) == 24
     accepted = next(metric for metric in llm.get_metrics() if metric.name.endswith("num_accepted_tokens"))
     assert accepted.value > 0
+
+
+def test_a_failed_request_is_told_by_a_warning_and_the_rest_go_on(engines: Engines) -> None:
+    llm = engines()
+    with pytest.warns(UserWarning, match="1 of 2 requests failed; request 0: the prompt must have at least one token"):
+        empty, answered = llm.generate(
+            [{"prompt_token_ids": []}, {"prompt_token_ids": [5]}], SamplingParams(max_tokens=2, ignore_eos=True)
+        )
+    assert empty.error is not None and len(answered.outputs[0].token_ids) == 2
+
+
+def test_a_lossy_rule_is_told_when_the_engine_starts() -> None:
+    with pytest.warns(UserWarning, match="lossy: rejection_sample_method=typical"):
+        LLM("tiny", speculative_config={"method": "ngram", "rejection_sample_method": "typical"})
+
+
+def test_a_progress_bar_counts_requests(engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [{"prompt_token_ids": [token]} for token in (3, 4, 5)]
+    engines().generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=True)
+    assert "3/3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["num_speculative_tokens", "ngram_prompt_lookup_max", "speculative_model"])
+def test_a_flat_speculation_argument_is_told_where_it_belongs(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} is an unknown argument.*inside: speculative_config="):
+        LLM("tiny", **{key: 4})

@@ -175,3 +175,10 @@ def test_a_malformed_workload_is_named_by_its_line(tmp_path: Path, line: str, co
     path.write_text(line + "\n")
     with pytest.raises(UserError, match=complaint):
         execute(config(workload={"name": "jsonl", "path": str(path)}), tmp_path)
+
+
+def test_a_run_that_no_request_can_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    broken = config(sampler={"structured_outputs": {"regex": "(["}}, tracking="jsonl")
+    with pytest.raises(UserError, match=r"no request of the workload can run; request 0: structured_outputs.regex"):
+        execute(broken, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -13,6 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import runner.tracking
+from runner.__main__ import main
 from runner.cli.compose import Composer
 from runner.cli.sweep import BASIC_SWEEPER, SweepError, hydra_node, read_sweep
 from runner.config import ConfigError, Problem, SpeculativeConfig
@@ -198,3 +199,13 @@ def test_a_sweep_error_survives_the_trip_between_processes() -> None:
     error = SweepError(3, [(("seed=-1",), ConfigError([Problem(name="seed", rule="must be >= 0", value=-1)]))])
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(error).startswith("1 of 3 points of this sweep is invalid")
+
+
+def test_a_sweep_without_mlflow_shows_its_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["-m", "method=none,ngram", "method.num_speculative_tokens=2", "tracking=none"]
+    assert main([*arguments, "workload.limit=1", "sampler.max_tokens=4", "baseline=false"]) == 0
+    table = capsys.readouterr().out.splitlines()[-4:]
+    assert [line.split()[0] for line in table if line.strip()][-3:] == ["none", "ngram", "*"], table

@@ -20,10 +20,13 @@ from runner.config.method_union import (
 )
 from runner.config.model import ModelConfig
 from runner.config.node import Node
-from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean, problems_of
+from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean, node_classes, problems_of
 from runner.config.sampler import SamplerConfig
 from runner.config.to_vllm import to_vllm
+from runner.config.vllm_keys import RENAMED_KEYS
 from runner.config.workload import DemoWorkload, WorkloadConfig
+
+SPECULATIVE_KEYS = {*RENAMED_KEYS, *(key for member in node_classes(AnyMethod) for key in member.model_fields)}
 
 
 class SpeculativeConfig(Node):
@@ -112,7 +115,10 @@ class SpeculativeConfig(Node):
             elif key in owners:
                 values[owners[key]][key] = value
             else:
-                remedy = did_you_mean(key, [*owners, "seed", "speculative_config"])
+                if key in SPECULATIVE_KEYS:  # flat arguments of older vLLM releases
+                    remedy = f"give it inside: speculative_config={{..., {key!r}: {value!r}}}"
+                else:
+                    remedy = did_you_mean(key, [*owners, "seed", "speculative_config"])
                 problems.append(Problem(name=key, rule="is an unknown argument", value=value, remedy=remedy))
         config, found = cls._read(values)
         problems.extend(_as_argument(problem) for problem in found)

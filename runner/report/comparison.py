@@ -22,7 +22,8 @@ FORMATS = {
     "speedup": times,
 }
 MAX_WIDTH = 1000  # columns of a table that nothing bounds
-HEADINGS = ("acceptance", "length", "tokens/s", "speed-up")
+HEADINGS = dict(zip(FORMATS, ("acceptance", "length", "tokens/s", "speed-up"), strict=True))
+KEPT = ("acceptance_rate", "mean_acceptance_length", "output_tokens_per_second")  # columns also without a value
 
 
 def print_comparison(
@@ -31,7 +32,7 @@ def print_comparison(
     """Prints one row a run: summaries (metrics.json), or the rows of `Tracker.children`.
 
     The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where no speed-up was
-    measured) carries a star; a run under a lossy rule is marked so. Runs go by their names only where method, number
+    measured) carries a star; a run under a lossy rule is marked so. Speed-up and identity that no run has are left out. Runs go by their names only where method, number
     of tokens and params do not tell two of them apart.
 
     Args:
@@ -48,17 +49,19 @@ def print_comparison(
     table.add_column("K", justify="right", no_wrap=True)
     for key in params:
         table.add_column(key.rpartition(".")[2].replace("_", "\n"), no_wrap=True)
-    for heading in (*HEADINGS, "identical"):
+    forms = {key: form for key, form in FORMATS.items() if key in KEPT or any(row.get(key) is not None for row in rows)}
+    tells_identity = any(row.get("identical_to_baseline") or row.get("lossless") is False for row in rows)
+    for heading in (*(HEADINGS[key] for key in forms), *(["identical"] if tells_identity else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     for index, row in enumerate(rows):
-        cells = [Text(form(row.get(key)), _style(row, key, index == best[key])) for key, form in FORMATS.items()]
+        cells = [Text(form(row.get(key)), _style(row, key, index == best[key])) for key, form in forms.items()]
         same, lossless = row.get("identical_to_baseline"), row.get("lossless")
         table.add_row(
             _name(row, by_run=ambiguous) + Text(" *" if index == fastest else "", "bold green"),
             number(row["num_speculative_tokens"] or None),
             *(Text("-" if row[key] is None else str(row[key])) for key in params),
             *cells,
-            Text(identical(same, lossless), identical_style(same, lossless)),
+            *([Text(identical(same, lossless), identical_style(same, lossless))] if tells_identity else []),
         )
     console = console or open_wide_console()
     if params:
