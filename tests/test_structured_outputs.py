@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,7 +74,9 @@ class Tiny:
     def __call__(self, method: dict[str, Any] | None = None, **engine_args: Any) -> LLM:
         key = repr((method, engine_args))
         if key not in self._built:
-            self._built[key] = LLM("tiny", speculative_config=method, device="cpu", **engine_args)
+            with warnings.catch_warnings():  # of lossy rules
+                warnings.simplefilter("ignore", UserWarning)
+                self._built[key] = LLM("tiny", speculative_config=method, device="cpu", **engine_args)
         return self._built[key]
 
 

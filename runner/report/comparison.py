@@ -32,8 +32,8 @@ def print_comparison(
     """Prints one row a run: summaries (metrics.json), or the rows of `Tracker.children`.
 
     The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where no speed-up was
-    measured) carries a star; a run under a lossy rule is marked so. Speed-up and identity that no run has are left out. Runs go by their names only where method, number
-    of tokens and params do not tell two of them apart.
+    measured) carries a star; a run under a lossy rule is marked so. Speed-up and identity that no run has are left out.
+    Runs go by their names only where method, number of tokens and params do not tell two of them apart.
 
     Args:
         params: keys of swept parameters; those that the rows have get a column, headed by the end of the key. They are
