@@ -13,8 +13,8 @@ import torch
 
 from proposers.base import Proposer, ProposerContext
 from runner.engine.request import DraftTokens, Request, VerifyOutput
-from runner.engine.sampling_rows import to_device
 from runner.engine.scheduler import Schedule
+from runner.engine.upload import to_device
 
 
 class NgramGpuProposer(Proposer):

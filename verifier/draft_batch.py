@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.reference import rejection as ops
 from runner.engine.request import DraftTokens
 from runner.engine.sampling import SamplingRows, take_rows
-from runner.engine.sampling_rows import index_or_all, to_device
+from runner.engine.upload import index_or_all, to_device
 
 
 @dataclass(frozen=True, kw_only=True)

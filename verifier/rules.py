@@ -18,7 +18,7 @@ from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream, uniform
 from kernels.reference.sampling import greedy_argmax
 from runner.engine.sampling import SamplingRows, put_rows, sample_at, sample_tokens, take_rows
-from runner.engine.sampling_rows import to_device
+from runner.engine.upload import to_device
 from verifier.draft_batch import DraftBatch
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kernels.reference.sampling import condition_on_bitmask
 from runner.engine.grammar import Grammar, GrammarCompiler
 from runner.engine.request import DraftTokens
-from runner.engine.sampling_rows import to_device
+from runner.engine.upload import to_device
 
 SOURCE = "grammar"  # of a token that was the only one allowed, where sources are told
 

@@ -14,8 +14,9 @@ import torch
 from runner.engine.constrained_drafts import Constrained, apply_to, follow
 from runner.engine.grammar import Grammar, GrammarCompiler
 from runner.engine.request import DraftTokens, Request
-from runner.engine.sampling_rows import BitmaskRows, index_or_all
+from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import CommittedTokens, Schedule
+from runner.engine.upload import index_or_all
 
 
 class GrammarStore:

@@ -17,8 +17,7 @@ from kernels.reference.sampling import add_ancestor_counts, token_counts
 from runner.engine.bad_words import BadWordRows
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.upload import index_or_all as index_or_all
-from runner.engine.upload import to_device as to_device
+from runner.engine.upload import index_or_all, to_device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,12 @@ class JsonlTracker(Tracker):
             **self._run,
             "artifacts": self._artifacts,
         }
-        line = json.dumps(run, default=str).encode() + b"\n"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(self._path), self._path.open("ab", buffering=0) as file:
-            file.write(line)
+        append_line(self._path, run)
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Adds one JSON object to a file that several processes may share: in one write, under its lock."""
+    line = json.dumps(record, default=str).encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(path), path.open("ab", buffering=0) as file:
+        file.write(line)

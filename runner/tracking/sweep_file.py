@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from runner.tracking.file_lock import file_lock
 from runner.tracking.flatten import flat_params
+from runner.tracking.jsonl import append_line
 from runner.tracking.tracker import comparison_row, with_params
 
 SWEEP_FILE_ENV = "SPECULATIVE_SWEEP_FILE"  # set by the process that launches the sweep
@@ -40,6 +40,4 @@ def add_row(summary: Mapping[str, Any], params: Mapping[str, Any], run_name: str
     if (name := os.environ.get(SWEEP_FILE_ENV)) is None:
         return
     row = comparison_row(summary, run_name=run_name, status="FINISHED")
-    line = json.dumps({"row": row, "params": flat_params(params)}).encode() + b"\n"
-    with file_lock(Path(name)), Path(name).open("ab", buffering=0) as file:
-        file.write(line)
+    append_line(Path(name), {"row": row, "params": flat_params(params)})
