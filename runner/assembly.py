@@ -100,6 +100,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         needs_draft_probs=rejection_sampler.rule.reads_draft_probs,
         keys_by_draft_step=rejection_sampler.rule.keys_by_draft_step,
         grammars=grammars,
+        target=info,
     )
     proposer = _build_proposer(config, context, tokenizer)
     blocks = _num_blocks(config, info, target, proposer, device)

@@ -6,10 +6,11 @@ Plain decoding is the case of zero drafts and runs the same lines.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
+from runner.engine.hidden_states import HiddenStates
 from runner.engine.launch import Part
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, VerifyOutput
@@ -27,10 +28,17 @@ class Verifier:
         self.target, self.rejection_sampler, self.eos_token_ids = target, rejection_sampler, eos_token_ids
 
     @torch.inference_mode()
-    def verify(self, schedule: Schedule, drafts: DraftTokens, bitmask: BitmaskRows | None = None) -> VerifyOutput:
+    def verify(
+        self,
+        schedule: Schedule,
+        drafts: DraftTokens,
+        bitmask: BitmaskRows | None = None,
+        tap_layers: tuple[int, ...] = (),
+    ) -> VerifyOutput:
         """Compute the step's tokens and drafts; judge the drafts.
 
         bitmask: what grammars allow, of the requests that yield a token, a row for each draft and one behind them.
+        tap_layers: the hidden states that the proposer reads.
         Returns a row for every scheduled request that yields a token, in the order of the schedule.
         """
         drafts = _cover(drafts, len(schedule.scheduled))
@@ -51,11 +59,16 @@ class Verifier:
             for item, count in zip(schedule.scheduled, counts, strict=True)
         ]
         take_prompt_logits = None if gatherer is None else gatherer.take_prompt_logits
-        logits = self.target.run(parts, drafts.token_ids, take_prompt_logits)
+        passed = self.target.forward(parts, drafts.token_ids, take_prompt_logits, tap_layers)
+        logits, hidden_states = passed.logits, None
+        if passed.hidden_states is not None:
+            num_rows = [part.end - part.start + part.num_draft_tokens for part in parts]
+            first_rows = [0, *accumulate(num_rows)][:-1]
+            hidden_states = HiddenStates(states=passed.hidden_states, first_rows=first_rows)
         yielding = [index for index, item in enumerate(schedule.scheduled) if item.yields_token]
         if not yielding:  # prompts only, none of them done
             nothing = torch.empty(0, 1, dtype=torch.int64, device=device)
-            output = VerifyOutput(token_ids=nothing, num_accepted_tokens=nothing[:, 0])
+            output = VerifyOutput(token_ids=nothing, num_accepted_tokens=nothing[:, 0], hidden_states=hidden_states)
             return output if gatherer is None else replace(output, logprobs=gatherer.finish(logits, nothing))
         counts = [counts[index] for index in yielding]
         rows = SamplingRows.build(
@@ -69,6 +82,7 @@ class Verifier:
             bitmask=bitmask,
         )
         output = self.rejection_sampler(logits, _cover(drafts, len(yielding)), rows)
+        output = replace(output, hidden_states=hidden_states)
         return output if gatherer is None else replace(output, logprobs=gatherer.finish(logits, output.token_ids))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from runner.engine.hidden_states import HiddenStates
 from runner.engine.logprobs import StepLogprobs, TokenLogprobs
 from runner.engine.sampling_params import SamplingParams
 
@@ -98,12 +99,13 @@ class DraftTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOutput:
-    """What verification decided, one row a request."""
+    """What verification decided, one row a request that yields a token."""
 
     token_ids: torch.Tensor  # [B, max_draft_tokens + 1] int64: accepted, then recovered or bonus token, then -1
     num_accepted_tokens: torch.Tensor  # [B] int64: accepted draft tokens, before stop conditions
     logprobs: StepLogprobs | None = None  # None when no request of the step asked for any
     num_draft_tokens: torch.Tensor | None = None  # [B] int64: verified drafts; None = as DraftTokens says, none is -1
+    hidden_states: HiddenStates | None = None  # of every scheduled request's tokens; None when no proposer asked
 
     def read(self) -> tuple[list[list[int]], list[int], list[int] | None]:
         """token_ids, num_accepted_tokens and num_draft_tokens on the host, in one copy."""
