@@ -22,7 +22,6 @@ from runner.engine.request import Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
 
-
 MAX_STEPS_BEHIND = 16
 
 
