@@ -137,7 +137,7 @@ class VerifyOutput:
     num_accepted_tokens: torch.Tensor  # [B] int64: accepted draft tokens, before stop conditions
     logprobs: StepLogprobs | None = None  # None when no request of the step asked for any
     num_draft_tokens: torch.Tensor | None = None  # [B] int64: verified drafts; None = as DraftTokens says, none is -1
-    # [B, deepest draft] int64: place of each accepted token among its request's drafts, then -1; None = chains: 0, 1, ...
+    # [B, deepest draft] int64: place of each accepted token among its request's drafts, then -1; None = chains
     path: torch.Tensor | None = None
 
     def read(self) -> tuple[list[list[int]], list[int], list[int] | None]:
