@@ -15,6 +15,7 @@ import torch
 
 from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
+from runner.engine.loader import LoadedModel
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
 
@@ -36,6 +37,7 @@ class ProposerContext:
     # number of committed tokens at its start, Request.num_tokens.
     keys_by_draft_step: bool = False
     grammars: GrammarStore = field(default_factory=GrammarStore)  # a drafter with logits walks them
+    target: LoadedModel | None = None  # draft heads share its embedding and its head
 
 
 class Proposer(ABC):
@@ -65,6 +67,11 @@ class Proposer(ABC):
 
     def set_learning(self, is_learning: bool) -> None:  # noqa: B027 - optional
         """Whether what requests said may be remembered after their release; a warm-up's must not be."""
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that `update` finds in its output (runner.engine.hidden_states)."""
+        return ()
 
     @property
     def cache_bytes_per_block(self) -> int:

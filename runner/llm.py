@@ -257,7 +257,7 @@ class LLM:
         check_drafts(proposer, schedule, drafts)
         clock.append(time.perf_counter())
         drafts, bitmask = self.engine.grammars.constrain(schedule, drafts)
-        output = self.engine.verifier.verify(schedule, drafts, bitmask)
+        output = self.engine.verifier.verify(schedule, drafts, bitmask, proposer.tap_layers)
         clock.append(time.perf_counter())
         committed = scheduler.commit(schedule, drafts, output)
         failures = self.engine.grammars.commit(committed)

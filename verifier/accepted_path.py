@@ -15,14 +15,12 @@ from runner.engine.request import DraftTokens, Request
 from runner.engine.upload import to_device
 
 
-def row_order(path: Tensor, drafts: DraftTokens) -> Tensor:
-    """[num_drafts + num_requests] int64: rows with each request's accepted path in front; the others mean nothing.
+def row_order(path: Tensor, first_rows: Sequence[int], num_rows: int) -> Tensor:
+    """[num_rows] int64: rows with each request's accepted path in front; behind it they mean nothing.
 
-    path: [num_requests, deepest] int64, as in VerifyOutput.
+    path: [num_requests, deepest] int64, as in VerifyOutput. first_rows: each request's pending token's, on the host.
     """
-    first_row_idx = [start + b for b, start in enumerate(drafts.cu_num_draft_tokens[:-1])]
-    num_rows = drafts.cu_num_draft_tokens[-1] + len(first_row_idx)
-    first = to_device(first_row_idx, torch.int64, path.device).unsqueeze(1)
+    first = to_device(first_rows, torch.int64, path.device).unsqueeze(1)
     depths = torch.arange(1, path.shape[1] + 1, device=path.device)
     order = torch.arange(num_rows + 1, device=path.device)  # the last entry takes what is behind a path
     order[torch.where(path >= 0, first + depths, num_rows)] = first + 1 + path

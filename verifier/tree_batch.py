@@ -37,7 +37,7 @@ class TreeBatch:
         device = rows.seeds.device
         shapes, cu = drafts.shapes, drafts.cu_num_draft_tokens
         assert rows.num_rows == cu[-1] + len(shapes), "verification takes one row for each draft and one for the bonus"
-        first_row_idx = [start + b for b, start in enumerate(cu[:-1])]
+        first_row_idx = drafts.first_logits_rows
         request_idx = [b for b, shape in enumerate(shapes) for _ in shape.parents]
         parent_row_idx = [first_row_idx[b] + 1 + parent for b, s in enumerate(shapes) for parent in s.parents]
         children = [[cu[b] + node for node in own] for b, shape in enumerate(shapes) for own in shape.children]

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from runner.engine.hidden_states import HiddenStates
 from runner.engine.launch import Part
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, VerifyOutput
@@ -29,10 +30,17 @@ class Verifier:
         self.target, self.rejection_sampler, self.eos_token_ids = target, rejection_sampler, eos_token_ids
 
     @torch.inference_mode()
-    def verify(self, schedule: Schedule, drafts: DraftTokens, bitmask: BitmaskRows | None = None) -> VerifyOutput:
+    def verify(
+        self,
+        schedule: Schedule,
+        drafts: DraftTokens,
+        bitmask: BitmaskRows | None = None,
+        tap_layers: tuple[int, ...] = (),
+    ) -> VerifyOutput:
         """Compute the step's tokens and drafts; judge the drafts.
 
         bitmask: what grammars allow, of the requests that yield a token, a row for each draft and one behind them.
+        tap_layers: the hidden states that the proposer reads.
         Returns a row for every scheduled request that yields a token, in the order of the schedule.
         """
         drafts = _cover(drafts, len(schedule.scheduled))
@@ -56,16 +64,20 @@ class Verifier:
             for item, count, parents in zip(schedule.scheduled, counts, drafts.parents, strict=True)
         ]
         take_prompt_logits = None if gatherer is None else gatherer.take_prompt_logits
-        logits = self.target.run(parts, drafts.token_ids, take_prompt_logits)
+        passed = self.target.forward(parts, drafts.token_ids, take_prompt_logits, tap_layers)
+        logits, hidden_states = passed.logits, None
+        if passed.hidden_states is not None:
+            num_rows = [part.end - part.start + part.num_draft_tokens for part in parts]
+            first_rows = [0, *accumulate(num_rows)][:-1]
+            hidden_states = HiddenStates(states=passed.hidden_states, first_rows=first_rows)
         yielding = [index for index, item in enumerate(schedule.scheduled) if item.yields_token]
         if not yielding:  # prompts only, none of them done
             nothing = torch.empty(0, 1, dtype=torch.int64, device=device)
-            output = VerifyOutput(token_ids=nothing, num_accepted_tokens=nothing[:, 0])
+            output = VerifyOutput(token_ids=nothing, num_accepted_tokens=nothing[:, 0], hidden_states=hidden_states)
             return output if gatherer is None else replace(output, logprobs=gatherer.finish(logits, nothing))
         # Requests without a token to yield have no drafts, so those of the ones that do are all there are.
         drafts = replace(drafts, cu_num_draft_tokens=[0, *accumulate(counts[index] for index in yielding)])
         requests = [schedule.scheduled[index].request for index in yielding]
-        num_rows = drafts.cu_num_draft_tokens[-1] + len(requests)
         rows = SamplingRows.build(
             requests,
             [row for row, count in enumerate(drafts.num_draft_tokens) for _ in range(count + 1)],
@@ -75,17 +87,19 @@ class Verifier:
             eos_token_ids=self.eos_token_ids,
             device=device,
             bitmask=bitmask,
-            path_idx=list(range(num_rows)) if drafts.has_branches else None,
+            path_idx=list(range(len(logits))) if drafts.has_branches else None,
         )
-        output = self.rejection_sampler(logits, drafts, rows)
-        order = None
+        output, logits_order = self.rejection_sampler(logits, drafts, rows), None
         if output.path is not None:
-            order = row_order(output.path, drafts)
             assert self.target.cache is not None
             self.target.cache.move(*slot_moves(output.path, drafts, requests, self.target.block_size))
-        if gatherer is not None:
-            output = replace(output, logprobs=gatherer.finish(logits, output.token_ids, order))
-        return output
+            logits_order = row_order(output.path, drafts.first_logits_rows, len(logits))
+            if hidden_states is not None:
+                # A request with drafts computes one committed token, the pending one, in its first row.
+                first_rows = [hidden_states.first_rows[index] for index in yielding]
+                hidden_states = hidden_states.reordered(row_order(output.path, first_rows, len(hidden_states.states)))
+        logprobs = None if gatherer is None else gatherer.finish(logits, output.token_ids, logits_order)
+        return replace(output, hidden_states=hidden_states, logprobs=logprobs)
 
 
 def _cover(drafts: DraftTokens, num_requests: int) -> DraftTokens:

@@ -8,17 +8,17 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from runner.config.drafter_methods import DrafterMethod, DraftModelMethod, MtpMethod
 from runner.config.hardware import HardwareConfig
 from runner.config.method_union import (
     AnyMethod,
-    DraftModelMethod,
     MethodNode,
     MethodUnion,
     NoneMethod,
     as_speculative_config,
     parse_method,
 )
-from runner.config.model import ModelConfig
+from runner.config.model import DraftDefaults, ModelConfig
 from runner.config.node import Node
 from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean, node_classes, problems_of
 from runner.config.sampler import SamplerConfig
@@ -26,6 +26,7 @@ from runner.config.to_vllm import to_vllm
 from runner.config.vllm_keys import RENAMED_KEYS
 from runner.config.workload import DemoWorkload, WorkloadConfig
 
+HEAD_METHODS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
 SPECULATIVE_KEYS = {*RENAMED_KEYS, *(key for member in node_classes(AnyMethod) for key in member.model_fields)}
 
 
@@ -134,14 +135,16 @@ class SpeculativeConfig(Node):
         return self
 
     def _draft_problems(self) -> list[Problem]:
-        if not isinstance(self.method, DraftModelMethod):
+        if not isinstance(self.method, DrafterMethod):
             return []
         problems = []
-        if self.method.model is None and self.model.draft is None:
+        is_inside = isinstance(self.method, MtpMethod)  # without a checkpoint of its own it is looked for in the target
+        if self.method.model is None and self._default_drafter() is None and not is_inside:
+            known = f"no {self.method.method} head is" if self.method.method in HEAD_METHODS else "no draft is"
             problems.append(
                 Problem(
                     name="method.model",
-                    rule=f"is required: no draft is known for model {self.model.model!r}",
+                    rule=f"is required: {known} known for model {self.model.model!r}",
                     remedy="give the directory or hub id of a draft of the same vocabulary, or choose method=ngram",
                 )
             )
@@ -170,11 +173,16 @@ class SpeculativeConfig(Node):
         ]
 
     def draft_model_config(self) -> ModelConfig | None:
-        """The draft as a model node of its own: method.model, or the draft that belongs to the target."""
-        if not isinstance(self.method, DraftModelMethod):
+        """The drafter as a model node of its own: method.model, or the one that belongs to the target.
+
+        None for a method without a checkpoint of its own.
+        """
+        if not isinstance(self.method, DrafterMethod):
             return None
-        default = self.model.draft
-        name = self.method.model or (default.model if default is not None else "")
+        default = self._default_drafter()
+        name = self.method.model or (default.model if default is not None else None)
+        if name is None:
+            return None
         is_default = default is not None and name == default.model
         return ModelConfig(
             model=name,
@@ -184,6 +192,11 @@ class SpeculativeConfig(Node):
             trust_remote_code=self.model.trust_remote_code,
             hf_config=default.hf_config if default is not None and is_default else None,
         )
+
+    def _default_drafter(self) -> DraftDefaults | None:
+        if isinstance(self.method, DraftModelMethod):
+            return self.model.draft
+        return (self.model.heads or {}).get(self.method.method)
 
     def normalised(self) -> Self:
         """The same run with ignored keys at their defaults; points of a sweep that are equal so are run once."""

@@ -113,17 +113,7 @@ REFUSED_VALUES = {
 # What a request asks for, beside the keys of the sampler group.
 SAMPLING_KEYS = ("speculative_ratio", "speculative_sampling")
 
-UNAVAILABLE_METHODS = (
-    "dflash",
-    "dspark",
-    "eagle",
-    "eagle3",
-    "extract_hidden_states",
-    "medusa",
-    "mlp_speculator",
-    "mtp",
-    "pard",
-)
+UNAVAILABLE_METHODS = ("dspark", "extract_hidden_states")
 MTP_SUFFIX = "_mtp"  # deepseek_mtp, qwen3_next_mtp and two dozen more are deprecated names of mtp
 
 # Substrings of a checkpoint's name by which vLLM recognises a head that is no plain draft model, in its order.

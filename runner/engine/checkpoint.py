@@ -33,8 +33,11 @@ class ModelSource:
         return self.load_format == "dummy"
 
 
-def resolve_directory(source: ModelSource, *, weights: bool = True) -> Path:
-    """The local directory of a checkpoint, downloaded from the hub if need be."""
+def resolve_directory(source: ModelSource, *, weights: bool = True, pickles: tuple[str, ...] = ()) -> Path:
+    """The local directory of a checkpoint, downloaded from the hub if need be.
+
+    pickles: names of pickled weights to download too, for layouts that have no others.
+    """
     path = Path(source.model).expanduser()
     if path.is_dir():
         return path
@@ -47,7 +50,7 @@ def resolve_directory(source: ModelSource, *, weights: bool = True) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.jinja", "tokenizer*"]
-    patterns += ["*.safetensors"] if weights else []
+    patterns += ["*.safetensors", *pickles] if weights else []
     patterns += ["*.py"] if source.trust_remote_code else []
     try:
         return Path(

@@ -96,6 +96,7 @@ class ForwardBatch:
         shape: TileShape,
         block_size: int,
         device: torch.device,
+        is_causal: bool = True,  # False: a row sees its whole segment (DFlash's blocks)
     ) -> ForwardBatch:
         padding = [0] * (-len(token_ids) % (shape.linear or 1))
         num_rows, tile_rows = len(token_ids) + len(padding), shape.attention
@@ -105,7 +106,7 @@ class ForwardBatch:
             end = segment.start + segment.num_tokens
             positions += range(segment.start, end)
             slots += segment.slots(segment.start, end, block_size)
-        tiles = _cut(segments, shape, block_size)
+        tiles = _cut(segments, shape, block_size, is_causal)
         output_rows = [0] * num_rows
         query_rows: list[int] = []
         query_positions: list[int] = []
@@ -115,7 +116,8 @@ class ForwardBatch:
             first = len(query_rows) + tile.place
             output_rows[rows.start : rows.stop] = range(first, first + tile.num_rows)
             query_rows += [*above, *rows, *below]
-            query_positions += [*above, *positions[rows.start : rows.stop], *below]
+            seen = positions[rows.start : rows.stop] if is_causal else [tile.last_position] * tile.num_rows
+            query_positions += [*above, *seen, *below]
         groups = _groups(family, tiles, shape, block_size)
         # One upload for everything the launch needs to know, then views of it.
         lists = [[*token_ids, *padding], positions + padding, slots + padding, output_rows]
@@ -163,11 +165,12 @@ class _Tile:
     num_rows: int
     place: int  # of the first row in the tile; places above and below stay unfilled
     block_table: Sequence[int]  # as far as the last row sees
+    last_position: int  # that the last row sees
     context: int
     apart: Sequence[tuple[int, int]]  # (position, cache slot) of keys that the block table does not lead to
 
 
-def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int) -> list[_Tile]:
+def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int, is_causal: bool) -> list[_Tile]:
     """Segments as tiles, short contexts first; a tile ends where the context of its rows does."""
     step = shape.context or 2**31
     tiles = []
@@ -177,17 +180,17 @@ def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int) -> list
         while first < end:
             place = first % shape.attention if shape.is_aligned else 0
             last = min(first + shape.attention - place, end, (first // step + 1) * step)
-            table = segment.block_table[: (last - 1) // block_size + 1]
-            context = len(table) * block_size if shape.context is None else -(-last // step) * step
-            apart = segment.stored_apart(last, block_size)
+            seen = last if is_causal else end
+            table = segment.block_table[: (seen - 1) // block_size + 1]
             tiles.append(
                 _Tile(
                     first_row=row,
                     num_rows=last - first,
                     place=place,
                     block_table=table,
-                    context=context,
-                    apart=apart,
+                    last_position=seen - 1,
+                    context=len(table) * block_size if shape.context is None else -(-seen // step) * step,
+                    apart=segment.stored_apart(seen, block_size),
                 )
             )
             row += last - first

@@ -65,19 +65,28 @@ class StepLaunches:
     prefill: Launch
     decode: Launch
     logits_order: list[int] | None  # rows of cat(prefill logits, decode logits) by part; None: one launch, in order
+    token_order: list[int] | None  # the same for the rows of all tokens, in the launches without their padding
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> StepLaunches:
         prefill, decode = Launch(family="prefill"), Launch(family="decode")
         by_part: list[tuple[bool, int, int]] = []  # (in decode, first logits row of the launch, count)
+        tokens: list[tuple[range, range]] = []  # a part's rows of the prefill and of the decode launch
         for part in parts:
+            first_rows = len(prefill.token_ids), len(decode.token_ids)
             boundary = min(max(part.request.num_prompt_tokens, part.start), part.end)
             tail_is_decode = boundary < part.end or part.num_draft_tokens > 0
             prefill.add(part, part.start, boundary, is_tail=not tail_is_decode)
             decode.add(part, boundary, part.end, is_tail=tail_is_decode)
             rows = (decode if tail_is_decode else prefill).logits_rows
             by_part.append((tail_is_decode, len(rows) - part.num_logits, part.num_logits))
-        order = None
+            tokens.append((range(first_rows[0], len(prefill.token_ids)), range(first_rows[1], len(decode.token_ids))))
+        order = token_order = None
+        if prefill.segments and decode.segments:
+            shift = len(prefill.token_ids)
+            token_order = [
+                row for in_prefill, in_decode in tokens for row in (*in_prefill, *(shift + r for r in in_decode))
+            ]
         if prefill.logits_rows and decode.logits_rows:
             shift = len(prefill.logits_rows)
             order = [
@@ -85,7 +94,7 @@ class StepLaunches:
                 for in_decode, first, count in by_part
                 for offset in range(count)
             ]
-        return cls(prefill=prefill, decode=decode, logits_order=order)
+        return cls(prefill=prefill, decode=decode, logits_order=order, token_order=token_order)
 
 
 def _segments(part: Part, first: int, last: int, num_drafts: int) -> Iterator[Segment]:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
+    source: ModelSource
     model: Decoder | TransformersModel
     hf_config: Any
     max_model_len: int
@@ -60,7 +61,9 @@ def load_model(
         logger.info("%s: %s runs through transformers' own modelling code", source.model, config.model_type)
         model = TransformersModel.load(source, config, device=device, dtype=dtype, max_model_len=length)
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        return LoadedModel(model=model, hf_config=config, max_model_len=length, num_weight_bytes=num_bytes)
+        return LoadedModel(
+            source=source, model=model, hf_config=config, max_model_len=length, num_weight_bytes=num_bytes
+        )
 
     require_static_rope(config)
     logger.info("%s: %s runs on our own decoder", source.model, arch.family)
@@ -73,7 +76,7 @@ def load_model(
         fill_randomly(decoder)
     else:
         fill_from_checkpoint(decoder, arch, source, shard or Shard())
-    return LoadedModel(model=decoder, hf_config=config, max_model_len=length, num_weight_bytes=num_bytes)
+    return LoadedModel(source=source, model=decoder, hf_config=config, max_model_len=length, num_weight_bytes=num_bytes)
 
 
 def fill_from_checkpoint(decoder: Decoder, arch: Architecture, source: ModelSource, shard: Shard) -> None:

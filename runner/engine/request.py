@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from runner.engine.draft_trees import TreeShape, tree_shape
+from runner.engine.hidden_states import HiddenStates
 from runner.engine.logprobs import StepLogprobs, TokenLogprobs
 from runner.engine.sampling_params import SamplingParams
 
@@ -105,6 +106,11 @@ class DraftTokens:
         return [end - start for start, end in itertools.pairwise(self.cu_num_draft_tokens)]
 
     @property
+    def first_logits_rows(self) -> list[int]:
+        """Of each request's pending token, which its drafts' rows follow, [B]."""
+        return [start + b for b, start in enumerate(self.cu_num_draft_tokens[:-1])]
+
+    @property
     def parents(self) -> list[Sequence[int] | None]:
         """Parents of each request's drafts, [B]; None = a chain."""
         if self.parent_indices is None:
@@ -131,7 +137,7 @@ class DraftTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOutput:
-    """What verification decided, one row a request."""
+    """What verification decided, one row a request that yields a token."""
 
     token_ids: torch.Tensor  # [B, deepest draft + 1] int64: accepted, then recovered or bonus token, then -1
     num_accepted_tokens: torch.Tensor  # [B] int64: accepted draft tokens, before stop conditions
@@ -139,6 +145,7 @@ class VerifyOutput:
     num_draft_tokens: torch.Tensor | None = None  # [B] int64: verified drafts; None = as DraftTokens says, none is -1
     # [B, deepest draft] int64: place of each accepted token among its request's drafts, then -1; None = chains
     path: torch.Tensor | None = None
+    hidden_states: HiddenStates | None = None  # of every scheduled request's tokens; None when no proposer asked
 
     def read(self) -> tuple[list[list[int]], list[int], list[int] | None]:
         """token_ids, num_accepted_tokens and num_draft_tokens on the host, in one copy."""

@@ -44,6 +44,7 @@ class TransformersModel(nn.Module):
         causal_model.set_submodule(path, _GivenHiddenStates())
         self.head = causal_model
         self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
         probe, self.vocab_size = self._probe(config, name)
         self.kv_widths = [probe.kv_widths[layer] for layer in range(self.num_layers)]
         self._layers = [_enclosing_layer(self.decoder, probe.modules[layer]) for layer in range(self.num_layers)]
@@ -86,6 +87,11 @@ class TransformersModel(nn.Module):
                 hooks.enter_context(self._tap(index, taps))
             hidden = self._decode(batch.token_ids, batch.positions, Launch(batch=batch, cache=cache))
         return hidden, [taps[index] for index in tap_layers]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_rows] int64 -> [num_rows, hidden], as the embedding module gives them."""
+        embedded: torch.Tensor = self.decoder.get_input_embeddings()(token_ids)
+        return embedded
 
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] -> [num_rows, vocab] float32; the head knows no tiles."""
