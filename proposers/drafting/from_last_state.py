@@ -46,6 +46,7 @@ class LastStateProposer(TokenByTokenProposer):
             context=context,
             draft_sample_method=draft_sample_method,
         )
+        self.max_depth = max_depth
         self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
         self.tile = head_tiles(context.device, batch_invariant=context.batch_invariant)["decode"].linear
         self._states: dict[str, torch.Tensor] = {}  # request_id -> [hidden]
@@ -55,7 +56,7 @@ class LastStateProposer(TokenByTokenProposer):
         return (NORMED,) if self.num_speculative_tokens > 0 else ()
 
     def max_draft_tokens(self, request: Request, limit: int) -> int:
-        return max(0, min(limit, self.max_model_len - request.num_tokens))
+        return max(0, min(limit, self.max_depth, self.max_model_len - request.num_tokens))
 
     @torch.inference_mode()
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:
