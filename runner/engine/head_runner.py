@@ -19,6 +19,7 @@ from runner.engine.forward_batch import (
     Family,
     ForwardBatch,
     Segment,
+    TileShape,
 )
 from runner.engine.kv_cache import PagedKVCache
 
@@ -39,7 +40,7 @@ class HeadRunner:
         self, head: DraftHead, *, block_size: int, device: torch.device, dtype: torch.dtype, batch_invariant: bool
     ) -> None:
         self.head, self.block_size, self.device, self.dtype = head, block_size, device, dtype
-        self.tiles = ROW_INVARIANT_TILES if batch_invariant and device.type == "cpu" else ANY_SHAPE_TILES
+        self.tiles = head_tiles(device, batch_invariant=batch_invariant)
         self.cache: PagedKVCache | None = None
 
     @property
@@ -78,4 +79,14 @@ class HeadRunner:
     def in_tiles(self, rows: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """Rows [num_rows, width] padded to whole tiles of the decode family, and the tile, as `logits` takes them."""
         tile = self.tiles["decode"].linear
-        return F.pad(rows, (0, 0, 0, -len(rows) % (tile or 1))), tile
+        return pad_to_tiles(rows, tile), tile
+
+
+def head_tiles(device: torch.device, *, batch_invariant: bool) -> dict[Family, TileShape]:
+    """How a head's rows are cut."""
+    return ROW_INVARIANT_TILES if batch_invariant and device.type == "cpu" else ANY_SHAPE_TILES
+
+
+def pad_to_tiles(rows: torch.Tensor, tile: int | None) -> torch.Tensor:
+    """Rows [num_rows, width], and rows of zeros up to a multiple of the tile."""
+    return F.pad(rows, (0, 0, 0, -len(rows) % (tile or 1)))
