@@ -63,7 +63,16 @@ class HeadRunner:
         """Compute the rows of the segments, one after another; their blocks are reserved."""
         assert self.cache is not None, "allocate_cache comes first"
         num_rows = len(token_ids)
-        batch = ForwardBatch.build(
+        batch = self.launch(family, segments, num_rows, is_causal=is_causal)
+        padding = len(batch.token_ids) - num_rows
+        batch = replace(batch, token_ids=F.pad(token_ids, (0, padding)))
+        return self.head(batch, F.pad(hidden, (0, 0, 0, padding)), self.cache)[:num_rows]
+
+    def launch(
+        self, family: Family, segments: Sequence[Segment], num_rows: int, *, is_causal: bool = True
+    ) -> ForwardBatch:
+        """A launch of the segments' num_rows rows, and padding; its token ids are placeholders."""
+        return ForwardBatch.build(
             family,
             segments,
             [0] * num_rows,
@@ -72,9 +81,6 @@ class HeadRunner:
             device=self.device,
             is_causal=is_causal,
         )
-        padding = len(batch.token_ids) - num_rows
-        batch = replace(batch, token_ids=F.pad(token_ids, (0, padding)))
-        return self.head(batch, F.pad(hidden, (0, 0, 0, padding)), self.cache)[:num_rows]
 
     def in_tiles(self, rows: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """Rows [num_rows, width] padded to whole tiles of the decode family, and the tile, as `logits` takes them."""
