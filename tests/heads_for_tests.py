@@ -8,4 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-HEADS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {}
+
+def _mtp(target: Mapping[str, Any]) -> dict[str, Any]:
+    return {"speculators_model_type": "mtp", "transformer_layer_config": {**target, "model_type": "qwen3"}}
+
+
+HEADS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"mtp": _mtp}
