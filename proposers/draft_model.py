@@ -90,15 +90,20 @@ class DraftModelProposer(TokenByTokenProposer):
         self._num_computed.pop(request_id, None)
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
-        for request in requests:  # after a time without drafts there may be more of them than a pass should take
-            while request.num_tokens - (known := self._num_computed.get(request.request_id, 0)) > MAX_CATCH_UP_TOKENS:
-                self.runner.run([self._part(request, known + MAX_CATCH_UP_TOKENS)])
+        self._catch_up(requests)
         return self.runner.run([self._part(request, request.num_tokens, num_logits=1) for request in requests])
 
-    def _part(self, request: Request, end: int, num_logits: int = 0) -> Part:
+    def _catch_up(self, requests: Sequence[Request]) -> None:
+        """After a time without drafts there may be more tokens of a request to compute than a pass should take."""
+        for request in requests:
+            while request.num_tokens - (known := self._num_computed.get(request.request_id, 0)) > MAX_CATCH_UP_TOKENS:
+                self.runner.run([self._part(request, known + MAX_CATCH_UP_TOKENS)])
+
+    def _part(self, request: Request, end: int, *, num_draft_tokens: int = 0, num_logits: int = 0) -> Part:
+        """The committed tokens up to `end` that the draft lacks, and drafts behind them; they count as computed."""
         start = self._num_computed.get(request.request_id, 0)
         self._num_computed[request.request_id] = end
-        return Part(request=request, start=start, end=end, num_logits=num_logits)
+        return Part(request=request, start=start, end=end, num_draft_tokens=num_draft_tokens, num_logits=num_logits)
 
     def next_logits(
         self, requests: Sequence[Request], step: int, token_ids: torch.Tensor, row_idx: torch.Tensor | None

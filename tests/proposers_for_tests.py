@@ -113,7 +113,7 @@ class RandomTreeProposer(KnownTree):
 
 
 class BushProposer(KnownTree):
-    """At each depth the right token, last of three siblings of which the first has a child: K nodes go K // 4 deep."""
+    """At each depth the right token, last of three siblings of which the first has a child: K // 4 nodes are right."""
 
     def tree(self, truth: list[int], request: Request) -> DraftTree:
         token_ids: list[int] = []
