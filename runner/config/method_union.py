@@ -120,7 +120,7 @@ class SuffixMethod(MethodConfig):
 
 
 class DraftModelMethod(MethodConfig):
-    """A smaller model of the same vocabulary drafts token by token."""
+    """A smaller model drafts token by token."""
 
     method: Literal["draft_model"] = Field(default="draft_model", description="a smaller model drafts")
     model: str | None = Field(
@@ -131,6 +131,10 @@ class DraftModelMethod(MethodConfig):
     )
     max_model_len: int | None = Field(
         default=None, ge=1, description="longest text the draft sees, tokens, >= 1; longer requests get no drafts"
+    )
+    use_heterogeneous_vocab: bool = Field(
+        default=False,
+        description="the draft has another tokenizer than the target: it drafts the tokens that both have",
     )
     draft_tensor_parallel_size: int = Field(
         default=1, ge=1, description="GPUs the draft's layers are split over; 1 until tensor parallelism lands"
