@@ -99,9 +99,13 @@ class GrownTreeMethod(TreeDrafterMethod):
 
 
 class DraftModelMethod(DrafterMethod):
-    """A smaller model of the same vocabulary drafts token by token."""
+    """A smaller model drafts token by token."""
 
     method: Literal["draft_model"] = Field(default="draft_model", description="a smaller model drafts")
+    use_heterogeneous_vocab: bool = Field(
+        default=False,
+        description="the draft has another tokenizer than the target: it drafts the tokens that both have",
+    )
 
 
 class PardMethod(DrafterMethod):

@@ -24,6 +24,8 @@ from runner.config.vllm_keys import (
     UNAVAILABLE_METHODS,
 )
 
+# Values by which another method's key asks for what is so anyway.
+KEYS_OFF = (("draft_tensor_parallel_size", 1), ("use_heterogeneous_vocab", False))
 MAX_SUFFIX_TOKENS = 128  # vLLM's limit on num_speculative_tokens, and ours
 
 
@@ -144,7 +146,7 @@ def _drop_foreign(
             value = values.pop(key)
             if key == "model" and names_method(value, method):
                 continue
-            if (key, value) != ("draft_tensor_parallel_size", 1):  # nothing is split, with and without a draft
+            if (key, value) not in KEYS_OFF:
                 notes.append(f"speculative_config.{key}={value!r} changes nothing with method={method}")
 
 

@@ -81,7 +81,14 @@ def _translate_drafting(
     if "draft_sample_method" in method.ignored_keys:
         return
     config["draft_sample_method"] = method.draft_sample_method
-    if method.draft_sample_method == "coupled":
+    if getattr(method, "use_heterogeneous_vocab", False):
+        config |= {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"}
+        if method.draft_sample_method != "greedy":
+            notes.append(
+                f"draft_sample_method={method.draft_sample_method} has no counterpart in vLLM with "
+                "use_heterogeneous_vocab: it drafts greedily there"
+            )
+    elif method.draft_sample_method == "coupled":
         config["draft_sample_method"] = "greedy" if temperature == 0 else "probabilistic"
         notes.append(
             f"draft_sample_method=coupled has no counterpart in vLLM: {config['draft_sample_method']} drafts "

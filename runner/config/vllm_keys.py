@@ -101,9 +101,6 @@ REFUSED_KEYS = {
         remedy="pass 'draft_tensor_parallel_size' instead; the target's is hardware.tensor_parallel_size",
         unless=(None,),
     ),
-    "use_heterogeneous_vocab": Refusal(
-        rule="is not available yet", remedy="choose a draft with the target's tokenizer and remove it", unless=NEUTRAL
-    ),
 }
 
 REFUSED_VALUES = {
