@@ -26,15 +26,10 @@ from runner.engine.memory import GIB, available_memory
 from runner.engine.model_runner import ModelRunner
 from runner.prompts import Tokenizer
 from runner.responses import check_responses_file, read_responses
-from runner.tiny import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
+from runner.tiny import BUILT_IN_MODELS
 from verifier.rejection_sampler import RejectionSampler
 from verifier.verifier import Verifier
 
-BUILT_IN_MODELS = {
-    "tiny": TARGET_DIR,
-    "tiny-draft": DRAFT_DIR,
-    **{f"tiny-{method.replace('_', '-')}": directory for method, directory in HEAD_DIRS.items()},
-}
 COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parallel_size"})
 CPU_CACHE_BYTES = 4 * GIB  # as vLLM's default on the CPU
 ACTIVATION_SHARE = 0.05  # of a GPU's memory, kept free for activations until a profile run measures them
