@@ -226,9 +226,7 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
 
     saved = load_file(directory / "model.safetensors")
     last = f"model.layers.{NUM_LAYERS}."
-    block = {
-        names.block + name.removeprefix(last): saved.pop(name) for name in list(saved) if name.startswith(last)
-    }
+    block = {names.block + name.removeprefix(last): saved.pop(name) for name in list(saved) if name.startswith(last)}
     own = _random_tensors(names)
     module = block | {f"{names.module}{name}.weight": tensor for name, tensor in own.items()}
     head = None
@@ -236,7 +234,11 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
         head = directory / "head"
         head.mkdir()
         layer = {**values, "num_hidden_layers": NUM_LAYERS}
-        config = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "transformer_layer_config": layer}
+        config = {
+            "architectures": ["MTPDraftModel"],
+            "speculators_model_type": "mtp",
+            "transformer_layer_config": layer,
+        }
         (head / "config.json").write_text(json.dumps(config))
         save_file(module, head / "model.safetensors")
     else:
