@@ -131,16 +131,15 @@ class LLM:
 
     def get_metrics(self) -> list[Counter | Vector]:
         """Totals of every generate() since the start, under vLLM's names so that its scripts read them."""
-        drafted = [pair for record in self.metrics.records for pair in zip(
-            record.num_draft_tokens, record.num_accepted_tokens, strict=True) if pair[0] > 0]  # fmt: skip
-        depth = max((num_drafted for num_drafted, _ in drafted), default=0)
+        drafts = [draft for record in self.metrics.records for draft in record.drafts]
+        deepest = max((depth for _, depth, _ in drafts), default=0)
         return [
-            Counter(name="vllm:spec_decode_num_drafts", value=len(drafted)),
-            Counter(name="vllm:spec_decode_num_draft_tokens", value=sum(count for count, _ in drafted)),
-            Counter(name="vllm:spec_decode_num_accepted_tokens", value=sum(count for _, count in drafted)),
+            Counter(name="vllm:spec_decode_num_drafts", value=len(drafts)),
+            Counter(name="vllm:spec_decode_num_draft_tokens", value=sum(count for count, _, _ in drafts)),
+            Counter(name="vllm:spec_decode_num_accepted_tokens", value=sum(count for _, _, count in drafts)),
             Vector(
                 name="vllm:spec_decode_num_accepted_tokens_per_pos",
-                values=[sum(1 for _, count in drafted if count > position) for position in range(depth)],
+                values=[sum(1 for _, _, count in drafts if count > position) for position in range(deepest)],
             ),
         ]
 

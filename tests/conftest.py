@@ -18,7 +18,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
-from tests.heads_for_tests import HEADS
+from tests.heads_for_tests import HEADS, make_fair
 
 TARGET_CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -71,6 +71,8 @@ class Engines:
                     if "norm" not in name:
                         in_upper_layer = ".layers." in f".{name}" and "layers.0." not in name
                         parameter.mul_(weight_scale / 2 if in_upper_layer else weight_scale)
+            if hasattr(head := getattr(llm.engine.proposer, "head", None), "weight_targets"):
+                make_fair(head, llm.engine.target.model)
             self._built[key] = llm
         return self._built[key]
 

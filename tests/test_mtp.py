@@ -1,4 +1,4 @@
-"""MTP modules in every published layout: logits of several draft steps, drafts through the engine, and lossless text."""
+"""MTP modules in every published layout: logits of draft steps, drafts through the engine, and lossless text."""
 
 from __future__ import annotations
 

@@ -24,6 +24,10 @@ class AttentionTiles:
     block_table: torch.Tensor  # [S, num_blocks] int64, 0 (the null block) where padded
     context: int  # keys looked at; those behind a row's own position are masked
     contiguous_from: int | None = None  # first block, when this is one tile over neighbouring blocks: no gather then
+    # Keys of a draft tree's branches are stored apart and gathered into the columns of their positions, so that every
+    # row sees what it would see in a chain: [num_apart] int64, columns counted over all tiles' block_table.
+    apart_columns: torch.Tensor | None = None
+    apart_slots: torch.Tensor | None = None  # [num_apart] int64: cache slot of each
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -70,6 +74,10 @@ def paged_attention(
         kv, first = kv_cache, (tile.contiguous_from or 0) * block_size
         if tile.contiguous_from is None or first + tile.context > num_blocks * block_size:
             kv, first = kv_cache.flatten(1).index_select(0, tile.block_table.flatten()), 0
+            if tile.apart_columns is not None:
+                assert tile.apart_slots is not None
+                stored_apart = kv_cache.flatten(0, 1).index_select(0, tile.apart_slots)
+                kv.view(-1, width).index_copy_(0, tile.apart_columns, stored_apart)
         tile_stride = tile.block_table.shape[1] * block_size * width
         k = _heads(kv, first, 0, (num_tiles, num_kv_heads, tile.context, head_dim), tile_stride, width)
         v_column = num_kv_heads * head_dim

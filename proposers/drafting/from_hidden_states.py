@@ -16,6 +16,7 @@ import torch
 
 from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
+from runner.engine.errors import UserError
 from runner.engine.forward_batch import Family, Segment
 from runner.engine.head_runner import DraftHead, HeadRunner
 from runner.engine.request import Request, VerifyOutput
@@ -58,7 +59,15 @@ class HeadProposer(TokenByTokenProposer):
         draft_sample_method: str,
         head: AutoregressiveHead,
         max_model_len: int | None = None,  # longest text that the head sees; None: the target's
+        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None = None,
+        tree_depth: int = 5,
+        tree_top_k: int = 4,
     ) -> None:
+        if speculative_token_tree is not None:
+            raise UserError(
+                f"method.speculative_token_tree must be null for heads over hidden states, got "
+                f"{speculative_token_tree!r} (depth {tree_depth}, top k {tree_top_k}): they draft chains"
+            )
         super().__init__(
             num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
         )

@@ -48,11 +48,31 @@ ANY_SHAPE_TILES: dict[Family, TileShape] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Consecutive tokens of one request that enter one launch."""
+    """Consecutive tokens of one request that enter one launch.
+
+    A position's KV is stored at the place of the same number, but for those of a branch of a draft tree.
+    """
 
     start: int  # absolute position of the first token
     num_tokens: int
     block_table: Sequence[int]
+    branch_start: int = 0
+    branch: Sequence[int] | None = None  # places of the positions branch_start, branch_start + 1, ... to the last token
+
+    def slots(self, first: int, end: int, block_size: int) -> list[int]:
+        """Cache slots of the positions first..end-1."""
+        places: Sequence[int] = range(first, end)
+        if self.branch is not None:
+            places = [p if p < self.branch_start else self.branch[p - self.branch_start] for p in places]
+        return [self.block_table[p // block_size] * block_size + p % block_size for p in places]
+
+    def stored_apart(self, end: int, block_size: int) -> list[tuple[int, int]]:
+        """(position, cache slot) of those before `end` that are not stored at the place of their number."""
+        if self.branch is None:
+            return []
+        own = range(self.branch_start, end)
+        slots = zip(own, self.slots(own.start, own.stop, block_size), strict=True)
+        return [pair for pair, place in zip(slots, self.branch, strict=False) if pair[0] != place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +103,9 @@ class ForwardBatch:
         positions: list[int] = []
         slots: list[int] = []
         for segment in segments:
-            places = range(segment.start, segment.start + segment.num_tokens)
-            positions += places
-            slots += [segment.block_table[p // block_size] * block_size + p % block_size for p in places]
+            end = segment.start + segment.num_tokens
+            positions += range(segment.start, end)
+            slots += segment.slots(segment.start, end, block_size)
         tiles = _cut(segments, shape, block_size, is_causal)
         output_rows = [0] * num_rows
         query_rows: list[int] = []
@@ -101,16 +121,19 @@ class ForwardBatch:
         groups = _groups(family, tiles, shape, block_size)
         # One upload for everything the launch needs to know, then views of it.
         lists = [[*token_ids, *padding], positions + padding, slots + padding, output_rows]
-        lists += [query_rows, query_positions, *(_padded_tables(group, block_size) for group in groups)]
+        lists += [query_rows, query_positions]
+        for group in groups:
+            lists += [_padded_tables(group, block_size), *_stored_apart(group, block_size)]
         packed = torch.tensor([number for numbers in lists for number in numbers]).to(device, non_blocking=True)
-        ids, positions_, slots_, output_rows_, rows_, places_, *tables_ = packed.split_with_sizes(
+        ids, positions_, slots_, output_rows_, rows_, places_, *of_groups = packed.split_with_sizes(
             [len(part) for part in lists]
         )
         # Launch rows and tile rows are the same.
         is_lone_tile = len(tiles) == 1 and tiles[0].place == 0 and tile_rows == num_rows
         calls = []
         start = 0
-        for group, table in zip(groups, tables_, strict=True):
+        for index, group in enumerate(groups):
+            table, apart_columns, apart_slots = of_groups[3 * index : 3 * index + 3]
             of = slice(start, start + len(group) * tile_rows)
             start = of.stop
             calls.append(
@@ -119,7 +142,9 @@ class ForwardBatch:
                     query_positions=places_[of].view(-1, tile_rows),
                     block_table=table.view(len(group), -1),
                     context=max(tile.context for tile in group),
-                    contiguous_from=_contiguous_from(group[0].block_table) if len(group) == 1 else None,
+                    contiguous_from=_contiguous_from(group[0]) if len(group) == 1 else None,
+                    apart_columns=apart_columns if len(apart_columns) else None,
+                    apart_slots=apart_slots,
                 )
             )
         return cls(
@@ -142,6 +167,7 @@ class _Tile:
     block_table: Sequence[int]  # as far as the last row sees
     last_position: int  # that the last row sees
     context: int
+    apart: Sequence[tuple[int, int]]  # (position, cache slot) of keys that the block table does not lead to
 
 
 def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int, is_causal: bool) -> list[_Tile]:
@@ -164,6 +190,7 @@ def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int, is_caus
                     block_table=table,
                     last_position=seen - 1,
                     context=len(table) * block_size if shape.context is None else -(-seen // step) * step,
+                    apart=segment.stored_apart(seen, block_size),
                 )
             )
             row += last - first
@@ -192,10 +219,23 @@ def _groups(family: Family, tiles: list[_Tile], shape: TileShape, block_size: in
 
 def _padded_tables(group: list[_Tile], block_size: int) -> list[int]:
     """Block tables of a group, one after another, padded to its context with the null block."""
-    num_blocks = -(-max(tile.context for tile in group) // block_size)
+    num_blocks = _num_blocks(group, block_size)
     return [block for tile in group for block in [*tile.block_table, *[0] * (num_blocks - len(tile.block_table))]]
 
 
-def _contiguous_from(table: Sequence[int]) -> int | None:
+def _stored_apart(group: list[_Tile], block_size: int) -> tuple[list[int], list[int]]:
+    """Columns, over the gathered tables of a group, whose keys are stored apart, and the slots of these."""
+    width = _num_blocks(group, block_size) * block_size
+    pairs = [(index * width + position, slot) for index, tile in enumerate(group) for position, slot in tile.apart]
+    return [column for column, _ in pairs], [slot for _, slot in pairs]
+
+
+def _num_blocks(group: list[_Tile], block_size: int) -> int:
+    return -(-max(tile.context for tile in group) // block_size)
+
+
+def _contiguous_from(tile: _Tile) -> int | None:
     """The first block of a table whose blocks are neighbours in the cache, as they are for a lone request."""
-    return table[0] if all(block == table[0] + index for index, block in enumerate(table)) else None
+    table = tile.block_table
+    is_contiguous = not tile.apart and all(block == table[0] + index for index, block in enumerate(table))
+    return table[0] if is_contiguous else None

@@ -6,7 +6,7 @@ the target's head sees.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,3 +27,7 @@ class HiddenStates:
         """
         first = self.first_rows[index]
         return self.states[first : first + num_tokens]
+
+    def reordered(self, rows: torch.Tensor) -> HiddenStates:
+        """With row rows[i] in place i; [num_rows] int64."""
+        return replace(self, states=self.states.index_select(0, rows))

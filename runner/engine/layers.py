@@ -135,9 +135,20 @@ class MLP:
 
 
 class DecoderLayer:
-    def __init__(self, arch: Architecture, layer: int, shard: Shard, dtype: torch.dtype) -> None:
-        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
-        self.attention = Attention(arch, layer, shard, dtype)
+    """norm, attention, norm, MLP, each with its residual; heads drop the first norm or bring their own."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        layer: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        *,
+        in_features: int | None = None,  # of the attention; None: the hidden size
+        has_input_norm: bool = True,  # EAGLE's first layer has none
+    ) -> None:
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype) if has_input_norm else None
+        self.attention = Attention(arch, layer, shard, dtype, in_features=in_features)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
         self.mlp = MLP(arch, shard, dtype)
 
@@ -150,15 +161,26 @@ class DecoderLayer:
         cache: PagedKVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if hidden is None:
-            normed = self.input_layernorm(residual)
+            normed = residual if self.input_layernorm is None else self.input_layernorm(residual)
         else:
+            assert self.input_layernorm is not None, "only a first layer goes without its norm"
             normed, residual = self.input_layernorm.add(hidden, residual)
+        return self.after_input_norm(normed, residual, rope, batch, cache)
+
+    def after_input_norm(
+        self,
+        normed: torch.Tensor,  # [num_rows, in_features]
+        residual: torch.Tensor,  # [num_rows, hidden]
+        rope: RopeRows,
+        batch: ForwardBatch,
+        cache: PagedKVCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output not yet added, residual), both [num_rows, hidden]."""
         normed, residual = self.post_attention_layernorm.add(self.attention(normed, rope, batch, cache), residual)
         return self.mlp(normed, batch.linear_tile), residual
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        norms = {
-            f"{prefix}input_layernorm.weight": WeightTarget(view=self.input_layernorm.weight),
-            f"{prefix}post_attention_layernorm.weight": WeightTarget(view=self.post_attention_layernorm.weight),
-        }
+        norms = {f"{prefix}post_attention_layernorm.weight": WeightTarget(view=self.post_attention_layernorm.weight)}
+        if self.input_layernorm is not None:
+            norms[f"{prefix}input_layernorm.weight"] = WeightTarget(view=self.input_layernorm.weight)
         return norms | self.attention.weight_targets(prefix) | self.mlp.weight_targets(prefix)
