@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from proposers.vocabularies.spelling import Spelling
+from proposers.vocabularies.spelling import ROLES, Spelling
 
 STAND_IN_ROLES = ("unk", "bos", "eos")  # of the draft, for a token that prints nothing it knows
 
@@ -37,17 +37,15 @@ def intersect(target: Spelling, draft: Spelling, *, target_vocab_size: int, draf
     num_texts = len(pairs)
     taken = set(pairs.values())
 
-    def pair(target_id: int, draft_id: int | None) -> None:
-        is_known = draft_id is not None and target_id < target_vocab_size and draft_id < draft_vocab_size
-        if draft_id is not None and is_known and target_id not in pairs and draft_id not in taken:
+    draft_names = {name: token_id for token_id, name in draft.names.items()}
+    candidates = [(token_id, draft_names.get(name)) for token_id, name in sorted(target.names.items())]
+    candidates += [(target.roles[role], draft.roles.get(role)) for role in ROLES if role in target.roles]
+    for target_id, draft_id in candidates:
+        if draft_id is None or target_id >= target_vocab_size or draft_id >= draft_vocab_size:
+            continue
+        if target_id not in pairs and draft_id not in taken:
             pairs[target_id] = draft_id
             taken.add(draft_id)
-
-    draft_names = {name: token_id for token_id, name in draft.names.items()}
-    for token_id, name in sorted(target.names.items()):
-        pair(token_id, draft_names.get(name))
-    for role, token_id in target.roles.items():
-        pair(token_id, draft.roles.get(role))
     return Intersection(
         pairs=dict(sorted(pairs.items())),
         reading=_reading(target, draft, pairs, theirs, target_vocab_size, draft_vocab_size),
@@ -78,9 +76,9 @@ def _reading(
     for token_id, text in target.texts.items():
         if token_id < target_vocab_size:
             reading[token_id] = stand_in(text, theirs, unknown)
-    for role, token_id in reversed(list(target.roles.items())):
-        if token_id < target_vocab_size and role in roles:
-            reading[token_id] = roles[role]
+    for role in reversed(ROLES):
+        if role in roles and target.roles.get(role, target_vocab_size) < target_vocab_size:
+            reading[target.roles[role]] = roles[role]
     for token_id, draft_id in pairs.items():
         reading[token_id] = draft_id
     return reading
