@@ -37,9 +37,8 @@ Laws = Callable[[Nodes], torch.Tensor]  # path -> [vocab], what candidates behin
 
 
 def static_nodes(laws: Laws, num_nodes: int) -> set[Nodes]:
-    kept = sorted(map(tuple, STATIC), key=lambda path: (len(path) + sum(path), len(path), path))[:num_nodes]
     nodes = {}
-    for path in sorted(kept, key=len):
+    for path in map(tuple, STATIC[:num_nodes]):
         before = nodes[path[:-1]] if len(path) > 1 else ()
         nodes[path] = (*before, int(laws(before).sort(descending=True).indices[path[-1]]))
     return set(nodes.values())

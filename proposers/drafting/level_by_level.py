@@ -18,7 +18,6 @@ from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.candidates import draw_candidates, perturbed
 from proposers.trees.growth import DynamicGrowth, Growth, StaticGrowth
-from proposers.trees.rank_tree import RankTree
 from proposers.trees.static import static_tree
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, Request
@@ -52,23 +51,23 @@ class LevelByLevelProposer(TokenByTokenProposer):
         num_speculative_tokens: int,
         context: ProposerContext,
         draft_sample_method: str,
-        speculative_token_tree: str | Sequence[Sequence[int]] | None,  # "dynamic", paths of ranks; None: chains
+        speculative_token_tree: str | Sequence[Sequence[int]] | None,  # "dynamic", or paths of ranks; None: chains
         tree_depth: int,  # of a dynamic tree, levels at most
         tree_top_k: int,  # of a dynamic tree: candidates of a node, and nodes of a level that go on
     ) -> None:
         """
         Raises:
-            UserError: paths that are no tree, or a dynamic tree of candidates that were drawn under a rule that reads
-                their laws: which of them are drafted would depend on the draws.
+            UserError: ranks beyond the vocabulary, or a dynamic tree of candidates that were drawn under a rule that
+                reads their laws: which of them are drafted would depend on the draws.
         """
         super().__init__(
             num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
         )
         self.is_dynamic = speculative_token_tree == "dynamic"
-        self.static_tree: RankTree | None = None
-        if isinstance(speculative_token_tree, Sequence) and not isinstance(speculative_token_tree, str):
-            self.static_tree = static_tree(speculative_token_tree)
-            if (rank := max(self.static_tree.ranks)) >= context.vocab_size:
+        self.choices: tuple[tuple[int, ...], ...] = ()
+        if speculative_token_tree is not None and not self.is_dynamic:
+            self.choices = tuple(tuple(path) for path in speculative_token_tree)
+            if (rank := max(map(max, self.choices))) >= context.vocab_size:
                 raise UserError(
                     f"method.speculative_token_tree must hold ranks below {context.vocab_size}, the vocabulary's size, "
                     f"got {rank}; remove it"
@@ -97,13 +96,13 @@ class LevelByLevelProposer(TokenByTokenProposer):
     @property
     def max_fed_nodes(self) -> int:
         """Nodes of a request's tree that level_logits is given in one step, at most; 0 without trees."""
-        if self.static_tree is not None:
-            return self.static_tree.num_nodes
+        if self.choices:
+            return min(len(self.choices), self.num_speculative_tokens)
         return self.tree_top_k * (self.tree_depth - 1) if self.is_dynamic else 0
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:
-        if self.static_tree is None and not self.is_dynamic:
+        if not self.choices and not self.is_dynamic:
             return super().propose(schedule)
         decoding, device = schedule.decoding, self.context.device
         counts = [self.max_draft_tokens(item.request, item.max_draft_tokens) for item in decoding]
@@ -133,13 +132,13 @@ class LevelByLevelProposer(TokenByTokenProposer):
 
     def _growth(self, requests: Sequence[Request], counts: Sequence[int], *, need_probs: bool) -> Growth:
         is_chain = [request.sampling_params.structured_outputs is not None for request in requests]
-        if self.static_tree is None:
+        if self.is_dynamic:
             return DynamicGrowth(
                 counts, depth=self.tree_depth, top_k=[1 if chain else self.tree_top_k for chain in is_chain]
             )
-        line = RankTree.of_paths([(0,) * depth for depth in range(1, max(self.static_tree.depths) + 1)])
+        line = tuple((0,) * depth for depth in range(1, 1 + max(map(len, self.choices))))
         trees = [
-            (line if chain else self.static_tree).cut(count) for chain, count in zip(is_chain, counts, strict=True)
+            static_tree(line if chain else self.choices, count) for chain, count in zip(is_chain, counts, strict=True)
         ]
         return StaticGrowth(trees, in_order=need_probs)
 
