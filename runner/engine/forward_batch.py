@@ -96,7 +96,7 @@ class ForwardBatch:
         shape: TileShape,
         block_size: int,
         device: torch.device,
-        is_causal: bool = True,  # False: a row sees its whole segment (DFlash's blocks)
+        is_causal: bool = True,  # False: rows see their whole segment in layers that are not causal (DFlash's blocks)
     ) -> ForwardBatch:
         padding = [0] * (-len(token_ids) % (shape.linear or 1))
         num_rows, tile_rows = len(token_ids) + len(padding), shape.attention
@@ -110,22 +110,23 @@ class ForwardBatch:
         output_rows = [0] * num_rows
         query_rows: list[int] = []
         query_positions: list[int] = []
+        last_keys: list[int] = []
         for tile in tiles:
             rows = range(tile.first_row, tile.first_row + tile.num_rows)
             above, below = [0] * tile.place, [0] * (tile_rows - tile.place - tile.num_rows)
             first = len(query_rows) + tile.place
             output_rows[rows.start : rows.stop] = range(first, first + tile.num_rows)
             query_rows += [*above, *rows, *below]
-            seen = positions[rows.start : rows.stop] if is_causal else [tile.last_position] * tile.num_rows
-            query_positions += [*above, *seen, *below]
+            query_positions += [*above, *positions[rows.start : rows.stop], *below]
+            last_keys += [] if is_causal else [*above, *[tile.last_key] * tile.num_rows, *below]
         groups = _groups(family, tiles, shape, block_size)
         # One upload for everything the launch needs to know, then views of it.
         lists = [[*token_ids, *padding], positions + padding, slots + padding, output_rows]
-        lists += [query_rows, query_positions]
+        lists += [query_rows, query_positions, last_keys]
         for group in groups:
             lists += [_padded_tables(group, block_size), *_stored_apart(group, block_size)]
         packed = torch.tensor([number for numbers in lists for number in numbers]).to(device, non_blocking=True)
-        ids, positions_, slots_, output_rows_, rows_, places_, *of_groups = packed.split_with_sizes(
+        ids, positions_, slots_, output_rows_, rows_, places_, last_keys_, *of_groups = packed.split_with_sizes(
             [len(part) for part in lists]
         )
         # Launch rows and tile rows are the same.
@@ -145,6 +146,7 @@ class ForwardBatch:
                     contiguous_from=_contiguous_from(group[0]) if len(group) == 1 else None,
                     apart_columns=apart_columns if len(apart_columns) else None,
                     apart_slots=apart_slots,
+                    last_keys=None if is_causal else last_keys_[of].view(-1, tile_rows),
                 )
             )
         return cls(
@@ -164,8 +166,8 @@ class _Tile:
     first_row: int  # of the launch
     num_rows: int
     place: int  # of the first row in the tile; places above and below stay unfilled
-    block_table: Sequence[int]  # as far as the last row sees
-    last_position: int  # that the last row sees
+    block_table: Sequence[int]  # as far as any row sees
+    last_key: int  # position of it, of those that any row sees
     context: int
     apart: Sequence[tuple[int, int]]  # (position, cache slot) of keys that the block table does not lead to
 
@@ -188,7 +190,7 @@ def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int, is_caus
                     num_rows=last - first,
                     place=place,
                     block_table=table,
-                    last_position=seen - 1,
+                    last_key=seen - 1,
                     context=len(table) * block_size if shape.context is None else -(-seen // step) * step,
                     apart=segment.stored_apart(seen, block_size),
                 )

@@ -19,6 +19,7 @@ from runner.engine.forward_batch import (
     Family,
     ForwardBatch,
     Segment,
+    TileShape,
 )
 from runner.engine.kv_cache import PagedKVCache
 
@@ -39,7 +40,7 @@ class HeadRunner:
         self, head: DraftHead, *, block_size: int, device: torch.device, dtype: torch.dtype, batch_invariant: bool
     ) -> None:
         self.head, self.block_size, self.device, self.dtype = head, block_size, device, dtype
-        self.tiles = ROW_INVARIANT_TILES if batch_invariant and device.type == "cpu" else ANY_SHAPE_TILES
+        self.tiles = head_tiles(device, batch_invariant=batch_invariant)
         self.cache: PagedKVCache | None = None
 
     @property
@@ -62,7 +63,16 @@ class HeadRunner:
         """Compute the rows of the segments, one after another; their blocks are reserved."""
         assert self.cache is not None, "allocate_cache comes first"
         num_rows = len(token_ids)
-        batch = ForwardBatch.build(
+        batch = self.launch(family, segments, num_rows, is_causal=is_causal)
+        padding = len(batch.token_ids) - num_rows
+        batch = replace(batch, token_ids=F.pad(token_ids, (0, padding)))
+        return self.head(batch, F.pad(hidden, (0, 0, 0, padding)), self.cache)[:num_rows]
+
+    def launch(
+        self, family: Family, segments: Sequence[Segment], num_rows: int, *, is_causal: bool = True
+    ) -> ForwardBatch:
+        """A launch of the segments' num_rows rows, and padding; its token ids are placeholders."""
+        return ForwardBatch.build(
             family,
             segments,
             [0] * num_rows,
@@ -71,11 +81,18 @@ class HeadRunner:
             device=self.device,
             is_causal=is_causal,
         )
-        padding = len(batch.token_ids) - num_rows
-        batch = replace(batch, token_ids=F.pad(token_ids, (0, padding)))
-        return self.head(batch, F.pad(hidden, (0, 0, 0, padding)), self.cache)[:num_rows]
 
     def in_tiles(self, rows: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """Rows [num_rows, width] padded to whole tiles of the decode family, and the tile, as `logits` takes them."""
         tile = self.tiles["decode"].linear
-        return F.pad(rows, (0, 0, 0, -len(rows) % (tile or 1))), tile
+        return pad_to_tiles(rows, tile), tile
+
+
+def head_tiles(device: torch.device, *, batch_invariant: bool) -> dict[Family, TileShape]:
+    """How a head's rows are cut."""
+    return ROW_INVARIANT_TILES if batch_invariant and device.type == "cpu" else ANY_SHAPE_TILES
+
+
+def pad_to_tiles(rows: torch.Tensor, tile: int | None) -> torch.Tensor:
+    """Rows [num_rows, width], and rows of zeros up to a multiple of the tile."""
+    return F.pad(rows, (0, 0, 0, -len(rows) % (tile or 1)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kernels.reference.linear import linear
 from kernels.reference.paged_attention import paged_attention
 from kernels.reference.rms_norm import add_rms_norm, rms_norm
 from kernels.reference.rope import RopeTable, apply_rope
@@ -72,6 +73,7 @@ class Attention:
         in_features: int | None = None,  # None: the hidden size; EAGLE-3 attends from twice as many
     ) -> None:
         self.layer, self.head_dim = layer, arch.head_dim
+        self.is_causal = True  # False: rows see all of their segment, in launches built for that (DFlash's blocks)
         self.num_heads = shard.split(arch.num_heads, "num_attention_heads")
         self.num_kv_heads = shard.split(arch.num_kv_heads, "num_key_value_heads")
         self.sliding_window = arch.sliding_windows[layer]
@@ -103,8 +105,20 @@ class Attention:
             value_dim=dim,
             scale=dim**-0.5,
             sliding_window=self.sliding_window,
+            is_causal=self.is_causal,
         )
         return self.o_proj(out, batch.linear_tile)
+
+    def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
+        """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""
+        num_kv_heads, dim, queries = self.num_kv_heads, self.head_dim, self.num_heads * self.head_dim
+        bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[queries:]
+        kv = linear(states, self.qkv_proj.weight[queries:], bias, batch.linear_tile)
+        if self.k_norm is not None:
+            k, v = kv.view(-1, 2 * num_kv_heads, dim).chunk(2, dim=1)
+            kv = torch.cat((self.k_norm(k), v), dim=1).flatten(1)
+        rope_of_keys = rope.cos[:, queries:], rope.signed_sin[:, queries:], rope.partner[queries:] - queries
+        cache.write(self.layer, batch.slot_mapping, apply_rope(kv, *rope_of_keys))
 
     @property
     def kv_width(self) -> int:
