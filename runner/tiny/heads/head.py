@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from runner.tiny.heads.states import FrozenTarget, TargetStates
 
+
 START_NORM = 0.02
 """Weight of a last norm before training: first guesses without opinion cost less to unlearn than confident wrong ones."""
 
