@@ -149,7 +149,7 @@ def test_a_tree_holds_the_likeliest_continuations() -> None:
 
 @pytest.mark.parametrize("blocks", [None, 9])
 def test_trees_change_no_token_and_reach_further_than_chains(engines: Engines, blocks: int | None) -> None:
-    """Two children of one prompt part ways, and so do their followers: where a chain guesses one way, a tree has both."""
+    """Two children of one prompt part ways, and so do those behind them: a chain guesses one way, a tree has both."""
     prompts = [{"prompt_token_ids": [3 + i % 2, 40, 5]} for i in range(10)]
     params = [SamplingParams(max_tokens=24, temperature=0.7, seed=i % 5, ignore_eos=True) for i in range(10)]
     expected, _ = complete(engines(max_num_seqs=2), prompts, params)
