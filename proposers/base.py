@@ -15,6 +15,7 @@ import torch
 
 from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
+from runner.engine.loader import LoadedModel
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
 
@@ -36,6 +37,7 @@ class ProposerContext:
     # number of committed tokens at its start, Request.num_tokens.
     keys_by_draft_step: bool = False
     grammars: GrammarStore = field(default_factory=GrammarStore)  # a drafter with logits walks them
+    target: LoadedModel | None = None  # draft heads share its embedding and its head
 
 
 class Proposer(ABC):
@@ -65,6 +67,11 @@ class Proposer(ABC):
 
     def set_learning(self, is_learning: bool) -> None:  # noqa: B027 - optional
         """Whether what requests said may be remembered after their release; a warm-up's must not be."""
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that `update` finds in its output (runner.engine.hidden_states)."""
+        return ()
 
     @property
     def cache_bytes_per_block(self) -> int:
@@ -101,11 +108,12 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
         (ids.shape == (total,), f"give token_ids of shape [{total}]", list(ids.shape)),
         (ids.device.type == context.device.type, f"give token_ids on {context.device}", ids.device),
         (laws in (None, [total, context.vocab_size]), f"give probs [{total}, {context.vocab_size}], or None", laws),
-        (drafts.parent_indices is None, "draft chains, parent_indices None (trees are not verified yet)", "a tree"),
     )
     for holds, rule, found in rules:
         if not holds:
             raise UserError(f"{refused} {rule}, got {found}; mend the proposer")
+    if drafts.parent_indices is not None:
+        _check_parents(drafts, refused)
     if not is_known:
         return
     if int(ids.min()) < (-1 if drafts.is_padded else 0) or int(ids.max()) >= context.vocab_size:
@@ -114,6 +122,43 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
     if drafts.is_padded and _has_gap(ids.tolist(), drafts.cu_num_draft_tokens):
         rule = "fill the last slots of a request with -1, and no slot before a draft"
         raise UserError(f"{refused} {rule}, got {ids.tolist()}; mend the proposer")
+    if drafts.parent_indices is not None:
+        _check_siblings(drafts, refused)
+
+
+def _check_parents(drafts: DraftTokens, refused: str) -> None:
+    """Every draft hangs on one before it, and every slot of a tree holds a draft."""
+    parents = drafts.parent_indices
+    if drafts.is_padded:
+        raise UserError(f"{refused} fill every slot of a draft tree, is_padded is for chains; mend the proposer")
+    if not isinstance(parents, list) or len(parents) != drafts.cu_num_draft_tokens[-1]:
+        rule = f"give parent_indices as a list of {drafts.cu_num_draft_tokens[-1]} ints, on the host"
+        raise UserError(f"{refused} {rule}, got {parents!r}; mend the proposer")
+    for start, end in pairwise(drafts.cu_num_draft_tokens):
+        own = parents[start:end]
+        if not all(-1 <= parent < place for place, parent in enumerate(own)):
+            rule = "name parents by their place among the request's own drafts, before their children, or -1"
+            raise UserError(f"{refused} {rule}, got {own}; mend the proposer")
+
+
+def _check_siblings(drafts: DraftTokens, refused: str) -> None:
+    """Siblings are distinct, and their laws, if they have any, those of draws without replacement."""
+    ids, probs = drafts.token_ids.tolist(), drafts.probs
+    for start, shape in zip(drafts.cu_num_draft_tokens, drafts.shapes, strict=False):
+        for nodes in shape.children:
+            siblings = [ids[start + node] for node in nodes]
+            if len(set(siblings)) < len(siblings):
+                raise UserError(f"{refused} draft distinct siblings, got {siblings}; mend the proposer")
+            if probs is None:
+                continue
+            for rank, node in enumerate(nodes[1:], start=1):
+                if probs[start + node, siblings[:rank]].any():
+                    rule = (
+                        "give each sibling the law it was drawn from given the earlier ones, 0 at their tokens "
+                        "(candidates that were not drawn one by one have none: probs=None)"
+                    )
+                    found = f"for {siblings[rank]} a law that allows {siblings[:rank]}"
+                    raise UserError(f"{refused} {rule}, got {found}; mend the proposer")
 
 
 def _has_gap(token_ids: list[int], cu_num_draft_tokens: list[int]) -> bool:

@@ -37,6 +37,10 @@ class CustomClassProposer(Proposer):
         self.inner.set_learning(is_learning)
 
     @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self.inner.tap_layers
+
+    @property
     def cache_bytes_per_block(self) -> int:
         return self.inner.cache_bytes_per_block
 

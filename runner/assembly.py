@@ -15,7 +15,7 @@ import torch
 
 from proposers.base import Proposer, ProposerContext, proposer_class
 from proposers.vocabularies.spelling import read_spelling
-from runner.config import MethodConfig, ModelConfig, SpeculativeConfig, SuffixMethod
+from runner.config import DrafterMethod, MethodConfig, ModelConfig, SpeculativeConfig, SuffixMethod
 from runner.engine.checkpoint import DTYPES, ModelSource, load_config, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.grammar import GrammarCompiler
@@ -26,11 +26,10 @@ from runner.engine.memory import GIB, available_memory
 from runner.engine.model_runner import ModelRunner
 from runner.prompts import Tokenizer
 from runner.responses import check_responses_file, read_responses
-from runner.tiny import DRAFT_DIR, TARGET_DIR
+from runner.tiny import BUILT_IN_MODELS
 from verifier.rejection_sampler import RejectionSampler
 from verifier.verifier import Verifier
 
-BUILT_IN_MODELS = {"tiny": TARGET_DIR, "tiny-draft": DRAFT_DIR}
 COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parallel_size"})
 CPU_CACHE_BYTES = 4 * GIB  # as vLLM's default on the CPU
 ACTIVATION_SHARE = 0.05  # of a GPU's memory, kept free for activations until a profile run measures them
@@ -101,6 +100,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         needs_draft_probs=rejection_sampler.rule.reads_draft_probs,
         keys_by_draft_step=rejection_sampler.rule.keys_by_draft_step,
         grammars=grammars,
+        target=info,
     )
     proposer = _build_proposer(config, context, tokenizer)
     blocks = _num_blocks(config, info, target, proposer, device)
@@ -224,19 +224,19 @@ def _eos_token_ids(source: ModelSource, info: LoadedModel, tokenizer: Tokenizer)
 def _build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenizer: Tokenizer) -> Proposer:
     method = config.method
     own_keys: dict[str, Any] = method.model_dump(exclude=set(COMMON_METHOD_KEYS))
-    draft = config.draft_model_config()
-    if draft is not None:
-        source = model_source(draft, "method.model")
+    if isinstance(method, DrafterMethod):
+        target_source, draft = model_source(config.model, "model.model"), config.draft_model_config()
+        source = target_source if draft is None else model_source(draft, "method.model")
         own_keys |= {"source": source, "draft_sample_method": method.draft_sample_method}
-        if own_keys["use_heterogeneous_vocab"]:
+        for key in ("model", "revision"):
+            own_keys.pop(key)
+        if own_keys.pop("use_heterogeneous_vocab", False):
             own_keys["vocabularies"] = (
                 read_spelling(tokenizer.backend, "the target"),
-                read_spelling(_own_tokenizer(source).backend, f"the draft {draft.model}"),
+                read_spelling(_own_tokenizer(source).backend, f"the draft {source.model}"),
             )
         else:
-            _require_same_tokens(model_source(config.model, "model.model"), source)
-        for key in ("model", "revision", "use_heterogeneous_vocab"):
-            own_keys.pop(key, None)
+            _require_same_tokens(target_source, source)
     if isinstance(method, SuffixMethod):
         path = own_keys.pop("suffix_decoding_corpus")
         if path is not None:

@@ -26,6 +26,7 @@ from runner.engine.structured_outputs import StructuredOutputsParams
 from runner.metrics import MetricsCollector, RequestStep, StepRecord
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import Prompt, make_requests
+from runner.tiny import DRAFTER_KEYS, TARGET_NAME
 from runner.trace import RequestTraces
 
 __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
@@ -47,8 +48,8 @@ class LLM:
     """
 
     def __init__(self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine_args: Any) -> None:
-        if model == "tiny":  # as conf/model/tiny.yaml does: the family's own draft
-            engine_args.setdefault("draft", {"model": "tiny-draft"})
+        if model == TARGET_NAME:
+            engine_args = {**DRAFTER_KEYS, **engine_args}
         config = SpeculativeConfig.from_engine_args(model, speculative_config, **engine_args)
         for note in config.notes():  # a run from the command line has them in its summary
             warnings.warn(note, stacklevel=2)
@@ -131,16 +132,15 @@ class LLM:
 
     def get_metrics(self) -> list[Counter | Vector]:
         """Totals of every generate() since the start, under vLLM's names so that its scripts read them."""
-        drafted = [pair for record in self.metrics.records for pair in zip(
-            record.num_draft_tokens, record.num_accepted_tokens, strict=True) if pair[0] > 0]  # fmt: skip
-        depth = max((num_drafted for num_drafted, _ in drafted), default=0)
+        drafts = [draft for record in self.metrics.records for draft in record.drafts]
+        deepest = max((depth for _, depth, _ in drafts), default=0)
         return [
-            Counter(name="vllm:spec_decode_num_drafts", value=len(drafted)),
-            Counter(name="vllm:spec_decode_num_draft_tokens", value=sum(count for count, _ in drafted)),
-            Counter(name="vllm:spec_decode_num_accepted_tokens", value=sum(count for _, count in drafted)),
+            Counter(name="vllm:spec_decode_num_drafts", value=len(drafts)),
+            Counter(name="vllm:spec_decode_num_draft_tokens", value=sum(count for count, _, _ in drafts)),
+            Counter(name="vllm:spec_decode_num_accepted_tokens", value=sum(count for _, _, count in drafts)),
             Vector(
                 name="vllm:spec_decode_num_accepted_tokens_per_pos",
-                values=[sum(1 for _, count in drafted if count > position) for position in range(depth)],
+                values=[sum(1 for _, _, count in drafts if count > position) for position in range(deepest)],
             ),
         ]
 
@@ -258,7 +258,7 @@ class LLM:
         check_drafts(proposer, schedule, drafts)
         clock.append(time.perf_counter())
         drafts, bitmask = self.engine.grammars.constrain(schedule, drafts)
-        output = self.engine.verifier.verify(schedule, drafts, bitmask)
+        output = self.engine.verifier.verify(schedule, drafts, bitmask, proposer.tap_layers)
         clock.append(time.perf_counter())
         committed = scheduler.commit(schedule, drafts, output)
         failures = self.engine.grammars.commit(committed)

@@ -15,6 +15,7 @@ class _Trace:
     token_times: list[float] = field(default_factory=list)
     tokens_per_step: list[int] = field(default_factory=list)
     num_draft_tokens: list[int] = field(default_factory=list)
+    draft_depths: list[int] = field(default_factory=list)
     num_accepted_tokens: list[int] = field(default_factory=list)
 
 
@@ -31,6 +32,7 @@ class RequestTraces:
         trace.token_times.append(arrived_at)
         trace.tokens_per_step.append(len(gain.token_ids))
         trace.num_draft_tokens.append(gain.num_draft_tokens)
+        trace.draft_depths.append(gain.draft_depth)
         trace.num_accepted_tokens.append(gain.num_accepted_tokens)
 
     def finish(self, request: Request) -> RequestRecord:
@@ -62,5 +64,6 @@ class RequestTraces:
             token_times=tuple(trace.token_times),
             tokens_per_step=tuple(trace.tokens_per_step),
             num_draft_tokens=tuple(trace.num_draft_tokens),
+            draft_depths=tuple(trace.draft_depths),
             num_accepted_tokens=tuple(trace.num_accepted_tokens),
         )

@@ -42,6 +42,15 @@ KERNELS = [
         constants={"BLOCKS": 32, "TOKENS": 4},
         max_shared=1024,
     ),
+    *(
+        Kernel(
+            module="kernels.move_kv",
+            name="move_kernel",
+            signature=f"*{dtype} *i64 *i64 *i64 *i64 i32",
+            constants={"BLOCK": 1024},
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+    ),
 ]
 
 

@@ -18,6 +18,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
+from tests.heads_for_tests import HEADS, make_fair
 
 TARGET_CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -58,15 +59,20 @@ class Engines:
             hf_config = {**TARGET_CONFIG, **(architecture or {})}
             engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": hf_config, **engine_args}
             draft = {"model": "first-layer", "hf_config": {**hf_config, "num_hidden_layers": 1}}
+            heads = {
+                method: {"model": f"dummy-{method}", "hf_config": make(hf_config)} for method, make in HEADS.items()
+            }
             with warnings.catch_warnings():  # of keys that a method ignores, and of lossy rules
                 warnings.simplefilter("ignore", UserWarning)
-                llm = LLM("dummy", speculative_config=speculative_config, draft=draft, **engine_args)
-            runner = getattr(llm.engine.proposer, "runner", None)
-            for model in (llm.engine.target.model, *([runner.model] if runner is not None else [])):
+                llm = LLM("dummy", speculative_config=speculative_config, draft=draft, heads=heads, **engine_args)
+            draft_model = getattr(getattr(llm.engine.proposer, "runner", None), "model", None)
+            for model in (llm.engine.target.model, *([draft_model] if draft_model is not None else [])):
                 for name, parameter in model.named_parameters():
                     if "norm" not in name:
                         in_upper_layer = ".layers." in f".{name}" and "layers.0." not in name
                         parameter.mul_(weight_scale / 2 if in_upper_layer else weight_scale)
+            if hasattr(head := getattr(llm.engine.proposer, "head", None), "weight_targets"):
+                make_fair(head, llm.engine.target.model)
             self._built[key] = llm
         return self._built[key]
 

@@ -127,8 +127,27 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "probs of another vocabulary": (
         lambda: replace(GOOD, probs=torch.full((3, 63), 1 / 63)), r"give probs \[3, 64\], or None, got \[3, 63\]",
     ),
-    "a tree": (
-        lambda: replace(GOOD, parent_indices=torch.tensor([-1, -1, -1])), r"draft chains, parent_indices None .*a tree",
+    "parents on the device": (
+        lambda: replace(GOOD, parent_indices=torch.tensor([-1, -1, -1])),
+        r"parent_indices as a list of 3 ints, on the host, got tensor",
+    ),
+    "too few parents": (lambda: replace(GOOD, parent_indices=[-1, 0]), r"a list of 3 ints, .*, got \[-1, 0\]"),
+    "a parent behind its child": (
+        lambda: replace(GOOD, parent_indices=[1, -1, -1]),
+        r"their place among .*before their children, or -1, got \[1, -1\]",
+    ),
+    "a parent of another request": (
+        lambda: replace(GOOD, parent_indices=[-1, 0, 1]), r"among the request's own drafts, .*, got \[1\]",
+    ),
+    "a tree with empty slots": (
+        lambda: replace(GOOD, parent_indices=[-1, 0, -1], is_padded=True), r"fill every slot of a draft tree",
+    ),
+    "equal siblings": (
+        lambda: replace(of_lists([7, 7], [3]), parent_indices=[-1, -1, -1]), r"distinct siblings, got \[7, 7\]",
+    ),
+    "siblings drawn with replacement": (
+        lambda: replace(GOOD, parent_indices=[-1, -1, -1], probs=torch.full((3, VOCAB_SIZE), 1 / 64)),
+        r"given the earlier ones, 0 at their tokens .*, got for 2 a law that allows \[1\]",
     ),
 }  # fmt: skip
 

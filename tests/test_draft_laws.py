@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import proposers.draft_model
+import proposers.drafting.token_by_token
 from kernels.reference.philox import Stream, gumbel
 from runner.engine.request import DraftTokens
 from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
@@ -75,8 +75,8 @@ def record(monkeypatch: pytest.MonkeyPatch, engines: Engines, **keys: Any) -> li
         return token_ids, probs
 
     monkeypatch.setattr(llm.engine.proposer, "propose", recording_propose)
-    monkeypatch.setattr(proposers.draft_model, "process_logits", recording_process_logits)
-    monkeypatch.setattr(proposers.draft_model, "draft_tokens", recording_draft_tokens)
+    monkeypatch.setattr(proposers.drafting.token_by_token, "process_logits", recording_process_logits)
+    monkeypatch.setattr(proposers.drafting.token_by_token, "draft_tokens", recording_draft_tokens)
     complete(llm, PROMPTS, list(PARAMS.values()))
     return drawings
 

@@ -43,7 +43,7 @@ def engine(engines: Engines, config: dict[str, Any] | None) -> LLM:
     """Of a draft model that is often wrong: it takes some tokens for others."""
     llm = engines(config, **SMALL)
     runner = getattr(llm.engine.proposer, "runner", None)
-    if runner is not None and not hasattr(runner, "is_confused"):
+    if hasattr(runner, "model") and not hasattr(runner, "is_confused"):
         head = runner.model.lm_head
         head.copy_(head[[1, 0, 2, 4, 3, 5]].clone())
         runner.is_confused = True

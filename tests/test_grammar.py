@@ -286,7 +286,9 @@ def constrain(
         request = Request(request_id=str(index), prompt_token_ids=[1], seed=0, sampling_params=params)
         assert store.open(request) is None
         token_ids = TOKENIZER.encode(text)
-        gain = CommittedTokens(request=request, token_ids=token_ids, num_draft_tokens=0, num_accepted_tokens=0)
+        gain = CommittedTokens(
+            request=request, token_ids=token_ids, num_draft_tokens=0, draft_depth=0, num_accepted_tokens=0
+        )
         assert store.commit([gain]) == {}
         items.append(scheduled(request, max_draft_tokens))
         guesses.append([piece if isinstance(piece, int) else token(piece) for piece in pieces])

@@ -258,12 +258,11 @@ def test_the_drafts_law_is_its_own_given_that_the_token_is_shared(
 
 def test_a_row_that_forbids_every_shared_token_has_a_law_still() -> None:
     translation = Translation(Intersection(pairs={2: 0, 3: 1}, reading=[0, 0, 0, 1], num_texts=2), CPU)
-    none = float("-inf")
-    rows = torch.tensor([[none, none, 1.0, 2.0], [none] * 4, [none, 0.5, none, none]])
     with NoReadback():
-        filled = translation.fill_empty(rows)
-        translation.to_target(torch.randn(3, 2))
-    assert torch.equal(filled[[0, 2]], rows[[0, 2]]) and filled[1].softmax(0).tolist() == [0, 0, 1, 0]
+        logits = translation.to_target(torch.tensor([[1.0, 2.0]]))
+    assert logits.softmax(-1)[0, :2].tolist() == [0, 0]
+    logits[:, 2:] = float("-inf")
+    assert logits.softmax(-1).tolist() == [[0.5, 0.5, 0, 0]]
 
 
 # Through the engine.
@@ -439,7 +438,7 @@ def test_the_law_is_kept_where_a_request_allows_no_shared_token(
     llm = six(rejection_sample_method=rule)
     params = SamplingParams(n=NUM_REQUESTS, max_tokens=NUM_TOKENS + 1, ignore_eos=True, seed=5, **forbidden)
     value, drafted, accepted = sample(llm, params)
-    assert drafted > accepted and (accepted > 0) == ("bad_words" in forbidden)
+    assert drafted > accepted > 0
     assert value > ALPHA
 
 

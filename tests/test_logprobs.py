@@ -280,7 +280,7 @@ def test_rows_of_a_request_that_asks_for_nothing_are_left_alone() -> None:
     ]  # fmt: skip
     logits, yielded = torch.arange(48, dtype=torch.float32).view(6, 8), torch.tensor([[1, 2, 3], [4, -1, -1]])
     with NoReadback():  # type: ignore[no-untyped-call]
-        gatherer = LogprobGatherer(Schedule(scheduled=items), [2, 2], vocab_size=8, device=torch.device("cpu"))
+        gatherer = LogprobGatherer(Schedule(scheduled=items), [2, 2], [2, 2], vocab_size=8, device=torch.device("cpu"))
         told_rows = gatherer.finish(logits, yielded)
     assert told_rows is not None and told_rows.packed.shape == (3, 5)
     assert told_rows.read()["1"][1][0].token_id == 4 and "0" not in told_rows.asked

@@ -28,7 +28,7 @@ from runner.engine.forward_batch import (
     TileShape,
 )
 from runner.engine.launch import Part
-from runner.engine.model_runner import ModelRunner
+from runner.engine.model_runner import ModelOutput, ModelRunner
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
@@ -378,13 +378,14 @@ class Recorder:
             enable_chunked_prefill=hardware.enable_chunked_prefill,
             num_speculative_tokens=engine.proposer.num_speculative_tokens,
         )
-        run, commit = engine.target.run, scheduler.commit
+        forward, commit = engine.target.forward, scheduler.commit
         last_logits = torch.empty(0)
 
-        def recorded_run(*args: Any) -> torch.Tensor:
+        def recorded_forward(*args: Any) -> ModelOutput:
             nonlocal last_logits
-            last_logits = run(*args)
-            return last_logits
+            output = forward(*args)
+            last_logits = output.logits
+            return output
 
         def recorded_commit(schedule: Schedule, drafts: DraftTokens, output: VerifyOutput) -> list[CommittedTokens]:
             self._record(schedule, drafts, output, last_logits)
@@ -395,7 +396,7 @@ class Recorder:
             scheduler.add(request)
         metrics, traces = MetricsCollector(), RequestTraces(engine.tokenizer.decode, {})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.target, "run", recorded_run)
+            patch.setattr(engine.target, "forward", recorded_forward)
             patch.setattr(scheduler, "commit", recorded_commit)
             while scheduler.has_unfinished:
                 llm.step(scheduler, engine.proposer, metrics, traces)

@@ -42,7 +42,7 @@ class DraftBatch:
         request_idx = [b for b, count in enumerate(num_slots) for _ in range(count)]
         # Rows of request b follow b bonus rows of earlier requests, so draft d sits at row d + b.
         per_draft = [request_idx, [i for n in num_slots for i in range(n)], [d + b for d, b in enumerate(request_idx)]]
-        first_row_idx = [start + b for b, start in enumerate(cu[:-1])]
+        first_row_idx = drafts.first_logits_rows
         per_request = to_device([first_row_idx, cu[:-1]], torch.int64, device)
         flat = to_device(per_draft, torch.int64, device)
         random_requests = [b for b, row in enumerate(first_row_idx) if not rows.is_greedy[row]]

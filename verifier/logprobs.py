@@ -18,24 +18,32 @@ from runner.engine.upload import to_device
 class LogprobGatherer:
     """One step's; `take_prompt_logits` fits ModelRunner.run, `finish` comes last."""
 
-    def __init__(self, schedule: Schedule, draft_counts: Sequence[int], *, vocab_size: int, device: torch.device):
-        """draft_counts: drafts of each scheduled request."""
+    def __init__(
+        self,
+        schedule: Schedule,
+        draft_counts: Sequence[int],
+        draft_depths: Sequence[int],
+        *,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """draft_counts, draft_depths: drafts of each scheduled request, and how many of them can be accepted."""
         self._device = device
         self._asked: dict[str, AskedRows] = {}
         self._logits_rows: list[int] = []  # of all logits rows, those of requests that ask
         self._places: list[tuple[int, int]] = []  # (yielding request, new token) of each of them
         next_ids: list[int] = []  # what prompt rows predict
         num_yielding = first_row = 0
-        for item, count in zip(schedule.scheduled, draft_counts, strict=True):
+        for item, count, depth in zip(schedule.scheduled, draft_counts, draft_depths, strict=True):
             params = item.request.sampling_params
             start, end = _prompt_span(item)
             next_ids += item.request.prompt_token_ids[start + 1 : end + 1]
             num_output_rows = 0
             if item.yields_token:
                 if params.logprobs is not None:
-                    num_output_rows = count + 1
-                    self._logits_rows += range(first_row, first_row + count + 1)
-                    self._places += ((num_yielding, place) for place in range(count + 1))
+                    num_output_rows = depth + 1
+                    self._logits_rows += range(first_row, first_row + depth + 1)
+                    self._places += ((num_yielding, place) for place in range(depth + 1))
                 num_yielding += 1
                 first_row += count + 1
             if end > start or num_output_rows:
@@ -56,19 +64,23 @@ class LogprobGatherer:
         self._packed.append(top_logprobs(logits, next_ids, self._num_top))
         self._num_taken += len(logits)
 
-    def finish(self, logits: torch.Tensor, token_ids: torch.Tensor) -> StepLogprobs | None:
+    def finish(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, row_order: torch.Tensor | None = None
+    ) -> StepLogprobs | None:
         """All of the step's rows; None when nobody asked for one of them.
 
         Args:
             logits: [num_rows, vocab] of all requests that yield, as they came from the target.
-            token_ids: [num_yielding, widest draft + 1] int64, what they yield.
+            token_ids: [num_yielding, deepest draft + 1] int64, what they yield.
+            row_order: [num_rows] int64, the rows with each request's accepted path in front; None = as they are.
         """
         assert self._num_taken == len(self._next_ids), "every prompt row that was asked for has come"
         if self._logits_rows:
             index = to_device([self._logits_rows, *zip(*self._places, strict=True)], torch.int64, self._device)
             # Behind the first rejection stands -1; what is told there is thrown away.
             yielded = token_ids[index[1], index[2]].clamp(min=0)
-            self._packed.append(top_logprobs(logits.index_select(0, index[0]), yielded, self._num_top))
+            rows = index[0] if row_order is None else row_order[index[0]]
+            self._packed.append(top_logprobs(logits.index_select(0, rows), yielded, self._num_top))
         if not self._packed:
             return None
         return StepLogprobs(packed=torch.cat(self._packed), asked=self._asked)

@@ -17,6 +17,7 @@ from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows, process_logits, sample_tokens
 from verifier.draft_batch import DraftBatch
 from verifier.rules import Block, Probabilistic, Rule, Strict, Synthetic, Typical
+from verifier.tree_batch import TreeBatch
 
 REJECTION_SAMPLE_METHODS = ("strict", "probabilistic", "standard", "block", "typical", "synthetic")
 
@@ -59,17 +60,17 @@ class RejectionSampler:
     def __call__(self, logits: Tensor, drafts: DraftTokens, rows: SamplingRows) -> VerifyOutput:
         """Decides one step.
 
-        logits: [num_drafts + num_requests, vocab], any float dtype; request b's rows are its drafts' and then its
-            bonus row, row i predicting the token that follows the request's first i drafts.
+        logits: [num_drafts + num_requests, vocab], any float dtype; request b's rows are the pending token's and then
+            each draft's own, each predicting the token that follows it.
         """
-        if drafts.parent_indices is not None:
-            raise ValueError("parent_indices must be None (draft chains): this sampler does not verify trees")
         processed = process_logits(logits, rows)
         if drafts.cu_num_draft_tokens[-1] == 0:  # every rule without a draft is a draw from the target
             token_ids = sample_tokens(processed, rows)
             return VerifyOutput(token_ids=token_ids.unsqueeze(1), num_accepted_tokens=torch.zeros_like(token_ids))
-        batch = DraftBatch.build(drafts, rows)
         rule = Strict() if rows.all_greedy and not isinstance(self.rule, Synthetic) else self.rule
+        if drafts.has_branches:
+            return _verify_tree(rule, processed, TreeBatch.build(drafts, rows), rows)
+        batch = DraftBatch.build(drafts, rows)
         num_accepted, last_token_ids = rule.verify(processed, batch, rows)
         token_ids = ops.assemble_tokens(
             batch.token_ids,
@@ -84,3 +85,16 @@ class RejectionSampler:
             num_accepted_tokens=num_accepted,
             num_draft_tokens=batch.num_draft_tokens() if drafts.is_padded else None,
         )
+
+
+def _verify_tree(rule: Rule, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> VerifyOutput:
+    last, last_token_ids = rule.verify_tree(processed, tree, rows)
+    path = tree.paths[last]  # [num_requests, deepest]
+    is_accepted = path >= 0
+    num_accepted = is_accepted.sum(dim=1)
+    token_ids = torch.nn.functional.pad(tree.tokens_on(path), (0, 1), value=-1)
+    return VerifyOutput(
+        token_ids=token_ids.scatter_(1, num_accepted.unsqueeze(1), last_token_ids.unsqueeze(1)),
+        num_accepted_tokens=num_accepted,
+        path=torch.where(is_accepted, path - tree.first_draft_idx.unsqueeze(1), -1),
+    )

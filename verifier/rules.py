@@ -17,9 +17,12 @@ from torch import Tensor
 from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream, uniform
 from kernels.reference.sampling import greedy_argmax
+from runner.engine.errors import UserError
 from runner.engine.sampling import SamplingRows, put_rows, sample_at, sample_tokens, take_rows
-from runner.engine.upload import to_device
+from runner.engine.upload import index_or_all, to_device
 from verifier.draft_batch import DraftBatch
+from verifier.tree import follow_rates, follow_tokens, longest_accepted, reject_recursively
+from verifier.tree_batch import TreeBatch
 
 
 class Rule(ABC):
@@ -35,6 +38,13 @@ class Rule(ABC):
         """(accepted draft tokens, the token after them), both [num_requests] int64.
 
         processed: [num_rows, vocab] float32, what process_logits made of the target's logits.
+        """
+
+    @abstractmethod
+    def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        """(row of the last accepted draft or of the pending token, the token after it), both [num_requests] int64.
+
+        A request whose drafts are a chain is judged as by `verify`.
         """
 
     def accept_noise(self, batch: DraftBatch, rows: SamplingRows) -> Tensor:
@@ -53,9 +63,18 @@ class Strict(Rule):
         num_accepted = ops.count_accepted(batch.padded(accepted))
         return num_accepted, target_token_ids[batch.first_row_idx + num_accepted]
 
+    def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        target_token_ids = sample_tokens(processed, rows)
+        last = follow_tokens(tree, target_token_ids)
+        return last, target_token_ids[last]
+
 
 class Probabilistic(Rule):
-    """A draft token stays iff u * q(x) < p(x), else max(p - q, 0) replaces it (arXiv 2211.17192, 2302.01318)."""
+    """A draft token stays iff u * q(x) < p(x), else max(p - q, 0) replaces it (arXiv 2211.17192, 2302.01318).
+
+    In a tree, siblings with laws are judged one after another. Candidates without laws are nobody's draw: the target
+    draws, and the child that it drew stays. That keeps its law, and even its tokens, wherever the candidates come from.
+    """
 
     reads_draft_probs = True
 
@@ -66,6 +85,22 @@ class Probabilistic(Rule):
         accepted = batch.padded_random(ops.accept_probabilistic(p_draft, q_draft, uniforms))
         num_accepted = _with_greedy(ops.count_accepted(accepted), processed, batch)
         return num_accepted, _draw_recovered(processed, batch, rows, num_accepted)
+
+    def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        is_judged = [
+            not greedy and (chain or tree.probs is not None)
+            for greedy, chain in zip(tree.is_greedy, tree.is_chain, strict=True)
+        ]
+        judged = index_or_all([b for b, judge in enumerate(is_judged) if judge], len(is_judged), processed.device)
+        if judged is None:
+            return reject_recursively(processed, tree, rows, None)
+        target_token_ids = sample_tokens(processed, rows)
+        last = follow_tokens(tree, target_token_ids)
+        if not any(is_judged):
+            return last, target_token_ids[last]
+        last_judged, token_ids = reject_recursively(processed, tree, rows, judged)
+        following = target_token_ids[last].index_copy_(0, judged, token_ids)
+        return last.index_copy_(0, judged, last_judged), following
 
 
 class Block(Rule):
@@ -95,6 +130,12 @@ class Block(Rule):
         scale = prefix.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
         return num_accepted, _draw_recovered(processed, batch, rows, num_accepted, scale)
 
+    def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        raise UserError(
+            "method.rejection_sample_method must be strict or probabilistic for draft trees, got 'block', which is "
+            "defined for chains; change the rule, or set method.speculative_token_tree=null"
+        )
+
 
 class Typical(Rule):
     """A draft token stays iff the target finds it probable enough for its own uncertainty (Medusa, arXiv 2401.10774).
@@ -117,7 +158,21 @@ class Typical(Rule):
             posterior_alpha=self.posterior_alpha,
         )
         num_accepted = _with_greedy(ops.count_accepted(batch.padded_random(accepted)), processed, batch)
-        return num_accepted, _draw_target(processed, batch, rows, num_accepted)
+        return num_accepted, _draw_target(processed, rows, batch.first_row_idx + num_accepted, batch.random_request_idx)
+
+    def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        laws = processed.index_select(0, tree.parent_row_idx).softmax(dim=-1)
+        accepted = ops.accept_typical(
+            laws.gather(1, tree.token_ids.unsqueeze(1)).squeeze(1),
+            ops.entropy(laws),
+            posterior_threshold=self.posterior_threshold,
+            posterior_alpha=self.posterior_alpha,
+        )
+        last = longest_accepted(tree, accepted)
+        random = index_or_all([b for b, greedy in enumerate(tree.is_greedy) if not greedy], len(last), last.device)
+        if random is not None:
+            last = follow_tokens(tree, greedy_argmax(processed)).index_copy_(0, random, last[random])
+        return last, _draw_target(processed, rows, last, random)
 
 
 class Synthetic(Rule):
@@ -130,16 +185,26 @@ class Synthetic(Rule):
             raise ValueError(f"synthetic_conditional_rates must be in [0, 1], got {self.conditional_rates}")
 
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        if batch.longest > len(self.conditional_rates):
-            raise ValueError(
-                f"synthetic_conditional_rates must have one rate per draft token ({batch.longest}), "
-                f"got {len(self.conditional_rates)}"
-            )
+        self._check_depth(batch.longest)
         per_draft = [rate for count in batch.num_slots for rate in self.conditional_rates[:count]]
         rates = to_device(per_draft, torch.float64, processed.device)
         accepted = ops.accept_synthetic(rates, self.accept_noise(batch, rows)) & (batch.token_ids >= 0)
         num_accepted = ops.count_accepted(batch.padded(accepted))
-        return num_accepted, _draw_target(processed, batch, rows, num_accepted)
+        return num_accepted, _draw_target(processed, rows, batch.first_row_idx + num_accepted, batch.random_request_idx)
+
+    def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        """At the rate of each depth along the first path."""
+        self._check_depth(len(tree.widths))
+        last = follow_rates(tree, rows, self.conditional_rates)
+        random = index_or_all([b for b, greedy in enumerate(tree.is_greedy) if not greedy], len(last), last.device)
+        return last, _draw_target(processed, rows, last, random)
+
+    def _check_depth(self, deepest: int) -> None:
+        if deepest > len(self.conditional_rates):
+            raise ValueError(
+                f"synthetic_conditional_rates must have one rate per draft token ({deepest}), "
+                f"got {len(self.conditional_rates)}"
+            )
 
 
 def _with_greedy(num_accepted: Tensor, processed: Tensor, batch: DraftBatch) -> Tensor:
@@ -151,10 +216,11 @@ def _with_greedy(num_accepted: Tensor, processed: Tensor, batch: DraftBatch) -> 
     return ops.count_accepted(batch.padded(accepted)).index_copy_(0, random, num_accepted[random])
 
 
-def _draw_target(processed: Tensor, batch: DraftBatch, rows: SamplingRows, num_accepted: Tensor) -> Tensor:
-    """The target's own token after the accepted ones, with the noise that plain decoding has there."""
-    last = batch.first_row_idx + num_accepted
-    random = batch.random_request_idx
+def _draw_target(processed: Tensor, rows: SamplingRows, last: Tensor, random: Tensor | None) -> Tensor:
+    """The target's own token behind row `last` of each request, with the noise that plain decoding has there.
+
+    random: requests that are not greedy; None = all.
+    """
     return sample_at(processed.index_select(0, last), rows.seeds[last], rows.positions[last], random, Stream.TARGET)
 
 

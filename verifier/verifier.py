@@ -6,18 +6,21 @@ Plain decoding is the case of zero drafts and runs the same lines.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
+from runner.engine.hidden_states import HiddenStates
 from runner.engine.launch import Part
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import Schedule
+from verifier.accepted_path import row_order, slot_moves
 from verifier.logprobs import LogprobGatherer, scored_from, wants_logprobs
 from verifier.rejection_sampler import RejectionSampler
+from verifier.tree_batch import draft_paths
 
 
 class Verifier:
@@ -27,49 +30,76 @@ class Verifier:
         self.target, self.rejection_sampler, self.eos_token_ids = target, rejection_sampler, eos_token_ids
 
     @torch.inference_mode()
-    def verify(self, schedule: Schedule, drafts: DraftTokens, bitmask: BitmaskRows | None = None) -> VerifyOutput:
+    def verify(
+        self,
+        schedule: Schedule,
+        drafts: DraftTokens,
+        bitmask: BitmaskRows | None = None,
+        tap_layers: tuple[int, ...] = (),
+    ) -> VerifyOutput:
         """Compute the step's tokens and drafts; judge the drafts.
 
         bitmask: what grammars allow, of the requests that yield a token, a row for each draft and one behind them.
+        tap_layers: the hidden states that the proposer reads.
         Returns a row for every scheduled request that yields a token, in the order of the schedule.
         """
         drafts = _cover(drafts, len(schedule.scheduled))
-        counts = drafts.num_draft_tokens
+        if not drafts.has_branches:
+            drafts = replace(drafts, parent_indices=None)
+        counts, depths = drafts.num_draft_tokens, drafts.depths
         device, vocab_size = self.target.device, self.target.model.vocab_size
         gatherer = None
         if wants_logprobs(schedule):
-            gatherer = LogprobGatherer(schedule, counts, vocab_size=vocab_size, device=device)
+            gatherer = LogprobGatherer(schedule, counts, depths, vocab_size=vocab_size, device=device)
         parts = [
             Part(
                 request=item.request,
                 start=item.start,
                 end=item.start + item.num_new_tokens,
                 num_draft_tokens=count,
+                parent_indices=parents,
                 num_logits=count + 1 if item.yields_token else 0,
                 scored_from=None if gatherer is None else scored_from(item),
             )
-            for item, count in zip(schedule.scheduled, counts, strict=True)
+            for item, count, parents in zip(schedule.scheduled, counts, drafts.parents, strict=True)
         ]
         take_prompt_logits = None if gatherer is None else gatherer.take_prompt_logits
-        logits = self.target.run(parts, drafts.token_ids, take_prompt_logits)
+        passed = self.target.forward(parts, drafts.token_ids, take_prompt_logits, tap_layers)
+        logits, hidden_states = passed.logits, None
+        if passed.hidden_states is not None:
+            num_rows = [part.end - part.start + part.num_draft_tokens for part in parts]
+            first_rows = [0, *accumulate(num_rows)][:-1]
+            hidden_states = HiddenStates(states=passed.hidden_states, first_rows=first_rows)
         yielding = [index for index, item in enumerate(schedule.scheduled) if item.yields_token]
         if not yielding:  # prompts only, none of them done
             nothing = torch.empty(0, 1, dtype=torch.int64, device=device)
-            output = VerifyOutput(token_ids=nothing, num_accepted_tokens=nothing[:, 0])
+            output = VerifyOutput(token_ids=nothing, num_accepted_tokens=nothing[:, 0], hidden_states=hidden_states)
             return output if gatherer is None else replace(output, logprobs=gatherer.finish(logits, nothing))
-        counts = [counts[index] for index in yielding]
+        # Requests without a token to yield have no drafts, so those of the ones that do are all there are.
+        drafts = replace(drafts, cu_num_draft_tokens=[0, *accumulate(counts[index] for index in yielding)])
+        requests = [schedule.scheduled[index].request for index in yielding]
         rows = SamplingRows.build(
-            [schedule.scheduled[index].request for index in yielding],
-            [row for row, count in enumerate(counts) for _ in range(count + 1)],
-            [ancestors for count in counts for ancestors in range(count + 1)],
-            _padded(drafts.token_ids, counts),
+            requests,
+            [row for row, count in enumerate(drafts.num_draft_tokens) for _ in range(count + 1)],
+            [ancestors for shape in drafts.shapes for ancestors in (0, *shape.depths)],
+            _ancestors(drafts, device),
             vocab_size=vocab_size,
             eos_token_ids=self.eos_token_ids,
             device=device,
             bitmask=bitmask,
+            path_idx=list(range(len(logits))) if drafts.has_branches else None,
         )
-        output = self.rejection_sampler(logits, _cover(drafts, len(yielding)), rows)
-        return output if gatherer is None else replace(output, logprobs=gatherer.finish(logits, output.token_ids))
+        output, logits_order = self.rejection_sampler(logits, drafts, rows), None
+        if output.path is not None:
+            assert self.target.cache is not None
+            self.target.cache.move(*slot_moves(output.path, drafts, requests, self.target.block_size))
+            logits_order = row_order(output.path, drafts.first_logits_rows, len(logits))
+            if hidden_states is not None:
+                # A request with drafts computes one committed token, the pending one, in its first row.
+                first_rows = [hidden_states.first_rows[index] for index in yielding]
+                hidden_states = hidden_states.reordered(row_order(output.path, first_rows, len(hidden_states.states)))
+        logprobs = None if gatherer is None else gatherer.finish(logits, output.token_ids, logits_order)
+        return replace(output, hidden_states=hidden_states, logprobs=logprobs)
 
 
 def _cover(drafts: DraftTokens, num_requests: int) -> DraftTokens:
@@ -77,6 +107,14 @@ def _cover(drafts: DraftTokens, num_requests: int) -> DraftTokens:
     cu = drafts.cu_num_draft_tokens
     cu = (cu + cu[-1:] * (num_requests + 1 - len(cu)))[: num_requests + 1]
     return replace(drafts, cu_num_draft_tokens=cu)
+
+
+def _ancestors(drafts: DraftTokens, device: torch.device) -> torch.Tensor | None:
+    """draft_token_ids of SamplingRows.build: a row a request, or, where there are branches, one for each logits row."""
+    if not drafts.has_branches:
+        return _padded(drafts.token_ids, drafts.num_draft_tokens)
+    paths = draft_paths(drafts, device)
+    return torch.where(paths >= 0, drafts.token_ids[paths.clamp(min=0)], -1)
 
 
 def _padded(token_ids: torch.Tensor, counts: list[int]) -> torch.Tensor | None:

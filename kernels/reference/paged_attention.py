@@ -24,17 +24,29 @@ class AttentionTiles:
     block_table: torch.Tensor  # [S, num_blocks] int64, 0 (the null block) where padded
     context: int  # keys looked at; those behind a row's own position are masked
     contiguous_from: int | None = None  # first block, when this is one tile over neighbouring blocks: no gather then
-    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    # Keys of a draft tree's branches are stored apart and gathered into the columns of their positions, so that every
+    # row sees what it would see in a chain: [num_apart] int64, columns counted over all tiles' block_table.
+    apart_columns: torch.Tensor | None = None
+    apart_slots: torch.Tensor | None = None  # [num_apart] int64: cache slot of each
+    # [S, M] int64: the last key that each row sees in layers that are not causal; None: there are none
+    last_keys: torch.Tensor | None = None
+    _masks: dict[tuple[int | None, bool, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask [S, 1, M, context], built once a launch and shared by all layers of one window."""
-        key = (sliding_window, dtype)
+    def mask(self, sliding_window: int | None, dtype: torch.dtype, is_causal: bool = True) -> torch.Tensor:
+        """Additive mask [S, 1, M, context], built once a launch and shared by all layers of one kind."""
+        key = (sliding_window, is_causal, dtype)
         if key not in self._masks:
             key_positions = torch.arange(self.context, device=self.block_table.device)
             query_positions = self.query_positions[:, None, :, None]
-            hidden = key_positions > query_positions
+            if is_causal:
+                hidden = key_positions > query_positions
+            else:
+                assert self.last_keys is not None, "a launch for layers that are not causal is built as one"
+                hidden = key_positions > self.last_keys[:, None, :, None]
             if sliding_window is not None:
                 hidden |= key_positions <= query_positions - sliding_window
+                if not is_causal:
+                    hidden |= key_positions >= query_positions + sliding_window
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._masks[key] = zeros.masked_fill_(hidden, float("-inf"))
         return self._masks[key]
@@ -57,6 +69,7 @@ def paged_attention(
     value_dim: int,
     scale: float,
     sliding_window: int | None = None,
+    is_causal: bool = True,  # False: a row sees up to the last key of its segment (DFlash's blocks)
     softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
     sinks: torch.Tensor | None = None,  # [num_heads]: a logit that takes mass and yields nothing (gpt-oss)
 ) -> torch.Tensor:  # [num_rows, num_heads * value_dim]
@@ -70,11 +83,15 @@ def paged_attention(
         kv, first = kv_cache, (tile.contiguous_from or 0) * block_size
         if tile.contiguous_from is None or first + tile.context > num_blocks * block_size:
             kv, first = kv_cache.flatten(1).index_select(0, tile.block_table.flatten()), 0
+            if tile.apart_columns is not None:
+                assert tile.apart_slots is not None
+                stored_apart = kv_cache.flatten(0, 1).index_select(0, tile.apart_slots)
+                kv.view(-1, width).index_copy_(0, tile.apart_columns, stored_apart)
         tile_stride = tile.block_table.shape[1] * block_size * width
         k = _heads(kv, first, 0, (num_tiles, num_kv_heads, tile.context, head_dim), tile_stride, width)
         v_column = num_kv_heads * head_dim
         v = _heads(kv, first, v_column, (num_tiles, num_kv_heads, tile.context, value_dim), tile_stride, width)
-        mask = tile.mask(sliding_window, query.dtype)
+        mask = tile.mask(sliding_window, query.dtype, is_causal)
         if softcap is None and sinks is None and value_dim == head_dim:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv_heads

@@ -99,8 +99,15 @@ def words_to_gumbel(words: Tensor) -> Tensor:
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int | Tensor, draft_step: int | Tensor = 0) -> Tensor:
     """One float64 in (0, 1) for each row, [num_rows]: the variate of vocabulary entry 0."""
-    words = random_words(seeds, positions, stream, draft_step, num_blocks=1)
-    return words_to_uniform(words[0].squeeze(1))
+    return uniforms(seeds, positions, stream, draft_step, num_entries=1).squeeze(1)
+
+
+def uniforms(
+    seeds: Tensor, positions: Tensor, stream: int | Tensor, draft_step: int | Tensor = 0, *, num_entries: int
+) -> Tensor:
+    """Independent float64 in (0, 1), [num_rows, num_entries]: the variates of the first vocabulary entries."""
+    lanes = random_words(seeds, positions, stream, draft_step, num_blocks=-(-num_entries // 4))
+    return words_to_uniform(torch.stack(lanes, dim=-1).flatten(1)[:, :num_entries])
 
 
 def gumbel(

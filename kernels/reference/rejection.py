@@ -90,6 +90,11 @@ def residual_one_hot(p: Tensor, draft_token_ids: Tensor) -> Tensor:
     return torch.where(difference.amax(dim=-1, keepdim=True) > 0.0, difference, p)
 
 
+def normalised(law: Tensor) -> Tensor:
+    """Each row of law divided by its sum, [num_rows, vocab]."""
+    return law / _row_sum(law).to(law.dtype).unsqueeze(1)
+
+
 def residual_mass(p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     """sum(max(scale * p - q, 0)) over the vocabulary, [num_rows] float64."""
     return _row_sum(_excess(p, q, scale))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from proposers.vocabularies.intersection import Intersection, intersect
+from proposers.vocabularies.partial import over_target_vocabulary
 from proposers.vocabularies.spelling import Spelling
 from runner.engine.errors import UserError
 
@@ -21,25 +22,13 @@ class Translation:
         self.reading = torch.tensor(intersection.reading, dtype=torch.int64, device=device)  # [target vocab]
         pairs = torch.tensor(list(intersection.pairs.items()), dtype=torch.int64, device=device)
         self._target_ids, self._draft_ids = pairs.unbind(dim=1)  # [num_shared] each, the target's ascending
-        some_shared = torch.arange(len(self.reading), device=device) == self._target_ids[0]
-        self._one_hot = torch.where(some_shared, 0.0, float("-inf"))  # [target vocab], logits
 
     def to_target(self, logits: Tensor) -> Tensor:
-        """Logits [num_rows, draft vocab] -> [num_rows, target vocab], -inf where a token is not shared.
+        """Logits [num_rows, draft vocab] -> [num_rows, target vocab], without a chance for tokens that are not shared.
 
         Their softmax is the draft's law given that the token is shared.
         """
-        said = logits.new_full((len(logits), len(self.reading)), float("-inf"))
-        return said.index_copy_(1, self._target_ids, logits.index_select(1, self._draft_ids))
-
-    def fill_empty(self, processed: Tensor) -> Tensor:
-        """Processed logits [num_rows, target vocab]; a row that forbids every shared token gets one of them for sure.
-
-        What a request allows (a grammar, allowed_token_ids) may all be outside the intersection. A guess that will be
-        refused is a guess; a law of zeros is none.
-        """
-        is_possible = (processed > float("-inf")).any(dim=-1, keepdim=True)
-        return torch.where(is_possible, processed, self._one_hot)
+        return over_target_vocabulary(logits.index_select(1, self._draft_ids), self._target_ids, len(self.reading))
 
 
 def translate(

@@ -4,11 +4,21 @@
 every problem as name, rule, value, remedy. Imports no torch, so `python -m runner --help` stays quick.
 """
 
+from runner.config.drafter_methods import (
+    DflashMethod,
+    DrafterMethod,
+    DraftModelMethod,
+    Eagle3Method,
+    EagleMethod,
+    MedusaMethod,
+    MlpSpeculatorMethod,
+    MtpMethod,
+    PardMethod,
+)
 from runner.config.hardware import HardwareConfig
 from runner.config.method import MethodConfig
 from runner.config.method_union import (
     CustomClassMethod,
-    DraftModelMethod,
     NgramGpuMethod,
     NgramMethod,
     NoneMethod,
@@ -25,15 +35,23 @@ __all__ = [
     "ConfigError",
     "CustomClassMethod",
     "DemoWorkload",
+    "DflashMethod",
     "DraftDefaults",
     "DraftModelMethod",
+    "DrafterMethod",
+    "Eagle3Method",
+    "EagleMethod",
     "HardwareConfig",
     "JsonlWorkload",
+    "MedusaMethod",
     "MethodConfig",
+    "MlpSpeculatorMethod",
     "ModelConfig",
+    "MtpMethod",
     "NgramGpuMethod",
     "NgramMethod",
     "NoneMethod",
+    "PardMethod",
     "Problem",
     "SamplerConfig",
     "SpeculativeConfig",

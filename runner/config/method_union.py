@@ -12,8 +12,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from runner.config.from_vllm import is_dotted_path, method_of_model, names_method, translate
-from runner.config.hardware import TENSOR_PARALLEL_REMEDY
+from runner.config.checkpoint_method import is_dotted_path, method_of_model
+from runner.config.drafter_methods import (
+    DflashMethod,
+    DraftModelMethod,
+    Eagle3Method,
+    EagleMethod,
+    MedusaMethod,
+    MlpSpeculatorMethod,
+    MtpMethod,
+    PardMethod,
+)
+from runner.config.from_vllm import names_method, translate
 from runner.config.method import SYNTHETIC_KEYS, MethodConfig
 from runner.config.node import Node
 from runner.config.problem import ConfigError, Problem, node_classes, problems_of
@@ -119,36 +129,6 @@ class SuffixMethod(MethodConfig):
         return self
 
 
-class DraftModelMethod(MethodConfig):
-    """A smaller model drafts token by token."""
-
-    method: Literal["draft_model"] = Field(default="draft_model", description="a smaller model drafts")
-    model: str | None = Field(
-        default=None, min_length=1, description="directory or hub id of the draft model; null takes model.draft"
-    )
-    revision: str | None = Field(
-        default=None, min_length=1, description="branch, tag or commit of the draft on the hub; null: default branch"
-    )
-    max_model_len: int | None = Field(
-        default=None, ge=1, description="longest text the draft sees, tokens, >= 1; longer requests get no drafts"
-    )
-    use_heterogeneous_vocab: bool = Field(
-        default=False,
-        description="the draft has another tokenizer than the target: it drafts the tokens that both have",
-    )
-    draft_tensor_parallel_size: int = Field(
-        default=1, ge=1, description="GPUs the draft's layers are split over; 1 until tensor parallelism lands"
-    )
-
-    @field_validator("draft_tensor_parallel_size")
-    @classmethod
-    def _check_parallel_size(cls, value: int) -> int:
-        if value > 1:
-            remedy = TENSOR_PARALLEL_REMEDY.format(name="method.draft_tensor_parallel_size")
-            raise ValueError(f"must be 1, got {value}; {remedy}")
-        return value
-
-
 class CustomClassMethod(MethodConfig):
     """A proposer of the user's own."""
 
@@ -166,7 +146,7 @@ class CustomClassMethod(MethodConfig):
 
 
 def infer_method(values: Any) -> Any:
-    """Add a missing `method` exactly as vLLM does, and drop a `model` that only names the method."""
+    """Add a missing `method` from what `model` names, and drop a `model` that only names the method."""
     if not isinstance(values, Mapping):
         return values
     values = dict(values)
@@ -186,7 +166,21 @@ def infer_method(values: Any) -> Any:
     return values
 
 
-AnyMethod = NoneMethod | NgramMethod | NgramGpuMethod | SuffixMethod | DraftModelMethod | CustomClassMethod
+AnyMethod = (
+    NoneMethod
+    | NgramMethod
+    | NgramGpuMethod
+    | SuffixMethod
+    | DraftModelMethod
+    | PardMethod
+    | EagleMethod
+    | Eagle3Method
+    | MtpMethod
+    | MedusaMethod
+    | MlpSpeculatorMethod
+    | DflashMethod
+    | CustomClassMethod
+)
 FIELDS = {str(member.model_fields["method"].default): member.model_fields.keys() for member in node_classes(AnyMethod)}
 METHODS = tuple(FIELDS)
 MethodUnion = Annotated[Annotated[AnyMethod, Field(discriminator="method")], BeforeValidator(infer_method)]

@@ -10,9 +10,9 @@ from runner.config.node import Node
 
 
 class DraftDefaults(Node):
-    """The draft model that method=draft_model takes when method.model is null."""
+    """The drafter that a method takes when method.model is null."""
 
-    model: str = Field(min_length=1, description="directory or hub id of the draft model")
+    model: str = Field(min_length=1, description="directory or hub id of the drafter")
     hf_config: dict[str, Any] | None = Field(
         default=None, description="architecture of the draft, used with load_format=dummy; null reads its config.json"
     )
@@ -43,4 +43,8 @@ class ModelConfig(Node):
     )
     draft: DraftDefaults | None = Field(
         default=None, description="draft of method=draft_model when method.model is null; null: none is known"
+    )
+    heads: dict[str, DraftDefaults] | None = Field(
+        default=None,
+        description="drafters of the other methods when method.model is null, as {eagle3: {model: ...}}; null: none",
     )

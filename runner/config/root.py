@@ -8,17 +8,18 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from runner.config.checkpoint_method import KINDS, misfit
+from runner.config.drafter_methods import DrafterMethod, DraftModelMethod, MtpMethod
 from runner.config.hardware import HardwareConfig
 from runner.config.method_union import (
     AnyMethod,
-    DraftModelMethod,
     MethodNode,
     MethodUnion,
     NoneMethod,
     as_speculative_config,
     parse_method,
 )
-from runner.config.model import ModelConfig
+from runner.config.model import DraftDefaults, ModelConfig
 from runner.config.node import Node
 from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean, node_classes, problems_of
 from runner.config.sampler import SamplerConfig
@@ -134,17 +135,20 @@ class SpeculativeConfig(Node):
         return self
 
     def _draft_problems(self) -> list[Problem]:
-        if not isinstance(self.method, DraftModelMethod):
+        if not isinstance(self.method, DrafterMethod):
             return []
         problems = []
-        if self.method.model is None and self.model.draft is None:
+        is_inside = isinstance(self.method, MtpMethod)  # without a checkpoint of its own it is looked for in the target
+        if self.method.model is None and self._default_drafter() is None and not is_inside:
+            kind = KINDS[self.method.method]
             problems.append(
                 Problem(
                     name="method.model",
-                    rule=f"is required: no draft is known for model {self.model.model!r}",
-                    remedy="give the directory or hub id of a draft of the same vocabulary, or choose method=ngram",
+                    rule=f"is required: model {self.model.model!r} comes without {kind}",
+                    remedy=f"give method.model=<directory or hub id of {kind}>, or choose method=ngram",
                 )
             )
+        problems += self._default_problems()
         draft_len, target_len = self.method.max_model_len, self.model.max_model_len
         if draft_len is not None and target_len is not None and draft_len > target_len:
             problems.append(
@@ -153,6 +157,15 @@ class SpeculativeConfig(Node):
                 )
             )
         return problems
+
+    def _default_problems(self) -> list[Problem]:
+        """The model group may name a drafter of another kind, as method.model may."""
+        default = self._default_drafter()
+        if default is None or getattr(self.method, "model", None) is not None:
+            return []
+        rule = misfit(default.model, self.method.method)
+        key = "draft" if isinstance(self.method, DraftModelMethod) else f"heads.{self.method.method}"
+        return [] if rule is None else [Problem(name=f"model.{key}.model", rule=rule)]
 
     def _budget_problems(self) -> list[Problem]:
         if isinstance(self.method, NoneMethod):
@@ -170,11 +183,16 @@ class SpeculativeConfig(Node):
         ]
 
     def draft_model_config(self) -> ModelConfig | None:
-        """The draft as a model node of its own: method.model, or the draft that belongs to the target."""
-        if not isinstance(self.method, DraftModelMethod):
+        """The drafter as a model node of its own: method.model, or the one that the model group names for the method.
+
+        None for methods that draft without a checkpoint, and for mtp when its layer is in the target's own.
+        """
+        if not isinstance(self.method, DrafterMethod):
             return None
-        default = self.model.draft
-        name = self.method.model or (default.model if default is not None else "")
+        default = self._default_drafter()
+        name = self.method.model or (default.model if default is not None else None)
+        if name is None:
+            return None
         is_default = default is not None and name == default.model
         return ModelConfig(
             model=name,
@@ -184,6 +202,11 @@ class SpeculativeConfig(Node):
             trust_remote_code=self.model.trust_remote_code,
             hf_config=default.hf_config if default is not None and is_default else None,
         )
+
+    def _default_drafter(self) -> DraftDefaults | None:
+        if isinstance(self.method, DraftModelMethod):
+            return self.model.draft
+        return (self.model.heads or {}).get(self.method.method)
 
     def normalised(self) -> Self:
         """The same run with ignored keys at their defaults; points of a sweep that are equal so are run once."""

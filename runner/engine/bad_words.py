@@ -34,6 +34,7 @@ class BadWordRows:
         request_idx: list[int],
         num_ancestors: list[int],
         draft_token_ids: Tensor | None,
+        path_idx: list[int],
         device: torch.device,
     ) -> BadWordRows | None:
         """The arguments of SamplingRows.build; None when no request has bad words."""
@@ -43,7 +44,10 @@ class BadWordRows:
                 groups.setdefault(id(requests[b].bad_words_token_ids), []).append(r)
         if not groups:
             return None
-        found = [_compare(requests, request_idx, num_ancestors, draft_token_ids, g, device) for g in groups.values()]
+        found = [
+            _compare(requests, request_idx, num_ancestors, draft_token_ids, path_idx, rows, device)
+            for rows in groups.values()
+        ]
         row_idx, token_ids, applies = (torch.cat(parts) for parts in zip(*found, strict=True))
         return cls(row_idx=row_idx, token_ids=token_ids, applies=applies)
 
@@ -53,6 +57,7 @@ def _compare(
     request_idx: list[int],
     num_ancestors: list[int],
     draft_token_ids: Tensor | None,
+    path_idx: list[int],
     rows: list[int],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,14 +69,17 @@ def _compare(
     slots = {b: slot for slot, b in enumerate(dict.fromkeys(request_idx[r] for r in rows))}
     histories = to_device([_tail(requests[b].output_token_ids, length) for b in slots], torch.int64, device)
     index = to_device(
-        [rows, [slots[request_idx[r]] for r in rows], [num_ancestors[r] for r in rows]], torch.int64, device
+        [[slots[request_idx[r]] for r in rows], [num_ancestors[r] for r in rows], [path_idx[r] for r in rows], rows],
+        torch.int64,
+        device,
     )
+    said = histories[index[0]]
     if any(num_ancestors[r] for r in rows):
         assert draft_token_ids is not None, "rows with ancestors need draft_token_ids"
-        histories = torch.cat((histories, draft_token_ids[to_device(list(slots), torch.int64, device)]), dim=1)
-    columns = index[2].unsqueeze(1) + torch.arange(length, device=device)  # n ancestors move the window by n
-    applies = ends_with(histories[index[1]].gather(1, columns), beginnings)
-    row_idx = index[0].unsqueeze(1).expand(-1, len(words)).flatten()
+        said = torch.cat((said, draft_token_ids[index[2]]), dim=1)
+    columns = index[1].unsqueeze(1) + torch.arange(length, device=device)  # n ancestors move the window by n
+    applies = ends_with(said.gather(1, columns), beginnings)
+    row_idx = index[3].unsqueeze(1).expand(-1, len(words)).flatten()
     return row_idx, last_token_ids.repeat(len(rows)), applies.flatten()
 
 

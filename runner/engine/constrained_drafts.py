@@ -5,7 +5,7 @@ Works on the host, depth by depth over all requests that follow a grammar, so th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 
@@ -60,6 +60,23 @@ def follow(parts: Sequence[Constrained], compiler: GrammarCompiler) -> torch.Ten
     return torch.cat(levels)
 
 
+def keep_first_paths(drafts: DraftTokens, places: Collection[int]) -> DraftTokens:
+    """The step's drafts with the trees of some requests cut to chains, of the first child at each node."""
+    if drafts.parent_indices is None:
+        return drafts
+    index: list[int] = []
+    parents: list[int] = []
+    cu_num_draft_tokens = [0]
+    for place, (start, shape) in enumerate(zip(drafts.cu_num_draft_tokens, drafts.shapes, strict=False)):
+        nodes = shape.first_path if place in places else range(len(shape.parents))
+        index += (start + node for node in nodes)
+        parents += range(-1, len(nodes) - 1) if place in places else shape.parents
+        cu_num_draft_tokens.append(len(index))
+    if cu_num_draft_tokens != drafts.cu_num_draft_tokens:
+        drafts = _gather(drafts, index, [], cu_num_draft_tokens)
+    return replace(drafts, parent_indices=parents)
+
+
 def apply_to(drafts: DraftTokens, parts: Sequence[Constrained], words: torch.Tensor) -> DraftTokens:
     """The step's drafts with those of the parts as their grammars left them.
 
@@ -77,7 +94,14 @@ def apply_to(drafts: DraftTokens, parts: Sequence[Constrained], words: torch.Ten
             forced += new
     cu_num_draft_tokens = [0, *accumulate(map(len, kept))]
     if forced or cu_num_draft_tokens != starts:
+        parents = drafts.parents
+        for part in parts:
+            if part.place < len(kept):
+                parents[part.place] = None
         drafts = _gather(drafts, list(chain.from_iterable(kept)), forced, cu_num_draft_tokens)
+        if drafts.parent_indices is not None:
+            trees = (range(-1, len(k) - 1) if own is None else own for k, own in zip(kept, parents, strict=True))
+            drafts = replace(drafts, parent_indices=list(chain.from_iterable(trees)))
     if drafts.probs is None:
         return drafts
     draft_idx: list[int] = []

@@ -1,137 +1,22 @@
 """A dense pre-norm decoder over a paged KV cache: Llama, Mistral, Qwen2, Qwen3.
 
-The same layer serves targets and drafts; heads that reuse it (EAGLE, MTP) build on DecoderLayer. Modules hold one
-tensor-parallel shard. Weights are allocated empty; runner.engine.loader fills them through weight_targets().
+The same class serves targets and drafts. Weights are allocated empty; runner.engine.loader fills them through
+weight_targets().
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kernels.reference.linear import linear
-from kernels.reference.paged_attention import paged_attention
-from kernels.reference.rms_norm import add_rms_norm, rms_norm
-from kernels.reference.rope import RopeTable, apply_rope
-from kernels.reference.silu_and_mul import silu_and_mul
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, Shard, WeightTarget
-from runner.engine.rope import rope_tables
-
-
-class RMSNorm:
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
-        self.eps = torch.tensor(eps, dtype=torch.float32)
-        self.weight = torch.empty(size, dtype=dtype)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(x, residual, self.weight, self.eps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeRows:
-    """A launch's rotations, for whole rows of the fused projection; the same for every layer."""
-
-    cos: torch.Tensor  # [num_rows, qkv width]
-    signed_sin: torch.Tensor  # [num_rows, qkv width]
-    partner: torch.Tensor  # [qkv width] int64
-
-
-class Attention:
-    def __init__(self, arch: Architecture, layer: int, shard: Shard, dtype: torch.dtype) -> None:
-        self.layer, self.head_dim = layer, arch.head_dim
-        self.num_heads = shard.split(arch.num_heads, "num_attention_heads")
-        self.num_kv_heads = shard.split(arch.num_kv_heads, "num_key_value_heads")
-        self.sliding_window = arch.sliding_windows[layer]
-        q_rows, kv_rows = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        parts = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
-        self.qkv_proj = ColumnParallelLinear(arch.hidden_size, parts, bias=arch.qkv_bias, shard=shard, dtype=dtype)
-        self.o_proj = RowParallelLinear(
-            q_rows, arch.hidden_size, "self_attn.o_proj", bias=arch.output_bias, shard=shard, dtype=dtype
-        )
-        self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
-        self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
-
-    def __call__(self, hidden: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
-        num_heads, num_kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        qkv = self.qkv_proj(hidden, batch.linear_tile)
-        if self.q_norm is not None and self.k_norm is not None:
-            heads = qkv.view(-1, num_heads + 2 * num_kv_heads, dim)
-            q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
-            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1).flatten(1)
-        qkv = apply_rope(qkv, rope.cos, rope.signed_sin, rope.partner)
-        query, kv = qkv.split_with_sizes((num_heads * dim, 2 * num_kv_heads * dim), dim=1)
-        cache.write(self.layer, batch.slot_mapping, kv)
-        out = paged_attention(
-            query.view(-1, num_heads, dim),
-            cache.layers[self.layer],
-            batch.attention,
-            num_kv_heads=num_kv_heads,
-            value_dim=dim,
-            scale=dim**-0.5,
-            sliding_window=self.sliding_window,
-        )
-        return self.o_proj(out, batch.linear_tile)
-
-    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        targets = self.qkv_proj.weight_targets(prefix) | self.o_proj.weight_targets(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            targets[f"{prefix}self_attn.q_norm.weight"] = WeightTarget(view=self.q_norm.weight)
-            targets[f"{prefix}self_attn.k_norm.weight"] = WeightTarget(view=self.k_norm.weight)
-        return targets
-
-
-class MLP:
-    def __init__(self, arch: Architecture, shard: Shard, dtype: torch.dtype) -> None:
-        parts = {"mlp.gate_proj": arch.intermediate_size, "mlp.up_proj": arch.intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(arch.hidden_size, parts, bias=arch.mlp_bias, shard=shard, dtype=dtype)
-        self.down_proj = RowParallelLinear(
-            arch.intermediate_size, arch.hidden_size, "mlp.down_proj", bias=arch.mlp_bias, shard=shard, dtype=dtype
-        )
-
-    def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden, tile)), tile)
-
-    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        return self.gate_up_proj.weight_targets(prefix) | self.down_proj.weight_targets(prefix)
-
-
-class DecoderLayer:
-    def __init__(self, arch: Architecture, layer: int, shard: Shard, dtype: torch.dtype) -> None:
-        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
-        self.attention = Attention(arch, layer, shard, dtype)
-        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
-        self.mlp = MLP(arch, shard, dtype)
-
-    def __call__(
-        self,
-        hidden: torch.Tensor | None,  # output of the layer below, not yet added; None for the first layer
-        residual: torch.Tensor,
-        rope: RopeRows,
-        batch: ForwardBatch,
-        cache: PagedKVCache,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if hidden is None:
-            normed = self.input_layernorm(residual)
-        else:
-            normed, residual = self.input_layernorm.add(hidden, residual)
-        normed, residual = self.post_attention_layernorm.add(self.attention(normed, rope, batch, cache), residual)
-        return self.mlp(normed, batch.linear_tile), residual
-
-    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        norms = {
-            f"{prefix}input_layernorm.weight": WeightTarget(view=self.input_layernorm.weight),
-            f"{prefix}post_attention_layernorm.weight": WeightTarget(view=self.post_attention_layernorm.weight),
-        }
-        return norms | self.attention.weight_targets(prefix) | self.mlp.weight_targets(prefix)
+from runner.engine.layers import DecoderLayer, RMSNorm, Rope
+from runner.engine.linear import Shard, WeightTarget
 
 
 class Decoder:
@@ -143,7 +28,7 @@ class Decoder:
         self, arch: Architecture, hf_config: Any, *, max_model_len: int, dtype: torch.dtype, shard: Shard | None = None
     ) -> None:
         shard = shard or Shard()
-        self.vocab_size, self.num_layers = arch.vocab_size, arch.num_layers
+        self.vocab_size, self.num_layers, self.hidden_size = arch.vocab_size, arch.num_layers, arch.hidden_size
         # Embedding and head are replicated: every rank samples the same token from the same logits.
         self.embed_tokens = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
         self.layers = [DecoderLayer(arch, index, shard, dtype) for index in range(arch.num_layers)]
@@ -153,13 +38,12 @@ class Decoder:
             if arch.tie_word_embeddings
             else torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
         )
-        self._rope_source = (hf_config, arch.head_dim, max_model_len)
-        self._rope: RopeTable | None = None
+        self._rope = Rope(hf_config, self.layers[0].attention, max_model_len)
 
     @property
     def kv_widths(self) -> list[int]:
         """Elements a token takes in each layer's cache."""
-        return [2 * layer.attention.num_kv_heads * layer.attention.head_dim for layer in self.layers]
+        return [layer.attention.kv_width for layer in self.layers]
 
     def __call__(
         self, batch: ForwardBatch, cache: PagedKVCache, tap_layers: tuple[int, ...] = ()
@@ -170,8 +54,8 @@ class Decoder:
             normed hidden states [num_rows, hidden], and for each i of tap_layers the residual stream after i
             layers [num_rows, hidden] (0 = embeddings, num_layers = input of the final norm).
         """
-        residual = self.embed_tokens.index_select(0, batch.token_ids)
-        rope = self._rope_rows(batch.positions)
+        residual = self.embed(batch.token_ids)
+        rope = self._rope(batch.positions, self.embed_tokens)
         hidden: torch.Tensor | None = None
         taps: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -182,6 +66,10 @@ class Decoder:
         normed, residual = self.norm.add(hidden, residual)
         taps[self.num_layers] = residual
         return normed, [taps[index] for index in tap_layers]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_rows] int64 -> [num_rows, hidden]."""
+        return self.embed_tokens.index_select(0, token_ids)
 
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
@@ -204,12 +92,3 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             targets |= layer.weight_targets(f"model.layers.{index}.")
         return targets
-
-    def _rope_rows(self, positions: torch.Tensor) -> RopeRows:
-        if self._rope is None:  # after loading: the table lives where the weights live, in their dtype
-            attention, like = self.layers[0].attention, self.embed_tokens
-            cos, signed_sin = (table.to(like) for table in rope_tables(*self._rope_source))
-            num_rotated = attention.num_heads + attention.num_kv_heads
-            self._rope = RopeTable(cos, signed_sin, num_rotated, attention.num_kv_heads * attention.head_dim)
-        cos, signed_sin = self._rope.rows(positions)
-        return RopeRows(cos=cos, signed_sin=signed_sin, partner=self._rope.partner)

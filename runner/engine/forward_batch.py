@@ -48,11 +48,31 @@ ANY_SHAPE_TILES: dict[Family, TileShape] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Consecutive tokens of one request that enter one launch."""
+    """Consecutive tokens of one request that enter one launch.
+
+    A position's KV is stored at the place of the same number, but for those of a branch of a draft tree.
+    """
 
     start: int  # absolute position of the first token
     num_tokens: int
     block_table: Sequence[int]
+    branch_start: int = 0
+    branch: Sequence[int] | None = None  # places of the positions branch_start, branch_start + 1, ... to the last token
+
+    def slots(self, first: int, end: int, block_size: int) -> list[int]:
+        """Cache slots of the positions first..end-1."""
+        places: Sequence[int] = range(first, end)
+        if self.branch is not None:
+            places = [p if p < self.branch_start else self.branch[p - self.branch_start] for p in places]
+        return [self.block_table[p // block_size] * block_size + p % block_size for p in places]
+
+    def stored_apart(self, end: int, block_size: int) -> list[tuple[int, int]]:
+        """(position, cache slot) of those before `end` that are not stored at the place of their number."""
+        if self.branch is None:
+            return []
+        own = range(self.branch_start, end)
+        slots = zip(own, self.slots(own.start, own.stop, block_size), strict=True)
+        return [pair for pair, place in zip(slots, self.branch, strict=False) if pair[0] != place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +96,21 @@ class ForwardBatch:
         shape: TileShape,
         block_size: int,
         device: torch.device,
+        is_causal: bool = True,  # False: rows see their whole segment in layers that are not causal (DFlash's blocks)
     ) -> ForwardBatch:
         padding = [0] * (-len(token_ids) % (shape.linear or 1))
         num_rows, tile_rows = len(token_ids) + len(padding), shape.attention
         positions: list[int] = []
         slots: list[int] = []
         for segment in segments:
-            places = range(segment.start, segment.start + segment.num_tokens)
-            positions += places
-            slots += [segment.block_table[p // block_size] * block_size + p % block_size for p in places]
-        tiles = _cut(segments, shape, block_size)
+            end = segment.start + segment.num_tokens
+            positions += range(segment.start, end)
+            slots += segment.slots(segment.start, end, block_size)
+        tiles = _cut(segments, shape, block_size, is_causal)
         output_rows = [0] * num_rows
         query_rows: list[int] = []
         query_positions: list[int] = []
+        last_keys: list[int] = []
         for tile in tiles:
             rows = range(tile.first_row, tile.first_row + tile.num_rows)
             above, below = [0] * tile.place, [0] * (tile_rows - tile.place - tile.num_rows)
@@ -96,19 +118,23 @@ class ForwardBatch:
             output_rows[rows.start : rows.stop] = range(first, first + tile.num_rows)
             query_rows += [*above, *rows, *below]
             query_positions += [*above, *positions[rows.start : rows.stop], *below]
+            last_keys += [] if is_causal else [*above, *[tile.last_key] * tile.num_rows, *below]
         groups = _groups(family, tiles, shape, block_size)
         # One upload for everything the launch needs to know, then views of it.
         lists = [[*token_ids, *padding], positions + padding, slots + padding, output_rows]
-        lists += [query_rows, query_positions, *(_padded_tables(group, block_size) for group in groups)]
+        lists += [query_rows, query_positions, last_keys]
+        for group in groups:
+            lists += [_padded_tables(group, block_size), *_stored_apart(group, block_size)]
         packed = torch.tensor([number for numbers in lists for number in numbers]).to(device, non_blocking=True)
-        ids, positions_, slots_, output_rows_, rows_, places_, *tables_ = packed.split_with_sizes(
+        ids, positions_, slots_, output_rows_, rows_, places_, last_keys_, *of_groups = packed.split_with_sizes(
             [len(part) for part in lists]
         )
         # Launch rows and tile rows are the same.
         is_lone_tile = len(tiles) == 1 and tiles[0].place == 0 and tile_rows == num_rows
         calls = []
         start = 0
-        for group, table in zip(groups, tables_, strict=True):
+        for index, group in enumerate(groups):
+            table, apart_columns, apart_slots = of_groups[3 * index : 3 * index + 3]
             of = slice(start, start + len(group) * tile_rows)
             start = of.stop
             calls.append(
@@ -117,7 +143,10 @@ class ForwardBatch:
                     query_positions=places_[of].view(-1, tile_rows),
                     block_table=table.view(len(group), -1),
                     context=max(tile.context for tile in group),
-                    contiguous_from=_contiguous_from(group[0].block_table) if len(group) == 1 else None,
+                    contiguous_from=_contiguous_from(group[0]) if len(group) == 1 else None,
+                    apart_columns=apart_columns if len(apart_columns) else None,
+                    apart_slots=apart_slots,
+                    last_keys=None if is_causal else last_keys_[of].view(-1, tile_rows),
                 )
             )
         return cls(
@@ -137,11 +166,13 @@ class _Tile:
     first_row: int  # of the launch
     num_rows: int
     place: int  # of the first row in the tile; places above and below stay unfilled
-    block_table: Sequence[int]  # as far as the last row sees
+    block_table: Sequence[int]  # as far as any row sees
+    last_key: int  # position of it, of those that any row sees
     context: int
+    apart: Sequence[tuple[int, int]]  # (position, cache slot) of keys that the block table does not lead to
 
 
-def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int) -> list[_Tile]:
+def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int, is_causal: bool) -> list[_Tile]:
     """Segments as tiles, short contexts first; a tile ends where the context of its rows does."""
     step = shape.context or 2**31
     tiles = []
@@ -151,9 +182,19 @@ def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int) -> list
         while first < end:
             place = first % shape.attention if shape.is_aligned else 0
             last = min(first + shape.attention - place, end, (first // step + 1) * step)
-            table = segment.block_table[: (last - 1) // block_size + 1]
-            context = len(table) * block_size if shape.context is None else -(-last // step) * step
-            tiles.append(_Tile(first_row=row, num_rows=last - first, place=place, block_table=table, context=context))
+            seen = last if is_causal else end
+            table = segment.block_table[: (seen - 1) // block_size + 1]
+            tiles.append(
+                _Tile(
+                    first_row=row,
+                    num_rows=last - first,
+                    place=place,
+                    block_table=table,
+                    last_key=seen - 1,
+                    context=len(table) * block_size if shape.context is None else -(-seen // step) * step,
+                    apart=segment.stored_apart(seen, block_size),
+                )
+            )
             row += last - first
             first = last
     return sorted(tiles, key=lambda tile: tile.context)
@@ -180,10 +221,23 @@ def _groups(family: Family, tiles: list[_Tile], shape: TileShape, block_size: in
 
 def _padded_tables(group: list[_Tile], block_size: int) -> list[int]:
     """Block tables of a group, one after another, padded to its context with the null block."""
-    num_blocks = -(-max(tile.context for tile in group) // block_size)
+    num_blocks = _num_blocks(group, block_size)
     return [block for tile in group for block in [*tile.block_table, *[0] * (num_blocks - len(tile.block_table))]]
 
 
-def _contiguous_from(table: Sequence[int]) -> int | None:
+def _stored_apart(group: list[_Tile], block_size: int) -> tuple[list[int], list[int]]:
+    """Columns, over the gathered tables of a group, whose keys are stored apart, and the slots of these."""
+    width = _num_blocks(group, block_size) * block_size
+    pairs = [(index * width + position, slot) for index, tile in enumerate(group) for position, slot in tile.apart]
+    return [column for column, _ in pairs], [slot for _, slot in pairs]
+
+
+def _num_blocks(group: list[_Tile], block_size: int) -> int:
+    return -(-max(tile.context for tile in group) // block_size)
+
+
+def _contiguous_from(tile: _Tile) -> int | None:
     """The first block of a table whose blocks are neighbours in the cache, as they are for a lone request."""
-    return table[0] if all(block == table[0] + index for index, block in enumerate(table)) else None
+    table = tile.block_table
+    is_contiguous = not tile.apart and all(block == table[0] + index for index, block in enumerate(table))
+    return table[0] if is_contiguous else None

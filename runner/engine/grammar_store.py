@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from runner.engine.constrained_drafts import Constrained, apply_to, follow
+from runner.engine.constrained_drafts import Constrained, apply_to, follow, keep_first_paths
 from runner.engine.grammar import Grammar, GrammarCompiler
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling_rows import BitmaskRows
@@ -60,6 +60,8 @@ class GrammarStore:
     def constrain(self, schedule: Schedule, drafts: DraftTokens) -> tuple[DraftTokens, BitmaskRows | None]:
         """Cut each draft before the first token its grammar forbids, carry it on where it allows one only.
 
+        A draft tree is cut to its first path before that.
+
         Returns the drafts, what was cut counting as never drafted, and what is allowed in every row of verification:
         for each request that yields a token, one for each draft left and one behind them.
         """
@@ -71,6 +73,7 @@ class GrammarStore:
         }
         if not followed:
             return drafts, None
+        drafts = keep_first_paths(drafts, followed)
         # Requests that decode come first and all of them yield, so a place among these is a place among those.
         starts = drafts.cu_num_draft_tokens + drafts.cu_num_draft_tokens[-1:] * len(yielding)
         is_asked = any(starts[place] < starts[place + 1] for place in followed)

@@ -7,7 +7,7 @@ sampling or of who asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,11 +22,20 @@ from runner.engine.forward_batch import (
     ForwardBatch,
     TileShape,
 )
+from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
 from runner.engine.transformers_model import TransformersModel
 
 SCORED_ROWS = 240  # logits rows of prompt tokens at a time; whole tiles of either size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOutput:
+    """What a pass over parts of requests yields, in the order of the parts."""
+
+    logits: torch.Tensor  # [sum of num_logits, vocab] float32
+    hidden_states: torch.Tensor | None  # [num tokens, num_taps * hidden], a row for every token; None without taps
 
 
 class ModelRunner:
@@ -61,13 +70,23 @@ class ModelRunner:
     def allocate_cache(self, num_blocks: int) -> None:
         self.cache = PagedKVCache(self.model.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
 
-    @torch.inference_mode()
     def run(
         self,
         parts: Sequence[Part],
         draft_token_ids: torch.Tensor | None = None,
         take_prompt_logits: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
+        """The logits of `forward`."""
+        return self.forward(parts, draft_token_ids, take_prompt_logits).logits
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        parts: Sequence[Part],
+        draft_token_ids: torch.Tensor | None = None,
+        take_prompt_logits: Callable[[torch.Tensor], None] | None = None,
+        tap_layers: tuple[int, ...] = (),
+    ) -> ModelOutput:
         """Compute the parts' tokens.
 
         Args:
@@ -76,25 +95,29 @@ class ModelRunner:
                 read back.
             take_prompt_logits: given the logits of the rows that are scored, [<= SCORED_ROWS, vocab] float32 at a
                 time, in the order of the parts; those of a long prompt would not fit memory at once.
-
-        Returns:
-            logits [sum of num_logits, vocab] float32, in the order of the parts.
+            tap_layers: which hidden states to return (runner.engine.hidden_states).
         """
         step = StepLaunches.of(parts)
         logits = []
+        tapped = []
         for launch in (step.prefill, step.decode):
             if launch.segments:
-                hidden = self._launch(launch, draft_token_ids)
+                hidden, taps = self._launch(launch, draft_token_ids, tap_layers)
+                if taps:
+                    tapped.append(torch.cat(taps, dim=1)[: len(launch.token_ids)])
                 for first in range(0, len(launch.scored_rows), SCORED_ROWS):
                     assert take_prompt_logits is not None, "scored rows need a taker"
                     take_prompt_logits(self._logits(hidden, launch.scored_rows[first : first + SCORED_ROWS]))
                 logits.append(self._logits(hidden, launch.logits_rows))
-        if step.logits_order is not None:
-            order = torch.tensor(step.logits_order, device=self.device)
-            return torch.cat(logits).index_select(0, order)
-        return next((rows for rows in logits if len(rows)), logits[0])
+        return ModelOutput(
+            logits=_in_order(logits, step.logits_order),
+            hidden_states=_in_order(tapped, step.token_order) if tapped else None,
+        )
 
-    def _launch(self, launch: Launch, draft_token_ids: torch.Tensor | None) -> torch.Tensor:
+    def _launch(
+        self, launch: Launch, draft_token_ids: torch.Tensor | None, tap_layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(normed hidden states, tapped ones) of a launch's rows, padding included."""
         assert self.cache is not None, "allocate_cache comes first"
         batch = ForwardBatch.build(
             launch.family,
@@ -111,7 +134,10 @@ class ModelRunner:
             batch.token_ids.index_copy_(0, torch.tensor(launch.draft_rows, device=self.device), known_ids)
         if self.token_map is not None:
             batch = replace(batch, token_ids=self.token_map.index_select(0, batch.token_ids))
-        return self.model(batch, self.cache)[0]
+        inner = tuple(tap for tap in tap_layers if tap != NORMED)
+        hidden, taps = self.model(batch, self.cache, inner)
+        by_layer = {NORMED: hidden, **dict(zip(inner, taps, strict=True))}
+        return hidden, [by_layer[tap] for tap in tap_layers]
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         # Always in the decode family's tiles: the head has one arithmetic, whichever launch a row comes from.
@@ -123,6 +149,13 @@ class ModelRunner:
         padding = -len(rows) % (tile or 1)
         index = torch.tensor(rows + rows[:1] * padding, device=self.device)
         return self.model.logits(hidden.index_select(0, index), tile)[: len(rows)]
+
+
+def _in_order(rows: list[torch.Tensor], order: list[int] | None) -> torch.Tensor:
+    """Rows of the launches as one tensor by part; without an order, of the one launch that has some."""
+    if order is None:
+        return next((own for own in rows if len(own)), rows[0])
+    return torch.cat(rows).index_select(0, torch.tensor(order, device=rows[0].device))
 
 
 def _keeps_bits(model: Decoder, tiles: dict[Family, TileShape], dtype: torch.dtype) -> bool:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from runner.engine.draft_trees import TreeShape, tree_shape
+from runner.engine.hidden_states import HiddenStates
 from runner.engine.logprobs import StepLogprobs, TokenLogprobs
 from runner.engine.sampling_params import SamplingParams
 
@@ -75,12 +78,19 @@ class DraftTokens:
 
     Request b owns entries cu_num_draft_tokens[b] : cu_num_draft_tokens[b + 1]. A proposer on the device, which cannot
     tell the host how many tokens it found, gives every request the slots it may have and fills the last ones with -1.
+
+    A tree's parents are on the host, for the layout of the launch follows from them. They come before their children,
+    siblings are distinct tokens, and no slot is without a draft. Under the rule probabilistic, siblings with laws are
+    verified one after another: node j's law is the one it was drawn from given its earlier siblings, q renormalised
+    without them, and no sibling may have been dropped for what was drawn (arXiv 2402.14160). Candidates that were not
+    drawn, such as the k most probable ones, have no laws.
     """
 
     token_ids: torch.Tensor  # [num_draft_tokens] int64
     cu_num_draft_tokens: list[int]  # [B + 1], starts with 0
     probs: torch.Tensor | None = None  # [num_draft_tokens, vocab] float32: the law q of each token; None = one-hot
-    parent_indices: torch.Tensor | None = None  # [num_draft_tokens] int64, -1 = root; None = chains
+    # [num_draft_tokens]: place of each token's parent among its request's drafts, -1 = the pending token; None = chains
+    parent_indices: list[int] | None = None
     sources: tuple[str, ...] = ()  # the proposer of each token; empty = the one proposer of the run
     is_padded: bool = False  # trailing slots of a request may hold -1, no draft
 
@@ -95,15 +105,47 @@ class DraftTokens:
         """Drafted tokens of each request, [B], slots without a draft included."""
         return [end - start for start, end in itertools.pairwise(self.cu_num_draft_tokens)]
 
+    @property
+    def first_logits_rows(self) -> list[int]:
+        """Of each request's pending token, which its drafts' rows follow, [B]."""
+        return [start + b for b, start in enumerate(self.cu_num_draft_tokens[:-1])]
+
+    @property
+    def parents(self) -> list[Sequence[int] | None]:
+        """Parents of each request's drafts, [B]; None = a chain."""
+        if self.parent_indices is None:
+            return [None] * (len(self.cu_num_draft_tokens) - 1)
+        return [self.parent_indices[start:end] for start, end in itertools.pairwise(self.cu_num_draft_tokens)]
+
+    @property
+    def shapes(self) -> list[TreeShape]:
+        """The tree of each request's drafts, [B]; a chain is a tree too."""
+        return [
+            tree_shape(range(-1, count - 1) if own is None else own)
+            for count, own in zip(self.num_draft_tokens, self.parents, strict=True)
+        ]
+
+    @property
+    def depths(self) -> list[int]:
+        """The most tokens of each request that can be accepted, [B]: for a chain, all of them."""
+        return self.num_draft_tokens if self.parent_indices is None else [shape.depth for shape in self.shapes]
+
+    @property
+    def has_branches(self) -> bool:
+        return self.parent_indices is not None and not all(shape.is_chain for shape in self.shapes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOutput:
-    """What verification decided, one row a request."""
+    """What verification decided, one row a request that yields a token."""
 
-    token_ids: torch.Tensor  # [B, max_draft_tokens + 1] int64: accepted, then recovered or bonus token, then -1
+    token_ids: torch.Tensor  # [B, deepest draft + 1] int64: accepted, then recovered or bonus token, then -1
     num_accepted_tokens: torch.Tensor  # [B] int64: accepted draft tokens, before stop conditions
     logprobs: StepLogprobs | None = None  # None when no request of the step asked for any
     num_draft_tokens: torch.Tensor | None = None  # [B] int64: verified drafts; None = as DraftTokens says, none is -1
+    # [B, deepest draft] int64: place of each accepted token among its request's drafts, then -1; None = chains
+    path: torch.Tensor | None = None
+    hidden_states: HiddenStates | None = None  # of every scheduled request's tokens; None when no proposer asked
 
     def read(self) -> tuple[list[list[int]], list[int], list[int] | None]:
         """token_ids, num_accepted_tokens and num_draft_tokens on the host, in one copy."""

@@ -98,16 +98,20 @@ class SamplingRows:
         eos_token_ids: tuple[int, ...],
         device: torch.device | str,
         bitmask: BitmaskRows | None = None,
+        path_idx: list[int] | None = None,
     ) -> SamplingRows:
         """Row r belongs to requests[request_idx[r]] and predicts the token after its first num_ancestors[r] drafts.
 
         draft_token_ids: [num_requests, K] int64 on the device, -1 padded; None when no row has an ancestor.
         bitmask: of the rows whose requests follow a grammar; it has seen the rows' draft ancestors.
+        path_idx: the row of draft_token_ids that begins with row r's ancestors, where requests have draft trees;
+            None = request_idx.
 
         Raises:
             ValueError: a request names a token outside the vocabulary.
         """
         device = torch.device(device)
+        path_idx = request_idx if path_idx is None else path_idx
         owners = [requests[b] for b in request_idx]
         params = [owner.sampling_params for owner in owners]
         is_greedy = tuple(p.is_greedy for p in params)
@@ -131,11 +135,11 @@ class SamplingRows:
             positions=keys[1],
             random_row_idx=random_row_idx,
             allowed=_allowed(requests, request_idx, vocab_size, device),
-            bad_words=BadWordRows.build(requests, request_idx, num_ancestors, draft_token_ids, device),
+            bad_words=BadWordRows.build(requests, request_idx, num_ancestors, draft_token_ids, path_idx, device),
             logit_bias=_logit_bias(params, vocab_size, device),
             forbidden=_forbidden(owners, num_ancestors, vocab_size, eos_token_ids, device),
             bitmask=bitmask,
-            penalties=_penalties(requests, request_idx, num_ancestors, draft_token_ids, vocab_size, device),
+            penalties=_penalties(requests, request_idx, num_ancestors, draft_token_ids, path_idx, vocab_size, device),
             temperatures=_temperatures(params, device),
             min_p=_value_rows(params, lambda p: p.min_p > 0.0, lambda p: p.min_p, torch.float32, device),
             top_k=top_k,
@@ -228,6 +232,7 @@ def _penalties(
     request_idx: list[int],
     num_ancestors: list[int],
     draft_token_ids: Tensor | None,
+    path_idx: list[int],
     vocab_size: int,
     device: torch.device,
 ) -> PenaltyRows | None:
@@ -246,9 +251,9 @@ def _penalties(
     output_counts = history_counts([requests[b].output_token_ids for b in slots])[slot_of_row]
     if any(num_ancestors[r] for r in used):
         assert draft_token_ids is not None, "rows with ancestors need draft_token_ids"
-        owner_idx = to_device([request_idx[r] for r in used], torch.int64, device)
+        paths = draft_token_ids[to_device([path_idx[r] for r in used], torch.int64, device)]
         depths = to_device([num_ancestors[r] for r in used], torch.int64, device)
-        output_counts = add_ancestor_counts(output_counts, draft_token_ids[owner_idx], depths)
+        output_counts = add_ancestor_counts(output_counts, paths, depths)
     # Without a repetition penalty the prompt has no say, and the long list stays on the host.
     owners = [requests[b] for b in slots]
     prompts = [o.prompt_token_ids if o.sampling_params.repetition_penalty != 1.0 else [] for o in owners]

@@ -55,6 +55,7 @@ class CommittedTokens:
     request: Request
     token_ids: list[int]
     num_draft_tokens: int
+    draft_depth: int  # the most draft tokens that could be accepted: all of a chain, the deepest path of a tree
     num_accepted_tokens: int  # committed draft tokens, after eos and max_tokens
 
 
@@ -168,12 +169,12 @@ class Scheduler:
         """
         told = {} if output.logprobs is None else output.logprobs.read()
         token_rows, num_accepted, num_verified = output.read()
-        num_drafts = iter(drafts.num_draft_tokens)
+        drafted = zip(drafts.num_draft_tokens, drafts.depths, strict=True)
         committed = []
         row = 0
         for item in schedule.scheduled:
             request = item.request
-            num_draft_tokens = next(num_drafts) if item.is_decoding else 0
+            num_draft_tokens, draft_depth = next(drafted) if item.is_decoding else (0, 0)
             request.num_computed_tokens += item.num_new_tokens
             prompt_logprobs, logprobs = told.get(request.request_id, ((), ()))
             request.prompt_logprobs.extend(prompt_logprobs)
@@ -181,7 +182,7 @@ class Scheduler:
                 continue
             accepted = num_accepted[row]
             if num_verified is not None:  # of the slots, those that held a draft
-                num_draft_tokens = num_verified[row]
+                num_draft_tokens = draft_depth = num_verified[row]
             new_token_ids = token_rows[row][: accepted + 1]
             row += 1
             stop = self.stop_rules.apply(request, new_token_ids)
@@ -196,6 +197,7 @@ class Scheduler:
                     request=request,
                     token_ids=kept,
                     num_draft_tokens=num_draft_tokens,
+                    draft_depth=draft_depth,
                     num_accepted_tokens=accepted,
                 )
             )

@@ -58,6 +58,8 @@ class MetricsCollector:
     def finish(self, record: RequestRecord) -> None:
         """Adds one request that is over, finished or failed."""
         name = f"request {record.request_id}"
+        for drafted, depth, accepted in record.drafts:
+            assert accepted <= depth <= drafted, f"{name}: accepted {accepted} of {drafted} tokens, {depth} deep"
         steps = zip(record.num_draft_tokens, record.num_accepted_tokens, record.tokens_per_step, strict=True)
         for drafted, accepted, committed in steps:
             assert 0 <= accepted <= drafted, f"{name}: accepted {accepted} of {drafted} drafted tokens"
@@ -85,12 +87,13 @@ class MetricsCollector:
         token; accepted tokens are committed draft tokens (after eos and max_tokens). Failed requests are only counted.
         A zero denominator gives None.
 
-        - acceptance_rate: accepted / drafted tokens.
+        - acceptance_rate: accepted / drafted tokens; of a draft tree, all of its nodes count as drafted.
         - mean_acceptance_length: 1 + accepted tokens / drafts, pooled over the run (as vLLM and SGLang report it).
         - mean_acceptance_length_per_request: unweighted mean of each request's own 1 + accepted / drafts; requests
           without a draft are left out (SpecForge, SPEED-Bench).
         - tokens_per_step: output tokens / request-steps, those without a draft included.
-        - acceptance_per_position[i]: drafts whose token i was accepted / drafts (unconditional, as vLLM).
+        - acceptance_per_position[i]: drafts whose token i was accepted / drafts (unconditional, as vLLM). Positions
+          count from the text: in a draft tree they are depths.
         - conditional_acceptance_per_position[i]: the same / drafts that have a token i and all before it accepted.
         - acceptance_length_histogram: acceptance length (1 + accepted, as text) -> number of drafts.
         - duration_s: time spent in steps; pauses between two calls of generate do not count.

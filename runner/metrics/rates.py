@@ -42,14 +42,14 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def acceptance(records: Iterable[RequestRecord], num_positions: int) -> dict[str, Any]:
-    """Counts and rates of the drafts; lists have num_positions entries, or as many as the longest draft has tokens."""
+    """Counts and rates of the drafts; lists have num_positions entries, or as many as the deepest draft has tokens."""
     records = list(records)
     drafts = _drafts_of(records)
-    num_positions = max([num_positions, *(drafted for drafted, _ in drafts)])
-    num_draft_tokens = sum(drafted for drafted, _ in drafts)
-    num_accepted_tokens = sum(accepted for _, accepted in drafts)
-    accepted_at = [sum(accepted > i for _, accepted in drafts) for i in range(num_positions)]
-    reached_at = [sum(drafted > i and accepted >= i for drafted, accepted in drafts) for i in range(num_positions)]
+    num_positions = max([num_positions, *(depth for _, depth, _ in drafts)])
+    num_draft_tokens = sum(drafted for drafted, _, _ in drafts)
+    num_accepted_tokens = sum(accepted for _, _, accepted in drafts)
+    accepted_at = [sum(accepted > i for _, _, accepted in drafts) for i in range(num_positions)]
+    reached_at = [sum(depth > i and accepted >= i for _, depth, accepted in drafts) for i in range(num_positions)]
     own_lengths = [_acceptance_length(own) for record in records if (own := _drafts_of([record]))]
     return {
         "num_drafts": len(drafts),
@@ -61,7 +61,7 @@ def acceptance(records: Iterable[RequestRecord], num_positions: int) -> dict[str
         "acceptance_per_position": [ratio(count, len(drafts)) for count in accepted_at],
         "conditional_acceptance_per_position": [ratio(a, r) for a, r in zip(accepted_at, reached_at, strict=True)],
         "acceptance_length_histogram": {
-            str(1 + count): sum(accepted == count for _, accepted in drafts) for count in range(num_positions + 1)
+            str(1 + count): sum(accepted == count for _, _, accepted in drafts) for count in range(num_positions + 1)
         },
     }
 
@@ -115,11 +115,9 @@ def ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
-def _drafts_of(records: Iterable[RequestRecord]) -> list[tuple[int, int]]:
-    """(drafted, accepted) of every draft."""
-    steps = ((r.num_draft_tokens, r.num_accepted_tokens) for r in records)
-    return [step for drafted, accepted in steps for step in zip(drafted, accepted, strict=True) if step[0] > 0]
+def _drafts_of(records: Iterable[RequestRecord]) -> list[tuple[int, int, int]]:
+    return [draft for record in records for draft in record.drafts]
 
 
-def _acceptance_length(drafts: Sequence[tuple[int, int]]) -> float:
-    return 1 + sum(accepted for _, accepted in drafts) / len(drafts)
+def _acceptance_length(drafts: Sequence[tuple[int, int, int]]) -> float:
+    return 1 + sum(accepted for _, _, accepted in drafts) / len(drafts)

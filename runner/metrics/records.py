@@ -40,8 +40,17 @@ class RequestRecord:
     arrival_time: float  # s, time.perf_counter
     token_times: tuple[float, ...]  # s, when the tokens of each step arrived
     tokens_per_step: tuple[int, ...]
-    num_draft_tokens: tuple[int, ...]
+    num_draft_tokens: tuple[int, ...]  # the nodes of draft trees
     num_accepted_tokens: tuple[int, ...]
+    # The most draft tokens that each step could accept, the depth of its draft tree; None = chains, all of them.
+    draft_depths: tuple[int, ...] | None = None
+
+    @property
+    def drafts(self) -> list[tuple[int, int, int]]:
+        """(drafted tokens, their depth, accepted ones) of every step that drafted."""
+        depths = self.num_draft_tokens if self.draft_depths is None else self.draft_depths
+        steps = zip(self.num_draft_tokens, depths, self.num_accepted_tokens, strict=True)
+        return [step for step in steps if step[0] > 0]
 
     @property
     def failed(self) -> bool:

@@ -1,8 +1,8 @@
-"""The tiny model family: where its committed files lie.
+"""The tiny model family: its names and where its committed files lie.
 
-`target` and `draft` are plain Hugging Face model directories that share one tokenizer, `demo.jsonl` is
-the demo workload and `manifest.json` says how the checkpoints came about. The recipe that writes them is
-`python -m runner.tiny.train`; nothing here imports it.
+`target` and `draft` are plain Hugging Face model directories that share one tokenizer, HEAD_DIRS hold one trained draft
+head of every kind in its published layout, `demo.jsonl` is the demo workload and `manifest.json` says how the
+checkpoints came about. The recipe that writes them is `python -m runner.tiny.train`; nothing here imports it.
 """
 
 from pathlib import Path
@@ -10,5 +10,22 @@ from pathlib import Path
 TINY_DIR = Path(__file__).parent
 TARGET_DIR = TINY_DIR / "target"
 DRAFT_DIR = TINY_DIR / "draft"
+HEAD_DIRS = {
+    method: TINY_DIR / method for method in ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "pard", "dflash")
+}
 DEMO_PATH = TINY_DIR / "demo.jsonl"
 MANIFEST_PATH = TINY_DIR / "manifest.json"
+
+TARGET_NAME = "tiny"
+DRAFT_NAME = "tiny-draft"
+HEAD_NAMES = {method: f"tiny-{method.replace('_', '-')}" for method in HEAD_DIRS}
+BUILT_IN_MODELS = {
+    TARGET_NAME: TARGET_DIR,
+    DRAFT_NAME: DRAFT_DIR,
+    **{HEAD_NAMES[method]: directory for method, directory in HEAD_DIRS.items()},
+}
+# The keys of the model group that name the family's own drafters, as conf/model/tiny.yaml does.
+DRAFTER_KEYS = {
+    "draft": {"model": DRAFT_NAME},
+    "heads": {method: {"model": name} for method, name in HEAD_NAMES.items()},
+}

@@ -1,0 +1,1 @@
+"""How drafters with logits get from logits to drafts."""

@@ -1,0 +1,169 @@
+"""Drafts token by token with a head over the target's hidden states: EAGLE, EAGLE-3, MTP.
+
+The head predicts the token behind x_p from x_p and the hidden state of position p - 1: the target's for committed
+tokens, its own output for drafted ones. Its row for x_p is stored at place p - 1 of the request's blocks (rotations are
+relative, so the shift is no loss). KV of drafts is scratch: what is accepted is computed again, from the target's
+states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from proposers.base import ProposerContext
+from proposers.drafting.token_by_token import TokenByTokenProposer
+from runner.engine.errors import UserError
+from runner.engine.forward_batch import Family, Segment
+from runner.engine.head_runner import DraftHead, HeadRunner
+from runner.engine.request import Request, VerifyOutput
+from runner.engine.scheduler import Schedule
+from runner.engine.upload import to_device
+
+MAX_STEPS_BEHIND = 16
+
+
+class AutoregressiveHead(DraftHead, Protocol):
+    """A head whose output is its own next input."""
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that it reads."""
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's states [num_rows, num_taps * hidden] as the head takes them, [num_rows, width]."""
+
+    def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """Output rows [num_rows, width], num_rows a multiple of tile -> [num_rows, vocab of the target] float32."""
+
+
+@dataclass(kw_only=True)
+class _Known:
+    """How far the head has come with one request."""
+
+    next_position: int = 1  # of the first token whose row is not computed; x_0 has no state before it
+    states: list[torch.Tensor]  # of the positions next_position - 1 up to the last computed one, rows in pieces
+
+
+class HeadProposer(TokenByTokenProposer):
+    """The loop over a head; a method is this and the way its head is read."""
+
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int,
+        context: ProposerContext,
+        draft_sample_method: str,
+        head: AutoregressiveHead,
+        max_model_len: int | None = None,  # longest text that the head sees; None: the target's
+        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None = None,
+        tree_depth: int = 5,
+        tree_top_k: int = 4,
+    ) -> None:
+        if speculative_token_tree is not None:
+            raise UserError(
+                f"method.speculative_token_tree must be null for heads over hidden states, got "
+                f"{speculative_token_tree!r} (depth {tree_depth}, top k {tree_top_k}): they draft chains"
+            )
+        super().__init__(
+            num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
+        )
+        self.head = head
+        self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
+        self.runner = HeadRunner(
+            head,
+            block_size=context.block_size,
+            device=context.device,
+            dtype=context.dtype,
+            batch_invariant=context.batch_invariant,
+        )
+        self._known: dict[str, _Known] = {}
+        self._output = torch.empty(0)  # of the last call, a row for each request that drafts
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self.head.tap_layers if self.num_speculative_tokens > 0 else ()
+
+    @property
+    def cache_bytes_per_block(self) -> int:
+        return self.runner.cache_bytes_per_block
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.runner.allocate_cache(num_blocks)
+
+    def max_draft_tokens(self, request: Request, limit: int) -> int:
+        return max(0, min(limit, self.max_model_len - request.num_tokens))
+
+    @torch.inference_mode()
+    def update(self, schedule: Schedule, output: VerifyOutput) -> None:
+        assert output.hidden_states is not None or not self.tap_layers, "the verifier was asked for hidden states"
+        for index, item in enumerate(schedule.scheduled):
+            request = item.request
+            if output.hidden_states is None or request.is_finished or not self.may_draft(request):
+                continue
+            if request.num_tokens > self.max_model_len:  # no draft any more
+                self.release(request.request_id)
+                continue
+            states = output.hidden_states.of(index, request.num_computed_tokens - item.start)
+            known = self._known.setdefault(request.request_id, _Known(states=[]))
+            known.states.append(states)
+            # The head follows the target through prompts, chunk by chunk, and through a time without drafts.
+            if not item.is_decoding or len(known.states) > MAX_STEPS_BEHIND:
+                self._follow(request, known)
+
+    def release(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+
+    def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
+        segments, token_ids, states, last_rows = list[Segment](), list[int](), list[torch.Tensor](), list[int]()
+        for request in requests:
+            known = self._known[request.request_id]
+            segments.append(self._segment(request, known.next_position, request.num_tokens))
+            token_ids += request.tokens_between(known.next_position, request.num_tokens)
+            states += known.states
+            last_rows.append(len(token_ids) - 1)
+            known.next_position, known.states = request.num_tokens, []
+        output = self._run("decode", segments, token_ids, torch.cat(states))
+        self._output = output.index_select(0, to_device(last_rows, torch.int64, self.context.device))
+        return self._logits()
+
+    def next_logits(
+        self, requests: Sequence[Request], step: int, token_ids: torch.Tensor, row_idx: torch.Tensor | None
+    ) -> torch.Tensor:
+        if row_idx is not None:
+            self._output = self._output.index_select(0, row_idx)
+        segments = [
+            self._segment(request, request.num_tokens + step - 1, request.num_tokens + step) for request in requests
+        ]
+        self._output = self.runner.run("decode", segments, token_ids, self._output)
+        return self._logits()
+
+    def _follow(self, request: Request, known: _Known) -> None:
+        """Compute all rows whose token and state are there but the last, which the next draft starts from."""
+        end = request.num_computed_tokens
+        boundary = min(max(request.num_prompt_tokens, known.next_position), end)
+        states = torch.cat(known.states)
+        first = known.next_position
+        parts: tuple[tuple[Family, int, int], ...] = (("prefill", first, boundary), ("decode", boundary, end))
+        for family, start, stop in parts:  # as the target does, prompt tokens apart from generated ones
+            if start < stop:
+                token_ids = request.tokens_between(start, stop)
+                segment = self._segment(request, start, stop)
+                self._run(family, [segment], token_ids, states[start - first : stop - first])
+        known.next_position = max(first, end)
+        known.states = [states[known.next_position - first :].clone()]  # a view would keep the whole chunk
+
+    def _segment(self, request: Request, start: int, end: int) -> Segment:
+        """The rows of tokens start..end-1."""
+        return Segment(start=start - 1, num_tokens=end - start, block_table=request.block_table)
+
+    def _run(self, family: Family, segments: list[Segment], token_ids: list[int], states: torch.Tensor) -> torch.Tensor:
+        ids = to_device(token_ids, torch.int64, self.context.device)
+        return self.runner.run(family, segments, ids, self.head.project(states))
+
+    def _logits(self) -> torch.Tensor:
+        rows, tile = self.runner.in_tiles(self._output)
+        return self.head.logits(rows, tile)[: len(self._output)]

@@ -1,0 +1,141 @@
+"""Drafts a chain token by token: logits, a draw, the next logits; requests leave when they have all they may have.
+
+What yields logits is the subclass's: a small model, or a head over the target's hidden states. Drafts stay on the
+device; only a request that follows a grammar has them read.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from proposers.base import Proposer, ProposerContext
+from runner.engine.request import DraftTokens, Request
+from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
+from runner.engine.sampling_rows import BitmaskRows
+from runner.engine.scheduler import Schedule
+from runner.engine.upload import index_or_all, to_device
+
+
+class TokenByTokenProposer(Proposer):
+    def __init__(self, *, num_speculative_tokens: int, context: ProposerContext, draft_sample_method: str) -> None:
+        super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
+        self.draft_sample_method = draft_sample_method
+
+    @abstractmethod
+    def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Compute what the drafter has not seen of these requests; logits [len(requests), vocab] after the last."""
+
+    @abstractmethod
+    def next_logits(
+        self, requests: Sequence[Request], step: int, token_ids: torch.Tensor, row_idx: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute one drafted token a request; logits [len(requests), vocab] after it.
+
+        Args:
+            requests: those that go on.
+            step: tokens drafted so far, so that token_ids lie at position request.num_tokens + step - 1.
+            token_ids: [len(requests)] int64, the last of them.
+            row_idx: rows of the previous call that these requests are, [len(requests)] int64; None: all, in order.
+        """
+
+    def max_draft_tokens(self, request: Request, limit: int) -> int:
+        """How many of `limit` tokens the drafter can draft for a request."""
+        return limit
+
+    @torch.inference_mode()
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        decoding, device = schedule.decoding, self.context.device
+        requests = [item.request for item in decoding]
+        counts = [self.max_draft_tokens(item.request, item.max_draft_tokens) for item in decoding]
+        cu_num_draft_tokens = [0]
+        for count in counts:
+            cu_num_draft_tokens.append(cu_num_draft_tokens[-1] + count)
+        if not any(counts):
+            return DraftTokens.empty(len(decoding), device)
+
+        widest = max(counts)
+        # Greedy drafts have no law but the one-hot one, which is told by giving none.
+        keeps_laws = (
+            self.context.needs_draft_probs
+            and self.draft_sample_method != "greedy"
+            and any(not request.sampling_params.is_greedy for request in requests)
+        )
+        ids = torch.full((len(decoding), widest), -1, dtype=torch.int64, device=device)
+        probs: list[torch.Tensor] = []  # a step's laws, [active, vocab]
+        active = [index for index, count in enumerate(counts) if count > 0]
+        walk = self.context.grammars.walk([request.request_id for request in requests])
+        logits = self.first_logits([requests[index] for index in active])
+        for step in range(widest):
+            if step > 0:
+                before = active
+                active = [index for index in before if counts[index] > step]
+                stays = [row for row, index in enumerate(before) if counts[index] > step]
+                row_idx = index_or_all(stays, len(before), device)
+                fed = ids[_rows(active, len(ids), device), step - 1]
+                logits = self.next_logits([requests[index] for index in active], step, fed, row_idx)
+            rows = _rows(active, len(ids), device)
+            drafted, law = self._sample(
+                logits, [requests[index] for index in active], step, ids[rows], walk.bitmask(active)
+            )
+            if step + 1 < widest:
+                walk.advance(active, drafted)
+            ids[rows, step] = drafted
+            if keeps_laws:  # every draft has its row, so that rows and drafts stay aligned; a greedy one's is not read
+                probs.append(torch.zeros_like(logits) if law is None else law)
+        flat = [row * widest + step for row, count in enumerate(counts) for step in range(count)]
+        return DraftTokens(
+            token_ids=ids.flatten().index_select(0, to_device(flat, torch.int64, device)),
+            cu_num_draft_tokens=cu_num_draft_tokens,
+            probs=_by_request(probs, counts) if probs else None,
+        )
+
+    def may_draft(self, request: Request) -> bool:
+        """Whether a request may ever get drafts."""
+        return self.num_speculative_tokens > 0 and request.sampling_params.max_draft_tokens != 0
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        requests: list[Request],
+        step: int,
+        ancestors: torch.Tensor,
+        bitmask: BitmaskRows | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = SamplingRows.build(
+            requests,
+            list(range(len(requests))),
+            [step] * len(requests),
+            ancestors if step > 0 else None,
+            vocab_size=self.context.vocab_size,
+            eos_token_ids=self.context.eos_token_ids,
+            device=self.context.device,
+            bitmask=bitmask,
+        )
+        return draft_tokens(
+            process_logits(logits, rows),
+            rows,
+            self.draft_sample_method,
+            need_probs=self.context.needs_draft_probs,
+            draft_step=rows.positions - step if self.context.keys_by_draft_step else 0,
+        )
+
+
+def _rows(active: list[int], num_rows: int, device: torch.device) -> slice | torch.Tensor:
+    """An index of the active rows; all of them need none on the device."""
+    return slice(None) if len(active) == num_rows else to_device(active, torch.int64, device)
+
+
+def _by_request(probs: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
+    """Laws drawn step by step, [active, vocab] each, as rows [num_draft_tokens, vocab] request by request."""
+    order: list[list[int]] = [[] for _ in counts]
+    row = 0
+    for step in range(len(probs)):
+        for index, count in enumerate(counts):
+            if count > step:
+                order[index].append(row)
+                row += 1
+    stacked = torch.cat(probs)
+    return stacked.index_select(0, to_device([row for rows in order for row in rows], torch.int64, stacked.device))

@@ -1,0 +1,1 @@
+"""Draft heads: their models, and the published layouts they are read from."""

@@ -1,0 +1,156 @@
+"""What a DFlash config says, in z-lab's and in speculators' words.
+
+Hazard: z-lab's `target_layer_ids` number layers from 0 and mean the states after them, so 1 is added; speculators'
+`aux_hidden_state_layer_ids` and method.aux_hidden_state_layer_ids number hidden states.
+Heads of the family with parts that this runner does not have (DFlash 2, DSpark, Domino, ...) are told by their keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from proposers.heads.mask_token import mask_token_id
+from runner.engine.architecture import Architecture
+from runner.engine.checkpoint import ModelSource
+from runner.engine.errors import UserError
+from runner.engine.head_checkpoint import head_architecture
+from runner.engine.loader import LoadedModel
+
+DEFAULT_BLOCK_SIZE = 16  # z-lab's, where the config has none
+# Keys of other kinds of heads, and the values with which a head is a plain one all the same.
+FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "conv_kernel_size": ("DFlash 2", (None, 0)),
+    "conv_group_size": ("DFlash 2", (None, 0)),
+    "selector_rank": ("DFlash 2", (None, 0)),
+    "selector_top_k": ("DFlash 2", (None, 0)),
+    "markov_rank": ("DSpark", (None, 0)),
+    "markov_head_type": ("DSpark", (None,)),
+    "enable_confidence_head": ("DSpark", (None, False)),
+    "projector_type": ("another projector (Domino, DSpark, LiLiCorr, XPress)", (None, "dflash")),
+    "shift_label": ("Domino", (None, False)),
+    "attention_sink_bias": ("attention sinks", (None, False)),
+    "add_swa_attention_sink_bias": ("attention sinks", (None, False)),
+    "use_swa": ("windows without layer_types", (None, False)),
+    "input_embedding_scale": ("embeddings of another scale than the target's", (None, 1.0)),
+    "output_multiplier": ("logits of another scale than the target's", (None, 1.0)),
+    "final_logit_softcapping": ("capped logits", (None, 0)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig:
+    arch: Architecture  # of the head's layers
+    hf_config: Any
+    tap_layers: tuple[int, ...]
+    mask_token_id: int
+    block_size: int  # rows of a block, that of the pending token included
+    samples_from_anchor: bool  # the pending token's row guesses too, and every row the token behind its own place
+    causal_layers: tuple[bool, ...]  # of each layer: a row of a block sees no row behind it
+    draft_vocab_size: int
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.block_size if self.samples_from_anchor else self.block_size - 1
+
+
+def read_dflash_config(
+    source: ModelSource,
+    values: Mapping[str, Any],
+    target: LoadedModel,
+    aux_hidden_state_layer_ids: tuple[int, ...] | None,
+) -> DFlashConfig:
+    """The config of a head for this target; aux_hidden_state_layer_ids overrides the ids that it names.
+
+    Raises:
+        UserError: a head of another kind or for another target, or ids that the target does not have.
+    """
+    nested = values.get("dflash_config") or {}
+    is_speculators = "transformer_layer_config" in values
+    _require_plain(source, values, nested)
+    layer_values = dict(values["transformer_layer_config"] if is_speculators else values)
+    layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
+    arch, hf_config = head_architecture(layer_values, source)
+    _require_target(source, arch, values, target)
+    block_size = nested.get("block_size", values.get("block_size", DEFAULT_BLOCK_SIZE))
+    if not isinstance(block_size, int) or block_size < 2:
+        raise UserError(
+            f"{source.name}={source.model}: block_size must be a whole number >= 2, got {block_size!r}; mend its config"
+        )
+    if aux_hidden_state_layer_ids is None:
+        tap_layers = _tap_layers(source, values, nested, is_speculators)
+    else:
+        tap_layers = aux_hidden_state_layer_ids
+    if not all(0 <= tap <= target.model.num_layers for tap in tap_layers):
+        raise UserError(
+            f"{source.name}={source.model} reads the target's hidden states {list(tap_layers)}, which must lie in "
+            f"[0, {target.model.num_layers}] (i = after i layers of {target.source.model}); choose the head of this "
+            "target, or set method.aux_hidden_state_layer_ids"
+        )
+    return DFlashConfig(
+        arch=arch,
+        hf_config=hf_config,
+        tap_layers=tap_layers,
+        mask_token_id=mask_token_id(values, source, target.model.vocab_size),
+        block_size=block_size,
+        samples_from_anchor=bool(values.get("sample_from_anchor", False)),
+        causal_layers=_causal_layers(arch, values, nested, is_speculators),
+        draft_vocab_size=values.get("draft_vocab_size") or arch.vocab_size,
+    )
+
+
+def _require_plain(source: ModelSource, values: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
+    kind = values.get("speculators_model_type", "dflash")
+    found = [
+        f"{key}={value!r} ({what})"
+        for key, (what, plain) in FOREIGN_KEYS.items()
+        if (value := nested.get(key, values.get(key))) not in plain
+    ]
+    found = [f"speculators_model_type={kind!r}"] * (kind != "dflash") + found
+    if found:
+        raise UserError(
+            f"{source.name}={source.model} must be a plain DFlash head, got {', '.join(found)}; such heads have parts "
+            "that this runner does not have: choose a DFlash one"
+        )
+
+
+def _require_target(source: ModelSource, arch: Architecture, values: Mapping[str, Any], target: LoadedModel) -> None:
+    """Raises UserError, with everything that differs, when the head was made for another target."""
+    model = target.model
+    sizes = (
+        ("hidden_size", arch.hidden_size, model.hidden_size),
+        ("target_hidden_size", values.get("target_hidden_size") or model.hidden_size, model.hidden_size),
+        ("vocab_size", arch.vocab_size, model.vocab_size),
+        ("num_target_layers", values.get("num_target_layers") or model.num_layers, model.num_layers),
+    )
+    wrong = [f"{key} {theirs} for {own}" for key, theirs, own in sizes if theirs != own]
+    if wrong:
+        raise UserError(
+            f"{source.name}={source.model} must be a head that was made for {target.source.model}, got "
+            f"{', '.join(wrong)}; choose the head of this target, or the target of this head"
+        )
+
+
+def _tap_layers(
+    source: ModelSource, values: Mapping[str, Any], nested: Mapping[str, Any], is_speculators: bool
+) -> tuple[int, ...]:
+    key = "aux_hidden_state_layer_ids" if is_speculators else "dflash_config.target_layer_ids"
+    ids = values.get("aux_hidden_state_layer_ids") if is_speculators else nested.get("target_layer_ids")
+    if not isinstance(ids, list | tuple) or not ids or not all(isinstance(layer, int) for layer in ids):
+        raise UserError(
+            f"{source.name}={source.model}: {key} must be a list of whole numbers, got {ids!r}; mend its config.json, "
+            "or set method.aux_hidden_state_layer_ids"
+        )
+    return tuple(ids) if is_speculators else tuple(layer + 1 for layer in ids)
+
+
+def _causal_layers(
+    arch: Architecture, values: Mapping[str, Any], nested: Mapping[str, Any], is_speculators: bool
+) -> tuple[bool, ...]:
+    """Layers with a window are causal unless the config says otherwise, and the others not (z-lab, speculators)."""
+    has_window = [window is not None for window in arch.sliding_windows]
+    if is_speculators:
+        return tuple(own and not values.get("sliding_window_non_causal", False) for own in has_window)
+    told = values.get("is_causal", nested.get("causal"))  # z-lab's key, vLLM's
+    return tuple(has_window if told is None else [bool(told)] * len(has_window))

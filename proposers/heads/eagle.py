@@ -1,0 +1,134 @@
+"""EAGLE's head: decoder layers that continue the target's last hidden states (arXiv 2401.15077, 2406.16858).
+
+The input of position p is fc(embedding of x_p beside the state of position p - 1); the output stands for the state of
+position p, so it goes through the target's own head and is fed back. Layouts: SafeAILab's repositories, config of a
+Llama with `bias` and tensors embed_tokens, fc, layers.*, of which layer 0 has no input_layernorm; and vLLM's, whose
+config holds the former as `model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from kernels.reference.linear import linear
+from proposers.base import ProposerContext
+from proposers.heads.target_fit import longest_text, require_fit
+from runner.engine.architecture import Architecture
+from runner.engine.checkpoint import ModelSource
+from runner.engine.errors import UserError
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.head_checkpoint import (
+    fill_head,
+    fill_head_randomly,
+    head_architecture,
+    read_head_config,
+    read_head_tensors,
+)
+from runner.engine.hidden_states import NORMED
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.layers import DecoderLayer, Rope
+from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
+from runner.engine.loader import LoadedModel
+
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class EagleHead:
+    tap_layers = (NORMED,)
+
+    def __init__(
+        self,
+        arch: Architecture,
+        hf_config: Any,
+        target: LoadedModel,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        has_bias: bool,  # of fc
+        own: Collection[str],  # which of EMBEDDING and LM_HEAD are the head's; the target's serve for the rest
+    ) -> None:
+        shard, size = Shard(), arch.hidden_size
+        self.max_model_len = max_model_len
+        self.target = target.model
+        self.embed_tokens = torch.empty(arch.vocab_size, size, dtype=dtype) if EMBEDDING in own else None
+        self.lm_head = torch.empty(arch.vocab_size, size, dtype=dtype) if LM_HEAD in own else None
+        self.fc = ColumnParallelLinear(2 * size, {"fc": size}, bias=has_bias, shard=shard, dtype=dtype)
+        self.layers = [
+            DecoderLayer(arch, index, shard, dtype, has_input_norm=index > 0) for index in range(arch.num_layers)
+        ]
+        self._rope = Rope(hf_config, self.layers[0].attention, max_model_len)
+
+    @property
+    def kv_widths(self) -> list[int]:
+        return [layer.attention.kv_width for layer in self.layers]
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
+        embeds = self.target.embed(batch.token_ids) if self.embed_tokens is None else self.embed_tokens[batch.token_ids]
+        residual = self.fc(torch.cat((embeds, hidden), dim=1), batch.linear_tile)
+        rope = self._rope(batch.positions, residual)
+        output: torch.Tensor | None = None
+        for layer in self.layers:
+            output, residual = layer(output, residual, rope, batch, cache)
+        assert output is not None
+        return residual + output
+
+    def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
+        if self.lm_head is None:
+            return self.target.logits(output, tile)
+        return linear(output, self.lm_head, None, tile).float()
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        targets = self.fc.weight_targets("")
+        if self.embed_tokens is not None:
+            targets[EMBEDDING] = WeightTarget(view=self.embed_tokens)
+        if self.lm_head is not None:
+            targets[LM_HEAD] = WeightTarget(view=self.lm_head)
+        for index, layer in enumerate(self.layers):
+            targets |= layer.weight_targets(f"layers.{index}.")
+        return targets
+
+
+def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len: int | None) -> EagleHead:
+    """Read an EAGLE head for the context's target.
+
+    Raises:
+        UserError: no such head, another target's, or tensors that are not those of its config.
+    """
+    assert context.target is not None, "heads need the target"
+    values = read_head_config(source)
+    nested = values.get("model")
+    values = dict(nested) if isinstance(nested, Mapping) else values
+    if "draft_vocab_size" in values or "speculators_model_type" in values:
+        raise UserError(
+            f"{source.name}={source.model} must be an EAGLE head, and its config.json is an EAGLE-3 head's; "
+            "set method.method=eagle3"
+        )
+    arch, config = head_architecture(values, source)
+    require_fit(source, context.target, vocab_size=arch.vocab_size, hidden_size=arch.hidden_size)
+    tensors = {} if source.is_dummy else read_head_tensors(source)
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if not name.endswith("rotary_emb.inv_freq")  # derived from the config
+    }
+    with torch.device(context.device):
+        head = EagleHead(
+            arch,
+            config,
+            context.target,
+            max_model_len=longest_text(source, config, max_model_len, context.max_model_len),
+            dtype=context.dtype,
+            has_bias=bool(values.get("bias", "fc.bias" in tensors)),
+            own={EMBEDDING, LM_HEAD} & tensors.keys(),
+        )
+    if source.is_dummy:
+        fill_head_randomly(head.weight_targets())
+    else:
+        fill_head(head.weight_targets(), tensors, source, "an EAGLE head")
+    return head

@@ -1,0 +1,210 @@
+"""EAGLE-3's head: a decoder layer over hidden states from several depths of the target (arXiv 2503.01840).
+
+fc takes the tapped states to the head's width; layer 0 attends from [norm(embedding of x_p), norm(state of p - 1)] and
+adds to the state; what comes out is fed back as it is and, normed, goes through a head over the draft vocabulary.
+How each published layout says so is read by proposers.heads.eagle3_config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from kernels.reference.linear import linear
+from proposers.base import ProposerContext
+from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
+from proposers.heads.target_fit import longest_text, require_fit
+from runner.engine.checkpoint import ModelSource
+from runner.engine.errors import UserError
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.head_checkpoint import (
+    fill_head,
+    fill_head_randomly,
+    read_head_config,
+    read_head_tensors,
+)
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.layers import DecoderLayer, RMSNorm, Rope
+from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
+from runner.engine.loader import LoadedModel
+
+EMBEDDING, LM_HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+# Logit of a token that the head does not know. Finite, so that a row whose masks allow no token of the draft vocabulary
+# still has a law, the one it is drawn from; its exponential is 0 beside any token that the head knows.
+UNKNOWN_TOKEN_LOGIT = -1000.0
+
+
+class Eagle3Head:
+    def __init__(
+        self,
+        config: Eagle3Config,
+        target: LoadedModel,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        own: Collection[str],  # which of EMBEDDING, LM_HEAD and DRAFT_TO_TARGET the head brings
+    ) -> None:
+        arch, shard = config.arch, Shard()
+        size, eps, num_taps = arch.hidden_size, arch.rms_norm_eps, len(config.tap_layers)
+        self.tap_layers, self.max_model_len = config.tap_layers, max_model_len
+        self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
+        self.target, self.vocab_size = target.model, target.model.vocab_size
+        self.embed_tokens = torch.empty(arch.vocab_size, size, dtype=dtype) if EMBEDDING in own else None
+        self.lm_head = torch.empty(config.draft_vocab_size, size, dtype=dtype) if LM_HEAD in own else None
+        self.draft_to_target = (
+            torch.empty(config.draft_vocab_size, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
+        )
+        self.target_ids: torch.Tensor | None = None  # [draft vocab] int64: of each token of the draft vocabulary
+        tapped = config.target_hidden_size
+        self.fc = (
+            ColumnParallelLinear(num_taps * tapped, {"fc": size}, bias=False, shard=shard, dtype=dtype)
+            if config.has_fc
+            else None
+        )
+        self.input_norm = RMSNorm(num_taps * tapped, eps, dtype) if config.norm_before_fc else None
+        self.fc_norms = [RMSNorm(tapped, eps, dtype) for _ in range(num_taps)] if config.fc_norm else []
+        self.hidden_norm = RMSNorm(size, eps, dtype)
+        self.layers = [
+            DecoderLayer(arch, index, shard, dtype, in_features=2 * size if index == 0 else None)
+            for index in range(arch.num_layers)
+        ]
+        self.norm = RMSNorm(size, eps, dtype)
+        self._rope = Rope(config.hf_config, self.layers[0].attention, max_model_len)
+
+    @property
+    def kv_widths(self) -> list[int]:
+        return [layer.attention.kv_width for layer in self.layers]
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        if self.fc is None:
+            return states
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norms:
+            taps = states.chunk(len(self.fc_norms), dim=1)
+            states = torch.cat([norm(tap) for norm, tap in zip(self.fc_norms, taps, strict=True)], dim=1)
+        return self.fc(states, None)
+
+    def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
+        first, *others = self.layers
+        assert first.input_layernorm is not None
+        embeds = self.target.embed(batch.token_ids) if self.embed_tokens is None else self.embed_tokens[batch.token_ids]
+        rope = self._rope(batch.positions, hidden)
+        normed = self.hidden_norm(hidden)
+        both = torch.cat((first.input_layernorm(embeds), normed), dim=1)
+        residual = normed if self.norm_before_residual else hidden
+        output, residual = first.after_input_norm(both, residual, rope, batch, cache)
+        for layer in others:
+            output, residual = layer(output, residual, rope, batch, cache)
+        output = residual + output
+        return self.norm(output) if self.norm_output else output
+
+    def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
+        normed = output if self.norm_output else self.norm(output)
+        if self.lm_head is None:
+            return self.target.logits(normed, tile)
+        logits = linear(normed, self.lm_head, None, tile).float()
+        if self.target_ids is None:
+            return logits
+        return logits.new_full((len(logits), self.vocab_size), UNKNOWN_TOKEN_LOGIT).index_copy_(
+            1, self.target_ids, logits
+        )
+
+    def map_vocabulary(self, source: ModelSource, knows: torch.Tensor | None) -> None:
+        """Turn the offsets of d2t into ids; knows: t2d [target vocab] bool, where the checkpoint has it.
+
+        Raises:
+            UserError: ids that are none of the target's, that occur twice, or that t2d does not name.
+        """
+        if self.draft_to_target is None:
+            return
+        ids = self.draft_to_target + torch.arange(len(self.draft_to_target), device=self.draft_to_target.device)
+        listed = ids.tolist()
+        num_different = len(set(listed))
+        if min(listed) < 0 or max(listed) >= self.vocab_size or num_different < len(listed):
+            raise UserError(
+                f"{source.name}={source.model}: d2t must lead each token of the draft vocabulary to one of its own "
+                f"among the target's {self.vocab_size}, got ids from {min(listed)} to {max(listed)}, {num_different} "
+                f"of {len(listed)} different; download the head again"
+            )
+        if knows is not None and knows.bool().nonzero()[:, 0].tolist() != sorted(listed):
+            raise UserError(
+                f"{source.name}={source.model}: t2d must mark the tokens that d2t leads to, got {int(knows.sum())} "
+                f"marks for {len(listed)} tokens, or others; download the head again"
+            )
+        self.target_ids = ids
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        targets = {
+            "norm.weight": WeightTarget(view=self.norm.weight),
+            "layers.0.hidden_norm.weight": WeightTarget(view=self.hidden_norm.weight),
+        }
+        if self.fc is not None:
+            targets |= self.fc.weight_targets("")
+        if self.input_norm is not None:
+            targets["input_norm.weight"] = WeightTarget(view=self.input_norm.weight)
+        for index, norm in enumerate(self.fc_norms):
+            targets[f"fc_norm.{index}.weight"] = WeightTarget(view=norm.weight)
+        own = ((EMBEDDING, self.embed_tokens), (LM_HEAD, self.lm_head), (DRAFT_TO_TARGET, self.draft_to_target))
+        targets |= {name: WeightTarget(view=view) for name, view in own if view is not None}
+        for index, layer in enumerate(self.layers):
+            targets |= layer.weight_targets(f"layers.{index}.")
+        return targets
+
+
+def load_eagle3_head(
+    source: ModelSource,
+    context: ProposerContext,
+    max_model_len: int | None,
+    aux_hidden_state_layer_ids: tuple[int, ...] | None,
+) -> Eagle3Head:
+    """Read an EAGLE-3 head for the context's target; aux_hidden_state_layer_ids overrides what its config says.
+
+    Raises:
+        UserError: no such head, another target's, or tensors that are not those of its config.
+    """
+    target = context.target
+    assert target is not None, "heads need the target"
+    config = read_eagle3_config(source, read_head_config(source), target, aux_hidden_state_layer_ids)
+    require_fit(source, target, vocab_size=config.arch.vocab_size, hidden_size=config.target_hidden_size)
+    tensors = {} if source.is_dummy else _read_tensors(source, config)
+    knows = tensors.pop(TARGET_TO_DRAFT, None)
+    with torch.device(context.device):
+        head = Eagle3Head(
+            config,
+            target,
+            max_model_len=longest_text(source, config.hf_config, max_model_len, context.max_model_len),
+            dtype=context.dtype,
+            own=_own_tensors(config, tensors),
+        )
+    if source.is_dummy:
+        fill_head_randomly(head.weight_targets())
+    else:
+        fill_head(head.weight_targets(), tensors, source, "an EAGLE-3 head")
+    head.map_vocabulary(source, knows)
+    return head
+
+
+def _read_tensors(source: ModelSource, config: Eagle3Config) -> dict[str, torch.Tensor]:
+    """Tensors by speculators' names; SafeAILab calls the first layer midlayer."""
+    tensors = {}
+    has_one_vocabulary = config.draft_vocab_size == config.arch.vocab_size
+    for name, tensor in read_head_tensors(source).items():
+        if name.endswith("rotary_emb.inv_freq") or (has_one_vocabulary and name in (DRAFT_TO_TARGET, TARGET_TO_DRAFT)):
+            continue  # derived from the config; zeros that map nothing
+        own_name = name.removeprefix("midlayer.")
+        tensors[name if own_name == name else f"layers.0.{own_name}"] = tensor
+    return tensors
+
+
+def _own_tensors(config: Eagle3Config, tensors: Collection[str]) -> set[str]:
+    """What the head must bring because the target has none that fits, and what it brings all the same."""
+    is_other_size = config.arch.hidden_size != config.target_hidden_size
+    is_other_vocabulary = config.draft_vocab_size != config.arch.vocab_size
+    is_needed = {
+        EMBEDDING: is_other_size,
+        LM_HEAD: is_other_size or is_other_vocabulary,
+        DRAFT_TO_TARGET: is_other_vocabulary,
+    }
+    return {name for name, needed in is_needed.items() if needed or name in tensors}

@@ -1,0 +1,104 @@
+"""What an EAGLE-3 config says, in SafeAILab's, SpecForge's, ModelOpt's and speculators' words.
+
+Hazard: ids of the hidden states mean different things. In `eagle_config.eagle_aux_hidden_state_layer_ids` (SpecForge,
+ModelOpt) they number layers from 0 and mean the states after them, so 1 is added; at the top level (speculators, and
+what vLLM reads as it is) they number hidden states. method.aux_hidden_state_layer_ids numbers hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runner.engine.architecture import Architecture
+from runner.engine.checkpoint import ModelSource
+from runner.engine.errors import UserError
+from runner.engine.head_checkpoint import head_architecture
+from runner.engine.hidden_states import NORMED
+from runner.engine.loader import LoadedModel
+
+# What ModelOpt can write into eagle_config, and the one value that our layers have.
+FIXED_EAGLE_CONFIG = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    arch: Architecture  # of the head's layers; vocab_size is the target's
+    hf_config: Any
+    tap_layers: tuple[int, ...]
+    target_hidden_size: int
+    draft_vocab_size: int
+    has_fc: bool
+    norm_before_residual: bool  # the state is normed before layer 0 adds to it
+    norm_before_fc: bool  # one norm over the tapped states side by side
+    fc_norm: bool  # a norm for each of them
+    norm_output: bool  # what is fed back is normed (EAGLE-3.1)
+
+
+def read_eagle3_config(
+    source: ModelSource,
+    values: Mapping[str, Any],
+    target: LoadedModel,
+    aux_hidden_state_layer_ids: tuple[int, ...] | None,
+) -> Eagle3Config:
+    """The config of a head for this target; aux_hidden_state_layer_ids overrides the ids that it names.
+
+    Raises:
+        UserError: a head of another kind, options that our layers do not have, ids that the target does not have.
+    """
+    kind = values.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise UserError(f"{source.name}={source.model} must be an EAGLE-3 head, got speculators_model_type {kind!r}")
+    layer_values = values.get("transformer_layer_config", values)
+    arch, hf_config = head_architecture(layer_values, source)
+    if layer_types := layer_values.get("layer_types"):  # speculators gives Llama layers windows too
+        window = layer_values.get("sliding_window")
+        arch = replace(
+            arch, sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+        )
+    nested = values.get("eagle_config") or {}
+    _require_known(source, nested)
+    flags = {
+        name: bool(values.get(name, nested.get(name, False)))
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    }
+    has_fc = bool(nested.get("use_aux_hidden_state", True))
+    ids = aux_hidden_state_layer_ids or _layer_ids(values, nested, target.model.num_layers)
+    if not all(0 <= index <= target.model.num_layers for index in ids):
+        raise UserError(
+            f"{source.name}={source.model}: hidden states must be numbered 0 to {target.model.num_layers}, the layers "
+            f"of {target.source.model}, got {list(ids)}; name them with method.aux_hidden_state_layer_ids"
+        )
+    return Eagle3Config(
+        arch=arch,
+        hf_config=hf_config,
+        tap_layers=ids if has_fc else (NORMED,),
+        target_hidden_size=int(values.get("target_hidden_size") or arch.hidden_size),
+        draft_vocab_size=int(values.get("draft_vocab_size") or arch.vocab_size),
+        has_fc=has_fc,
+        **flags,
+    )
+
+
+def _layer_ids(values: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
+        if values.get(key):
+            return tuple(int(index) for index in values[key])
+    if after_layers := nested.get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(int(index) + 1 for index in after_layers)
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def _require_known(source: ModelSource, nested: Mapping[str, Any]) -> None:
+    for name, value in FIXED_EAGLE_CONFIG.items():
+        if nested.get(name, value) != value:
+            raise UserError(
+                f"{source.name}={source.model}: eagle_config.{name} must be {value}, got {nested[name]}: heads of "
+                "another build are not supported; choose one without that option"
+            )

@@ -1,0 +1,55 @@
+"""Medusa (Cai et al., arXiv 2401.10774): heads that each guess one of the next tokens from the last hidden state.
+
+The target's own head has read that state to yield the last committed token; Medusa's head d guesses the token d + 1
+places behind it. The guesses know nothing of each other, but their processors see the drafts before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from proposers.base import ProposerContext
+from proposers.drafting.from_last_state import LastStateProposer
+from proposers.heads.medusa import load_medusa_heads
+from runner.engine.checkpoint import ModelSource
+from runner.engine.request import Request
+
+
+class MedusaProposer(LastStateProposer):
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int,
+        context: ProposerContext,
+        source: ModelSource,
+        draft_sample_method: str,
+        max_model_len: int | None = None,
+        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None = None,
+    ) -> None:
+        assert context.target is not None, "Medusa's heads read the target's states"
+        self.heads = load_medusa_heads(source, context.target, device=context.device, dtype=context.dtype)
+        super().__init__(
+            num_speculative_tokens=num_speculative_tokens,
+            context=context,
+            draft_sample_method=draft_sample_method,
+            source=source,
+            max_depth=self.heads.shape.num_heads,
+            max_model_len=max_model_len,
+        )
+        self._rows = torch.empty(0)  # [active requests, hidden]
+
+    def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
+        self._rows = self.last_states(requests)
+        return self._logits(0)
+
+    def next_logits(
+        self, requests: Sequence[Request], step: int, token_ids: torch.Tensor, row_idx: torch.Tensor | None
+    ) -> torch.Tensor:
+        if row_idx is not None:
+            self._rows = self._rows.index_select(0, row_idx)
+        return self._logits(step)
+
+    def _logits(self, head: int) -> torch.Tensor:
+        return self.heads.logits(self.in_tiles(self._rows), head, self.tile)[: len(self._rows)]

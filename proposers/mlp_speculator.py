@@ -1,0 +1,61 @@
+"""IBM's MLP speculator (arXiv 2404.19124): a recurrence over the target's last hidden state and the tokens since.
+
+It starts from the state that yielded the last committed token, and from that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from proposers.base import ProposerContext
+from proposers.drafting.from_last_state import LastStateProposer
+from proposers.heads.mlp_speculator import load_mlp_speculator
+from runner.engine.checkpoint import ModelSource
+from runner.engine.request import Request
+from runner.engine.upload import to_device
+
+
+class MlpSpeculatorProposer(LastStateProposer):
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int,
+        context: ProposerContext,
+        source: ModelSource,
+        draft_sample_method: str,
+        max_model_len: int | None = None,
+    ) -> None:
+        assert context.target is not None, "the speculator reads the target's states"
+        self.speculator = load_mlp_speculator(source, context.target, device=context.device, dtype=context.dtype)
+        super().__init__(
+            num_speculative_tokens=num_speculative_tokens,
+            context=context,
+            draft_sample_method=draft_sample_method,
+            source=source,
+            max_depth=self.speculator.num_steps,
+            max_model_len=max_model_len,
+        )
+        self._state = torch.empty(0)  # [active requests, width]
+
+    def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
+        self._state = self.speculator.first_state(self.last_states(requests))
+        pending = [request.tokens_between(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
+        return self._advance(0, to_device(pending, torch.int64, self.context.device))
+
+    def next_logits(
+        self, requests: Sequence[Request], step: int, token_ids: torch.Tensor, row_idx: torch.Tensor | None
+    ) -> torch.Tensor:
+        if row_idx is not None:
+            self._state = self._state.index_select(0, row_idx)
+        return self._advance(step, token_ids)
+
+    def _advance(self, step: int, token_ids: torch.Tensor) -> torch.Tensor:
+        """One token a request later: the state, and the logits [num_rows, vocab] that it gives."""
+        num_rows = len(token_ids)
+        rows = self.in_tiles(self._state)
+        rows = self.speculator.next_state(step, rows, F.pad(token_ids, (0, len(rows) - num_rows)), self.tile)
+        self._state = rows[:num_rows]
+        return self.speculator.logits(step, rows, self.tile)[:num_rows]

@@ -1,0 +1,58 @@
+"""Several candidates for one place: the siblings of a draft tree, and the laws they were drawn from.
+
+Drawn without replacement by the Gumbel top-k trick, whose order is that of the draws (Kool et al., arXiv 1903.06059).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.reference.philox import Stream, gumbel, row_slabs
+from runner.engine.sampling import SamplingRows, put_rows, take_rows
+
+
+def draw_candidates(
+    processed: Tensor,
+    rows: SamplingRows,
+    draft_sample_method: str,
+    num_candidates: int,
+    *,
+    need_probs: bool,
+    draft_step: int | Tensor = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """Candidates [num_rows, num_candidates] int64 of a drafter's processed logits [num_rows, vocab], and their laws.
+
+    greedy: the likeliest ones, without laws: a set that nobody drew. probabilistic: draws with the DRAFT stream, keyed
+    by draft_step too where the rule asks for it. coupled: draws with the target's own noise. Laws [num_rows,
+    num_candidates, vocab], each given the candidates before it, where need_probs; None when all rows are greedy.
+    """
+    if draft_sample_method not in ("greedy", "probabilistic", "coupled"):
+        raise ValueError(f"draft_sample_method must be greedy, probabilistic or coupled, got {draft_sample_method!r}")
+    if draft_sample_method == "greedy" or rows.all_greedy:
+        return processed.topk(num_candidates, dim=-1).indices, None
+    stream, step = (Stream.TARGET, 0) if draft_sample_method == "coupled" else (Stream.DRAFT, draft_step)
+    random = rows.random_row_idx
+    seeds, positions = take_rows(rows.seeds, random), take_rows(rows.positions, random)
+    steps = take_rows(step, random) if isinstance(step, Tensor) else torch.full_like(seeds, step)
+    noise = [
+        gumbel(seeds[slab], positions[slab], stream, steps[slab], vocab_size=processed.shape[1])
+        for slab in row_slabs(len(seeds), processed.shape[1], processed.device)
+    ]
+    noisy = put_rows(processed, random, take_rows(processed, random) + torch.cat(noise))
+    token_ids = noisy.topk(num_candidates, dim=-1).indices
+    return token_ids, _laws(processed, token_ids) if need_probs else None
+
+
+def _laws(processed: Tensor, token_ids: Tensor) -> Tensor:
+    """Of each candidate given the ones before it, [num_rows, num_candidates, vocab]."""
+    laws = []
+    logits = processed
+    for rank in range(token_ids.shape[1]):
+        own = token_ids[:, rank : rank + 1]
+        # Where a cut-off left fewer tokens than candidates, the others come in a fixed order: a law of one token.
+        is_spent = (logits == float("-inf")).all(dim=-1, keepdim=True)
+        one_hot = torch.zeros_like(processed).scatter_(1, own, 1.0)
+        laws.append(torch.where(is_spent, one_hot, logits.softmax(dim=-1)))
+        logits = logits.scatter(1, own, float("-inf"))
+    return torch.stack(laws, dim=1)

@@ -1,0 +1,60 @@
+"""Draft trees on the host: the order of their nodes, and how they become DraftTokens.
+
+Depth-first order gives one run a leaf (runner/engine/launch.py), so a path of the tree is computed like a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from runner.engine.draft_trees import tree_shape
+from runner.engine.request import DraftTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTree:
+    """One request's guesses. Parents come before children; -1 = the pending token; siblings are distinct tokens."""
+
+    token_ids: list[int]
+    parents: list[int]
+
+    @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> DraftTree:
+        return cls(token_ids=list(token_ids), parents=list(range(-1, len(token_ids) - 1)))
+
+    def depth_first(self) -> DraftTree:
+        """The same tree, its nodes in depth-first order; siblings keep their order."""
+        order, parents = depth_first(self.parents)
+        return DraftTree(token_ids=[self.token_ids[node] for node in order], parents=parents)
+
+
+def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(nodes in depth-first order, their parents under the new numbers); siblings keep their order."""
+    children = tree_shape(parents).children
+    order: list[int] = []
+    waiting = list(reversed(children[0]))
+    while waiting:
+        order.append(node := waiting.pop())
+        waiting += reversed(children[node + 1])
+    number = {node: place for place, node in enumerate(order)} | {-1: -1}
+    return order, [number[parents[node]] for node in order]
+
+
+def draft_tokens_from_trees(
+    trees: Sequence[DraftTree], device: torch.device, probs: torch.Tensor | None = None
+) -> DraftTokens:
+    """DraftTokens of host-side trees, one a decoding request.
+
+    probs: [num_nodes, vocab], of trees whose nodes were drawn; see DraftTokens.
+    """
+    token_ids = [token for tree in trees for token in tree.token_ids]
+    return DraftTokens(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        cu_num_draft_tokens=[0, *accumulate(len(tree.token_ids) for tree in trees)],
+        probs=probs,
+        parent_indices=[parent for tree in trees for parent in tree.parents],
+    )

@@ -1,0 +1,181 @@
+"""The methods whose drafts come from a model or from a head over the target's hidden states."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
+
+from runner.config.checkpoint_method import misfit
+from runner.config.hardware import TENSOR_PARALLEL_REMEDY
+from runner.config.method import MethodConfig
+
+TreePaths = Annotated[
+    tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)], ...], Strict(False), Field(min_length=1)
+]
+LayerIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False), Field(min_length=1)]
+
+
+class DrafterMethod(MethodConfig):
+    """What all of them share: a checkpoint of their own."""
+
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="directory or hub id of the drafter; null takes the one that belongs to the model group",
+    )
+    revision: str | None = Field(
+        default=None, min_length=1, description="branch, tag or commit of the drafter on the hub; null: default branch"
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="longest text the drafter sees, tokens, >= 1; longer requests get no drafts"
+    )
+    draft_tensor_parallel_size: int = Field(
+        default=1, ge=1, description="GPUs the drafter's layers are split over; 1 until tensor parallelism lands"
+    )
+
+    @field_validator("model")
+    @classmethod
+    def _check_checkpoint(cls, value: str | None, info: ValidationInfo) -> str | None:
+        method = info.data.get("method")
+        if value is not None and method is not None and (rule := misfit(value, method)) is not None:
+            raise ValueError(rule)
+        return value
+
+    @field_validator("draft_tensor_parallel_size")
+    @classmethod
+    def _check_parallel_size(cls, value: int) -> int:
+        if value > 1:
+            remedy = TENSOR_PARALLEL_REMEDY.format(name="method.draft_tensor_parallel_size")
+            raise ValueError(f"must be 1, got {value}; {remedy}")
+        return value
+
+
+class TreeDrafterMethod(DrafterMethod):
+    """Drafters that can offer several continuations at once."""
+
+    speculative_token_tree: Literal["dynamic"] | TreePaths | None = Field(
+        default=None,
+        description="null drafts a chain; [[0], [0, 0], [1], ...] the tree with these paths of child ranks (Medusa's "
+        "choices), ranks >= 0; dynamic the most probable num_speculative_tokens nodes",
+    )
+
+    @field_validator("speculative_token_tree", mode="before")
+    @classmethod
+    def _check_paths(cls, value: Any) -> Any:
+        if value is None or value == "dynamic":
+            return value
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError(f"must be null, dynamic or paths of child ranks such as [[0], [0, 0], [1]], got {value!r}")
+        paths = [tuple(path) if isinstance(path, list | tuple) else path for path in value]
+        known: set[Any] = {()}
+        for path in paths:
+            if not isinstance(path, tuple) or not path or not all(type(rank) is int for rank in path):
+                raise ValueError(f"must hold paths of child ranks, such as [[0], [0, 0], [1]], got {path!r}")
+            if path in known:
+                raise ValueError(f"must hold every path once, got {list(path)} twice")
+            if path[:-1] not in known:
+                raise ValueError(f"must name a node's parent before it, got {list(path)} without {list(path[:-1])}")
+            known.add(path)
+        return value
+
+    @model_validator(mode="after")
+    def _check_tree_rule(self) -> TreeDrafterMethod:
+        if self.speculative_token_tree is not None and self.rejection_sample_method == "block":
+            raise ValueError(
+                "speculative_token_tree must be null under rejection_sample_method=block, which judges chains; "
+                "choose rejection_sample_method=strict or probabilistic"
+            )
+        return self
+
+    def notes(self) -> list[str]:
+        tree = self.speculative_token_tree
+        notes = super().notes()
+        if isinstance(tree, tuple) and len(tree) != self.num_speculative_tokens:
+            kept = min(len(tree), self.num_speculative_tokens)
+            notes.append(
+                f"speculative_token_tree has {len(tree)} nodes and num_speculative_tokens is "
+                f"{self.num_speculative_tokens}: the first {kept} nodes are drafted"
+            )
+        return notes
+
+
+class GrownTreeMethod(TreeDrafterMethod):
+    """Heads that grow their tree level by level."""
+
+    tree_depth: int = Field(default=5, ge=1, le=128, description="dynamic tree: levels at most, in [1, 128]")
+    tree_top_k: int = Field(
+        default=4,
+        ge=1,
+        le=32,
+        description="dynamic tree: nodes that go on at each level, and children of each, in [1, 32]",
+    )
+
+
+class DraftModelMethod(DrafterMethod):
+    """A smaller model drafts token by token."""
+
+    method: Literal["draft_model"] = Field(default="draft_model", description="a smaller model drafts")
+    use_heterogeneous_vocab: bool = Field(
+        default=False,
+        description="the draft has another tokenizer than the target: it drafts the tokens that both have",
+    )
+
+
+class PardMethod(DrafterMethod):
+    """A smaller model that was trained to draft all tokens in one pass, over mask tokens (arXiv 2504.18583)."""
+
+    method: Literal["pard"] = Field(default="pard", description="a smaller model drafts all tokens in one pass")
+
+
+class EagleMethod(GrownTreeMethod):
+    """A layer that continues the target's last hidden states (arXiv 2401.15077, 2406.16858)."""
+
+    method: Literal["eagle"] = Field(default="eagle", description="a layer that continues the target's hidden states")
+
+
+class Eagle3Method(GrownTreeMethod):
+    """A layer over hidden states from three depths of the target (arXiv 2503.01840)."""
+
+    method: Literal["eagle3"] = Field(
+        default="eagle3", description="a layer over hidden states from three depths of the target"
+    )
+    aux_hidden_state_layer_ids: LayerIds | None = Field(
+        default=None,
+        description="hidden states of the target that the head reads: i >= 0 is after i layers; null: as its "
+        "checkpoint says",
+    )
+
+
+class MtpMethod(GrownTreeMethod):
+    """The multi-token-prediction layer that the target was trained with (arXiv 2412.19437)."""
+
+    method: Literal["mtp"] = Field(default="mtp", description="the target's own multi-token-prediction layer")
+
+
+class MedusaMethod(TreeDrafterMethod):
+    """Heads that each guess one of the next tokens from the last hidden state (arXiv 2401.10774)."""
+
+    method: Literal["medusa"] = Field(default="medusa", description="heads over the target's last hidden state")
+
+
+class MlpSpeculatorMethod(DrafterMethod):
+    """A recurrent MLP over the last hidden state (arXiv 2404.19124)."""
+
+    method: Literal["mlp_speculator"] = Field(
+        default="mlp_speculator", description="a recurrent MLP over the target's last hidden state (IBM)"
+    )
+
+
+class DflashMethod(TreeDrafterMethod):
+    """A block-diffusion drafter: all tokens in one pass over the target's hidden states (arXiv 2602.06036)."""
+
+    method: Literal["dflash"] = Field(default="dflash", description="a block of tokens in one pass (z-lab)")
+    num_speculative_tokens: int = Field(
+        default=7, ge=0, le=128, description="tokens drafted per request and step at most, in [0, 128]; 0: none"
+    )
+    aux_hidden_state_layer_ids: LayerIds | None = Field(
+        default=None,
+        description="hidden states of the target that the head reads: i >= 0 is after i layers; null: as its "
+        "checkpoint says",
+    )

@@ -1,0 +1,166 @@
+"""A draft head's files: its config as plain values, and its tensors, safetensors or pickled.
+
+Head repositories carry configs that transformers does not know and, some of them, pickled weights. Pickles are read
+with weights_only, so they can hold tensors and plain values, and run nothing. Filling is strict as a target's is.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.engine.architecture import FAMILIES, Architecture, read_architecture
+from runner.engine.checkpoint import ModelSource, read_tensors, register_configs, resolve_directory
+from runner.engine.errors import UserError
+from runner.engine.linear import WeightTarget
+
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+
+
+def read_head_config(source: ModelSource) -> dict[str, Any]:
+    """config.json of a head, or the hf_config that stands in for it when load_format is dummy.
+
+    Raises:
+        UserError: no such head, or no JSON object there.
+    """
+    if source.is_dummy and source.hf_config is not None:
+        return dict(source.hf_config)
+    directory = resolve_directory(source, weights=not source.is_dummy, pickles=PICKLES)
+    file = directory / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"{source.name} must hold a config.json, got {directory}, which has none; point to the head's directory"
+        )
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{source.name}: {file} is no JSON ({error}); download the head again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{source.name}: {file} must hold a JSON object; download the head again")
+    return values
+
+
+def read_head_tensors(source: ModelSource) -> dict[str, torch.Tensor]:
+    """Every tensor of a head, by its name in the checkpoint, on the CPU.
+
+    Raises:
+        UserError: no weights, or a file that holds something else.
+    """
+    directory = resolve_directory(source, pickles=PICKLES)
+    pickled = [directory / name for name in PICKLES if (directory / name).is_file()]
+    if any(directory.glob("*.safetensors")) or not pickled:
+        return {name: tensor[:] for name, tensor in read_tensors(source)}
+    tensors: dict[str, torch.Tensor] = {}
+    for file in pickled:
+        tensors |= _unpickle(file, source)
+    return tensors
+
+
+def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[Architecture, Any]:
+    """The decoder layer that a head's config describes, and the transformers config of it (for its rotations).
+
+    Raises:
+        UserError: a family that our decoder layer is not built for, or a config that transformers cannot read.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    register_configs()
+    values = dict(values)
+    family = str(values.pop("model_type", "llama"))
+    if family not in FAMILIES:
+        raise UserError(
+            f"{source.name}={source.model}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}; "
+            "choose a head whose layer is of one of these families"
+        )
+    values.pop("auto_map", None)
+    values["architectures"] = [f"{family.capitalize()}ForCausalLM"]
+    try:
+        config = AutoConfig.for_model(family, **values)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(
+            f"{source.name}={source.model}: its config.json cannot be read as a {family} config: "
+            f"{' '.join(str(error).split())}; mend it or download the head again"
+        ) from error
+    arch = read_architecture(config)
+    assert arch is not None, "the family is one of ours"
+    return arch, config
+
+
+def fill_head(
+    targets: Mapping[str, WeightTarget],
+    tensors: Mapping[str, torch.Tensor],
+    source: ModelSource,
+    kind: str,  # as people call it: "an EAGLE-3 head"
+    *,
+    optional: Collection[str] = (),  # targets that a checkpoint may leave out
+) -> set[str]:
+    """Copy tensors into their places, every one of them; returns the names of optional targets that were left out.
+
+    Raises:
+        UserError: missing or surplus tensors, or one of another shape; all of them in one message.
+    """
+    missing = sorted(name for name in targets if name not in tensors)
+    problems = {
+        "unexpected": sorted(name for name in tensors if name not in targets),
+        "missing": [name for name in missing if name not in optional],
+        "of another shape": [
+            f"{name} {list(tensors[name].shape)} for {list(target.view.shape)}"
+            for name, target in sorted(targets.items())
+            if name in tensors and tensors[name].shape != target.view.shape
+        ],
+    }
+    found = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
+    if found:
+        raise UserError(
+            f"{source.name}={source.model}: the tensors are not those of {kind} with its config.json; "
+            f"{'; '.join(found)}; download it again, or name the method that it was made for"
+        )
+    for name, target in targets.items():
+        if name in tensors:
+            target.view.copy_(tensors[name])
+    return set(missing)
+
+
+def fill_head_randomly(targets: Mapping[str, WeightTarget]) -> None:
+    """Random weights of the scale that keeps activations finite, the same in every run (load_format: dummy)."""
+    generator: torch.Generator | None = None
+    for name, target in targets.items():
+        if not target.view.is_floating_point():
+            target.view.zero_()
+        elif "norm" in name or ".ln." in name:
+            target.view.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            generator = generator or torch.Generator(target.view.device).manual_seed(0)
+            target.view.normal_(std=0.02, generator=generator)
+
+
+def _unpickle(file: Path, source: ModelSource) -> dict[str, torch.Tensor]:
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{source.name}: {file} is corrupt or holds more than tensors ({' '.join(str(error).split())[:200]}); "
+            "download it again"
+        ) from error
+    tensors = dict(_flatten(loaded)) if isinstance(loaded, Mapping) else {}
+    if not tensors:
+        raise UserError(f"{source.name}: {file} must hold tensors by their names; download it again")
+    return tensors
+
+
+def _flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,200 @@
+"""The layers of a dense pre-norm decoder: norms, rotations, attention over the paged cache, MLP, and one whole layer.
+
+Targets, drafts and draft heads (EAGLE, MTP, DFlash) are built from them. Objects hold one tensor-parallel shard;
+weights are allocated empty, and weight_targets() says which checkpoint tensor fills which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.reference.linear import linear
+from kernels.reference.paged_attention import paged_attention
+from kernels.reference.rms_norm import add_rms_norm, rms_norm
+from kernels.reference.rope import RopeTable, apply_rope
+from kernels.reference.silu_and_mul import silu_and_mul
+from runner.engine.architecture import Architecture
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, Shard, WeightTarget
+from runner.engine.rope import rope_tables
+
+
+class RMSNorm:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        self.eps = torch.tensor(eps, dtype=torch.float32)
+        self.weight = torch.empty(size, dtype=dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeRows:
+    """A launch's rotations, for whole rows of the fused projection; the same for every layer."""
+
+    cos: torch.Tensor  # [num_rows, qkv width]
+    signed_sin: torch.Tensor  # [num_rows, qkv width]
+    partner: torch.Tensor  # [qkv width] int64
+
+
+class Rope:
+    """A model's rotations; the table is built at the first launch, when it is known where the weights live."""
+
+    def __init__(self, hf_config: Any, attention: Attention, max_model_len: int) -> None:
+        self._source = (hf_config, attention.head_dim, max_model_len)
+        self._num_rotated_heads = attention.num_heads + attention.num_kv_heads
+        self._num_value_columns = attention.num_kv_heads * attention.head_dim
+        self._table: RopeTable | None = None
+
+    def __call__(self, positions: torch.Tensor, like: torch.Tensor) -> RopeRows:
+        """Rotations of the rows at positions [num_rows] int64, on the device and in the dtype of `like`."""
+        if self._table is None:
+            cos, signed_sin = (table.to(like) for table in rope_tables(*self._source))
+            self._table = RopeTable(cos, signed_sin, self._num_rotated_heads, self._num_value_columns)
+        cos, signed_sin = self._table.rows(positions)
+        return RopeRows(cos=cos, signed_sin=signed_sin, partner=self._table.partner)
+
+
+class Attention:
+    def __init__(
+        self,
+        arch: Architecture,
+        layer: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        *,
+        in_features: int | None = None,  # None: the hidden size; EAGLE-3 attends from twice as many
+    ) -> None:
+        self.layer, self.head_dim = layer, arch.head_dim
+        self.is_causal = True  # False: rows see all of their segment, in launches built for that (DFlash's blocks)
+        self.num_heads = shard.split(arch.num_heads, "num_attention_heads")
+        self.num_kv_heads = shard.split(arch.num_kv_heads, "num_key_value_heads")
+        self.sliding_window = arch.sliding_windows[layer]
+        q_rows, kv_rows = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        parts = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
+        in_features = arch.hidden_size if in_features is None else in_features
+        self.qkv_proj = ColumnParallelLinear(in_features, parts, bias=arch.qkv_bias, shard=shard, dtype=dtype)
+        self.o_proj = RowParallelLinear(
+            q_rows, arch.hidden_size, "self_attn.o_proj", bias=arch.output_bias, shard=shard, dtype=dtype
+        )
+        self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
+        self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
+
+    def __call__(self, hidden: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+        num_heads, num_kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        qkv = self.qkv_proj(hidden, batch.linear_tile)
+        if self.q_norm is not None and self.k_norm is not None:
+            heads = qkv.view(-1, num_heads + 2 * num_kv_heads, dim)
+            q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1).flatten(1)
+        qkv = apply_rope(qkv, rope.cos, rope.signed_sin, rope.partner)
+        query, kv = qkv.split_with_sizes((num_heads * dim, 2 * num_kv_heads * dim), dim=1)
+        cache.write(self.layer, batch.slot_mapping, kv)
+        out = paged_attention(
+            query.view(-1, num_heads, dim),
+            cache.layers[self.layer],
+            batch.attention,
+            num_kv_heads=num_kv_heads,
+            value_dim=dim,
+            scale=dim**-0.5,
+            sliding_window=self.sliding_window,
+            is_causal=self.is_causal,
+        )
+        return self.o_proj(out, batch.linear_tile)
+
+    def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
+        """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""
+        num_kv_heads, dim, queries = self.num_kv_heads, self.head_dim, self.num_heads * self.head_dim
+        bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[queries:]
+        kv = linear(states, self.qkv_proj.weight[queries:], bias, batch.linear_tile)
+        if self.k_norm is not None:
+            k, v = kv.view(-1, 2 * num_kv_heads, dim).chunk(2, dim=1)
+            kv = torch.cat((self.k_norm(k), v), dim=1).flatten(1)
+        rope_of_keys = rope.cos[:, queries:], rope.signed_sin[:, queries:], rope.partner[queries:] - queries
+        cache.write(self.layer, batch.slot_mapping, apply_rope(kv, *rope_of_keys))
+
+    @property
+    def kv_width(self) -> int:
+        """Elements a token takes in the cache."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        targets = self.qkv_proj.weight_targets(prefix) | self.o_proj.weight_targets(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            targets[f"{prefix}self_attn.q_norm.weight"] = WeightTarget(view=self.q_norm.weight)
+            targets[f"{prefix}self_attn.k_norm.weight"] = WeightTarget(view=self.k_norm.weight)
+        return targets
+
+
+class MLP:
+    def __init__(self, arch: Architecture, shard: Shard, dtype: torch.dtype) -> None:
+        parts = {"mlp.gate_proj": arch.intermediate_size, "mlp.up_proj": arch.intermediate_size}
+        self.gate_up_proj = ColumnParallelLinear(arch.hidden_size, parts, bias=arch.mlp_bias, shard=shard, dtype=dtype)
+        self.down_proj = RowParallelLinear(
+            arch.intermediate_size, arch.hidden_size, "mlp.down_proj", bias=arch.mlp_bias, shard=shard, dtype=dtype
+        )
+
+    def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden, tile)), tile)
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        return self.gate_up_proj.weight_targets(prefix) | self.down_proj.weight_targets(prefix)
+
+
+class DecoderLayer:
+    """norm, attention, norm, MLP, each with its residual; heads drop the first norm or bring their own."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        layer: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        *,
+        in_features: int | None = None,  # of the attention; None: the hidden size
+        has_input_norm: bool = True,  # EAGLE's first layer has none
+    ) -> None:
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype) if has_input_norm else None
+        self.attention = Attention(arch, layer, shard, dtype, in_features=in_features)
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
+        self.mlp = MLP(arch, shard, dtype)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor | None,  # output of the layer below, not yet added; None for the first layer
+        residual: torch.Tensor,
+        rope: RopeRows,
+        batch: ForwardBatch,
+        cache: PagedKVCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if hidden is None:
+            normed = residual if self.input_layernorm is None else self.input_layernorm(residual)
+        else:
+            assert self.input_layernorm is not None, "only a first layer goes without its norm"
+            normed, residual = self.input_layernorm.add(hidden, residual)
+        return self.after_input_norm(normed, residual, rope, batch, cache)
+
+    def after_input_norm(
+        self,
+        normed: torch.Tensor,  # [num_rows, in_features]
+        residual: torch.Tensor,  # [num_rows, hidden]
+        rope: RopeRows,
+        batch: ForwardBatch,
+        cache: PagedKVCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output not yet added, residual), both [num_rows, hidden]."""
+        normed, residual = self.post_attention_layernorm.add(self.attention(normed, rope, batch, cache), residual)
+        return self.mlp(normed, batch.linear_tile), residual
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        norms = {f"{prefix}post_attention_layernorm.weight": WeightTarget(view=self.post_attention_layernorm.weight)}
+        if self.input_layernorm is not None:
+            norms[f"{prefix}input_layernorm.weight"] = WeightTarget(view=self.input_layernorm.weight)
+        return norms | self.attention.weight_targets(prefix) | self.mlp.weight_targets(prefix)

@@ -1,0 +1,102 @@
+"""Configs of small draft heads for the engines of conftest.py: what stands in for config.json with dummy weights.
+
+A method whose drafts come from a head adds one entry: from the target's config to the head's. `make_fair` has random
+heads guess that the target says again what it said, which is right now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+MASK_TOKEN_ID = 1
+
+
+def _eagle(target: Mapping[str, Any]) -> dict[str, Any]:
+    return {**target, "num_hidden_layers": 1}
+
+
+def _eagle3(target: Mapping[str, Any]) -> dict[str, Any]:
+    """Taps of every depth of a small target; most of its vocabulary."""
+    num_layers = target["num_hidden_layers"]
+    return {
+        **target,
+        "num_hidden_layers": 1,
+        "draft_vocab_size": target["vocab_size"] - target["vocab_size"] // 6,
+        "eagle_aux_hidden_state_layer_ids": [0, num_layers // 2, num_layers],
+    }
+
+
+def _mtp(target: Mapping[str, Any]) -> dict[str, Any]:
+    return {"speculators_model_type": "mtp", "transformer_layer_config": {**target, "model_type": "qwen3"}}
+
+
+def _medusa(target: Mapping[str, Any]) -> dict[str, Any]:
+    """Version 2: through the target's own head, so that random blocks guess what the target has just said."""
+    return {"model_type": "medusa", "medusa_num_heads": 5, "medusa_num_layers": 1, "version": "2"}
+
+
+def _mlp_speculator(target: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "emb_dim": target["hidden_size"],
+        "inner_dim": 48,
+        "n_predict": 5,
+        "vocab_size": target["vocab_size"],
+        "tie_weights": False,
+        "scale_input": True,
+    }
+
+
+def _pard(target: Mapping[str, Any]) -> dict[str, Any]:
+    """The target's first layer (tests.conftest): its first draft is right about half of the time."""
+    return {**target, "num_hidden_layers": 1, "pard_token": MASK_TOKEN_ID, "spd_type": "pard"}
+
+
+def _dflash(target: Mapping[str, Any]) -> dict[str, Any]:
+    """Two layers over the states behind the target's first and last."""
+    num_layers = target["num_hidden_layers"]
+    return {
+        **{key: value for key, value in target.items() if key not in ("model_type", "tie_word_embeddings")},
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "num_target_layers": num_layers,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": [0, num_layers - 1]},
+    }
+
+
+HEADS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "dflash": _dflash,
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "medusa": _medusa,
+    "mlp_speculator": _mlp_speculator,
+    "mtp": _mtp,
+    "pard": _pard,
+}
+
+
+def make_fair(head: Any, target: Any) -> None:
+    """Let the last tapped state through to logits that are the target's; the head's layers stay random."""
+    weights = {name: weight.view for name, weight in head.weight_targets().items()}
+    if (fc := weights.get("fc.weight")) is not None:
+        fc[:, -len(fc) :] += torch.eye(len(fc))
+    if (lm_head := weights.get("lm_head.weight")) is not None:
+        lm_head.copy_(target.lm_head if head.target_ids is None else target.lm_head[head.target_ids])
+    if "hidden_norm.weight" in weights:
+        _let_blocks_repeat(weights, target, head.config.arch)
+
+
+def _let_blocks_repeat(weights: Mapping[str, torch.Tensor], target: Any, arch: Any) -> None:
+    """A DFlash block's first layer adds what it sees of the context, as far as few key heads can tell it."""
+    v, o = (weights[f"layers.0.self_attn.{name}_proj.weight"] for name in ("v", "o"))
+    mask = target.embed_tokens[MASK_TOKEN_ID] / target.embed_tokens[MASK_TOKEN_ID].norm()
+    v -= (v @ mask).outer(mask)  # or every guess would be the mask token
+    v.copy_(torch.linalg.qr(v.T)[0].T)
+    values = v.view(arch.num_kv_heads, arch.head_dim, -1).repeat_interleave(arch.num_heads // arch.num_kv_heads, dim=0)
+    o.copy_(20 * values.flatten(0, 1).T)
