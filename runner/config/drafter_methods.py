@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
+from pydantic import Field, Strict, ValidationInfo, field_validator
 
 from runner.config.checkpoint_method import misfit
 from runner.config.hardware import TENSOR_PARALLEL_REMEDY
@@ -78,15 +78,6 @@ class TreeDrafterMethod(DrafterMethod):
                 raise ValueError(f"must name a node's parent before it, got {list(path)} without {list(path[:-1])}")
             known.add(path)
         return value
-
-    @model_validator(mode="after")
-    def _check_tree_rule(self) -> TreeDrafterMethod:
-        if self.speculative_token_tree is not None and self.rejection_sample_method == "block":
-            raise ValueError(
-                "speculative_token_tree must be null under rejection_sample_method=block, which judges chains; "
-                "choose rejection_sample_method=strict or probabilistic"
-            )
-        return self
 
     def notes(self) -> list[str]:
         tree = self.speculative_token_tree
