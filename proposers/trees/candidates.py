@@ -27,10 +27,19 @@ def draw_candidates(
     by draft_step too where the rule asks for it. coupled: draws with the target's own noise. Laws [num_rows,
     num_candidates, vocab], each given the candidates before it, where need_probs; None when all rows are greedy.
     """
+    token_ids = perturbed_logits(processed, rows, draft_sample_method, draft_step).topk(num_candidates, dim=-1).indices
+    is_set = draft_sample_method == "greedy" or rows.all_greedy
+    return token_ids, _laws(processed, token_ids) if need_probs and not is_set else None
+
+
+def perturbed_logits(
+    processed: Tensor, rows: SamplingRows, draft_sample_method: str, draft_step: int | Tensor = 0
+) -> Tensor:
+    """[num_rows, vocab], to take the largest of: with the noise that the method draws with, where a row has any."""
     if draft_sample_method not in ("greedy", "probabilistic", "coupled"):
         raise ValueError(f"draft_sample_method must be greedy, probabilistic or coupled, got {draft_sample_method!r}")
     if draft_sample_method == "greedy" or rows.all_greedy:
-        return processed.topk(num_candidates, dim=-1).indices, None
+        return processed
     stream, step = (Stream.TARGET, 0) if draft_sample_method == "coupled" else (Stream.DRAFT, draft_step)
     random = rows.random_row_idx
     seeds, positions = take_rows(rows.seeds, random), take_rows(rows.positions, random)
@@ -39,9 +48,7 @@ def draw_candidates(
         gumbel(seeds[slab], positions[slab], stream, steps[slab], vocab_size=processed.shape[1])
         for slab in row_slabs(len(seeds), processed.shape[1], processed.device)
     ]
-    noisy = put_rows(processed, random, take_rows(processed, random) + torch.cat(noise))
-    token_ids = noisy.topk(num_candidates, dim=-1).indices
-    return token_ids, _laws(processed, token_ids) if need_probs else None
+    return put_rows(processed, random, take_rows(processed, random) + torch.cat(noise))
 
 
 def _laws(processed: Tensor, token_ids: Tensor) -> Tensor:
