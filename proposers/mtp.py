@@ -32,4 +32,7 @@ class MtpProposer(HeadProposer):
             draft_sample_method=draft_sample_method,
             head=head,
             max_model_len=head.max_model_len,
+            speculative_token_tree=speculative_token_tree,
+            tree_depth=tree_depth,
+            tree_top_k=tree_top_k,
         )

@@ -88,3 +88,15 @@ def make_fair(head: Any, target: Any) -> None:
         fc[:, -len(fc) :] += torch.eye(len(fc))
     if (lm_head := weights.get("lm_head.weight")) is not None:
         lm_head.copy_(target.lm_head if head.target_ids is None else target.lm_head[head.target_ids])
+    if "hidden_norm.weight" in weights:
+        _let_blocks_repeat(weights, target, head.config.arch)
+
+
+def _let_blocks_repeat(weights: Mapping[str, torch.Tensor], target: Any, arch: Any) -> None:
+    """A DFlash block's first layer adds what it sees of the context, as far as few key heads can tell it."""
+    v, o = (weights[f"layers.0.self_attn.{name}_proj.weight"] for name in ("v", "o"))
+    mask = target.embed_tokens[MASK_TOKEN_ID] / target.embed_tokens[MASK_TOKEN_ID].norm()
+    v -= (v @ mask).outer(mask)  # or every guess would be the mask token
+    v.copy_(torch.linalg.qr(v.T)[0].T)
+    values = v.view(arch.num_kv_heads, arch.head_dim, -1).repeat_interleave(arch.num_heads // arch.num_kv_heads, dim=0)
+    o.copy_(20 * values.flatten(0, 1).T)

@@ -97,8 +97,8 @@ class TransformersModel(nn.Module):
 
     @property
     def lm_head(self) -> torch.Tensor:
-        """[vocab, hidden]"""
-        weight: torch.Tensor = self.head.get_output_embeddings().weight
+        """[vocab, hidden]; every family that MTP modules are published for calls it so."""
+        weight: torch.Tensor = self.head.lm_head.weight
         return weight
 
     @property
