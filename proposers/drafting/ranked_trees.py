@@ -2,32 +2,28 @@
 
 A depth has one law whatever the tokens before it are, so its candidates serve all nodes above. Their processors
 (penalties, bad words, a grammar) see the first candidates on the way, the tree's first path; other branches are thought
-of as if they had said the same, which touches what is accepted and never the text. Static trees take their candidates
-as draft_sample_method says. The shape of a dynamic tree follows from the laws, so its candidates are nobody's draw:
-the likeliest tokens, or under a rule that reads no laws those that the target's own noise makes so (coupled).
+of as if they had said the same, which touches what is accepted and never the text. Candidates are drawn as
+draft_sample_method says; siblings without replacement, with their laws where the rule reads them.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.best_first import best_first_trees
-from proposers.trees.candidates import draw_candidates, perturbed_logits
+from proposers.trees.candidates import draw_candidates, perturbed
+from proposers.trees.dynamic import require_candidate_sets
 from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
-from proposers.trees.static import static_tree
+from proposers.trees.static import check_depth, static_tree
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
-
-logger = logging.getLogger(__name__)
 
 Choices = tuple[tuple[int, ...], ...]  # paths of ranks, the most useful first
 
@@ -42,25 +38,21 @@ class RankedTrees:
             max_depth: tokens that the drafter can guess one after another.
 
         Raises:
-            UserError: choices that are no tree, deeper than the drafter, or wider than the vocabulary.
+            UserError: choices that are deeper than the drafter guesses, or wider than the vocabulary; a dynamic tree
+                of drawn candidates under a rule that reads their laws.
         """
         self.proposer = proposer
         self.choices = None if isinstance(tree, str) else tree
-        if self.choices is not None:
-            widest = max(static_tree(self.choices, max_depth=max_depth).num_candidates)
+        if self.choices is None:
+            require_candidate_sets(proposer.context, proposer.draft_sample_method)
+        else:
+            check_depth(self.choices, max_depth=max_depth)
+            widest = max(static_tree(self.choices).num_candidates)
             if widest > proposer.context.vocab_size:
                 raise UserError(
                     f"method.speculative_token_tree must hold ranks < {proposer.context.vocab_size}, the size of the "
                     f"vocabulary, got {widest - 1}; lower it"
                 )
-        is_coupled = proposer.draft_sample_method == "coupled" and not proposer.context.needs_draft_probs
-        self.dynamic_sample_method = "coupled" if is_coupled else "greedy"
-        if self.choices is None and proposer.draft_sample_method != self.dynamic_sample_method:
-            logger.warning(
-                "method.draft_sample_method=%s: the nodes of a dynamic tree are not drawn, they are the likeliest "
-                "tokens (greedy)",
-                proposer.draft_sample_method,
-            )
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:
@@ -76,7 +68,8 @@ class RankedTrees:
             return DraftTokens.empty(len(requests), self.proposer.context.device)
         if self.choices is None:
             return self._dynamic(requests, depths, num_nodes)
-        trees = [_pruned(self.choices, count, depth) for count, depth in zip(num_nodes, depths, strict=True)]
+        within = {most: tuple(path for path in self.choices if len(path) <= most) for most in set(depths)}
+        trees = [static_tree(within[depth], count) for count, depth in zip(num_nodes, depths, strict=True)]
         return self._static(requests, trees)
 
     def _static(self, requests: Sequence[Request], trees: Sequence[RankTree]) -> DraftTokens:
@@ -121,8 +114,8 @@ class RankedTrees:
     def _dynamic(self, requests: Sequence[Request], depths: Sequence[int], num_nodes: Sequence[int]) -> DraftTokens:
         """The nodes of highest joint probability, which takes the step's one look at the device.
 
-        Under coupled the law is that of logits + noise: what the target draws, were its logits those of the drafter up
-        to another Gumbel error.
+        Under coupled the law is that of logits + noise: of what the target draws, if its logits are the drafter's but
+        for an error that is Gumbel too.
         """
         proposer, context = self.proposer, self.proposer.context
         shape = len(requests), max(depths), min(max(num_nodes), context.vocab_size)
@@ -130,7 +123,7 @@ class RankedTrees:
         log_probs = torch.full(shape, float("-inf"), device=context.device)
 
         def draw(processed: torch.Tensor, rows: SamplingRows, step: int, active: list[int]) -> torch.Tensor:
-            logits = perturbed_logits(processed, rows, self.dynamic_sample_method)
+            logits = perturbed(processed, rows, proposer.draft_sample_method, proposer.draft_step(rows, step))
             best, drafted = logits.log_softmax(dim=-1).topk(shape[2], dim=-1)
             places = to_device(active, torch.int64, context.device)
             token_ids[places, step], log_probs[places, step] = drafted, best
@@ -138,12 +131,6 @@ class RankedTrees:
 
         proposer.walk(requests, depths, draw)
         return draft_tokens_from_ranks(best_first_trees(log_probs, num_nodes), token_ids)
-
-
-@lru_cache(maxsize=4096)
-def _pruned(choices: Choices, num_nodes: int, depth: int) -> RankTree:
-    """The first num_nodes choices, without those that are deeper than `depth`."""
-    return RankTree.of_paths([path for path in choices if len(path) <= depth][:num_nodes])
 
 
 def _by_depth(counts: Sequence[Sequence[int]]) -> list[list[int]]:
