@@ -397,31 +397,38 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
 def sample(llm: LLM, params: SamplingParams) -> tuple[float, int, int]:
     """How well the requests' first tokens fit the exact law; (drafted, accepted) tokens.
 
-    They are longer than what is judged: in its last steps a request has no room for two drafts.
+    They are one token longer than what is judged, so that a request's first step has room for two drafts.
     """
     requests, metrics = complete(llm, [PROMPT], [params])
     first = [replace(request, output_token_ids=request.output_token_ids[:NUM_TOKENS]) for request in requests]
     return p_value(first, exact_law(llm, params)), *counts(metrics)
 
 
-@pytest.mark.parametrize("sampler", ["temperature", "penalties, bias"])
 @pytest.mark.parametrize(
-    ("rule", "drafting"),
-    [*(("probabilistic", drafting) for drafting in DRAFTING), ("block", "greedy"), ("block", "probabilistic")],
+    ("rule", "drafting", "sampler"),
+    [
+        *(("probabilistic", drafting, "penalties, bias") for drafting in DRAFTING),
+        *(("block", drafting, "penalties, bias") for drafting in ("greedy", "probabilistic")),
+        *((rule, "probabilistic", "top-k, top-p, min-p") for rule in ("probabilistic", "block")),
+    ],
 )
 def test_the_law_is_kept(six: Callable[..., LLM], rule: str, drafting: str, sampler: str) -> None:
     llm = six(rejection_sample_method=rule, draft_sample_method=drafting)
-    value, drafted, accepted = sample(llm, sampling_params(sampler, NUM_REQUESTS, NUM_TOKENS + 2))
+    value, drafted, accepted = sample(llm, sampling_params(sampler, NUM_REQUESTS, NUM_TOKENS + 1))
     assert 0 < accepted < drafted
     assert value > ALPHA
 
 
-@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+FROM_THE_FIRST_DRAFT_ON = {"allowed_token_ids": [2, 4]}
+AFTER_THE_FIRST_DRAFT = {"bad_words": [f"{a} {b}" for a in "abdf" for b in "abdf"]}
+
+
 @pytest.mark.parametrize(
-    "forbidden",
+    ("rule", "forbidden"),
     [
-        {"allowed_token_ids": [2, 4]},  # from the first draft on
-        {"bad_words": [f"{a} {b}" for a in "abdf" for b in "abdf"]},  # after the first draft
+        ("probabilistic", FROM_THE_FIRST_DRAFT_ON),
+        ("probabilistic", AFTER_THE_FIRST_DRAFT),
+        ("block", AFTER_THE_FIRST_DRAFT),
     ],
 )
 def test_the_law_is_kept_where_a_request_allows_no_shared_token(
@@ -429,7 +436,7 @@ def test_the_law_is_kept_where_a_request_allows_no_shared_token(
 ) -> None:
     """The draft's law would be zeros, and 0 / 0 in the places that read it; block looks ahead into them."""
     llm = six(rejection_sample_method=rule)
-    params = SamplingParams(n=NUM_REQUESTS, max_tokens=NUM_TOKENS + 2, ignore_eos=True, seed=5, **forbidden)
+    params = SamplingParams(n=NUM_REQUESTS, max_tokens=NUM_TOKENS + 1, ignore_eos=True, seed=5, **forbidden)
     value, drafted, accepted = sample(llm, params)
     assert drafted > accepted > 0
     assert value > ALPHA
