@@ -1,7 +1,9 @@
-"""A small model of the same vocabulary drafts token by token (Leviathan et al., arXiv 2211.17192; Chen, 2302.01318).
+"""A small model drafts token by token (Leviathan et al., arXiv 2211.17192; Chen, 2302.01318).
 
 The draft keeps KV of its own under the target's block table. It computes prompts in the chunks the target does,
 and catches up on committed tokens when it next proposes: after full acceptance it lacks the last draft token too.
+A draft of another vocabulary says the tokens that both have (proposers.vocabularies, arXiv 2502.05202); everything
+here is in the target's ids, the request's processors and the laws too.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import torch
 
 from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
+from proposers.vocabularies.spelling import Spelling
+from proposers.vocabularies.translation import translate
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.launch import Part
@@ -32,7 +36,9 @@ class DraftModelProposer(TokenByTokenProposer):
         source: ModelSource,
         draft_sample_method: str,
         max_model_len: int | None = None,
+        vocabularies: tuple[Spelling, Spelling] | None = None,
     ) -> None:
+        """vocabularies: the target's and the draft's, where they may differ (use_heterogeneous_vocab)."""
         super().__init__(
             num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
         )
@@ -43,10 +49,19 @@ class DraftModelProposer(TokenByTokenProposer):
             max_model_len=max_model_len,
             longest_useful_len=context.max_model_len,
         )
-        if loaded.model.vocab_size != context.vocab_size:
+        self._translation = None
+        if vocabularies is not None:
+            self._translation = translate(
+                vocabularies,
+                vocab_sizes=(context.vocab_size, loaded.model.vocab_size),
+                model=source.model,
+                device=context.device,
+            )
+        elif loaded.model.vocab_size != context.vocab_size:
             raise UserError(
                 f"method.model={source.model} must have the target's vocabulary ({context.vocab_size} entries), "
-                f"got {loaded.model.vocab_size}; choose a draft of the same family as the target"
+                f"got {loaded.model.vocab_size}; choose a draft of the same family as the target, or set "
+                "method.use_heterogeneous_vocab=true"
             )
         self.max_model_len = min(loaded.max_model_len, context.max_model_len)
         self.runner = ModelRunner(
@@ -55,6 +70,7 @@ class DraftModelProposer(TokenByTokenProposer):
             device=context.device,
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
+            token_map=None if self._translation is None else self._translation.reading,
         )
         self._num_computed: dict[str, int] = {}  # request_id -> tokens whose KV is in the draft's cache
 
@@ -91,7 +107,9 @@ class DraftModelProposer(TokenByTokenProposer):
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
         self._catch_up(requests)
-        return self.runner.run([self._part(request, request.num_tokens, num_logits=1) for request in requests])
+        return self._in_target_ids(
+            self.runner.run([self._part(request, request.num_tokens, num_logits=1) for request in requests])
+        )
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
         """After a time without drafts there may be more tokens of a request to compute than a pass should take."""
@@ -113,4 +131,7 @@ class DraftModelProposer(TokenByTokenProposer):
             position = request.num_tokens + step - 1
             self._num_computed[request.request_id] = position + 1
             parts.append(Part(request=request, start=position, end=position, num_draft_tokens=1, num_logits=1))
-        return self.runner.run(parts, token_ids)
+        return self._in_target_ids(self.runner.run(parts, token_ids))
+
+    def _in_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._translation is None else self._translation.to_target(logits)

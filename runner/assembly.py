@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from proposers.base import Proposer, ProposerContext, proposer_class
+from proposers.vocabularies.spelling import read_spelling
 from runner.config import DrafterMethod, MethodConfig, ModelConfig, SpeculativeConfig, SuffixMethod
 from runner.engine.checkpoint import DTYPES, ModelSource, load_config, resolve_directory
 from runner.engine.errors import UserError
@@ -25,15 +26,10 @@ from runner.engine.memory import GIB, available_memory
 from runner.engine.model_runner import ModelRunner
 from runner.prompts import Tokenizer
 from runner.responses import check_responses_file, read_responses
-from runner.tiny import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
+from runner.tiny import BUILT_IN_MODELS
 from verifier.rejection_sampler import RejectionSampler
 from verifier.verifier import Verifier
 
-BUILT_IN_MODELS = {
-    "tiny": TARGET_DIR,
-    "tiny-draft": DRAFT_DIR,
-    **{f"tiny-{method.replace('_', '-')}": directory for method, directory in HEAD_DIRS.items()},
-}
 COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parallel_size"})
 CPU_CACHE_BYTES = 4 * GIB  # as vLLM's default on the CPU
 ACTIVATION_SHARE = 0.05  # of a GPU's memory, kept free for activations until a profile run measures them
@@ -196,9 +192,15 @@ def _load_tokenizer(model: ModelConfig, source: ModelSource) -> Tokenizer:
     if model.tokenizer is not None:
         tokenizer_source = ModelSource(model=model_path(model.tokenizer), name="model.tokenizer")
         return Tokenizer(resolve_directory(tokenizer_source, weights=False), trust_remote_code=model.trust_remote_code)
+    return _own_tokenizer(source, "model.tokenizer")
+
+
+def _own_tokenizer(source: ModelSource, name: str | None = None) -> Tokenizer:
+    """The tokenizer that comes with a model; name: the option to set when there is none."""
     if source.is_dummy and source.hf_config is not None:
         return Tokenizer(None)
-    return Tokenizer(resolve_directory(source, weights=False), trust_remote_code=model.trust_remote_code)
+    directory = resolve_directory(source, weights=False)
+    return Tokenizer(directory, trust_remote_code=source.trust_remote_code, name=name or source.name)
 
 
 def _eos_token_ids(source: ModelSource, info: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -225,10 +227,16 @@ def _build_proposer(config: SpeculativeConfig, context: ProposerContext, tokeniz
     if isinstance(method, DrafterMethod):
         target_source, draft = model_source(config.model, "model.model"), config.draft_model_config()
         source = target_source if draft is None else model_source(draft, "method.model")
-        _require_same_tokens(target_source, source)
         own_keys |= {"source": source, "draft_sample_method": method.draft_sample_method}
         for key in ("model", "revision"):
             own_keys.pop(key)
+        if own_keys.pop("use_heterogeneous_vocab", False):
+            own_keys["vocabularies"] = (
+                read_spelling(tokenizer.backend, "the target"),
+                read_spelling(_own_tokenizer(source).backend, f"the draft {source.model}"),
+            )
+        else:
+            _require_same_tokens(target_source, source)
     if isinstance(method, SuffixMethod):
         path = own_keys.pop("suffix_decoding_corpus")
         if path is not None:
@@ -251,7 +259,7 @@ def _require_same_tokens(target: ModelSource, draft: ModelSource) -> None:
     if ours != theirs:
         raise UserError(
             f"method.model={draft.model} must number its tokens as {target.model} does, and its tokenizer.json "
-            "differs; choose a draft of the same family as the target"
+            "differs; choose a draft of the same family as the target, or set method.use_heterogeneous_vocab=true"
         )
 
 

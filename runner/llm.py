@@ -26,6 +26,7 @@ from runner.engine.structured_outputs import StructuredOutputsParams
 from runner.metrics import MetricsCollector, RequestStep, StepRecord
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import Prompt, make_requests
+from runner.tiny import DRAFTER_KEYS, TARGET_NAME
 from runner.trace import RequestTraces
 
 __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
@@ -47,8 +48,8 @@ class LLM:
     """
 
     def __init__(self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine_args: Any) -> None:
-        if model == "tiny":  # as conf/model/tiny.yaml does: the family's own draft
-            engine_args.setdefault("draft", {"model": "tiny-draft"})
+        if model == TARGET_NAME:
+            engine_args = {**DRAFTER_KEYS, **engine_args}
         config = SpeculativeConfig.from_engine_args(model, speculative_config, **engine_args)
         for note in config.notes():  # a run from the command line has them in its summary
             warnings.warn(note, stacklevel=2)

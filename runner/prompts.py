@@ -17,9 +17,12 @@ Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]  # text | {"promp
 
 
 class Tokenizer:
-    """The target's tokenizer, or none: a dummy model of no checkpoint takes token ids only."""
+    """A model's tokenizer, or none: a dummy model of no checkpoint takes token ids only."""
 
-    def __init__(self, directory: Path | None, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, directory: Path | None, *, trust_remote_code: bool = False, name: str = "model.tokenizer"
+    ) -> None:
+        """name: the option to name in errors."""
         self._tokenizer: Any = None
         if directory is not None:
             logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -28,9 +31,9 @@ class Tokenizer:
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
             except (OSError, ValueError, KeyError) as error:
+                reason = " ".join(str(error).split())
                 raise UserError(
-                    f"model.tokenizer: no tokenizer can be read from {directory} ({error}); "
-                    "set model.tokenizer=<directory or hub id>"
+                    f"{name}: no tokenizer can be read from {directory} ({reason}); set {name}=<directory or hub id>"
                 ) from error
 
     @property

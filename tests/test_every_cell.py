@@ -65,6 +65,7 @@ def exact_law(llm: LLM, params: SamplingParams) -> torch.Tensor:
                 prompt_token_ids=PROMPT["prompt_token_ids"],
                 output_token_ids=list(prefix),
                 sampling_params=params,
+                bad_words_token_ids=llm.engine.tokenizer.spell_bad_words(params.bad_words),
                 seed=0,
                 block_table=[1],
             )

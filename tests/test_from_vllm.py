@@ -35,6 +35,7 @@ _VLLM_FIELDS = """
 VLLM_FIELDS = _VLLM_FIELDS.split()
 SEEDS = [  # the examples of vLLM's documentation
     {"method": "draft_model", "model": "d", "num_speculative_tokens": 5},
+    {"method": "draft_model", "model": "d", "num_speculative_tokens": 3, "use_heterogeneous_vocab": True},
     {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     {
         "method": "suffix",
@@ -132,9 +133,17 @@ def test_a_switch_without_effect_is_accepted_with_a_note_when_it_is_set(key: str
     assert notes(**{key: False}) == ()
 
 
-@pytest.mark.parametrize(("key", "value"), [("max_model_len", 64), ("suffix_decoding_min_token_prob", 0.5)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("max_model_len", 64), ("suffix_decoding_min_token_prob", 0.5), ("use_heterogeneous_vocab", True)],
+)
 def test_a_key_of_another_method_is_accepted_as_vllm_accepts_it(key: str, value: float) -> None:
     assert notes(**{key: value}) == (f"speculative_config.{key}={value} changes nothing with method=ngram",)
+
+
+@pytest.mark.parametrize(("key", "value"), [("draft_tensor_parallel_size", 1), ("use_heterogeneous_vocab", False)])
+def test_a_key_of_another_method_that_asks_for_nothing_is_not_worth_a_word(key: str, value: int) -> None:
+    assert notes(**{key: value}) == ()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +155,6 @@ def test_a_key_of_another_method_is_accepted_as_vllm_accepts_it(key: str, value:
         ("speculative_ratio", 4, "is a sampling parameter, got 4; pass SamplingParams(speculative_ratio=...)"),
         ("target_model_config", {}, "is an internal field, got {}; vLLM fills it itself; remove it"),
         ("quantization", "fp8", "is not available yet, got 'fp8'; remove it and name an unquantised draft"),
-        ("use_heterogeneous_vocab", True, "is not available yet, got True; choose a draft with the target's tokenizer"),
         ("parallel_drafting", True, "is not available yet, got True; remove it to draft token by token"),
         ("rejection_sample_method", "fly", "is not available, got 'fly'; it is vLLM's own lossy rule; typical is"),
         ("prompt_lookup_mx", 3, "is an unknown key, got 3; did you mean 'prompt_lookup_max' or 'prompt_lookup_min'?"),

@@ -274,7 +274,7 @@ def test_a_draft_with_another_vocabulary_is_refused(saved: Callable[..., Path]) 
         LLM(str(target), speculative_config={"method": "draft_model", "model": str(draft)}, device="cpu")
     message = str(caught.value)
     assert message.startswith(f"method.model={draft} must have the target's vocabulary (64 entries), got 48;")
-    assert message.endswith("choose a draft of the same family as the target")
+    assert message.endswith("the same family as the target, or set method.use_heterogeneous_vocab=true")
 
 
 def test_a_missing_draft_is_refused_under_its_own_name(saved: Callable[..., Path], tmp_path: Path) -> None:

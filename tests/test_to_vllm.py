@@ -33,6 +33,7 @@ class VllmSpeculativeConfig(BaseModel):
     revision: str | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    use_heterogeneous_vocab: bool = False
     prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
     prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
     suffix_decoding_max_tree_depth: Annotated[int, Field(ge=1)] = 24
@@ -69,6 +70,8 @@ class VllmSpeculativeConfig(BaseModel):
                 last = end
         if self.method in ("draft_model", "custom_class"):
             assert self.model is not None
+        if self.use_heterogeneous_vocab:
+            assert (self.method, self.draft_sample_method) == ("draft_model", "greedy")
         return self
 
 
@@ -119,6 +122,9 @@ def speculative_configs(draw: st.DrawFn, *, exact: bool = False) -> dict[str, An
     if method == "draft_model":
         values |= {"model": "d", "revision": draw(st.none() | st.just("main"))}
         values["max_model_len"] = draw(st.none() | st.integers(1, 9999))
+        values["use_heterogeneous_vocab"] = draw(st.booleans()) and (
+            not exact or values["draft_sample_method"] == "greedy"
+        )
     if method == "custom_class":
         values["model"] = "a.B"
     return values
@@ -163,6 +169,14 @@ def test_a_note_is_written_only_for_what_changes(values: dict[str, Any]) -> None
         {"method": "ngram", "num_speculative_tokens": 2, "disable_by_batch_size": 4},
         {"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[2, 3, 1]]},
         {"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_length": 2.0},
+        {"method": "ngram", "num_speculative_tokens": 2, "use_heterogeneous_vocab": True},
+        {
+            "method": "draft_model",
+            "model": "d",
+            "num_speculative_tokens": 2,
+            "use_heterogeneous_vocab": True,
+            "draft_sample_method": "probabilistic",
+        },
     ],
 )
 def test_the_schema_of_vllm_refuses_what_vllm_refuses(config: dict[str, Any]) -> None:
@@ -189,6 +203,16 @@ def test_coupled_drafts_are_probabilistic_ones_when_requests_are_sampled() -> No
     config, _ = SpeculativeConfig.parse(values).to_vllm()
     assert config is not None
     assert config["draft_sample_method"] == "probabilistic"
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "probabilistic", "coupled"])
+def test_a_draft_of_another_vocabulary_drafts_greedily_in_vllm(drafting: str) -> None:
+    values = {"method": "draft_model", "model": "d", "use_heterogeneous_vocab": True, "draft_sample_method": drafting}
+    config, notes = to_vllm(method_of(values | {"rejection_sample_method": "probabilistic"}), temperature=1.0)
+    assert config is not None
+    assert (config["use_heterogeneous_vocab"], config["draft_sample_method"]) == (True, "greedy")
+    expected = f"draft_sample_method={drafting} has no counterpart in vLLM with use_heterogeneous_vocab: "
+    assert notes == ([] if drafting == "greedy" else [f"{expected}it drafts greedily there"])
 
 
 def test_the_draft_of_the_model_group_is_named() -> None:

@@ -15,7 +15,8 @@ import torch
 from kernels.reference.linear import linear
 from proposers.base import ProposerContext
 from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
-from proposers.heads.draft_vocabulary import over_target_vocabulary, target_ids
+from proposers.heads.draft_vocabulary import target_ids
+from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors

@@ -11,10 +11,6 @@ import torch
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 
-# Logit of a token outside. Finite, so that a row whose masks allow no token of the draft vocabulary still has a law;
-# its exponential is 0 beside any token inside.
-UNKNOWN_TOKEN_LOGIT = -1000.0
-
 
 def target_ids(d2t: torch.Tensor, t2d: torch.Tensor | None, vocab_size: int, source: ModelSource) -> torch.Tensor:
     """[draft vocab] int64: the target's id of each token of the draft vocabulary.
@@ -36,8 +32,3 @@ def target_ids(d2t: torch.Tensor, t2d: torch.Tensor | None, vocab_size: int, sou
             f"for {len(ids)} tokens, or others; download the head again"
         )
     return ids
-
-
-def over_target_vocabulary(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[num_rows, draft vocab] -> [num_rows, vocab_size]; tokens outside have no chance."""
-    return logits.new_full((len(logits), vocab_size), UNKNOWN_TOKEN_LOGIT).index_copy_(1, ids, logits)

@@ -46,22 +46,13 @@ class RankTree:
         """From the ranks on the way to every node; the paths are distinct, and each one's beginnings are there too."""
         ordered = sorted(paths)  # depth first, siblings by rank
         number = {path: node for node, path in enumerate(ordered)} | {(): -1}
+        assert len(number) == len(paths) + 1 and all(path[:-1] in number for path in ordered), "the paths are a tree"
         return cls(tuple(number[path[:-1]] for path in ordered), tuple(path[-1] for path in ordered))
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
         """The ranks on the way to each node."""
         return [tuple(self.ranks[node] for node in path) for path in tree_shape(self.parents).paths]
-
-    def cut(self, num_nodes: int) -> RankTree:
-        """At most num_nodes nodes: those with the smallest depth + ranks on the way, which tend to be the likeliest.
-
-        A node is given up before its ancestors and its earlier siblings, so that what is left is a tree, and drawn
-        siblings are still the first ones drawn.
-        """
-        if num_nodes >= self.num_nodes:
-            return self
-        return self.of_paths(sorted(self.paths, key=lambda path: (len(path) + sum(path), len(path), path))[:num_nodes])
 
 
 def draft_tokens_from_ranks(trees: Sequence[RankTree], token_ids: torch.Tensor) -> DraftTokens:

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from runner.assembly import BUILT_IN_MODELS, hide_kernels_client
+from runner.assembly import hide_kernels_client
 from runner.benchmarks.machine import describe_machine
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.metrics.rates import percentiles
 from runner.prompts import make_requests
-from runner.tiny import DEMO_PATH
+from runner.tiny import DEMO_PATH, TARGET_DIR
 
 SINGLE, BATCH = 1, 16
 SPREAD = ("median", "p20", "p80")
@@ -53,7 +53,7 @@ def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], int]]:
     hide_kernels_client()
     from transformers import AutoModelForCausalLM
 
-    directory = BUILT_IN_MODELS["tiny"]
+    directory = TARGET_DIR
     reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engines = {
         "none": _engine(None, options),

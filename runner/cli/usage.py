@@ -25,6 +25,8 @@ Runs a speculative decoding method on a model and measures it against plain deco
   python -m runner model=hf model.model=<directory or hub id> method=ngram
   python -m runner model=llama8b model.load_format=dummy workload=synthetic hardware=h200
   python -m runner workload=jsonl workload.path=prompts.jsonl sampler.max_tokens=256
+  python -m runner method=eagle3 method.speculative_token_tree=dynamic method.num_speculative_tokens=16
+  python -m runner model=llama8b method=eagle3 method.model=<directory or hub id of an EAGLE-3 head>
   python -m runner -m method=ngram,suffix,draft_model method.num_speculative_tokens=2,4
   python -m runner experiment=compare_methods          a prepared sweep
   python -m runner --cfg job                           print the composed configuration and stop
@@ -47,7 +49,10 @@ def help_text() -> str:
     lines = [EXAMPLES, "", "Groups (group=option; * is the default)", ""]
     for group in _GROUPS:
         marked = [f"{option}*" if option == defaults[group] else option for option in options(group)]
-        lines.append(f"  {group:<12}{'  '.join(marked)}")
+        lines.append(_group_line(group, marked))
+    lines += ["", "Methods (method=...)", ""]
+    for node in node_classes(SpeculativeConfig.model_fields["method"].annotation):
+        lines.append(f"  {union_tag(node):<16}{node.model_fields['method'].description}")
     lines += ["", "Keys (key=value) with their [default]; null leaves the choice to the runner", ""]
     nodes = {key: field for key, field in SpeculativeConfig.model_fields.items() if node_classes(field.annotation)}
     for key, field in SpeculativeConfig.model_fields.items():
@@ -58,23 +63,34 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
+def _group_line(group: str, names: list[str]) -> str:
+    return textwrap.fill("  ".join(names), _width(), initial_indent=f"  {group:<12}", subsequent_indent=" " * 14)
+
+
 def _group_lines(group: str, default: str) -> list[str]:
-    """Keys of a group in the order of its classes, each with its value in the YAML files that have it."""
+    """Keys of a group in the order of its classes, each with its value in the YAML files that have it.
+
+    Keys that only some members of a union have stand under the names of those.
+    """
     nodes = node_classes(SpeculativeConfig.model_fields[group].annotation)
     files = {option: _yaml(f"{group}/{option}") for option in [default, *options(group)]}
-    lines: dict[tuple[str, str | None], str] = {}
+    sections: dict[str, dict[tuple[str, str | None], str]] = {}  # heading -> its keys
     for node in nodes:
         for key, field in node.model_fields.items():
-            if key in _TAGS or (key, field.description) in lines:
+            if key in _TAGS:
                 continue  # a tag is chosen by the group's option
-            if len(nodes) == 1:
-                only, value = "", _shown(files[default][key])
-            else:
-                owners = [union_tag(other) for other in nodes if _has(other, key, field.description)]
-                only = "" if len(owners) == len(nodes) else f"{', '.join(owners)}: "
-                value = _values_of(key, [option for option in files if option in owners], files)
-            lines[key, field.description] = _key_line(f"{group}.{key}", f"{only}{field.description}", value)
-    return list(lines.values())
+            owners = [union_tag(other) for other in nodes if _has(other, key, field.description)] if nodes[1:] else []
+            heading = "" if len(owners) in (0, len(nodes)) else _wrapped(f"with {group}=", owners)
+            value = _values_of(key, [option for option in files if option in owners], files) if owners else None
+            section = sections.setdefault(heading, {})
+            if (key, field.description) not in section:
+                shown = _shown(files[default][key]) if value is None else value
+                section[key, field.description] = _key_line(f"{group}.{key}", field.description, shown)
+    return [line for heading, keys in sections.items() for line in ([heading] if heading else []) + list(keys.values())]
+
+
+def _wrapped(title: str, names: list[str]) -> str:
+    return textwrap.fill(f"  {title}{', '.join(names)}", _width(), subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _has(node: type[BaseModel], key: str, description: str | None) -> bool:
@@ -89,16 +105,19 @@ def _values_of(key: str, owners: list[str], files: dict[str, dict[str, Any]]) ->
 
 
 def _key_line(name: str, meaning: str | None, value: str) -> str:
-    width = max(80, min(shutil.get_terminal_size().columns, 140))
     text = textwrap.fill(
         f"{meaning} [{value}]",
-        width,
+        _width(),
         break_on_hyphens=False,
         initial_indent=" " * _INDENT,
         subsequent_indent=" " * _INDENT,
     )
     name = f"  {name}"
     return f"{name:<{_INDENT - 1}} {text.lstrip()}" if len(name) < _INDENT else f"{name}\n{text}"
+
+
+def _width() -> int:
+    return max(80, min(shutil.get_terminal_size().columns, 140))
 
 
 def _shown(value: Any) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict, field_validator, model_validator
+from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
 
+from runner.config.checkpoint_method import misfit
 from runner.config.hardware import TENSOR_PARALLEL_REMEDY
 from runner.config.method import MethodConfig
 
@@ -33,6 +34,14 @@ class DrafterMethod(MethodConfig):
         default=1, ge=1, description="GPUs the drafter's layers are split over; 1 until tensor parallelism lands"
     )
 
+    @field_validator("model")
+    @classmethod
+    def _check_checkpoint(cls, value: str | None, info: ValidationInfo) -> str | None:
+        method = info.data.get("method")
+        if value is not None and method is not None and (rule := misfit(value, method)) is not None:
+            raise ValueError(rule)
+        return value
+
     @field_validator("draft_tensor_parallel_size")
     @classmethod
     def _check_parallel_size(cls, value: int) -> int:
@@ -48,18 +57,20 @@ class TreeDrafterMethod(DrafterMethod):
     speculative_token_tree: Literal["dynamic"] | TreePaths | None = Field(
         default=None,
         description="null drafts a chain; [[0], [0, 0], [1], ...] the tree with these paths of child ranks (Medusa's "
-        "choices); dynamic the most probable num_speculative_tokens nodes",
+        "choices), ranks >= 0; dynamic the most probable num_speculative_tokens nodes",
     )
 
     @field_validator("speculative_token_tree", mode="before")
     @classmethod
     def _check_paths(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple):
+        if value is None or value == "dynamic":
             return value
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError(f"must be null, dynamic or paths of child ranks such as [[0], [0, 0], [1]], got {value!r}")
         paths = [tuple(path) if isinstance(path, list | tuple) else path for path in value]
         known: set[Any] = {()}
         for path in paths:
-            if not isinstance(path, tuple) or not path or not all(isinstance(rank, int) for rank in path):
+            if not isinstance(path, tuple) or not path or not all(type(rank) is int for rank in path):
                 raise ValueError(f"must hold paths of child ranks, such as [[0], [0, 0], [1]], got {path!r}")
             if path in known:
                 raise ValueError(f"must hold every path once, got {list(path)} twice")
@@ -94,14 +105,21 @@ class GrownTreeMethod(TreeDrafterMethod):
 
     tree_depth: int = Field(default=5, ge=1, le=128, description="dynamic tree: levels at most, in [1, 128]")
     tree_top_k: int = Field(
-        default=4, ge=1, le=32, description="dynamic tree: nodes that go on at each level, and children of each, 1-32"
+        default=4,
+        ge=1,
+        le=32,
+        description="dynamic tree: nodes that go on at each level, and children of each, in [1, 32]",
     )
 
 
 class DraftModelMethod(DrafterMethod):
-    """A smaller model of the same vocabulary drafts token by token."""
+    """A smaller model drafts token by token."""
 
     method: Literal["draft_model"] = Field(default="draft_model", description="a smaller model drafts")
+    use_heterogeneous_vocab: bool = Field(
+        default=False,
+        description="the draft has another tokenizer than the target: it drafts the tokens that both have",
+    )
 
 
 class PardMethod(DrafterMethod):
@@ -119,10 +137,13 @@ class EagleMethod(GrownTreeMethod):
 class Eagle3Method(GrownTreeMethod):
     """A layer over hidden states from three depths of the target (arXiv 2503.01840)."""
 
-    method: Literal["eagle3"] = Field(default="eagle3", description="a layer over three depths of the target")
+    method: Literal["eagle3"] = Field(
+        default="eagle3", description="a layer over hidden states from three depths of the target"
+    )
     aux_hidden_state_layer_ids: LayerIds | None = Field(
         default=None,
-        description="hidden states of the target that the head reads: i = after i layers; null: as its checkpoint says",
+        description="hidden states of the target that the head reads: i >= 0 is after i layers; null: as its "
+        "checkpoint says",
     )
 
 
@@ -141,7 +162,9 @@ class MedusaMethod(TreeDrafterMethod):
 class MlpSpeculatorMethod(DrafterMethod):
     """A recurrent MLP over the last hidden state (arXiv 2404.19124)."""
 
-    method: Literal["mlp_speculator"] = Field(default="mlp_speculator", description="a recurrent MLP (IBM)")
+    method: Literal["mlp_speculator"] = Field(
+        default="mlp_speculator", description="a recurrent MLP over the target's last hidden state (IBM)"
+    )
 
 
 class DflashMethod(TreeDrafterMethod):
@@ -153,5 +176,6 @@ class DflashMethod(TreeDrafterMethod):
     )
     aux_hidden_state_layer_ids: LayerIds | None = Field(
         default=None,
-        description="hidden states of the target that the head reads: i = after i layers; null: as its checkpoint says",
+        description="hidden states of the target that the head reads: i >= 0 is after i layers; null: as its "
+        "checkpoint says",
     )

@@ -5,25 +5,30 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+from runner.config.checkpoint_method import method_of_model
 from runner.config.problem import Problem
 from runner.config.sampler import SamplerConfig
 from runner.config.vllm_keys import (
     KEYS_WITHOUT_EFFECT,
     MTP_SUFFIX,
-    NAME_MARKS,
     NEUTRAL,
+    ONE_PASS_KEY,
     REFUSED_KEYS,
     REFUSED_VALUES,
     RENAMED_KEYS,
     RENAMED_VALUES,
     SAMPLING_KEYS,
+    TREE_KEY,
     UNAVAILABLE_METHODS,
 )
 
+# Values by which another method's key asks for what is so anyway.
+KEYS_OFF = (("draft_tensor_parallel_size", 1), ("use_heterogeneous_vocab", False))
 MAX_SUFFIX_TOKENS = 128  # vLLM's limit on num_speculative_tokens, and ours
 
 
@@ -51,42 +56,27 @@ def translate(given: Mapping[str, Any], fields: Mapping[str, Set[str]]) -> Trans
     known = frozenset().union(*fields.values())
     values = {key: value for key, value in values.items() if value is not None or key not in known}
     method = values.get("method")
-    if isinstance(method, str) and (name := _unavailable(method)):
-        written = "" if name == method else f" ({name} in vLLM's newer spelling)"
+    if method in UNAVAILABLE_METHODS:
         problems.append(
             Problem(
                 name="method",
-                rule=f"{method!r}{written} is not available yet",
+                rule=f"{method!r} is not available yet",
                 remedy=f"available: {', '.join(fields)}",
             )
         )
-    if method is None and isinstance(model := values.get("model"), str):
-        method = method_of_model(model)
+    method = _take_one_pass(values, _inferred(values), notes, problems)
     if isinstance(method, str) and method in fields:
         values["method"] = method  # before keys of other methods go, `model` may be one
+        _take_tree(values, method, fields, problems)
         _drop_foreign(values, method, fields, known, notes)
         _take_depth_for_tokens(values, method, notes)
-        _take_rule_for_drafting(values, method, notes)
+        _take_rule_for_drafting(values, method, fields, notes)
     return Translation(values=values, notes=tuple(notes), problems=tuple(problems))
-
-
-def method_of_model(model: str) -> str:
-    """The method that vLLM infers from `model` when none is named; heads are known by their names."""
-    if is_dotted_path(model):
-        return "custom_class"
-    if model in ("ngram", "[ngram]"):
-        return "ngram"
-    return next((method for mark, method in NAME_MARKS if mark in model.lower()), "draft_model")
 
 
 def names_method(model: Any, method: str) -> bool:
     """Whether `model` only says the method once more, as vLLM has it for the methods without a model."""
     return model in (None, method, f"[{method}]", "ngram", "[ngram]")
-
-
-def is_dotted_path(model: str) -> bool:
-    """Whether `model` reads as package.module.Class."""
-    return "." in model and all(part.isidentifier() for part in model.split("."))
 
 
 def _today(given: Mapping[str, Any], notes: list[str], problems: list[Problem]) -> dict[str, Any]:
@@ -105,6 +95,10 @@ def _today(given: Mapping[str, Any], notes: list[str], problems: list[Problem]) 
         if isinstance(value, str) and value in spellings:
             values[key] = spellings[value]
             notes.append(f"speculative_config.{key}={value!r} is read as {spellings[value]!r}")
+    method = values.get("method")
+    if isinstance(method, str) and method.endswith(MTP_SUFFIX):
+        values["method"] = "mtp"
+        notes.append(f"speculative_config.method={method!r} is read as 'mtp'")
     return values
 
 
@@ -129,10 +123,67 @@ def _drop_refused(values: dict[str, Any], problems: list[Problem]) -> None:
             problems.append(Problem(name=key, rule="is not available", value=values.pop(key), remedy=remedy))
 
 
-def _unavailable(method: str) -> str | None:
-    """The name of a method of vLLM's that is not here."""
-    name = "mtp" if method.endswith(MTP_SUFFIX) else method
-    return name if name in UNAVAILABLE_METHODS else None
+def _inferred(values: Mapping[str, Any]) -> Any:
+    """The method, or the one that `model` means; None where that cannot be said, which the schema explains."""
+    method, model = values.get("method"), values.get("model")
+    if method is not None or not isinstance(model, str):
+        return method
+    try:
+        return method_of_model(model)
+    except ValueError:
+        return None
+
+
+def _take_one_pass(values: dict[str, Any], method: Any, notes: list[str], problems: list[Problem]) -> Any:
+    """vLLM's switch for drafters that draft all tokens in one pass: here a method of its own, or the checkpoint's."""
+    value = values.pop(ONE_PASS_KEY, None)
+    written = f"speculative_config.{ONE_PASS_KEY}={value!r}"
+    if value is None or method is None:
+        return method
+    if not isinstance(value, bool):
+        problems.append(Problem(name=ONE_PASS_KEY, rule="must be true or false", value=value))
+    elif method == "pard" and not value and values.get("method") is None:
+        notes.append(f"{written}: the PARD draft model drafts token by token, method=draft_model")
+        return "draft_model"
+    elif method == "draft_model" and value:
+        notes.append(f"{written} with method=draft_model is read as method=pard")
+        return "pard"
+    elif method == "eagle3" and value:
+        notes.append(f"{written} changes nothing here: an EAGLE-3 checkpoint says itself whether it drafts in one pass")
+    elif method in ("pard", "dflash") and not value:
+        remedy = "remove it" + (", or name method=draft_model" if method == "pard" else "")
+        problems.append(
+            Problem(name=ONE_PASS_KEY, rule=f"must be true with method={method}", value=value, remedy=remedy)
+        )
+    elif method in ("eagle", "mtp", "medusa", "mlp_speculator") and value:
+        remedy = "remove it; drafters made for one pass run under method=pard, eagle3 (P-EAGLE) or dflash"
+        problems.append(
+            Problem(name=ONE_PASS_KEY, rule=f"is not available with method={method}", value=value, remedy=remedy)
+        )
+    elif method not in ("pard", "dflash") and value:
+        notes.append(f"{written} changes nothing with method={method}")
+    return method
+
+
+def _take_tree(values: dict[str, Any], method: str, fields: Mapping[str, Set[str]], problems: list[Problem]) -> None:
+    """The tree of releases that had one: a list of paths, written as Python writes it."""
+    tree = values.get(TREE_KEY)
+    if tree is None:
+        return
+    if TREE_KEY not in fields[method]:
+        with_trees = ", ".join(name for name, keys in fields.items() if TREE_KEY in keys)
+        remedy = f"remove it, its drafts are chains; trees are drafted by {with_trees}"
+        problems.append(
+            Problem(name=TREE_KEY, rule=f"is not available with method={method}", value=tree, remedy=remedy)
+        )
+        del values[TREE_KEY]
+    elif isinstance(tree, str) and tree.lstrip().startswith(("[", "(")):
+        try:
+            paths = ast.literal_eval(tree)
+            # Level by level, as vLLM sorts it: a parent comes before its children.
+            values[TREE_KEY] = sorted(paths, key=lambda path: (len(path), path))
+        except (ValueError, SyntaxError, TypeError):
+            return  # the schema says what it should be
 
 
 def _drop_foreign(
@@ -144,7 +195,7 @@ def _drop_foreign(
             value = values.pop(key)
             if key == "model" and names_method(value, method):
                 continue
-            if (key, value) != ("draft_tensor_parallel_size", 1):  # nothing is split, with and without a draft
+            if (key, value) not in KEYS_OFF:
                 notes.append(f"speculative_config.{key}={value!r} changes nothing with method={method}")
 
 
@@ -159,9 +210,12 @@ def _take_depth_for_tokens(values: dict[str, Any], method: str, notes: list[str]
     )
 
 
-def _take_rule_for_drafting(values: dict[str, Any], method: str, notes: list[str]) -> None:
+def _take_rule_for_drafting(
+    values: dict[str, Any], method: str, fields: Mapping[str, Set[str]], notes: list[str]
+) -> None:
     """A vLLM that has draft_sample_method has `standard` as its default rule; strict would waste such drafts."""
     key = "rejection_sample_method"
-    if method == "draft_model" and values.get("draft_sample_method") == "probabilistic" and key not in values:
+    has_drafter = "revision" in fields[method]  # a model or a head: the others have no laws to draw from
+    if has_drafter and values.get("draft_sample_method") == "probabilistic" and key not in values:
         values[key] = "probabilistic"
         notes.append(f"{key}=probabilistic comes with draft_sample_method=probabilistic, as in vLLM")

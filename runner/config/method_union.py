@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from runner.config.checkpoint_method import is_dotted_path, method_of_model
 from runner.config.drafter_methods import (
     DflashMethod,
     DraftModelMethod,
@@ -22,7 +23,7 @@ from runner.config.drafter_methods import (
     MtpMethod,
     PardMethod,
 )
-from runner.config.from_vllm import is_dotted_path, method_of_model, names_method, translate
+from runner.config.from_vllm import names_method, translate
 from runner.config.method import SYNTHETIC_KEYS, MethodConfig
 from runner.config.node import Node
 from runner.config.problem import ConfigError, Problem, node_classes, problems_of
@@ -145,7 +146,7 @@ class CustomClassMethod(MethodConfig):
 
 
 def infer_method(values: Any) -> Any:
-    """Add a missing `method` exactly as vLLM does, and drop a `model` that only names the method."""
+    """Add a missing `method` from what `model` names, and drop a `model` that only names the method."""
     if not isinstance(values, Mapping):
         return values
     values = dict(values)

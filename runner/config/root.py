@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from runner.config.checkpoint_method import KINDS, misfit
 from runner.config.drafter_methods import DrafterMethod, DraftModelMethod, MtpMethod
 from runner.config.hardware import HardwareConfig
 from runner.config.method_union import (
@@ -26,7 +27,6 @@ from runner.config.to_vllm import to_vllm
 from runner.config.vllm_keys import RENAMED_KEYS
 from runner.config.workload import DemoWorkload, WorkloadConfig
 
-HEAD_METHODS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
 SPECULATIVE_KEYS = {*RENAMED_KEYS, *(key for member in node_classes(AnyMethod) for key in member.model_fields)}
 
 
@@ -140,14 +140,15 @@ class SpeculativeConfig(Node):
         problems = []
         is_inside = isinstance(self.method, MtpMethod)  # without a checkpoint of its own it is looked for in the target
         if self.method.model is None and self._default_drafter() is None and not is_inside:
-            known = f"no {self.method.method} head is" if self.method.method in HEAD_METHODS else "no draft is"
+            kind = KINDS[self.method.method]
             problems.append(
                 Problem(
                     name="method.model",
-                    rule=f"is required: {known} known for model {self.model.model!r}",
-                    remedy="give the directory or hub id of a draft of the same vocabulary, or choose method=ngram",
+                    rule=f"is required: model {self.model.model!r} comes without {kind}",
+                    remedy=f"give method.model=<directory or hub id of {kind}>, or choose method=ngram",
                 )
             )
+        problems += self._default_problems()
         draft_len, target_len = self.method.max_model_len, self.model.max_model_len
         if draft_len is not None and target_len is not None and draft_len > target_len:
             problems.append(
@@ -156,6 +157,15 @@ class SpeculativeConfig(Node):
                 )
             )
         return problems
+
+    def _default_problems(self) -> list[Problem]:
+        """The model group may name a drafter of another kind, as method.model may."""
+        default = self._default_drafter()
+        if default is None or getattr(self.method, "model", None) is not None:
+            return []
+        rule = misfit(default.model, self.method.method)
+        key = "draft" if isinstance(self.method, DraftModelMethod) else f"heads.{self.method.method}"
+        return [] if rule is None else [Problem(name=f"model.{key}.model", rule=rule)]
 
     def _budget_problems(self) -> list[Problem]:
         if isinstance(self.method, NoneMethod):
@@ -173,9 +183,9 @@ class SpeculativeConfig(Node):
         ]
 
     def draft_model_config(self) -> ModelConfig | None:
-        """The drafter as a model node of its own: method.model, or the one that belongs to the target.
+        """The drafter as a model node of its own: method.model, or the one that the model group names for the method.
 
-        None for a method without a checkpoint of its own.
+        None for methods that draft without a checkpoint, and for mtp when its layer is in the target's own.
         """
         if not isinstance(self.method, DrafterMethod):
             return None

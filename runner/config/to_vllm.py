@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from runner.config.drafter_methods import GrownTreeMethod, TreeDrafterMethod
 from runner.config.method import MethodConfig
+from runner.config.vllm_keys import ONE_PASS_KEY, TREE_KEY
 
 # Keys of single methods that mean the same in vLLM.
 _SAME_KEYS = (
@@ -26,6 +28,7 @@ _RULE_NOTES = {
     "typical": "rejection_sample_method=typical has no counterpart in vLLM: standard is lossless and accepts less",
     "block": "rejection_sample_method=block needs vLLM's V2 model runner: V1 verifies as standard does",
 }
+_REMOVED_METHODS = ("medusa", "mlp_speculator")  # of vLLM's V0 engine, gone with it
 _V1_METHODS = ("suffix", "custom_class")  # vLLM has them in its V1 model runner only, without a varying draft length
 
 
@@ -46,8 +49,12 @@ def to_vllm(
         return None, ["method=none is vLLM without a speculative_config"]
     if method.num_speculative_tokens == 0:
         return None, ["num_speculative_tokens=0 is vLLM without a speculative_config: there it must be > 0"]
-    config: dict[str, Any] = {"method": method.method, "num_speculative_tokens": method.num_speculative_tokens}
+    if method.method in _REMOVED_METHODS:
+        return None, [f"method={method.method} has no counterpart in vLLM 0.33, which has removed it"]
     notes: list[str] = []
+    config: dict[str, Any] = {"method": method.method, "num_speculative_tokens": _chain_length(method, notes)}
+    if method.method == "pard":
+        config |= {"method": "draft_model", ONE_PASS_KEY: True}
     for key in _SAME_KEYS:
         if (value := getattr(method, key, None)) is not None:
             config[key] = value
@@ -58,7 +65,22 @@ def to_vllm(
         notes.append("vLLM's custom_class has an interface of its own: the class needs a counterpart written for it")
     if getattr(method, "suffix_decoding_corpus", None) is not None:
         notes.append("suffix_decoding_corpus has no counterpart in vLLM: its tree starts empty")
+    if getattr(method, "aux_hidden_state_layer_ids", None) is not None:
+        notes.append("aux_hidden_state_layer_ids has no counterpart in vLLM: it goes by the checkpoint's config.json")
     return config, notes
+
+
+def _chain_length(method: MethodConfig, notes: list[str]) -> int:
+    """Tokens that vLLM drafts, which knows chains only: those of a tree's longest branch."""
+    tree, num_tokens = getattr(method, TREE_KEY, None), method.num_speculative_tokens
+    if tree is None:
+        return num_tokens
+    if isinstance(method, GrownTreeMethod) and tree == "dynamic":
+        num_tokens = min(num_tokens, method.tree_depth)
+    elif isinstance(method, TreeDrafterMethod) and isinstance(tree, tuple):
+        num_tokens = max(len(path) for path in tree[:num_tokens])
+    notes.append(f"{TREE_KEY} has no counterpart in vLLM: it drafts a chain of num_speculative_tokens={num_tokens}")
+    return num_tokens
 
 
 def _translate_rule(method: MethodConfig, config: dict[str, Any], notes: list[str]) -> None:
@@ -66,12 +88,13 @@ def _translate_rule(method: MethodConfig, config: dict[str, Any], notes: list[st
     config["rejection_sample_method"] = _SAME_RULES.get(rule, rule)
     if rule in _RULE_NOTES:
         notes.append(_RULE_NOTES[rule])
+    num_tokens = config["num_speculative_tokens"]
     if method.synthetic_acceptance_rates is not None:
-        config["synthetic_acceptance_rates"] = list(method.synthetic_acceptance_rates)
+        config["synthetic_acceptance_rates"] = list(method.synthetic_acceptance_rates)[:num_tokens]
     elif method.synthetic_acceptance_length is not None:
-        config["synthetic_acceptance_length"] = method.synthetic_acceptance_length
+        config["synthetic_acceptance_length"] = min(method.synthetic_acceptance_length, num_tokens + 1)
     elif method.synthetic_acceptance_rate is not None:
-        config["synthetic_acceptance_length"] = 1 + method.synthetic_acceptance_rate * method.num_speculative_tokens
+        config["synthetic_acceptance_length"] = 1 + method.synthetic_acceptance_rate * num_tokens
         notes.append("synthetic_acceptance_rate is given to vLLM as synthetic_acceptance_length")
 
 
@@ -81,13 +104,20 @@ def _translate_drafting(
     if "draft_sample_method" in method.ignored_keys:
         return
     config["draft_sample_method"] = method.draft_sample_method
-    if method.draft_sample_method == "coupled":
+    if getattr(method, "use_heterogeneous_vocab", False):
+        config |= {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"}
+        if method.draft_sample_method != "greedy":
+            notes.append(
+                f"draft_sample_method={method.draft_sample_method} has no counterpart in vLLM with "
+                "use_heterogeneous_vocab: it drafts greedily there"
+            )
+    elif method.draft_sample_method == "coupled":
         config["draft_sample_method"] = "greedy" if temperature == 0 else "probabilistic"
         notes.append(
             f"draft_sample_method=coupled has no counterpart in vLLM: {config['draft_sample_method']} drafts "
             f"at temperature {temperature:g}"
         )
-    if "model" not in config:
+    if "model" not in config and (method.method != "mtp" or draft_model is not None):  # its layer is in the target
         if draft_model is None:
             notes.append("vLLM needs speculative_config.model: here it comes from model.draft")
         else:

@@ -37,29 +37,32 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
     },
 }
 
+ONE_PASS_KEY = "parallel_drafting"  # says which method is meant
+TREE_KEY = "speculative_token_tree"  # of the releases up to 0.20, a string there
+
 NEUTRAL = (None, False, "auto")  # values by which vLLM's switches are off: nothing to tell about
 
 # Switches of vLLM's own machinery: they change no token, and no setting of ours corresponds to them.
 KEYS_WITHOUT_EFFECT = {
     "attention_backend": "the draft computes attention as the target does",
-    "disable_eagle_block_drop": "prefix caching and EAGLE are not here",
+    "disable_eagle_block_drop": "prefix caching is not here",
     "disable_log_stats": "a run always has its statistics",
     "disable_logprobs": "logprobs come with speculation as they do without",
     "disable_lookahead_block_hashes": "prefix caching is not here",
     "disable_mqa_scorer": "drafts are always scored in one pass",
     "disable_padded_drafter_batch": "drafting pads no batch",
-    "draft_lm_head_quantization": "it is about the heads of EAGLE and MTP",
+    "draft_lm_head_quantization": "a head that drafts with the target's lm_head reads it as it is",
     "dspark_draft_topk": "it is a key of method dspark",
     "enable_adaptive_verification": "every draft is verified in full",
     "enforce_eager": "hardware.enforce_eager decides for target and draft",
     "fly_entropy_threshold": "it is a key of the rule fly",
     "fly_entropy_top_k": "it is a key of the rule fly",
     "fly_window_size": "it is a key of the rule fly",
-    "index_share_for_mtp_iteration": "it is a key of method mtp",
+    "index_share_for_mtp_iteration": "no layer here has an index to share",
     "kv_cache_dtype": "the draft's KV cache has the target's dtype",
     "moe_backend": "one implementation serves target and draft",
     "use_local_argmax_reduction": "it is about drafts split over GPUs",
-    "xpress_topc": "it is a key of a dflash checkpoint",
+    "xpress_topc": "it is a key of XPress drafters",
 }
 
 
@@ -83,16 +86,8 @@ REFUSED_KEYS = {
     "draft_load_config": _internal(),
     "draft_model_config": _internal(),
     "draft_parallel_config": _internal(),
-    "parallel_drafting": Refusal(
-        rule="is not available yet",
-        remedy="remove it to draft token by token; a draft trained for it will be accepted less often then",
-        unless=NEUTRAL,
-    ),
     "quantization": Refusal(
         rule="is not available yet", remedy="remove it and name an unquantised draft", unless=(None,)
-    ),
-    "speculative_token_tree": Refusal(
-        rule="is not available", remedy="drafts are chains: remove it and set num_speculative_tokens", unless=(None,)
     ),
     "target_model_config": _internal(),
     "target_parallel_config": _internal(),
@@ -100,9 +95,6 @@ REFUSED_KEYS = {
         rule="is not a key of speculative_config",
         remedy="pass 'draft_tensor_parallel_size' instead; the target's is hardware.tensor_parallel_size",
         unless=(None,),
-    ),
-    "use_heterogeneous_vocab": Refusal(
-        rule="is not available yet", remedy="choose a draft with the target's tokenizer and remove it", unless=NEUTRAL
     ),
 }
 

@@ -12,14 +12,14 @@ from typing import Any
 from runner.engine.errors import UserError
 
 # What a family fixes in code rather than in its config.
-_QKV_BIAS = {"qwen2": True, "mistral": False}
+_QKV_BIAS = {"qwen2": True, "mimo": True, "mistral": False}
 _QK_NORM = {"qwen3": True}
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mimo", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Shapes of a dense pre-norm decoder (Llama, Mistral, Qwen2, Qwen3)."""
+    """Shapes of a dense pre-norm decoder (Llama, Mistral, Qwen2, MiMo, Qwen3)."""
 
     family: str
     vocab_size: int

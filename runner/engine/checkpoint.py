@@ -79,6 +79,7 @@ def load_config(source: ModelSource) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    register_configs()
     unreadable = (ValueError, OSError, KeyError, ZeroDivisionError, StrictDataclassError)
     if source.is_dummy and source.hf_config is not None:
         values = dict(source.hf_config)
@@ -102,6 +103,18 @@ def load_config(source: ModelSource) -> Any:
         raise UserError(
             f"{source.name}: {file} cannot be read: {_one_line(error)}; mend it or download the checkpoint again"
         ) from error
+
+
+def register_configs() -> None:
+    """Tell transformers the families of ours that it does not know: MiMo is Qwen2 with MTP modules."""
+    from transformers import CONFIG_MAPPING, AutoConfig, Qwen2Config
+
+    if "mimo" not in CONFIG_MAPPING:
+
+        class MiMoConfig(Qwen2Config):  # type: ignore[no-untyped-call]
+            model_type = "mimo"
+
+        AutoConfig.register("mimo", MiMoConfig)
 
 
 def checkpoint_files(source: ModelSource) -> list[Path]:

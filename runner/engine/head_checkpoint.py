@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from runner.engine.architecture import FAMILIES, Architecture, read_architecture
-from runner.engine.checkpoint import ModelSource, read_tensors, resolve_directory
+from runner.engine.checkpoint import ModelSource, read_tensors, register_configs, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.linear import WeightTarget
 
@@ -70,6 +70,7 @@ def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[A
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    register_configs()
     values = dict(values)
     family = str(values.pop("model_type", "llama"))
     if family not in FAMILIES:

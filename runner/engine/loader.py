@@ -17,6 +17,7 @@ from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.linear import Shard, WeightTarget
 from runner.engine.memory import require_memory
+from runner.engine.mtp_layout import is_mtp_tensor
 from runner.engine.rope import require_static_rope
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.transformers_support import require_supported
@@ -75,17 +76,20 @@ def load_model(
     if source.is_dummy:
         fill_randomly(decoder)
     else:
-        fill_from_checkpoint(decoder, arch, source, shard or Shard())
+        fill_from_checkpoint(decoder, arch, config, source, shard or Shard())
     return LoadedModel(source=source, model=decoder, hf_config=config, max_model_len=length, num_weight_bytes=num_bytes)
 
 
-def fill_from_checkpoint(decoder: Decoder, arch: Architecture, source: ModelSource, shard: Shard) -> None:
+def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:
     targets = decoder.weight_targets()
+    block_names = decoder.layers[0].weight_targets("")
     unknown = []
     for name, tensor in read_tensors(source):
         if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):
             continue  # derived from the config; a copy of the embedding
         target = targets.pop(name, None)
+        if target is None and is_mtp_tensor(name, config, block_names):
+            continue  # method=mtp reads them
         if target is None:
             unknown.append(name)
         else:

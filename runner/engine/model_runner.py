@@ -7,7 +7,7 @@ sampling or of who asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,7 +47,10 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         batch_invariant: bool,
+        token_map: torch.Tensor | None = None,
     ) -> None:
+        """token_map: [vocabulary of the texts] int64, the model's own token for each; None where it is the same one."""
+        self.token_map = token_map
         self.model, self.block_size, self.device, self.dtype = model, block_size, device, dtype
         # Fixed tiles keep a row's bits on the CPU; torch's CUDA products promise nothing of the kind.
         if isinstance(model, Decoder) and batch_invariant and device.type == "cpu":
@@ -129,6 +132,8 @@ class ModelRunner:
             # A slot without a draft computes some token, whose result nobody keeps.
             known_ids = draft_token_ids.clamp(min=0)
             batch.token_ids.index_copy_(0, torch.tensor(launch.draft_rows, device=self.device), known_ids)
+        if self.token_map is not None:
+            batch = replace(batch, token_ids=self.token_map.index_select(0, batch.token_ids))
         inner = tuple(tap for tap in tap_layers if tap != NORMED)
         hidden, taps = self.model(batch, self.cache, inner)
         by_layer = {NORMED: hidden, **dict(zip(inner, taps, strict=True))}

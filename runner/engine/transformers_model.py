@@ -19,6 +19,7 @@ from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.memory import require_memory
+from runner.engine.mtp_layout import is_mtp_tensor
 from runner.engine.rope import pin_longrope
 from runner.engine.transformers_attention import ATTENTION_NAME, Launch, Probe, attention
 from runner.engine.transformers_support import auto_class, quantization_method, sliding_layers
@@ -87,6 +88,27 @@ class TransformersModel(nn.Module):
                 hooks.enter_context(self._tap(index, taps))
             hidden = self._decode(batch.token_ids, batch.positions, Launch(batch=batch, cache=cache))
         return hidden, [taps[index] for index in tap_layers]
+
+    @property
+    def embed_tokens(self) -> torch.Tensor:
+        """[vocab, hidden]"""
+        weight: torch.Tensor = self.decoder.get_input_embeddings().weight
+        return weight
+
+    @property
+    def lm_head(self) -> torch.Tensor:
+        """[vocab, hidden]; every family that MTP modules are published for calls it so."""
+        weight: torch.Tensor = self.head.lm_head.weight
+        return weight
+
+    @property
+    def last_layer(self) -> nn.Module:
+        """What an MTP module is one more of."""
+        return self._layers[-1]
+
+    def rotations(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        """What the decoder hands its layers as position_embeddings; position_ids [1, num_rows] int64."""
+        return self.decoder.rotary_emb(hidden, position_ids)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_rows] int64 -> [num_rows, hidden], as the embedding module gives them."""
@@ -195,7 +217,7 @@ def _read(config: Any, source: ModelSource, dtype: torch.dtype, device: torch.de
         info = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [("some expert's weights",)]}
     problems = {
         "missing": sorted(info["missing_keys"]),
-        "unexpected": sorted(info["unexpected_keys"]),
+        "unexpected": sorted(name for name in info["unexpected_keys"] if not is_mtp_tensor(name, config)),
         "of another shape": sorted(str(entry[0]) for entry in info["mismatched_keys"]),
     }
     found = [f"{kind}: {', '.join(names[:4])}" for kind, names in problems.items() if names]

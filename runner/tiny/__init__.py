@@ -1,4 +1,4 @@
-"""The tiny model family: where its committed files lie.
+"""The tiny model family: its names and where its committed files lie.
 
 `target` and `draft` are plain Hugging Face model directories that share one tokenizer, HEAD_DIRS hold one trained draft
 head of every kind in its published layout, `demo.jsonl` is the demo workload and `manifest.json` says how the
@@ -15,3 +15,17 @@ HEAD_DIRS = {
 }
 DEMO_PATH = TINY_DIR / "demo.jsonl"
 MANIFEST_PATH = TINY_DIR / "manifest.json"
+
+TARGET_NAME = "tiny"
+DRAFT_NAME = "tiny-draft"
+HEAD_NAMES = {method: f"tiny-{method.replace('_', '-')}" for method in HEAD_DIRS}
+BUILT_IN_MODELS = {
+    TARGET_NAME: TARGET_DIR,
+    DRAFT_NAME: DRAFT_DIR,
+    **{HEAD_NAMES[method]: directory for method, directory in HEAD_DIRS.items()},
+}
+# The keys of the model group that name the family's own drafters, as conf/model/tiny.yaml does.
+DRAFTER_KEYS = {
+    "draft": {"model": DRAFT_NAME},
+    "heads": {method: {"model": name} for method, name in HEAD_NAMES.items()},
+}

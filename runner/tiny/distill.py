@@ -28,6 +28,7 @@ def generate_text(
     batch_size: int,
     generator: torch.Generator,  # on the CPU: one stream of noise whatever the device
     on_tokens: Callable[[int], None],
+    dtype: torch.dtype = torch.bfloat16,  # half the cache to read; the labels still come from `target`
 ) -> Tensor:
     """[num_sequences, length] int64 on the CPU: prompts and the target's continuations.
 
@@ -36,7 +37,7 @@ def generate_text(
     """
     device = target.device
     writer = copy.deepcopy(target)
-    nn.Module.to(writer, torch.bfloat16)  # half the cache to read; the labels still come from `target`
+    nn.Module.to(writer, dtype)
     finished = []
     for prompt_batch in torch.split(prompts, batch_size):
         max_prompt = min(prompts.shape[1], length // 2)

@@ -7,8 +7,10 @@ machine takes longer and ends at the same weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ class OptimizerSettings:
     warmup_steps: int = 30
     decay_share: float = 0.6  # share of the steps over which the rate falls to zero
     max_grad_norm: float = 1.0
+    float32_muon: bool = False  # much faster on a CPU that computes in bfloat16 by emulating it
 
 
 def lr_factor(step: int, *, num_steps: int, settings: OptimizerSettings) -> float:
@@ -35,16 +38,26 @@ def lr_factor(step: int, *, num_steps: int, settings: OptimizerSettings) -> floa
 class Trainer:
     """Owns the optimizers of one model; `step` takes the micro-batches of one optimizer step."""
 
-    def __init__(self, model: nn.Module, *, settings: OptimizerSettings, num_steps: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        settings: OptimizerSettings,
+        num_steps: int,
+        vocabulary_names: tuple[str, ...] = (),  # parameters with a row per token, beside those called "embed"
+    ) -> None:
         self.model = model
         self.settings = settings
         self.num_steps = num_steps
         self.step_idx = 0
-        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+        matrices, others = [], []
+        for name, parameter in model.named_parameters():
+            is_matrix = parameter.ndim == 2 and "embed" not in name and name not in vocabulary_names
+            (matrices if is_matrix else others).append(parameter)
+        muon = Float32Muon if settings.float32_muon else Muon
         self.optimizers: list[tuple[Optimizer, float]] = [
             (
-                Muon(
+                muon(
                     matrices,
                     lr=settings.matrix_lr,
                     weight_decay=settings.weight_decay,
@@ -75,3 +88,32 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self.step_idx += 1
         return total
+
+
+class Float32Muon(Muon):
+    """torch's Muon, its Newton-Schulz iteration in float32 instead of bfloat16."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
+                momentum.lerp_(parameter.grad, 1 - group["momentum"])
+                update = orthogonalized(parameter.grad.lerp(momentum, group["momentum"]), group["ns_coefficients"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-0.2 * group["lr"] * math.sqrt(max(parameter.shape)))  # AdamW's size
+
+
+def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int = 5) -> Tensor:
+    """About the nearest matrix with singular values of one, by Newton-Schulz."""
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if is_tall else matrix) / matrix.norm().clamp(min=1e-7)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = a * x + torch.addmm(gram, gram, gram, beta=b, alpha=c) @ x
+    return x.T if is_tall else x

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,46 @@ class Phase:
     micro_rows: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadRecipe:
+    """One head's training: a step sees num_rows texts of the heads' own length, micro_rows at a time."""
+
+    num_steps: int
+    num_rows: int = 8
+    micro_rows: int = 8
+    optimizer: OptimizerSettings
+    options: Mapping[str, int | float]  # what the head's class is built with
+
+
 TARGET_SHAPE = ModelShape(hidden_size=256, intermediate_size=512, num_layers=6, num_kv_heads=2)
 TARGET_OPTIMIZER = OptimizerSettings(matrix_lr=1.2e-2, embedding_lr=2e-2, decay_share=0.4)
 DRAFT_SHAPE = ModelShape(hidden_size=128, intermediate_size=352, num_layers=2, num_kv_heads=1)
 DRAFT_OPTIMIZER = OptimizerSettings(matrix_lr=1.2e-2, embedding_lr=2e-2)
+HEAD_OPTIMIZER = OptimizerSettings(
+    matrix_lr=1.2e-2, embedding_lr=5e-3, warmup_steps=10, decay_share=0.7, float32_muon=True
+)
+UNROLLED = {"num_steps": 3, "num_anchors": 48, "step_decay": 0.8}
+HEADS: dict[str, HeadRecipe] = {
+    "eagle": HeadRecipe(num_steps=300, optimizer=HEAD_OPTIMIZER, options=UNROLLED),
+    "eagle3": HeadRecipe(
+        num_steps=700, optimizer=HEAD_OPTIMIZER, options={**UNROLLED, "num_steps": 4, "num_anchors": 64}
+    ),
+    "mtp": HeadRecipe(num_steps=300, optimizer=HEAD_OPTIMIZER, options={**UNROLLED, "num_speculative_tokens": 4}),
+    "medusa": HeadRecipe(
+        num_steps=200, optimizer=HEAD_OPTIMIZER, options={"num_heads": 3, "num_layers": 1, "head_decay": 0.8}
+    ),
+    "mlp_speculator": HeadRecipe(
+        num_steps=300, optimizer=HEAD_OPTIMIZER, options={"inner_dim": 128, "n_predict": 4, "step_decay": 0.8}
+    ),
+    "pard": HeadRecipe(
+        num_steps=300, optimizer=HEAD_OPTIMIZER, options={"num_tokens": 5, "num_anchors": 48, "place_decay": 0.8}
+    ),
+    "dflash": HeadRecipe(
+        num_steps=700,
+        optimizer=HEAD_OPTIMIZER,
+        options={"num_layers": 2, "block_size": 8, "num_anchors": 24, "place_scale": 4.0},
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +106,19 @@ class Recipe:
     draft_corpus_phase: Phase = Phase(num_steps=260, length=256, num_rows=16, micro_rows=8)
     draft_generated_phase: Phase = Phase(num_steps=430, length=384, num_rows=12, micro_rows=6)
     draft_long_phase: Phase = Phase(num_steps=110, length=768, num_rows=6, micro_rows=3)  # dealt among the generated
+
+    # Heads see the target's own text and windows of the corpus, all of one length.
+    num_head_texts: int = 1024
+    num_head_windows: int = 1792
+    num_head_held_out: int = 64
+    head_text_length: int = 256
+    tap_layers: tuple[int, ...] = (2, 4, 5)  # h_i = residual stream after i layers; 2, N // 2 and N - 3 coincide here
+    tap_scale: float = 128.0
+    draft_vocab_size: int = 1536
+    heads: Mapping[str, HeadRecipe] = field(default_factory=lambda: HEADS)
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def target_batches(recipe: Recipe, stream: TokenStream, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
@@ -221,7 +270,7 @@ def update_manifest(
     earlier = manifest.read_manifest(path).get("stages", {}) if "draft" in names and path.exists() else {}
     tokenizer = load_tokenizer(root / "target")
     record = {
-        "recipe": asdict(recipe),
+        "recipe": recipe.as_record(),
         "stages": {**earlier, **stages},
         "models": {name: evaluate(recipe, root / name, corpus, tokenizer, device) for name in names},
         "corpus": {

@@ -1,0 +1,112 @@
+"""An MTP module as a draft head: its forward in every published layout, and how it is built for a target.
+
+The row of x_p takes the embedding of x_p and the state of position p - 1, which is the target's behind its final norm,
+or for drafted tokens the module's own output. Embedding and head are the target's, or the module's where its copies
+differ.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.reference.linear import linear
+from proposers.base import ProposerContext
+from proposers.heads.mtp_block import DenseBlock, MtpBlock, TransformersBlock
+from proposers.heads.mtp_checkpoint import MtpTensors, describe_module, read_module
+from proposers.heads.target_fit import longest_text
+from runner.engine.checkpoint import ModelSource
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.head_checkpoint import fill_head, fill_head_randomly
+from runner.engine.hidden_states import NORMED
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.layers import RMSNorm
+from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
+from runner.engine.loader import LoadedModel
+from runner.engine.transformers_model import TransformersModel
+
+
+class MtpHead:
+    tap_layers = (NORMED,)
+
+    def __init__(
+        self,
+        found: MtpTensors,
+        block: MtpBlock,
+        target: LoadedModel,
+        *,
+        rms_norm_eps: float,
+        max_model_len: int,
+        dtype: torch.dtype,
+    ) -> None:
+        layout, size, vocab_size = found.layout, target.model.hidden_size, target.model.vocab_size
+        self.layout, self.block, self.target, self.max_model_len = layout, block, target.model, max_model_len
+        self.token_norm = RMSNorm(size, rms_norm_eps, dtype)
+        self.hidden_norm = RMSNorm(size, rms_norm_eps, dtype)
+        self.projection = ColumnParallelLinear(
+            2 * size, {layout.projection: size}, bias=False, shard=Shard(), dtype=dtype
+        )
+        self.final_norm = RMSNorm(size, rms_norm_eps, dtype)
+        self.embed_tokens = torch.empty(vocab_size, size, dtype=dtype) if found.own_embedding else None
+        self.lm_head = torch.empty(vocab_size, size, dtype=dtype) if found.own_head else None
+        self._names = found
+
+    @property
+    def kv_widths(self) -> list[int]:
+        return [self.block.kv_width]
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
+        embeds = self.target.embed(batch.token_ids) if self.embed_tokens is None else self.embed_tokens[batch.token_ids]
+        halves = (self.token_norm(embeds), self.hidden_norm(hidden))
+        both = torch.cat(halves[::-1] if self.layout.is_hidden_first else halves, dim=1)
+        output = self.block(self.projection(both, batch.linear_tile), batch, cache)
+        return self.final_norm(output) if self.layout.feeds_back_normed else output
+
+    def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
+        normed = output if self.layout.feeds_back_normed else self.final_norm(output)
+        if self.lm_head is None:
+            return self.target.logits(normed, tile)
+        return linear(normed, self.lm_head, None, tile).float()
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        layout, prefix = self.layout, self._names.prefix
+        targets = {
+            f"{prefix}{layout.token_norm}.weight": WeightTarget(view=self.token_norm.weight),
+            f"{prefix}{layout.hidden_norm}.weight": WeightTarget(view=self.hidden_norm.weight),
+            f"{prefix}{layout.final_norm}.weight": WeightTarget(view=self.final_norm.weight),
+        }
+        if self.embed_tokens is not None:
+            targets[self._names.own_embedding] = WeightTarget(view=self.embed_tokens)
+        if self.lm_head is not None:
+            targets[self._names.own_head] = WeightTarget(view=self.lm_head)
+        block_prefix = prefix + layout.block.format(index=0)
+        return targets | self.projection.weight_targets(prefix) | self.block.weight_targets(block_prefix)
+
+
+def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: int | None) -> MtpHead:
+    """Read the MTP module of the context's target, from its own checkpoint or from a directory of the module's.
+
+    Raises:
+        UserError: no module there, another target's, or tensors that are not those of its config.
+    """
+    target = context.target
+    assert target is not None, "heads need the target"
+    module = describe_module(source, target)
+    found = read_module(source, module, target)
+    length = longest_text(source, module.config, max_model_len, context.max_model_len)
+    with torch.device(context.device):
+        block: MtpBlock
+        if module.arch is not None:
+            block = DenseBlock(module.arch, module.config, max_model_len=length, dtype=context.dtype)
+        else:
+            assert isinstance(target.model, TransformersModel), "another target's block was refused"
+            block = TransformersBlock(target.model, f"{source.name}={source.model}")
+        eps = float(module.config.rms_norm_eps)
+        head = MtpHead(found, block, target, rms_norm_eps=eps, max_model_len=length, dtype=context.dtype)
+    if source.is_dummy:
+        fill_head_randomly(head.weight_targets())
+    else:
+        fill_head(head.weight_targets(), found.tensors, source, f"an MTP module in {found.layout.title} layout")
+    return head

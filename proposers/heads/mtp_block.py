@@ -1,0 +1,111 @@
+"""The decoder block inside an MTP module: our own layer, or a copy of the layers that transformers runs the target by.
+
+Both take and return the residual stream, keep their KV in layer 0 of the cache they are given, and say which
+checkpoint tensor fills what.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from runner.engine.architecture import Architecture
+from runner.engine.errors import UserError
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.layers import DecoderLayer, Rope
+from runner.engine.linear import Shard, WeightTarget
+from runner.engine.memory import require_memory
+from runner.engine.transformers_attention import Launch, Probe
+from runner.engine.transformers_model import PROBE_ROWS, TransformersModel
+
+
+class MtpBlock(Protocol):
+    kv_width: int  # elements a token takes in the cache
+
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+        """[num_rows, hidden] -> [num_rows, hidden]."""
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]: ...
+
+
+class DenseBlock:
+    """A layer of the families that we build ourselves."""
+
+    def __init__(self, arch: Architecture, hf_config: Any, *, max_model_len: int, dtype: torch.dtype) -> None:
+        # Where layers differ, modules are trained with the kind that sees everything.
+        window = None if None in arch.sliding_windows else arch.sliding_windows[-1]
+        self.layer = DecoderLayer(replace(arch, num_layers=1, sliding_windows=(window,)), 0, Shard(), dtype)
+        self.kv_width = self.layer.attention.kv_width
+        self._rope = Rope(hf_config, self.layer.attention, max_model_len)
+
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+        output, residual = self.layer(None, hidden, self._rope(batch.positions, hidden), batch, cache)
+        return residual + output
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        return self.layer.weight_targets(prefix)
+
+
+class TransformersBlock:
+    """A copy of the target's last layer: the same class, with its own dtypes, experts and attention."""
+
+    def __init__(self, target: TransformersModel, name: str) -> None:
+        """name: the module's, for errors.
+
+        Raises:
+            UserError: the layer does not fit memory once more, or needs more than rotations and a launch.
+        """
+        parameter = next(target.last_layer.parameters())
+        num_bytes = sum(p.numel() * p.element_size() for p in target.last_layer.parameters())
+        require_memory(num_bytes, parameter.device, f"the MTP module of {name}", "choose a smaller model")
+        self._target = target
+        self._layer = copy.deepcopy(target.last_layer)
+        modules: Iterator[Any] = self._layer.modules()
+        for module in modules:
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = 0  # its place in a cache that holds nothing else
+        probe = Probe(num_rows=PROBE_ROWS, sliding_layers=frozenset())
+        rows = parameter.new_zeros(PROBE_ROWS, target.hidden_size)
+        try:
+            self._run(rows, torch.arange(PROBE_ROWS, device=parameter.device), probe)
+        except (UserError, TypeError, AttributeError) as error:  # the latter two: it takes other arguments
+            raise UserError(
+                f"{name}: {type(self._layer).__name__} cannot run as an MTP module of its own: {error}; "
+                "choose another method"
+            ) from error
+        self.kv_width = probe.kv_widths[0]
+
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+        return self._run(hidden, batch.positions, Launch(batch=batch, cache=cache))
+
+    @torch.inference_mode()
+    def _run(self, hidden: torch.Tensor, positions: torch.Tensor, launch: Launch | Probe) -> torch.Tensor:
+        rows, position_ids = hidden.unsqueeze(0), positions.unsqueeze(0)
+        output = self._layer(
+            rows,
+            attention_mask=None,
+            position_ids=position_ids,
+            position_embeddings=self._target.rotations(rows, position_ids),
+            launch=launch,
+        )
+        result: torch.Tensor = (output[0] if isinstance(output, tuple) else output)[0]
+        return result
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        targets: dict[str, WeightTarget] = {}
+        for name, tensor in self._layer.state_dict().items():
+            root, _, matrix = name.rpartition(".")
+            if not root.endswith("experts") or matrix not in ("gate_up_proj", "down_proj"):
+                targets[f"{prefix}{name}"] = WeightTarget(view=tensor)
+                continue
+            # Checkpoints hold expert by expert what modules hold stacked: [num_experts, out_features, in_features].
+            for index, expert in enumerate(tensor):
+                parts = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
+                for part, view in parts if matrix == "gate_up_proj" else [(matrix, expert)]:
+                    targets[f"{prefix}{root}.{index}.{part}.weight"] = WeightTarget(view=view)
+        return targets

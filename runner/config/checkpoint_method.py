@@ -1,0 +1,179 @@
+"""Which method a drafter's checkpoint is made for, read from its own files: JSON only, no tensor is loaded.
+
+A local directory is judged by its config.json, and by the names of its tensors where that leaves EAGLE's one layer in
+doubt; a hub id by its name, as vLLM does. Layouts: the projects' own, `speculators`, vLLM's.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.config.vllm_keys import NAME_MARKS
+from runner.tiny import HEAD_NAMES
+
+# What the checkpoint of a method is called.
+KINDS = {
+    "draft_model": "a draft model of the same vocabulary",
+    "pard": "a PARD draft model",
+    "eagle": "an EAGLE head",
+    "eagle3": "an EAGLE-3 head",
+    "mtp": "a multi-token-prediction layer",
+    "medusa": "a set of Medusa heads",
+    "mlp_speculator": "an MLP speculator",
+    "dflash": "a DFlash drafter",
+}
+# Keys of config.json, or of the dflash_config in it, that mark a drafter which no method here runs.
+_FOREIGN_KEYS = {
+    "markov_rank": "a DSpark drafter",
+    "selector_rank": "a DFlash2 drafter",
+    "xpress_rank": "an XPress drafter",
+    "gru_hidden_dim": "a Domino drafter",
+    "pard2_scale": "a PARD-2 draft model",
+}
+_SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "mtp": "mtp"}
+_EAGLE3_KEYS = {"draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"}
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafter:
+    """What a checkpoint says that it is."""
+
+    kind: str  # "an EAGLE-3 head"
+    method: str | None  # the method that runs it; None: none does
+    is_model: bool = False  # a language model too: it can also draft token by token
+
+
+def method_of_model(model: str) -> str:
+    """The method that `model` means when none is named; where vLLM goes by the name alone, local files speak first.
+
+    Raises:
+        ValueError: a local checkpoint that no method here runs.
+    """
+    if is_dotted_path(model):
+        return "custom_class"
+    if model in ("ngram", "[ngram]"):
+        return "ngram"
+    if (drafter := drafter_of(model)) is not None:
+        if drafter.method is None:
+            raise ValueError(f"model {_unavailable(model, drafter)}")
+        return drafter.method
+    return next((method for mark, method in NAME_MARKS if mark in model.lower()), "draft_model")
+
+
+def is_dotted_path(model: str) -> bool:
+    """Whether `model` reads as package.module.Class."""
+    return "." in model and all(part.isidentifier() for part in model.split("."))
+
+
+def misfit(model: str, method: str) -> str | None:
+    """Why a method cannot run a local checkpoint, as a rule with its remedy; None when nothing speaks against it."""
+    drafter = drafter_of(model)
+    if drafter is None or drafter.method == method or (drafter.is_model and method == "draft_model"):
+        return None
+    if drafter.method is None:
+        return _unavailable(model, drafter)
+    remedy = f"set method={drafter.method}, or name {KINDS[method]}"
+    return f"{model!r} is {drafter.kind}, got method={method}; {remedy}"
+
+
+def drafter_of(model: str) -> Drafter | None:
+    """What a name of the tiny family or a local checkpoint says of itself; None: a plain model, or none that is here."""
+    for method, name in HEAD_NAMES.items():
+        if model == name:
+            return Drafter(kind=KINDS[method], method=method, is_model=method == "pard")
+    directory = Path(model).expanduser()
+    return _drafter_in(directory) if directory.is_dir() else None
+
+
+def _unavailable(model: str, drafter: Drafter) -> str:
+    return f"{model!r} is {drafter.kind}, which is not available; name a drafter of {', '.join(KINDS)}"
+
+
+def _drafter_in(directory: Path) -> Drafter | None:
+    config = _read_json(directory / "config.json")
+    nested = config.get("dflash_config")
+    keys = {*config, *(nested if isinstance(nested, Mapping) else ())}
+    for key, kind in _FOREIGN_KEYS.items():
+        if key in keys:
+            return Drafter(kind=kind, method=None)
+    if (speculator := config.get("speculators_model_type")) is not None:
+        method = _SPECULATORS.get(str(speculator))
+        kind = KINDS[method] if method else f"a {speculator} drafter of the speculators format"
+        return Drafter(kind=kind, method=method)
+    if str(config.get("spd_type")) == "pard2":
+        return Drafter(kind=_FOREIGN_KEYS["pard2_scale"], method=None)
+    method = _method_of_config(config) or _method_of_files(directory, config)
+    if method is None:
+        return None
+    is_model = method == "pard" or (method == "mtp" and not _is_mtp_only(config))
+    return Drafter(kind=KINDS[method], method=method, is_model=is_model)
+
+
+def _method_of_config(config: Mapping[str, Any]) -> str | None:
+    listed = config.get("architectures")
+    architectures = " ".join(map(str, listed)).lower() if isinstance(listed, list) else ""
+    family = str(config.get("model_type"))
+    marks = {
+        "dflash": "dflash_config" in config or "dflash" in architectures,
+        "eagle3": "eagle3" in architectures or not _EAGLE3_KEYS.isdisjoint(config),
+        "medusa": "medusa_num_heads" in config or family == "medusa" or "medusa" in architectures,
+        "mlp_speculator": family == "mlp_speculator" or "mlpspeculator" in architectures,
+        "pard": config.get("spd_type") == "pard" or "pard_token" in config,
+        "eagle": family == "eagle" or "eagle" in architectures,
+        "mtp": _is_mtp_only(config) or any(config.get(key) for key in _MTP_KEYS),
+    }
+    return next((method for method, is_marked in marks.items() if is_marked), None)
+
+
+def _is_mtp_only(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint holds the layer alone, not the model that it belongs to."""
+    return str(config.get("model_type")).endswith("_mtp")
+
+
+def _method_of_files(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """The original EAGLE repositories write the config of a one-layer Llama; the files tell it from one."""
+    if any((directory / f"medusa_lm_head.{suffix}").is_file() for suffix in ("pt", "safetensors")):
+        return "medusa"
+    if config.get("num_hidden_layers") != 1:
+        return None
+    names = _tensor_names(directory)
+    if any(name.startswith("midlayer.") or name.endswith("layers.0.hidden_norm.weight") for name in names):
+        return "eagle3"
+    is_published = "eagle" in directory.resolve().name.lower() and (directory / "pytorch_model.bin").is_file()
+    return "eagle" if "fc.weight" in names or is_published else None
+
+
+def _tensor_names(directory: Path) -> set[str]:
+    """The tensors of safetensors files, from the index or from the headers."""
+    weight_map = _read_json(directory / "model.safetensors.index.json").get("weight_map")
+    if isinstance(weight_map, Mapping):
+        return set(map(str, weight_map))
+    return {name for file in sorted(directory.glob("*.safetensors")) for name in _header(file)}
+
+
+def _header(file: Path) -> Mapping[str, Any]:
+    """The JSON that a safetensors file begins with, after its length in eight bytes."""
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        return _as_object(stream.read(length)) if length <= _MAX_HEADER_BYTES else {}
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    return _as_object(file.read_bytes()) if file.is_file() else {}
+
+
+def _as_object(text: bytes) -> Mapping[str, Any]:
+    """A file that is broken says nothing here; the loader says what is wrong with it."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,122 @@
+"""How checkpoints name and wire their multi-token-prediction (MTP) modules: the layouts that are published.
+
+A module norms the embedding of a token and the target's state of the position before it, projects both side by side
+to one hidden state, runs a decoder block and a final norm; the target's head reads the result. Targets carry modules
+beside their layers, so the loader must know their tensors whatever the method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# Config keys that state how many modules there are, as DeepSeek, GLM and MiMo name it and as Qwen3.5 does.
+NUM_MODULES_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpLayout:
+    """Names of one layout's tensors, without their `.weight`, and the two choices that layouts differ in."""
+
+    title: str  # as errors call it
+    prefix: str  # of a module; {index} counts modules, {layer} goes on counting the target's layers
+    token_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    block: str = ""  # of the decoder block's tensors, behind the prefix
+    embedding: str | None = None  # copies that a module may bring with it
+    head: str | None = None
+    is_hidden_first: bool = False  # of the two halves that are projected
+    feeds_back_normed: bool = True  # the next step gets the state behind the final norm, not before it
+
+    def prefix_of(self, index: int, num_layers: int) -> str:
+        return self.prefix.format(index=index, layer=num_layers + index)
+
+    @property
+    def own_names(self) -> frozenset[str]:
+        """Behind the prefix: every tensor but the block's."""
+        names = (self.token_norm, self.hidden_norm, self.projection, self.final_norm, self.embedding, self.head)
+        return frozenset(f"{name}.weight" for name in names if name is not None)
+
+    def holds(self, name: str, index: int, num_layers: int, block_names: Collection[str] | None) -> bool:
+        """Whether a tensor is one of module `index`; block_names None takes any for the block's."""
+        prefix, block = self.prefix_of(index, num_layers), self.block.format(index=index)
+        rest = name.removeprefix(prefix)
+        if rest == name:
+            return False
+        in_block = rest.removeprefix(block)
+        return rest in self.own_names or (
+            (not block or in_block != rest) and (block_names is None or in_block in block_names)
+        )
+
+
+# DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5. Each module is one more layer.
+DEEPSEEK = MtpLayout(
+    title="DeepSeek-V3's",
+    prefix="model.layers.{layer}.",
+    token_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    final_norm="shared_head.norm",
+    embedding="embed_tokens",
+    head="shared_head.head",
+    feeds_back_normed=False,
+)
+# arXiv 2505.07608.
+MIMO = MtpLayout(
+    title="MiMo's",
+    prefix="model.mtp_layers.{index}.",
+    token_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    projection="input_proj",
+    final_norm="final_layernorm",
+    is_hidden_first=True,
+)
+# Qwen3-Next and Qwen3.5. The modules share everything but their blocks.
+QWEN3_NEXT = MtpLayout(
+    title="Qwen3-Next's",
+    prefix="mtp.",
+    token_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    projection="fc",
+    final_norm="norm",
+    block="layers.{index}.",
+)
+# The `speculators` format: MiMo's names in a directory of their own, and Qwen3-Next's wiring.
+SPECULATORS = MtpLayout(
+    title="the speculators format's",
+    prefix="mtp_layers.{index}.",
+    token_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    projection="input_proj",
+    final_norm="final_layernorm",
+)
+IN_TARGETS = (QWEN3_NEXT, MIMO, DEEPSEEK)
+
+
+def num_modules(config: Any) -> int:
+    """How many modules a target's config states; 0 when it says nothing."""
+    return max(int(getattr(config, key, None) or 0) for key in NUM_MODULES_KEYS)
+
+
+def modules_of(config: Any) -> Iterator[tuple[MtpLayout, int]]:
+    """(layout, index) of every module that a target of this config may carry.
+
+    A further layer is a module only where the config says so; the other layouts' names leave no doubt.
+    """
+    stated = num_modules(config)
+    for layout in IN_TARGETS:
+        for index in range(stated if layout is DEEPSEEK else max(1, stated)):
+            yield layout, index
+
+
+def is_mtp_tensor(name: str, config: Any, block_names: Collection[str] | None = None) -> bool:
+    """Whether a tensor of a target's checkpoint belongs to an MTP module.
+
+    block_names: those of a decoder layer's tensors, without the layer's prefix; None takes any name for one.
+    """
+    return any(
+        layout.holds(name, index, int(config.num_hidden_layers), block_names) for layout, index in modules_of(config)
+    )

@@ -1,0 +1,255 @@
+"""Small random checkpoints with an MTP module in each published layout, and an independent forward of the module.
+
+The module's block is the last layer of a transformers model of one layer more than the target has; the wiring around
+it is written out here, over whole sequences and without a cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from tests.transformers_reference import INITIALIZER_RANGE, in_float64, random_model, save_tokenizer
+
+VOCAB_SIZE = 96
+HIDDEN_SIZE = 64
+NUM_LAYERS = 2
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 96,
+    "num_hidden_layers": NUM_LAYERS + 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# model_type of the target -> options beyond SHAPE
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "mistral": {"head_dim": 16, "sliding_window": 8},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "glm4_moe": {
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """A layout as its makers describe it: names of tensors, order of the halves, what is fed back."""
+
+    module: str
+    block: str
+    token_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    hidden_first: bool = False
+    feeds_back_normed: bool = True
+
+
+LAYOUTS = {
+    # vllm/model_executor/models/deepseek_mtp.py: cat(enorm(embedding), hnorm(state)); shared_head.norm before the head
+    "deepseek": Names(
+        module=f"model.layers.{NUM_LAYERS}.",
+        block=f"model.layers.{NUM_LAYERS}.",
+        token_norm="enorm",
+        hidden_norm="hnorm",
+        projection="eh_proj",
+        final_norm="shared_head.norm",
+        feeds_back_normed=False,
+    ),
+    # vllm/model_executor/models/mimo_mtp.py and XiaomiMiMo/MiMo modeling_mimo.py: cat(state, embedding)
+    "mimo": Names(
+        module="model.mtp_layers.0.",
+        block="model.mtp_layers.0.",
+        token_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        projection="input_proj",
+        final_norm="final_layernorm",
+        hidden_first=True,
+    ),
+    # vllm/model_executor/models/qwen3_next_mtp.py: cat(embedding, state)
+    "qwen3_next": Names(
+        module="mtp.",
+        block="mtp.layers.0.",
+        token_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        projection="fc",
+        final_norm="norm",
+    ),
+    # speculators/models/mtp/model_definitions.py: cat(embedding, state)
+    "speculators": Names(
+        module="mtp_layers.0.",
+        block="mtp_layers.0.",
+        token_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        projection="input_proj",
+        final_norm="final_layernorm",
+    ),
+}
+# (layout, model_type of the transformers model that target and block are taken from)
+PUBLISHED = (
+    ("deepseek", "deepseek_v3"),
+    ("deepseek", "glm4_moe"),
+    ("deepseek", "llama"),
+    ("deepseek", "mistral"),
+    ("mimo", "qwen2"),
+    ("qwen3_next", "qwen3"),
+    ("qwen3_next", "qwen3_moe"),
+    ("speculators", "qwen3"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A target with its module on disk, and both in memory."""
+
+    directory: Path  # of the target
+    head: Path | None  # of the module, where it has a directory of its own
+    names: Names
+    model: Any  # transformers', of NUM_LAYERS + 1 layers, in float32
+    tensors: dict[str, torch.Tensor]  # the module's, but for its block's
+
+    def reference(self, dtype: torch.dtype) -> Reference:
+        return Reference(self, dtype)
+
+
+class Reference:
+    """Target and module in one dtype; for float64 call it under KeepFloat64."""
+
+    def __init__(self, written: Written, dtype: torch.dtype) -> None:
+        self.names, self.dtype = written.names, dtype
+        self.target = in_float64(written.model) if dtype is torch.float64 else copy.deepcopy(written.model)
+        decoder = self.target.model
+        self.block = decoder.layers[NUM_LAYERS]
+        decoder.layers = decoder.layers[:NUM_LAYERS]
+        decoder.config.num_hidden_layers = NUM_LAYERS
+        self.rotary, self.eps = decoder.rotary_emb, decoder.config.rms_norm_eps
+        self.embedding, self.head = decoder.embed_tokens.weight, self.target.lm_head.weight
+        self.tensors = {name: tensor.to(dtype) for name, tensor in written.tensors.items()}
+
+    @torch.inference_mode()
+    def states(self, token_ids: list[int]) -> torch.Tensor:
+        """The target's states behind its final norm, [num_tokens, hidden]."""
+        result: torch.Tensor = self.target.model(torch.tensor([token_ids]), use_cache=False).last_hidden_state[0]
+        return result
+
+    @torch.inference_mode()
+    def draft(self, token_ids: list[int], states: torch.Tensor, num_steps: int) -> tuple[list[int], torch.Tensor]:
+        """Greedy drafts behind a text, states [num_tokens, hidden] of it, and their logits [num_steps, vocab]."""
+        tokens, hidden = list(token_ids[1:]), states[: len(token_ids) - 1].to(self.dtype)
+        logits: list[torch.Tensor] = []
+        for _ in range(num_steps):
+            fed_back, normed = self._forward(torch.tensor(tokens), hidden)
+            logits.append(F.linear(normed[-1], self.head))
+            tokens.append(int(logits[-1].argmax()))
+            hidden = torch.cat((hidden, fed_back[-1:]))
+        return tokens[len(token_ids) - 1 :], torch.stack(logits)
+
+    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        names, num_rows = self.names, len(token_ids)
+        token = self._norm(F.embedding(token_ids, self.embedding), names.token_norm)
+        state = self._norm(hidden, names.hidden_norm)
+        both = torch.cat((state, token) if names.hidden_first else (token, state), dim=1)
+        rows = F.linear(both, self.tensors[names.projection])[None]
+        positions = torch.arange(num_rows)
+        distance = positions[:, None] - positions
+        window = getattr(self.target.config, "sliding_window", None) or num_rows
+        mask = torch.zeros(num_rows, num_rows, dtype=self.dtype)
+        mask = mask.masked_fill((distance < 0) | (distance >= window), torch.finfo(self.dtype).min)
+        output = self.block(
+            rows,
+            attention_mask=mask[None, None],
+            position_ids=positions[None],
+            position_embeddings=self.rotary(rows, positions[None]),
+        )
+        output = (output[0] if isinstance(output, tuple) else output)[0]
+        normed = self._norm(output, names.final_norm)
+        return (normed if names.feeds_back_normed else output), normed
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.tensors[name]
+
+
+def write(directory: Path, layout: str, model_type: str, **options: Any) -> Written:
+    """Write a target with a module; options are more keys of the target's config."""
+    from transformers import AutoConfig
+
+    names = LAYOUTS[layout]
+    model = random_model(AutoConfig.for_model(model_type, **{**SHAPE, **TARGETS[model_type]}))
+    model.save_pretrained(directory)
+    save_tokenizer(directory, VOCAB_SIZE)
+    values = json.loads((directory / "config.json").read_text())
+    values["num_hidden_layers"] = NUM_LAYERS
+    if "layer_types" in values:
+        values["layer_types"] = values["layer_types"][:NUM_LAYERS]
+    if layout == "mimo":
+        values |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    if layout in ("mimo", "deepseek"):
+        values["num_nextn_predict_layers"] = 1
+    values |= options
+    (directory / "config.json").write_text(json.dumps(values))
+
+    saved = load_file(directory / "model.safetensors")
+    last = f"model.layers.{NUM_LAYERS}."
+    block = {names.block + name.removeprefix(last): saved.pop(name) for name in list(saved) if name.startswith(last)}
+    own = _random_tensors(names)
+    module = block | {f"{names.module}{name}.weight": tensor for name, tensor in own.items()}
+    head = None
+    if layout == "speculators":
+        head = directory / "head"
+        head.mkdir()
+        layer = {**values, "num_hidden_layers": NUM_LAYERS}
+        config = {
+            "architectures": ["MTPDraftModel"],
+            "speculators_model_type": "mtp",
+            "transformer_layer_config": layer,
+        }
+        (head / "config.json").write_text(json.dumps(config))
+        save_file(module, head / "model.safetensors")
+    else:
+        saved |= module
+    save_file(saved, directory / "model.safetensors", metadata={"format": "pt"})
+    return Written(directory=directory, head=head, names=names, model=model, tensors=own)
+
+
+def _random_tensors(names: Names) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    norms = (names.token_norm, names.hidden_norm, names.final_norm)
+    tensors = {name: 1 + 0.2 * torch.randn(HIDDEN_SIZE, generator=generator) for name in norms}
+    projection = torch.randn(HIDDEN_SIZE, 2 * HIDDEN_SIZE, generator=generator)
+    return tensors | {names.projection: INITIALIZER_RANGE * projection}

@@ -1,0 +1,398 @@
+"""EAGLE and EAGLE-3 heads: what each published layout means, against a rewrite in float64, through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from runner.engine.errors import UserError
+from runner.engine.hidden_states import NORMED
+from runner.engine.request import Request
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from tests.conftest import complete
+from tests.eagle_reference import ReferenceHead, layer_shapes, random_weights, save_head, vocabulary_map
+from tests.transformers_reference import (
+    KeepFloat64,
+    assert_as_accurate,
+    in_float64,
+    random_model,
+    save,
+    save_tokenizer,
+)
+
+VOCAB_SIZE, SIZE, NUM_LAYERS, DRAFT_VOCAB_SIZE = 16, 32, 7, 11
+LAYER: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": SIZE,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 96,
+}
+SPECULATORS = {
+    "speculators_model_type": "eagle3",
+    "architectures": ["Eagle3Speculator"],
+    "draft_vocab_size": VOCAB_SIZE,
+}
+PROMPTS = [{"prompt_token_ids": [(5 * i + 3 * b * b) % VOCAB_SIZE for i in range(3 + 9 * b)]} for b in range(4)]
+PARAMS = [SamplingParams(temperature=0.9 * (b % 2), seed=b, max_tokens=30, ignore_eos=True) for b in range(4)]
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "room for everything": {},
+    "chunks, few blocks": {"num_gpu_blocks_override": 6, "max_num_seqs": 3, "max_num_batched_tokens": 15},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A published way to write a head down."""
+
+    method: str
+    config: dict[str, Any]  # what config.json holds
+    shapes: dict[str, tuple[int, ...]]
+    layer: dict[str, Any]  # the layers' part of the config
+    options: dict[str, Any] | None = None  # of EAGLE-3
+    taps: tuple[int, ...] = ()
+    is_pickled: bool = False
+    draft_vocab_size: int = VOCAB_SIZE
+
+
+def _eagle(layer: dict[str, Any], *, is_wrapped: bool, own: Sequence[str], **keys: Any) -> Layout:
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (SIZE, 2 * SIZE)}
+    if keys.get("bias", not is_wrapped):
+        shapes["fc.bias"] = (SIZE,)
+    for index in range(layer["num_hidden_layers"]):
+        shapes |= layer_shapes(layer, prefix=f"layers.{index}.", is_first_of="eagle" if index == 0 else None)
+    shapes |= {f"{name}.weight": (VOCAB_SIZE, SIZE) for name in own}
+    config = {"model_type": "eagle", "model": layer} if is_wrapped else {**layer, **keys}
+    return Layout(method="eagle", config=config, shapes=shapes, layer=layer, is_pickled=not is_wrapped)
+
+
+def _eagle3(
+    layer: dict[str, Any],
+    config: dict[str, Any],
+    *,
+    taps: tuple[int, ...],
+    first: str = "layers.0.",
+    own: Sequence[str] = ("lm_head",),
+    is_pickled: bool = False,
+) -> Layout:
+    size, draft_vocab_size = layer["hidden_size"], config.get("draft_vocab_size", VOCAB_SIZE)
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, len(taps) * SIZE), "norm.weight": (size,)}
+    shapes |= layer_shapes(layer, prefix=first, is_first_of="eagle3")
+    for index in range(1, layer["num_hidden_layers"]):
+        shapes |= layer_shapes(layer, prefix=f"layers.{index}.")
+    rows = {"embed_tokens": VOCAB_SIZE, "lm_head": draft_vocab_size}
+    shapes |= {f"{name}.weight": (rows[name], size) for name in own}
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (len(taps) * SIZE,)
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{index}.weight": (SIZE,) for index in range(len(taps))}
+    return Layout(
+        method="eagle3",
+        config=config,
+        shapes=shapes,
+        layer=layer,
+        options=config,
+        taps=taps,
+        is_pickled=is_pickled,
+        draft_vocab_size=draft_vocab_size,
+    )
+
+
+NARROW = {**LAYER, "hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "attention_bias": True}
+QWEN3 = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 2}
+LAYOUTS = {
+    "EAGLE of SafeAILab": _eagle({**LAYER, "bias": True}, is_wrapped=False, own=["embed_tokens"]),
+    "EAGLE of vLLM, two layers": _eagle({**LAYER, "num_hidden_layers": 2}, is_wrapped=True, own=[]),
+    "EAGLE-3 of SafeAILab": _eagle3(
+        LAYER, {**LAYER, "draft_vocab_size": DRAFT_VOCAB_SIZE}, taps=(2, 3, 4), first="midlayer.", is_pickled=True
+    ),
+    "EAGLE-3 of SpecForge, of another width": _eagle3(
+        NARROW,
+        {
+            **NARROW,
+            "target_hidden_size": SIZE,
+            "draft_vocab_size": DRAFT_VOCAB_SIZE,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]},
+        },
+        taps=(1, 4, 6),
+        first="midlayer.",
+        own=["embed_tokens", "lm_head"],
+    ),
+    "speculators, norm_before_residual, norm_before_fc": _eagle3(
+        LAYER,
+        {
+            **SPECULATORS,
+            "draft_vocab_size": DRAFT_VOCAB_SIZE,
+            "transformer_layer_config": LAYER,
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+        },
+        taps=(2, 3, 4),
+    ),
+    "EAGLE-3.1 of speculators, Qwen3, two layers, the target's embedding and head": _eagle3(
+        QWEN3,
+        {
+            **SPECULATORS,
+            "transformer_layer_config": QWEN3,
+            "fc_norm": True,
+            "norm_output": True,
+            "eagle_aux_hidden_state_layer_ids": [0, 2, 6],
+        },
+        taps=(0, 2, 6),
+        own=[],
+    ),
+    "speculators, a sliding window": _eagle3(
+        {**LAYER, "window": 5},
+        {
+            **SPECULATORS,
+            "transformer_layer_config": {**LAYER, "layer_types": ["sliding_attention"], "sliding_window": 5},
+        },
+        taps=(2, 3, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    config = {**LAYER, "num_hidden_layers": NUM_LAYERS, "eos_token_id": 2, "tie_word_embeddings": False}
+    model = random_model(LlamaConfig(**config))
+    directory = tmp_path_factory.mktemp("target")
+    save(model, directory)
+    save_tokenizer(directory, VOCAB_SIZE)
+    return directory, model
+
+
+def make_head(layout: Layout, model: Any, directory: Path) -> ReferenceHead:
+    """Write a random head down in a layout; what it is by the reference."""
+    tensors = random_weights(layout.shapes)
+    if layout.draft_vocab_size != VOCAB_SIZE:
+        tensors |= vocabulary_map(VOCAB_SIZE, layout.draft_vocab_size)
+    save_head(directory, layout.config, tensors, is_pickled=layout.is_pickled)
+    return ReferenceHead(
+        config=layout.layer,
+        weights={name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()},
+        options=layout.options,
+        target_embedding=model.get_input_embeddings().weight.detach(),
+        target_lm_head=model.lm_head.weight.detach(),
+    )
+
+
+def engine(target: Path, head: Path, method: str, num_speculative_tokens: int = 4, **keys: Any) -> LLM:
+    options = {key: keys.pop(key) for key in list(keys) if key in ("aux_hidden_state_layer_ids", "max_model_len")}
+    config = {"method": method, "model": str(head), "num_speculative_tokens": num_speculative_tokens, **options}
+    return LLM(str(target), speculative_config=config, device="cpu", dtype="float32", **keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """One request in one step: what was known, the logits of every draft, the drafts."""
+
+    request: Request
+    token_ids: list[int]
+    logits: torch.Tensor  # [num_drafts, vocab]
+    draft_token_ids: list[int]
+
+
+def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[list[Drafted], list[Request]]]:
+    """Runs PROMPTS with the proposer's logits and drafts written down."""
+    proposer: Any = llm.engine.proposer
+    drafted: list[Drafted] = []
+    rows: dict[str, list[torch.Tensor]] = {}
+    first_logits, next_logits, propose = proposer.first_logits, proposer.next_logits, proposer.propose
+
+    def keep(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+        for request, row in zip(requests, logits, strict=True):
+            rows.setdefault(request.request_id, []).append(row.clone())
+        return logits
+
+    def propose_and_keep(schedule: Any) -> Any:
+        rows.clear()
+        drafts = propose(schedule)
+        for item, ids in zip(schedule.decoding, drafts.token_ids.split(drafts.num_draft_tokens), strict=True):
+            if len(ids):
+                request = item.request
+                token_ids = request.tokens_between(0, request.num_tokens)
+                logits = torch.stack(rows[request.request_id])
+                drafted.append(
+                    Drafted(request=request, token_ids=token_ids, logits=logits, draft_token_ids=ids.tolist())
+                )
+        return drafts
+
+    monkeypatch.setattr(proposer, "first_logits", lambda requests: keep(first_logits(requests), requests))
+    monkeypatch.setattr(proposer, "next_logits", lambda requests, *args: keep(next_logits(requests, *args), requests))
+    monkeypatch.setattr(proposer, "propose", propose_and_keep)
+
+    def run() -> tuple[list[Drafted], list[Request]]:
+        requests, _ = complete(llm, PROMPTS, PARAMS)
+        return drafted, requests
+
+    return run
+
+
+@torch.inference_mode()
+def target_states(model: Any, token_ids: list[int], layout: Layout) -> torch.Tensor:
+    output = model.base_model(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False)
+    if layout.method == "eagle":
+        return output.last_hidden_state[0]
+    return torch.cat([output.hidden_states[tap][0] for tap in layout.taps], dim=-1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_draft_is_the_one_of_a_whole_recompute_in_float64(
+    target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
+) -> None:
+    """First and following steps, after accepted, partly accepted and rejected drafts, prompt chunks and preemption."""
+    layout, (directory, model) = LAYOUTS[name], target
+    head = make_head(layout, model, tmp_path / "head")
+    llm = engine(directory, tmp_path / "head", layout.method, **SCHEDULES[schedule])
+    drafted, requests = record(llm, monkeypatch)()
+    assert any(request.num_preemptions for request in requests) == ("few blocks" in schedule)
+    exact_model = in_float64(model)
+    rows: dict[str, list[torch.Tensor]] = {"ours": [], "theirs": [], "exact": []}
+    kept = {request.request_id: request.tokens_between(0, request.num_tokens) for request in requests}
+    states = {}
+    for request_id, token_ids in kept.items():
+        with KeepFloat64():
+            states[request_id, "exact"] = target_states(exact_model, token_ids, layout)
+        states[request_id, "theirs"] = target_states(model, token_ids, layout)
+    num_accepted = set()
+    for step in drafted:
+        known, request_id = len(step.token_ids), step.request.request_id
+        rows["ours"].append(step.logits)
+        for which, dtype in (("theirs", torch.float32), ("exact", torch.float64)):
+            logits = head.to(dtype).draft_logits(
+                step.token_ids, states[request_id, which][: known - 1], step.draft_token_ids[:-1]
+            )
+            rows[which].append(torch.stack(logits))
+        followed = [a == b for a, b in zip(step.draft_token_ids, kept[request_id][known:], strict=False)]
+        num_accepted.add(([*followed, False]).index(False))
+        if step.request.sampling_params.is_greedy:
+            assert step.draft_token_ids == rows["exact"][-1].argmax(-1).tolist()
+    assert len(num_accepted) > 1 and max(num_accepted) > 0, "drafts of every fate"
+    ours, theirs, exact = (torch.cat(rows[which]) for which in ("ours", "theirs", "exact"))
+    known_tokens = exact.isfinite()
+    assert (ours[~known_tokens] < ours[known_tokens].min() - 500).all()
+    assert_as_accurate(ours[known_tokens], theirs[known_tokens], exact[known_tokens])
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, (2, 3, 4)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 3, 4)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (1, 3, 4)),
+        ({"aux_hidden_state_layer_ids": [0, 3, 7]}, (0, 3, 7)),
+    ],
+)
+def test_ids_of_hidden_states_mean_what_their_key_means(
+    target: tuple[Path, Any], tmp_path: Path, keys: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    """Nested ids number layers from 0, so the state after layer i is hidden state i + 1; the others are as they are."""
+    layout = LAYOUTS["EAGLE-3 of SafeAILab"]
+    make_head(replace(layout, config=layout.config | keys), target[1], tmp_path)
+    assert engine(target[0], tmp_path, "eagle3").engine.proposer.tap_layers == expected
+    llm = engine(target[0], tmp_path, "eagle3", aux_hidden_state_layer_ids=[5, 6, 7])
+    assert llm.engine.proposer.tap_layers == (5, 6, 7)
+
+
+def test_a_head_that_reads_the_last_state_alone_has_no_fc(target: tuple[Path, Any], tmp_path: Path) -> None:
+    layout = LAYOUTS["EAGLE-3 of SafeAILab"]
+    shapes = {name: shape for name, shape in layout.shapes.items() if name != "fc.weight"}
+    config = layout.config | {"eagle_config": {"use_aux_hidden_state": False}}
+    make_head(replace(layout, config=config, shapes=shapes), target[1], tmp_path)
+    llm = engine(target[0], tmp_path, "eagle3")
+    assert llm.engine.proposer.tap_layers == (NORMED,)
+    _, metrics = complete(llm, PROMPTS, PARAMS)
+    assert sum(point.num_draft_tokens for point in metrics.step_points) > 0
+
+
+def test_a_head_follows_a_text_as_far_as_its_rotations_go(target: tuple[Path, Any], tmp_path: Path) -> None:
+    layout = LAYOUTS["EAGLE of SafeAILab"]
+    make_head(replace(layout, config=layout.config | {"max_position_embeddings": 30}), target[1], tmp_path)
+    llm = engine(target[0], tmp_path, "eagle")
+    plain, _ = complete(LLM(str(target[0]), device="cpu", dtype="float32"), PROMPTS, PARAMS)
+    requests, metrics = complete(llm, PROMPTS, PARAMS)
+    assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in plain]
+    reached = 0
+    for told in metrics.records:
+        for step, count in enumerate(told.num_draft_tokens):
+            if count > 0:
+                reached = max(reached, len(told.prompt_token_ids) + sum(told.tokens_per_step[:step]) + count)
+    assert reached == 30
+    with pytest.raises(UserError, match=r"method.max_model_len must be <= 30, the max_position_embeddings of .*got 40"):
+        engine(target[0], tmp_path, "eagle", max_model_len=40)
+
+
+def _change(name: str, keys: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Any:
+    return name, keys or {}, tensors
+
+
+SAFE3 = "EAGLE-3 of SafeAILab"
+REFUSALS = {
+    "another vocabulary": (
+        _change("EAGLE of SafeAILab", {"vocab_size": 20}),
+        r"a vocabulary of 20 and a hidden size of 32, and .*target\d* has 16 and 32; choose a head",
+    ),
+    "another hidden size": (
+        _change(SAFE3, {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}),
+        r"a vocabulary of 16 and a hidden size of 24, and .*target\d* has 16 and 32",
+    ),
+    "a missing tensor": (_change(SAFE3, **{"norm.weight": None}), r"those of an EAGLE-3 head.*missing: norm.weight"),
+    "a surplus tensor": (
+        _change("EAGLE of vLLM, two layers", **{"layers.0.input_layernorm.weight": torch.ones(SIZE)}),
+        r"those of an EAGLE head.*unexpected: layers.0.input_layernorm.weight",
+    ),
+    "a tensor of another shape": (
+        _change(SAFE3, **{"fc.weight": torch.ones(SIZE, 2 * SIZE)}),
+        r"of another shape: fc.weight \[32, 64\] for \[32, 96\]",
+    ),
+    "a draft vocabulary without its map": (_change(SAFE3, d2t=None), r"missing: d2t"),
+    "offsets that leave the vocabulary": (
+        _change(SAFE3, d2t=torch.full((DRAFT_VOCAB_SIZE,), 6)), r"among the target's 16, got ids from 6 to 16"
+    ),
+    "offsets that meet": (_change(SAFE3, d2t=-torch.arange(DRAFT_VOCAB_SIZE)), r"1 of 11 different"),
+    "a map that contradicts the other": (
+        _change(SAFE3, t2d=torch.ones(VOCAB_SIZE, dtype=torch.bool)), r"t2d must mark .* got 16 marks for 11 tokens"
+    ),
+    "hidden states that the target has not": (
+        _change(SAFE3, {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}),
+        r"numbered 0 to 7, .*got \[1, 4, 8\]; name them with method.aux_hidden_state_layer_ids",
+    ),
+    "EAGLE-3 taken for EAGLE": (_change("EAGLE of SafeAILab", {"draft_vocab_size": 8}), r"set method.method=eagle3"),
+    "another speculator": (_change(SAFE3, {"speculators_model_type": "dflash"}), r"an EAGLE-3 head, got .*'dflash'"),
+    "another build": (
+        _change(SAFE3, {"eagle_config": {"use_mtp_layernorm": True}}), r"eagle_config.use_mtp_layernorm must be False"
+    ),
+    "a layer of another family": (_change(SAFE3, {"model_type": "deepseek_v3"}), r"model_type must be one of llama"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_head_that_does_not_belong_is_refused_in_one_message(
+    target: tuple[Path, Any], tmp_path: Path, what: str
+) -> None:
+    (name, keys, tensors), message = REFUSALS[what]
+    layout = LAYOUTS[name]
+    weights = random_weights(layout.shapes)
+    if layout.draft_vocab_size != VOCAB_SIZE:
+        weights |= vocabulary_map(VOCAB_SIZE, layout.draft_vocab_size)
+    weights = {name: tensor for name, tensor in (weights | tensors).items() if tensor is not None}
+    save_head(tmp_path, layout.config | keys, weights, is_pickled=layout.is_pickled)
+    with pytest.raises(UserError, match=message) as caught:
+        engine(target[0], tmp_path, layout.method)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,251 @@
+"""Targets carry MTP modules whatever the method; a module is read whole or refused in one message."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from proposers.heads.mtp import MtpHead
+from runner.engine.checkpoint import ModelSource
+from runner.engine.errors import UserError
+from runner.llm import LLM, SamplingParams
+from tests.mtp_checkpoints import HIDDEN_SIZE, NUM_LAYERS, SHAPE, VOCAB_SIZE, write
+from tests.transformers_reference import load
+
+Tensors = dict[str, torch.Tensor]
+LAST = f"model.layers.{NUM_LAYERS}."
+
+
+def edit_tensors(directory: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(directory: Path, **values: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def start(model: Path | str, head: Path | None = None, **options: Any) -> LLM:
+    method: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
+    if head is not None:
+        method["model"] = str(head)
+    return LLM(str(model), speculative_config=method, device="cpu", dtype="float32", max_num_seqs=2, **options)
+
+
+def head_of(llm: LLM) -> MtpHead:
+    head = llm.engine.proposer.head  # type: ignore[attr-defined]
+    assert isinstance(head, MtpHead)
+    return head
+
+
+def refusal(model: Path | str, head: Path | None = None, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        start(model, head, **options)
+    message = str(caught.value)
+    assert "\n" not in message and ";" in message, message
+    return message
+
+
+@pytest.mark.parametrize(("layout", "model_type"), [("qwen3_next", "qwen3"), ("deepseek", "deepseek_v3")])
+def test_other_methods_load_the_target_and_leave_its_module_alone(layout: str, model_type: str, tmp_path: Path) -> None:
+    write(tmp_path, layout, model_type)
+    llm = LLM(str(tmp_path), speculative_config={"method": "ngram"}, device="cpu", dtype="float32")
+    (out,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(out.outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "model_type", "name"),
+    [
+        ("qwen3_next", "qwen3", "mtp.fusion.weight"),
+        ("qwen3_next", "qwen3", "mtp.layers.0.mlp.router.weight"),
+        ("qwen3_next", "qwen3", "mtp.layers.1.input_layernorm.weight"),
+        ("mimo", "qwen2", "model.mtp_layers.1.input_proj.weight"),
+        ("deepseek", "llama", f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight"),
+        ("deepseek", "deepseek_v3", f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight"),
+    ],
+)
+def test_a_target_with_tensors_that_no_module_has_is_refused(
+    layout: str, model_type: str, name: str, tmp_path: Path
+) -> None:
+    write(tmp_path, layout, model_type)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: torch.zeros(HIDDEN_SIZE)}))
+    with pytest.raises(UserError, match=f"unexpected: {name};"):
+        load(ModelSource(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+def test_a_further_layer_is_a_module_only_where_the_config_says_so(model_type: str, tmp_path: Path) -> None:
+    write(tmp_path, "deepseek", model_type, num_nextn_predict_layers=0)
+    with pytest.raises(UserError, match=f"unexpected: {LAST}"):
+        load(ModelSource(model=str(tmp_path)))
+
+
+def test_a_target_without_a_module_is_told_what_was_looked_for(tmp_path: Path) -> None:
+    write(tmp_path, "speculators", "qwen3")
+    message = refusal(tmp_path)
+    assert message.startswith(f"model.model={tmp_path}: method=mtp needs a multi-token-prediction module")
+    for name in ("mtp.fc.weight", "model.mtp_layers.0.input_proj.weight", f"{LAST}eh_proj.weight"):
+        assert name in message
+    assert "method.model=<directory>" in message
+
+
+def test_everything_wrong_with_a_module_is_one_message(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_next", "qwen3")
+
+    def change(tensors: Tensors) -> None:
+        tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"][:, :HIDDEN_SIZE].contiguous()
+        del tensors["mtp.norm.weight"], tensors["mtp.layers.0.mlp.up_proj.weight"]
+
+    edit_tensors(tmp_path, change)
+    message = refusal(tmp_path)
+    assert "an MTP module in Qwen3-Next's layout" in message
+    assert "missing: mtp.layers.0.mlp.up_proj.weight, mtp.norm.weight;" in message
+    assert f"of another shape: mtp.fc.weight {[HIDDEN_SIZE] * 2} for {[HIDDEN_SIZE, 2 * HIDDEN_SIZE]};" in message
+
+
+def test_missing_experts_of_a_module_are_named(tmp_path: Path) -> None:
+    write(tmp_path, "deepseek", "deepseek_v3")
+    name = f"{LAST}mlp.experts.3.up_proj.weight"
+
+    def change(tensors: Tensors) -> None:  # for a layer that transformers stacks the experts of, all of one kind
+        for index in range(8):
+            del tensors[f"{LAST}mlp.experts.{index}.up_proj.weight"]
+
+    edit_tensors(tmp_path, change)
+    assert f"missing: {name.replace('.3.', '.0.')}, " in refusal(tmp_path)
+
+
+def test_a_directory_of_its_own_has_nothing_surplus(tmp_path: Path) -> None:
+    head = write(tmp_path, "speculators", "qwen3").head
+    assert head is not None
+    edit_tensors(head, lambda tensors: tensors.update({"d2t": torch.zeros(4)}))
+    assert "unexpected: d2t;" in refusal(tmp_path, head)
+
+
+def test_the_speculators_format_may_write_model_before_its_names(tmp_path: Path) -> None:
+    head = write(tmp_path, "speculators", "qwen3").head
+    assert head is not None
+    expected = head_of(start(tmp_path, head)).projection.weight
+    edit_tensors(head, lambda tensors: [tensors.update({f"model.{n}": tensors.pop(n)}) for n in list(tensors)])
+    assert torch.equal(head_of(start(tmp_path, head)).projection.weight, expected)
+
+
+def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
+    head = write(tmp_path, "speculators", "qwen3").head
+    assert head is not None
+    edit_config(head, speculators_model_type="eagle3")
+    assert "speculators_model_type must be 'mtp' with method=mtp, got 'eagle3';" in refusal(tmp_path, head)
+    edit_config(head, speculators_model_type="mtp", transformer_layer_config=None)
+    assert "must hold transformer_layer_config, a mapping, got None;" in refusal(tmp_path, head)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
+def test_a_module_may_lie_in_another_checkpoint_of_the_same_target(model_type: str, tmp_path: Path) -> None:
+    layout = "qwen3_next" if model_type == "qwen3" else "deepseek"
+    (tmp_path / "both").mkdir()
+    write(tmp_path / "both", layout, model_type)
+    bare, module = (shutil.copytree(tmp_path / "both", tmp_path / name) for name in ("bare", "module"))
+    prefix = "mtp." if model_type == "qwen3" else LAST
+    edit_tensors(bare, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(prefix)])
+    expected = head_of(start(tmp_path / "both")).projection.weight
+    assert "method=mtp needs" in refusal(bare)
+    for head in (tmp_path / "both", module):
+        found = head_of(start(bare, head))
+        assert torch.equal(found.projection.weight, expected)
+        assert found.lm_head is None and found.embed_tokens is None, "the target's own"
+        edit_tensors(
+            module, lambda tensors: [tensors.pop(name) for name in list(tensors) if not name.startswith(prefix)]
+        )
+    edit_tensors(module, lambda tensors: tensors.update({"mtp.fusion.weight": torch.zeros(4)}))
+    assert "unexpected: mtp.fusion.weight;" in refusal(bare, module)
+
+
+def test_a_module_of_another_target_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "theirs").mkdir()
+    write(tmp_path / "ours", "deepseek", "deepseek_v3")
+    write(tmp_path / "theirs", "qwen3_next", "qwen3_moe")
+    message = refusal(tmp_path / "ours", tmp_path / "theirs")
+    assert "model_type must be 'deepseek_v3', the target's, or a dense family of ours, got 'qwen3_moe';" in message
+
+
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+def test_copies_of_embedding_and_head_are_shared_and_others_are_used(model_type: str, tmp_path: Path) -> None:
+    write(tmp_path, "deepseek", model_type)
+
+    def add(scale: float) -> Callable[[Tensors], object]:
+        return lambda tensors: tensors.update(
+            {
+                f"{LAST}embed_tokens.weight": tensors["model.embed_tokens.weight"] * scale,
+                f"{LAST}shared_head.head.weight": tensors["lm_head.weight"] * scale,
+            }
+        )
+
+    edit_tensors(tmp_path, add(1.0))
+    shared = head_of(start(tmp_path))
+    assert shared.embed_tokens is None and shared.lm_head is None
+    edit_tensors(tmp_path, add(2.0))
+    own = head_of(start(tmp_path))
+    assert own.embed_tokens is not None
+    assert torch.equal(own.embed_tokens, 2 * own.target.embed_tokens)
+    rows = torch.randn(5, HIDDEN_SIZE)
+    torch.testing.assert_close(own.logits(rows, 5), 2 * shared.logits(rows, 5))
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"{LAST}embed_tokens.weight": torch.zeros(3, 4)}))
+    assert f"of another shape: {LAST}embed_tokens.weight [3, 4] for [{VOCAB_SIZE}, {HIDDEN_SIZE}];" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model_type", "prefixes"),
+    [
+        ("mimo", "qwen2", ("model.mtp_layers.0.", "model.mtp_layers.1.")),
+        ("qwen3_next", "qwen3", ("mtp.layers.0.", "mtp.layers.1.")),
+        ("deepseek", "llama", (LAST, f"model.layers.{NUM_LAYERS + 1}.")),
+        ("deepseek", "deepseek_v3", (LAST, f"model.layers.{NUM_LAYERS + 1}.")),
+    ],
+)
+def test_of_several_modules_the_first_drafts_and_a_note_says_so(
+    layout: str, model_type: str, prefixes: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, layout, model_type, num_nextn_predict_layers=2)
+    expected = head_of(start(tmp_path)).projection.weight
+
+    def add(tensors: Tensors) -> None:
+        first, second = prefixes
+        tensors |= {
+            second + name.removeprefix(first): torch.zeros_like(tensor)
+            for name, tensor in tensors.items()
+            if name.startswith(first)
+        }
+
+    edit_tensors(tmp_path, add)
+    with caplog.at_level(logging.INFO, "proposers.heads.mtp_checkpoint"):
+        assert torch.equal(head_of(start(tmp_path)).projection.weight, expected)
+    assert caplog.messages == [f"{tmp_path}: the first of 2 MTP modules drafts every token"]
+
+
+def test_a_hybrid_target_is_told_that_its_state_cannot_roll_back_yet(tmp_path: Path) -> None:
+    edit = {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"], **SHAPE}
+    (tmp_path / "config.json").write_text(json.dumps({**edit, "num_hidden_layers": 2}))
+    message = refusal(tmp_path)
+    assert "linear_attention" in message and "cannot roll back yet what rejected drafts (MTP's" in message
+
+
+@pytest.mark.parametrize("keys", [{"num_nextn_predict_layers": 1}, {"mtp_num_hidden_layers": 1}])
+def test_dummy_weights_take_the_layout_that_the_config_states(keys: dict[str, int]) -> None:
+    target = {**SHAPE, "num_hidden_layers": 2, "model_type": "qwen3", "head_dim": 16}
+    llm = start("dummy", load_format="dummy", hf_config={**target, **keys})
+    (out,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(out.outputs[0].token_ids) == 5
+    assert head_of(llm).layout.projection == ("fc" if "mtp_num_hidden_layers" in keys else "eh_proj")
+    assert "the config states none" in refusal("dummy", load_format="dummy", hf_config=target)
