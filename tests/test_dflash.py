@@ -150,7 +150,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """x: [num_rows, heads, HEAD_DIM]; pairs (i, i + HEAD_DIM / 2) are turned by position * theta ** (-2 i / HEAD_DIM)."""
+    """x: [num_rows, heads, HEAD_DIM]; places i and i + HEAD_DIM / 2 turn by position * theta ** (-2 i / HEAD_DIM)."""
     frequencies = 1 / 5000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
     angles = (positions.float()[:, None] * frequencies)[:, None]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -160,7 +160,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def reference_logits(layout: str, target: Any, token_ids: list[int], num_tokens: int, taps: list[int]) -> Tensor:
-    """[num_tokens, vocab] behind token_ids, in the dtype of the target: the head as its paper and z-lab's code have it."""
+    """[num_tokens, vocab] behind token_ids, in the target's dtype: the head as its paper and z-lab's code have it."""
     config, weights = LAYOUTS[layout]
     embedding, lm_head = target.model.embed_tokens.weight, target.lm_head.weight
     weights = {name: w.to(embedding.dtype) if w.is_floating_point() else w for name, w in weights.items()}
