@@ -1,4 +1,4 @@
-"""The sizes that a head's config tells, and whether they are those of the target."""
+"""Whole numbers of a head's config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
-from runner.engine.loader import LoadedModel
 
 
 def head_size(config: Mapping[str, Any], key: str, default: int, source: ModelSource, *, minimum: int = 1) -> int:
@@ -23,14 +22,3 @@ def head_size(config: Mapping[str, Any], key: str, default: int, source: ModelSo
             "mend it or download the head again"
         )
     return value
-
-
-def require_target_sizes(source: ModelSource, target: LoadedModel, *, hidden_size: int, vocab_size: int) -> None:
-    """Raises UserError when a head of these sizes belongs to another target."""
-    ours = {"hidden_size": (hidden_size, target.model.hidden_size), "vocabulary": (vocab_size, target.model.vocab_size)}
-    wrong = [f"{name} {theirs} for {own}" for name, (theirs, own) in ours.items() if theirs != own]
-    if wrong:
-        raise UserError(
-            f"{source.name}={source.model} must be a head that was made for {target.source.model}, got "
-            f"{' and '.join(wrong)}; choose the head of this target, or the target of this head"
-        )
