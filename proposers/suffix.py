@@ -1,6 +1,7 @@
 """Suffix decoding (arXiv 2411.04975): drafts what followed the same words before, in this request or in finished ones.
 
-The draft is as long as the match is convincing. Responses of finished requests are remembered, up to
+The draft is as long as the match is convincing: the likeliest continuation, or, with speculative_token_tree "dynamic",
+a tree of the likeliest ones. Responses of finished requests are remembered, up to
 `suffix_decoding_max_cached_requests`; those of requests that were aborted or preempted are not.
 """
 
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
 from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
+from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from runner.engine.request import DraftTokens, Request, RequestStatus
 from runner.engine.scheduler import Schedule
 
@@ -31,6 +33,7 @@ class SuffixProposer(Proposer):
         suffix_decoding_max_cached_requests: int,
         suffix_decoding_max_spec_factor: float,
         suffix_decoding_min_token_prob: float,
+        speculative_token_tree: str | None = None,
         corpus: Iterable[Sequence[int]] = (),
     ) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
@@ -47,6 +50,7 @@ class SuffixProposer(Proposer):
         self._rows: dict[str, int] = {}  # of those that have decoded
         self._num_known: dict[str, int] = {}  # committed tokens that the cache has of them
         self._is_learning = True
+        self._drafts_trees = speculative_token_tree == "dynamic"
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         for item in schedule.scheduled:  # also those that may finish with their first token
@@ -61,7 +65,11 @@ class SuffixProposer(Proposer):
             new_tokens.append(request.tokens_between(self._num_known[request_id], request.num_tokens))
             self._num_known[request_id] = request.num_tokens
             limits.append(item.max_draft_tokens)
-        return draft_tokens_from_lists(self._cache.step(rows, new_tokens, limits), self.context.device)
+        if not self._drafts_trees:
+            return draft_tokens_from_lists(self._cache.step(rows, new_tokens, limits), self.context.device)
+        found = self._cache.step_trees(rows, new_tokens, limits)
+        trees = [DraftTree(token_ids=tokens, parents=parents).depth_first() for tokens, parents in found]
+        return draft_tokens_from_trees(trees, self.context.device)
 
     def release(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from proposers.heads.mtp import MtpHead
+from proposers.heads.mtp_checkpoint import describe_module
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.llm import LLM, SamplingParams
@@ -141,13 +142,17 @@ def test_the_speculators_format_may_write_model_before_its_names(tmp_path: Path)
     assert torch.equal(head_of(start(tmp_path, head)).projection.weight, expected)
 
 
-def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_speculators_config_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """Where the configuration cannot look first: on the hub."""
     head = write(tmp_path, "speculators", "qwen3").head
     assert head is not None
+    target, source = load(ModelSource(model=str(tmp_path))), ModelSource(model=str(head), name="method.model")
     edit_config(head, speculators_model_type="eagle3")
-    assert "speculators_model_type must be 'mtp' with method=mtp, got 'eagle3';" in refusal(tmp_path, head)
+    with pytest.raises(UserError, match="speculators_model_type must be 'mtp' with method=mtp, got 'eagle3';"):
+        describe_module(source, target)
     edit_config(head, speculators_model_type="mtp", transformer_layer_config=None)
-    assert "must hold transformer_layer_config, a mapping, got None;" in refusal(tmp_path, head)
+    with pytest.raises(UserError, match="must hold transformer_layer_config, a mapping, got None;"):
+        describe_module(source, target)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])

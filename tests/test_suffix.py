@@ -122,6 +122,47 @@ def test_a_response_of_one_step_is_remembered_although_nothing_was_drafted_for_i
     assert propose(proposer, make_request([7], [7], "1")) == [[8]]
 
 
+def tree_of(proposer: SuffixProposer, request: Request, limit: int) -> tuple[list[int], list[int] | None]:
+    item = ScheduledRequest(
+        request=request,
+        start=request.num_tokens - 1,
+        num_new_tokens=1,
+        max_draft_tokens=limit,
+        yields_token=True,
+        is_decoding=True,
+    )
+    drafts = proposer.propose(Schedule(scheduled=[item]))
+    return drafts.token_ids.tolist(), drafts.parent_indices
+
+
+def test_a_tree_holds_the_likeliest_continuations() -> None:
+    """Behind 1 2 came 3 4 twice, 5 6 twice and 7 once; the tree goes on where a chain has to choose."""
+    corpus = [[1, 2, 3, 4, 8], [1, 2, 5, 6, 9], [1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7]]
+    for tree, limit, drafted in (
+        ("dynamic", 4, ([5, 6, 3, 4], [-1, 0, -1, 2])),  # the latest of equals first, in depth-first order
+        ("dynamic", 5, ([5, 6, 3, 4, 7], [-1, 0, -1, 2, -1])),
+        (None, 4, ([5, 6, 9], None)),
+    ):
+        proposer = make_proposer(corpus=corpus, speculative_token_tree=tree, suffix_decoding_max_spec_factor=3.0)
+        assert tree_of(proposer, make_request([40], [1, 2]), limit) == drafted
+
+
+@pytest.mark.parametrize("blocks", [None, 9])
+def test_trees_change_no_token_and_reach_further_than_chains(engines: Engines, blocks: int | None) -> None:
+    """Two children of one prompt part ways, and so do those behind them: a chain guesses one way, a tree has both."""
+    prompts = [{"prompt_token_ids": [3 + i % 2, 40, 5]} for i in range(10)]
+    params = [SamplingParams(max_tokens=24, temperature=0.7, seed=i % 5, ignore_eos=True) for i in range(10)]
+    expected, _ = complete(engines(max_num_seqs=2), prompts, params)
+    accepted = {}
+    for tree in (None, "dynamic"):
+        keys = {"suffix_decoding_max_spec_factor": 3.0, "speculative_token_tree": tree}
+        llm = engines({**METHOD, **keys}, max_num_seqs=2, num_gpu_blocks_override=blocks)
+        requests, metrics = complete(llm, prompts, params)
+        assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in expected]
+        accepted[tree] = metrics.num_accepted_tokens
+    assert accepted["dynamic"] > accepted[None]
+
+
 def test_a_request_that_comes_back_after_preemption_drafts_as_if_it_had_never_gone() -> None:
     proposer = make_proposer()
     request = make_request([1, 2, 3, 4], [1, 2])

@@ -32,15 +32,22 @@ def array(tokens: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(tokens, dtype=np.int32)
 
 
-def expected_draft(cache: SuffixCache, context: list[int], responses: list[list[int]], limit: int) -> SuffixDraft:
-    score, length, tokens = naive_propose(
+def expected_tree(
+    cache: SuffixCache, context: list[int], responses: list[list[int]], limit: int, *, drafts_trees: bool = True
+) -> tuple[Fraction, int, list[int], list[int]]:
+    return naive_propose(
         context,
         responses,
         limit=limit,
         max_depth=cache.max_tree_depth,
         max_spec_factor=Fraction(cache.max_spec_factor).limit_denominator(1000),
         min_token_prob=Fraction(cache.min_token_prob).limit_denominator(1000),
+        drafts_trees=drafts_trees,
     )
+
+
+def expected_draft(cache: SuffixCache, context: list[int], responses: list[list[int]], limit: int) -> SuffixDraft:
+    score, length, tokens, _ = expected_tree(cache, context, responses, limit, drafts_trees=False)
     return SuffixDraft(tokens, float(score), length)
 
 
@@ -102,9 +109,12 @@ def test_whatever_requests_do_drafts_are_those_of_the_definition(
                 responses = responses[max(0, len(responses) - max_cached_requests) :] if max_cached_requests else []
         rows = sorted(running)
         drafts = cache.step(rows, [[] for _ in rows], [limit] * len(rows))
-        for row, draft in zip(rows, drafts, strict=True):
+        trees = cache.step_trees(rows, [[] for _ in rows], [limit] * len(rows))
+        for row, draft, tree in zip(rows, drafts, trees, strict=True):
             expected = expected_draft(cache, running[row], responses, limit)
             assert draft == expected.token_ids
+            _, _, tokens, parents = expected_tree(cache, running[row], responses, limit)
+            assert tree == (tokens, parents)
             assert_equal(cache.propose(row, limit), expected)
         assert cache.num_responses == len(responses)
         check_pool(cache._forest, len(running))

@@ -15,8 +15,7 @@ from typing import Protocol
 import torch
 
 from proposers.base import ProposerContext
-from proposers.drafting.token_by_token import TokenByTokenProposer
-from runner.engine.errors import UserError
+from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
 from runner.engine.forward_batch import Family, Segment
 from runner.engine.head_runner import DraftHead, HeadRunner
 from runner.engine.request import Request, VerifyOutput
@@ -48,7 +47,7 @@ class _Known:
     states: list[torch.Tensor]  # of the positions next_position - 1 up to the last computed one, rows in pieces
 
 
-class HeadProposer(TokenByTokenProposer):
+class HeadProposer(LevelByLevelProposer):
     """The loop over a head; a method is this and the way its head is read."""
 
     def __init__(
@@ -63,13 +62,13 @@ class HeadProposer(TokenByTokenProposer):
         tree_depth: int = 5,
         tree_top_k: int = 4,
     ) -> None:
-        if speculative_token_tree is not None:
-            raise UserError(
-                f"method.speculative_token_tree must be null for heads over hidden states, got "
-                f"{speculative_token_tree!r} (depth {tree_depth}, top k {tree_top_k}): they draft chains"
-            )
         super().__init__(
-            num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
+            num_speculative_tokens=num_speculative_tokens,
+            context=context,
+            draft_sample_method=draft_sample_method,
+            speculative_token_tree=speculative_token_tree,
+            tree_depth=tree_depth,
+            tree_top_k=tree_top_k,
         )
         self.head = head
         self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
@@ -81,7 +80,8 @@ class HeadProposer(TokenByTokenProposer):
             batch_invariant=context.batch_invariant,
         )
         self._known: dict[str, _Known] = {}
-        self._output = torch.empty(0)  # of the last call, a row for each request that drafts
+        self._output = torch.empty(0)  # of the last call, a row for each request that drafts, or node of its tree
+        self._first_scratch_block = 0
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -92,7 +92,13 @@ class HeadProposer(TokenByTokenProposer):
         return self.runner.cache_bytes_per_block
 
     def allocate_cache(self, num_blocks: int) -> None:
-        self.runner.allocate_cache(num_blocks)
+        self._first_scratch_block = num_blocks
+        self.runner.allocate_cache(num_blocks + self.context.max_num_seqs * self._num_scratch_blocks)
+
+    @property
+    def _num_scratch_blocks(self) -> int:
+        """Behind the blocks of the engine, for each request that drafts a tree: more nodes are fed than are drafted."""
+        return -(-self.max_fed_nodes // self.context.block_size)
 
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.max_model_len - request.num_tokens))
@@ -140,6 +146,32 @@ class HeadProposer(TokenByTokenProposer):
         ]
         self._output = self.runner.run("decode", segments, token_ids, self._output)
         return self._logits()
+
+    def level_logits(
+        self, requests: Sequence[Request], owners: Sequence[int], nodes: Sequence[TreeNode], token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        before = to_device([node.row for node in nodes], torch.int64, self.context.device)
+        tables = [self._table_with_scratch(place, request) for place, request in enumerate(requests)]
+        segments = []
+        for owner, node in zip(owners, nodes, strict=True):
+            request, (table, first_place) = requests[owner], tables[owner]
+            segments.append(
+                Segment(
+                    start=request.num_tokens - 2 + len(node.path),
+                    num_tokens=1,
+                    block_table=table,
+                    branch_start=request.num_tokens - 1,
+                    branch=[first_place + number for number in node.path],
+                )
+            )
+        self._output = self.runner.run("decode", segments, token_ids, self._output.index_select(0, before))
+        return self._logits()
+
+    def _table_with_scratch(self, place: int, request: Request) -> tuple[list[int], int]:
+        """The blocks of a request and then those of its tree's nodes, and the place of the first of these."""
+        first = self._first_scratch_block + place * self._num_scratch_blocks
+        table = [*request.block_table, *range(first, first + self._num_scratch_blocks)]
+        return table, len(request.block_table) * self.context.block_size
 
     def _follow(self, request: Request, known: _Known) -> None:
         """Compute all rows whose token and state are there but the last, which the next draft starts from."""

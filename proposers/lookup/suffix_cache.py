@@ -96,15 +96,36 @@ class SuffixCache:
 
     def step(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[int]]:
         """For each row: take in its new tokens, draft at most so many. Linear in the new tokens, not in the texts."""
+        drafts = self._drafts_for(rows, new_tokens, limits, drafts_trees=False)
+        return [draft[TOKENS : TOKENS + draft[NUM_DRAFTED]] for draft in drafts]
+
+    def step_trees(
+        self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]], limits: Sequence[int]
+    ) -> list[tuple[list[int], list[int]]]:
+        """`step` with trees of the likeliest continuations: (tokens, parents) of each row, the likeliest first.
+
+        A parent is the place of an earlier token of the tree, -1 for what follows the text.
+        """
+        drafts = self._drafts_for(rows, new_tokens, limits, drafts_trees=True)
+        trees = []
+        for draft, limit in zip(drafts, limits, strict=True):
+            num_nodes, parents = draft[NUM_DRAFTED], TOKENS + limit
+            trees.append((draft[TOKENS : TOKENS + num_nodes], draft[parents : parents + num_nodes]))
+        return trees
+
+    def _drafts_for(
+        self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]], limits: Sequence[int], *, drafts_trees: bool
+    ) -> list[list[int]]:
         counts = [len(tokens) for tokens in new_tokens]
         jobs = np.array([rows, counts, limits], dtype=np.int32).T.copy()
         flat = np.array([token for tokens in new_tokens for token in tokens], dtype=np.int32)
         for row, count in zip(rows, counts, strict=True):
             self._make_room(row, count)
         self._forest.reserve(2 * (len(flat) + len(rows) * self.max_tree_depth))
-        drafts = np.empty((len(rows), TOKENS + max(limits, default=0)), dtype=np.int32)
-        self._step(jobs, len(rows), flat, drafts)
-        return [draft[TOKENS : TOKENS + draft[NUM_DRAFTED]] for draft in drafts.tolist()]
+        drafts = np.empty((len(rows), TOKENS + 2 * max(limits, default=0)), dtype=np.int32)
+        self._step(jobs, len(rows), flat, drafts, drafts_trees)
+        listed: list[list[int]] = drafts.tolist()
+        return listed
 
     def append(self, row: int, tokens: Int32Array) -> None:
         """Take in the new tokens of one row. [num_new] int32"""
@@ -112,14 +133,14 @@ class SuffixCache:
         self._make_room(row, count)
         self._forest.reserve(2 * (count + self.max_tree_depth))
         self._jobs[0] = row, count, 0
-        self._step(self._jobs, 1, tokens, self._drafts)
+        self._step(self._jobs, 1, tokens, self._drafts, False)
 
     def propose(self, row: int, limit: int) -> SuffixDraft:
         """Draft at most `limit` tokens for one row."""
-        if self._drafts.shape[1] < TOKENS + limit:
+        if self._drafts.shape[1] < TOKENS + 2 * limit:
             self._make_drafts(limit)
         self._jobs[0] = row, 0, limit
-        self._step(self._jobs, 1, NOTHING, self._drafts)
+        self._step(self._jobs, 1, NOTHING, self._drafts, False)
         num_drafted, match_length, _, *tokens = self._drafts[0].tolist()
         return SuffixDraft(tokens[:num_drafted], self._scores.item(SCORE), match_length)
 
@@ -149,7 +170,7 @@ class SuffixCache:
         self._version += 1
 
     def _make_drafts(self, limit: int) -> None:
-        self._drafts: Int32Array = np.zeros((1, TOKENS + limit), dtype=np.int32)
+        self._drafts: Int32Array = np.zeros((1, TOKENS + 2 * limit), dtype=np.int32)
         self._scores = self._drafts[0].view(np.float32)
 
     def _make_room(self, row: int, num_new: int) -> None:
@@ -165,12 +186,14 @@ class SuffixCache:
             self._rows[row, BASE], self._rows[row, CAPACITY] = new_base, larger
             self._room[row] = larger - length - num_new
 
-    def _step(self, jobs: Int32Array, num_jobs: int, new_tokens: Int32Array, drafts: Int32Array) -> None:
+    def _step(
+        self, jobs: Int32Array, num_jobs: int, new_tokens: Int32Array, drafts: Int32Array, drafts_trees: bool
+    ) -> None:
         own, shared = self._forest, self._shared
         step(
             own.nodes, own.slots, self._texts.tokens, shared.nodes, shared.slots, self._ring.tokens, self._rows,
             jobs, num_jobs, new_tokens, drafts, self._shared_root, self._version, self.max_tree_depth,
-            self.max_spec_factor, self.min_token_prob,
+            self.max_spec_factor, self.min_token_prob, drafts_trees,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from proposers.lookup.compiled import compiled
+from proposers.lookup.suffix_bush import grow
 from proposers.lookup.suffix_forest import CHILD, COUNT, DEPTH, START, Int32Array, Uint32Array, find
 from proposers.lookup.suffix_tree import extend
 
@@ -33,7 +34,7 @@ LIMIT = 2  # tokens to draft at most
 NUM_DRAFTED = 0
 MATCH_LENGTH = 1
 SCORE = 2  # the bits of a float32
-TOKENS = 3  # from here on
+TOKENS = 3  # from here on; behind as many as there may be, the parents of a tree's
 
 FOREVER = 2**31 - 1  # as the end of a text: it grows
 EPSILON = 1e-9  # scores and probabilities closer than this are equal
@@ -150,6 +151,9 @@ def _num_tokens(limit: int, length: int, max_depth: int, max_spec_factor: float)
 @compiled
 def _best_match(
     nodes: Int32Array,
+    text: Int32Array,
+    base: int,
+    mask: int,
     points: Int32Array,
     num_matched: int,
     num_active: int,
@@ -159,6 +163,7 @@ def _best_match(
     max_spec_factor: float,
     min_token_prob: float,
     to_beat: float,
+    drafts_trees: bool,
 ) -> tuple[float, int]:
     """Score and match length of the best draft of one tree that beats `to_beat`; the longest match among equals."""
     best, best_length = to_beat, 0
@@ -170,7 +175,15 @@ def _best_match(
         if num_tokens <= best + EPSILON:
             continue
         node = int(points[(text_end - length) & (points.size - 1)])
-        score, _ = _walk(nodes, node, length, num_tokens, min_token_prob, best, points, num_active, text_end, nowhere)
+        if drafts_trees:
+            score, _ = grow(
+                nodes, text, base, mask, node, length, num_tokens, min_token_prob, points, num_active, text_end,
+                nowhere, nowhere,
+            )  # fmt: skip
+        else:
+            score, _ = _walk(
+                nodes, node, length, num_tokens, min_token_prob, best, points, num_active, text_end, nowhere
+            )
         if score > best + EPSILON:
             best, best_length = score, length
     return best, best_length
@@ -188,10 +201,18 @@ def _draft(
     length: int,
     num_tokens: int,
     min_token_prob: float,
+    drafts_trees: bool,
     tokens: Int32Array,
+    parents: Int32Array,
 ) -> int:
     """Write the tokens behind a match; returns how many there are."""
     node = int(points[(text_end - length) & (points.size - 1)])
+    if drafts_trees:
+        _, num_drafted = grow(
+            nodes, text, base, mask, node, length, num_tokens, min_token_prob, points, num_active, text_end,
+            tokens, parents,
+        )  # fmt: skip
+        return num_drafted
     _, num_drafted = _walk(nodes, node, length, num_tokens, min_token_prob, -1.0, points, num_active, text_end, tokens)
     for place in range(num_drafted):
         tokens[place] = text[base + (tokens[place] & mask)]
@@ -210,12 +231,13 @@ def step(
     jobs: Int32Array,  # [num_jobs or more, 3]
     num_jobs: int,
     new_tokens: Int32Array,  # flat, NUM_NEW of each job
-    drafts: Int32Array,  # [num_jobs or more, TOKENS + largest LIMIT]
+    drafts: Int32Array,  # [num_jobs or more, TOKENS + 2 * largest LIMIT]
     shared_root: int,  # 0: no shared tree
     version: int,
     max_depth: int,
     max_spec_factor: float,
     min_token_prob: float,
+    drafts_trees: bool,
 ) -> None:
     """Take new tokens into the jobs' rows and trees and draft for each; nodes and texts have room for them."""
     ring = (rows.shape[1] - NUM_COLUMNS) // 2
@@ -242,25 +264,29 @@ def step(
             )  # fmt: skip
         num_active, num_matched, limit = int(row[NUM_ACTIVE]), int(row[NUM_MATCHED]), jobs[job, LIMIT]
         score, length = _best_match(
-            nodes, active, num_active, num_active, end, limit, max_depth, max_spec_factor, min_token_prob, 0.0
-        )
+            nodes, text, base, mask, active, num_active, num_active, end, limit, max_depth, max_spec_factor,
+            min_token_prob, 0.0, drafts_trees,
+        )  # fmt: skip
         shared_score, shared_length = _best_match(
-            shared_nodes, points, num_matched, 0, end, limit, max_depth, max_spec_factor, min_token_prob, score
-        )
+            shared_nodes, shared_text, 0, shared_text.size - 1, points, num_matched, 0, end, limit, max_depth,
+            max_spec_factor, min_token_prob, score, drafts_trees,
+        )  # fmt: skip
         draft = drafts[job]
+        tokens, parents = draft[TOKENS : TOKENS + limit], draft[TOKENS + limit : TOKENS + 2 * limit]
         num_drafted = 0
         if shared_length > 0:
             score, length = shared_score, shared_length
             num_tokens = _num_tokens(limit, length, max_depth, max_spec_factor)
             num_drafted = _draft(
                 shared_nodes, shared_text, 0, shared_text.size - 1, points, 0, end, length, num_tokens,
-                min_token_prob, draft[TOKENS:],
+                min_token_prob, drafts_trees, tokens, parents,
             )  # fmt: skip
         elif length > 0:
             num_tokens = _num_tokens(limit, length, max_depth, max_spec_factor)
             num_drafted = _draft(
-                nodes, text, base, mask, active, num_active, end, length, num_tokens, min_token_prob, draft[TOKENS:]
-            )
+                nodes, text, base, mask, active, num_active, end, length, num_tokens, min_token_prob, drafts_trees,
+                tokens, parents,
+            )  # fmt: skip
         draft[NUM_DRAFTED] = num_drafted
         draft[MATCH_LENGTH] = length
         draft[SCORE] = np.float32(score).view(np.int32)

@@ -46,6 +46,31 @@ class Substrings:
             tokens.append(longer[-1])
         return score, tokens
 
+    def tree(self, match: String, num_nodes: int, min_token_prob: Fraction) -> tuple[Fraction, list[int], list[int]]:
+        """(score, tokens, parents): the num_nodes likeliest continuations, the likeliest first.
+
+        Of equals the one with the earlier parent comes first, then its heaviest child, then the lowest token.
+        """
+        score, tokens, parents = Fraction(0), list[int](), list[int]()
+        waiting: list[tuple[String, int]] = []
+        string, node = match, -1
+        while len(tokens) < num_nodes:
+            heaviest = self.heaviest(string)
+            followers = sorted(self.followers.get(string, ()), key=lambda token: ((*string, token) != heaviest, token))
+            waiting += [((*string, token), node) for token in followers]
+            waiting = [one for one in waiting if Fraction(self.counts[one[0]], self.counts[match]) >= min_token_prob]
+            if not waiting:
+                break
+            best = max(self.counts[found] for found, _ in waiting)
+            found = next(one for one in waiting if self.counts[one[0]] == best)
+            waiting.remove(found)
+            string, parent = found
+            score += Fraction(best, self.counts[match])
+            node = len(tokens)
+            tokens.append(string[-1])
+            parents.append(parent)
+        return score, tokens, parents
+
 
 def naive_substrings(texts: Sequence[Sequence[int]], max_depth: int) -> Substrings:
     substrings = Substrings(max_depth)
@@ -62,9 +87,13 @@ def naive_propose(
     max_depth: int,
     max_spec_factor: Fraction,
     min_token_prob: Fraction,
-) -> tuple[Fraction, int, list[int]]:
-    """(score, match length, tokens): the highest score; the request's own tree, then the longest match among equals."""
-    best: tuple[Fraction, int, list[int]] = (Fraction(0), 0, [])
+    drafts_trees: bool = False,
+) -> tuple[Fraction, int, list[int], list[int]]:
+    """(score, match length, tokens, parents): the highest score; the request's own tree, then the longest match.
+
+    A tree has as many nodes at most as a chain has tokens.
+    """
+    best: tuple[Fraction, int, list[int], list[int]] = (Fraction(0), 0, [], [])
     for texts in ([context], responses):
         substrings = naive_substrings(texts, max_depth)
         for length in range(min(len(context), max_depth - 1), 0, -1):
@@ -72,7 +101,11 @@ def naive_propose(
             if match not in substrings.counts:
                 continue
             num_tokens = min(limit, int(length * max_spec_factor))
-            score, tokens = substrings.draft(match, num_tokens, min_token_prob)
+            if drafts_trees:
+                score, tokens, parents = substrings.tree(match, num_tokens, min_token_prob)
+            else:
+                score, tokens = substrings.draft(match, num_tokens, min_token_prob)
+                parents = list(range(-1, len(tokens) - 1))
             if score > best[0]:
-                best = (score, length, tokens)
+                best = (score, length, tokens, parents)
     return best

@@ -105,7 +105,7 @@ def check(name: str, seed: int) -> None:
     cache.append(row, text[:40])
     for end in range(41, 80):
         cache.append(row, text[end - 1 : end])
-        _, length, tokens = naive_propose(
+        _, length, tokens, _ = naive_propose(
             text[:end].tolist(),
             [response.tolist() for response in responses[-6:]],
             limit=LIMIT,

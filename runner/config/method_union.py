@@ -113,6 +113,10 @@ class SuffixMethod(MethodConfig):
     suffix_decoding_min_token_prob: float = Field(
         default=0.1, ge=0, le=1, description="draft while the estimated probability of getting there is this, in [0, 1]"
     )
+    speculative_token_tree: Literal["dynamic"] | None = Field(
+        default=None,
+        description="null drafts the likeliest continuation; dynamic a tree of the num_speculative_tokens likeliest",
+    )
     suffix_decoding_corpus: str | None = Field(
         default=None,
         min_length=1,
