@@ -85,7 +85,7 @@ def test_a_dynamic_tree_holds_the_most_probable_nodes_of_one_block(
     target: Target, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By brute force over the laws of a float64 rewrite; a block is as long as a tree can be deep."""
-    num_nodes = 9
+    num_nodes = 7
     trees = trees_of_a_run(target, head, monkeypatch, num_nodes, "dynamic")
     model = in_float64(target.model)
     depths = set()
@@ -143,7 +143,8 @@ def test_a_tree_changes_no_token(
     schedule: dict[str, Any],
 ) -> None:
     """Of greedy and sampled requests of every kind, in one batch."""
-    llm = engines(dflash(tree, num_nodes, draft_sample_method=draft_sample_method), **schedule)
+    config = dflash(tree, num_nodes, rejection_sample_method="strict", draft_sample_method=draft_sample_method)
+    llm = engines(config, **schedule)
     requests, metrics = complete(llm, lossless.PROMPTS, lossless.PARAMS)
     assert lossless.answers(requests) == lossless.answers(plain)
     drafted, accepted = lossless.counts(metrics)
