@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict, ValidationInfo, field_validator
+from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
 
 from runner.config.checkpoint_method import misfit
 from runner.config.hardware import TENSOR_PARALLEL_REMEDY
