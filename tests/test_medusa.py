@@ -212,7 +212,7 @@ def narrowed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ("FasterDecoding", without("2.2.weight"), r"missing: 2\.2\.weight"),
         ("FasterDecoding", with_(surplus=torch.zeros(1)), "unexpected: surplus"),
         ("FasterDecoding", with_(**{"1.0.linear.weight": torch.zeros(32, 31)}), r"another shape: .*\[32, 31\] for \["),
-        ("FasterDecoding", narrowed, "vocabulary of 48 and a hidden size of 16, and .* has 48 and 32"),
+        ("FasterDecoding", narrowed, "made for .*, got hidden_size 16 for 32"),
         ("FasterDecoding", with_(**{"0.2.weight": torch.zeros(50, 32)}), "vocabulary of 50 and a .* has 48 and 32"),
         ("FasterDecoding", lambda _: {"midlayer.weight": torch.zeros(1)}, "must hold Medusa heads .*midlayer.weight"),
         ("vLLM", without("blocks.1.layers.0.weight"), r"missing: blocks\.1\.layers\.0\.weight"),
