@@ -2,7 +2,7 @@
 
 The row of x_p takes the embedding of x_p and the state of position p - 1, which is the target's behind its final norm,
 or for drafted tokens the module's own output. Embedding and head are the target's, or the module's where its copies
-differ.
+differ. Every row has its embedding, as in training; vLLM's modules see zeros for that of x_1.
 """
 
 from __future__ import annotations
