@@ -37,7 +37,8 @@ from tests.test_structured_outputs import PARAMS as FORM_PARAMS
 from tests.test_structured_outputs import WORKLOAD
 
 CHOICES = ((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,), (1, 0), (3,), (0, 0, 1), (2, 0))
-TREES: dict[str, Any] = {"static": CHOICES, "dynamic": "dynamic"}
+GAPS = ((1,), (3,), (1, 2), (3, 0), (3, 2))  # ranks are left out
+TREES: dict[str, Any] = {"static": CHOICES, "gaps": GAPS, "dynamic": "dynamic"}
 
 
 def medusa(tree: str | None, num_speculative_tokens: int, **keys: Any) -> dict[str, Any]:
@@ -208,6 +209,7 @@ def test_constrained_outputs_keep_their_text_and_have_chains(tree: str, tmp_path
 
 RULES = {
     "drawn without replacement": ("static", "probabilistic"),
+    "drawn, with ranks left out": ("gaps", "probabilistic"),  # laws are given the draws before, drafted or not
     "drawn with the target's noise": ("static", "coupled"),
     "a set of candidates": ("static", "greedy"),
     "a set whose shape is dynamic": ("dynamic", "greedy"),
@@ -217,11 +219,14 @@ RULES = {
 @pytest.mark.parametrize("sampler", ["temperature", "top-k, top-p, min-p", "penalties, bias"])
 @pytest.mark.parametrize("candidates", RULES)
 def test_under_the_probabilistic_rule_a_tree_keeps_the_law(engines: Engines, candidates: str, sampler: str) -> None:
-    """Over several steps: the joint law of three tokens; ancestors on other branches than the first are penalised."""
+    """Over several steps: the joint law of three tokens; ancestors on other branches than the first are penalised.
+
+    Behind the first token there is room for the whole tree: drafts are counted in nodes.
+    """
     tree, draft_sample_method = RULES[candidates]
     keys = {"rejection_sample_method": "probabilistic", "draft_sample_method": draft_sample_method}
     llm = six_token_engine(engines, medusa(tree, 7, **keys))
-    params = sampling_params(sampler, NUM_REQUESTS)
+    params = sampling_params(sampler, NUM_REQUESTS, num_tokens=9)
     requests, metrics = complete(llm, [PROMPT], [params])
     assert 0 < metrics.num_accepted_tokens < sum(point.num_draft_tokens for point in metrics.step_points)
     assert p_value(requests, exact_law(llm, params)) > ALPHA

@@ -51,7 +51,7 @@ class LevelByLevelProposer(TokenByTokenProposer):
         num_speculative_tokens: int,
         context: ProposerContext,
         draft_sample_method: str,
-        speculative_token_tree: str | Sequence[Sequence[int]] | None,  # "dynamic", or paths of ranks; None: chains
+        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None,  # "dynamic", or paths of ranks; None: chains
         tree_depth: int,  # of a dynamic tree, levels at most
         tree_top_k: int,  # of a dynamic tree: candidates of a node, and nodes of a level that go on
     ) -> None:
@@ -65,8 +65,8 @@ class LevelByLevelProposer(TokenByTokenProposer):
         )
         self.is_dynamic = speculative_token_tree == "dynamic"
         self.choices: tuple[tuple[int, ...], ...] = ()
-        if speculative_token_tree is not None and not self.is_dynamic:
-            self.choices = tuple(tuple(path) for path in speculative_token_tree)
+        if isinstance(speculative_token_tree, tuple):
+            self.choices = speculative_token_tree
             if (rank := max(map(max, self.choices))) >= context.vocab_size:
                 raise UserError(
                     f"method.speculative_token_tree must hold ranks below {context.vocab_size}, the vocabulary's size, "

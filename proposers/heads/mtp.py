@@ -11,9 +11,9 @@ import torch
 
 from kernels.reference.linear import linear
 from proposers.base import ProposerContext
+from proposers.heads.head_sizes import longest_text
 from proposers.heads.mtp_block import DenseBlock, MtpBlock, TransformersBlock
 from proposers.heads.mtp_checkpoint import MtpTensors, describe_module, read_module
-from proposers.heads.target_fit import longest_text
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly
