@@ -16,7 +16,6 @@ import torch
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.best_first import best_first_trees
 from proposers.trees.candidates import draw_candidates, perturbed
-from proposers.trees.dynamic import require_candidate_sets
 from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
 from proposers.trees.static import check_depth, static_tree
 from runner.engine.errors import UserError
@@ -38,13 +37,12 @@ class RankedTrees:
             max_depth: tokens that the drafter can guess one after another.
 
         Raises:
-            UserError: choices that are deeper than the drafter guesses, or wider than the vocabulary; a dynamic tree
-                of drawn candidates under a rule that reads their laws.
+            UserError: choices that are deeper than the drafter guesses, or wider than the vocabulary.
         """
         self.proposer = proposer
         self.choices = None if isinstance(tree, str) else tree
-        if self.choices is None:
-            require_candidate_sets(proposer.context, proposer.draft_sample_method)
+        if self.choices is None:  # the configuration has seen to it: else the shape would depend on what was drawn
+            assert proposer.draft_sample_method == "greedy" or not proposer.context.needs_draft_probs
         else:
             check_depth(self.choices, max_depth=max_depth)
             widest = max(static_tree(self.choices).num_candidates)
