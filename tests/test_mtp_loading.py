@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from proposers.heads.mtp import MtpHead
 from proposers.heads.mtp_checkpoint import describe_module
+from runner.engine.architecture import read_architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.llm import LLM, SamplingParams
@@ -237,6 +238,27 @@ def test_of_several_modules_the_first_drafts_and_a_note_says_so(
     with caplog.at_level(logging.INFO, "proposers.heads.mtp_checkpoint"):
         assert torch.equal(head_of(start(tmp_path)).projection.weight, expected)
     assert caplog.messages == [f"{tmp_path}: the first of 2 MTP modules drafts every token"]
+
+
+def test_mimos_published_config_is_read_as_qwen2s() -> None:
+    published = {
+        "architectures": ["MiMoForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+        "model_type": "mimo",
+        "attention_bias": True,
+        "hidden_act": "silu",
+        "head_dim": 16,
+        "rope_theta": 640000,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "max_window_layers": 2,
+        "num_nextn_predict_layers": 1,
+    }
+    source = ModelSource(model="dummy", load_format="dummy", hf_config={**SHAPE, **published})
+    loaded = load(source)
+    arch = read_architecture(loaded.hf_config)
+    assert arch is not None and arch.family == "mimo" and arch.qkv_bias and not arch.output_bias
+    assert set(arch.sliding_windows) == {None} and loaded.hf_config.rope_parameters["rope_theta"] == 640000
 
 
 def test_a_hybrid_target_is_told_that_its_state_cannot_roll_back_yet(tmp_path: Path) -> None:

@@ -47,6 +47,15 @@ class _Known:
     states: list[torch.Tensor]  # of the positions next_position - 1 up to the last computed one, rows in pieces
 
 
+@dataclass(frozen=True, kw_only=True)
+class MaskRows:
+    """Rows for places whose tokens are yet to be guessed, of heads that were trained to guess them in one pass."""
+
+    token_id: int
+    state: torch.Tensor  # [1, width], in place of the state before
+    counts: Sequence[int]  # of each request
+
+
 class HeadProposer(LevelByLevelProposer):
     """The loop over a head; a method is this and the way its head is read."""
 
@@ -124,17 +133,34 @@ class HeadProposer(LevelByLevelProposer):
         self._known.pop(request_id, None)
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
-        segments, token_ids, states, last_rows = list[Segment](), list[int](), list[torch.Tensor](), list[int]()
-        for request in requests:
-            known = self._known[request.request_id]
-            segments.append(self._segment(request, known.next_position, request.num_tokens))
-            token_ids += request.tokens_between(known.next_position, request.num_tokens)
-            states += known.states
-            last_rows.append(len(token_ids) - 1)
-            known.next_position, known.states = request.num_tokens, []
-        output = self._run("decode", segments, token_ids, torch.cat(states))
-        self._output = output.index_select(0, to_device(last_rows, torch.int64, self.context.device))
+        self._output = self.last_rows(requests)
         return self._logits()
+
+    def last_rows(self, requests: Sequence[Request], masks: MaskRows | None = None) -> torch.Tensor:
+        """Compute what the head has not seen of these requests, and the mask rows behind it.
+
+        Returns output rows [len(requests) + mask rows, width]: of each request's last token, then of its masks.
+        """
+        segments, token_ids, states = list[Segment](), list[int](), list[torch.Tensor]()
+        num_rows, wanted = list[int](), list[int]()
+        counts = [0] * len(requests) if masks is None else masks.counts
+        for request, count in zip(requests, counts, strict=True):
+            known = self._known[request.request_id]
+            segments.append(self._segment(request, known.next_position, request.num_tokens + count))
+            fresh = request.tokens_between(known.next_position, request.num_tokens)
+            token_ids += fresh if masks is None else [*fresh, *[masks.token_id] * count]
+            num_rows.append(len(fresh))
+            states += known.states
+            wanted += range(len(token_ids) - 1 - count, len(token_ids))
+            known.next_position, known.states = request.num_tokens, []
+        hidden = self.head.project(torch.cat(states))
+        if masks is not None:
+            behind = [masks.state.expand(count, -1) for count in counts]
+            pairs = zip(hidden.split_with_sizes(num_rows), behind, strict=True)
+            hidden = torch.cat([rows for pair in pairs for rows in pair])
+        ids = to_device(token_ids, torch.int64, self.context.device)
+        output = self.runner.run("decode", segments, ids, hidden)
+        return output.index_select(0, to_device(wanted, torch.int64, self.context.device))
 
     def next_logits(
         self, requests: Sequence[Request], step: int, token_ids: torch.Tensor, row_idx: torch.Tensor | None
@@ -182,19 +208,15 @@ class HeadProposer(LevelByLevelProposer):
         parts: tuple[tuple[Family, int, int], ...] = (("prefill", first, boundary), ("decode", boundary, end))
         for family, start, stop in parts:  # as the target does, prompt tokens apart from generated ones
             if start < stop:
-                token_ids = request.tokens_between(start, stop)
-                segment = self._segment(request, start, stop)
-                self._run(family, [segment], token_ids, states[start - first : stop - first])
+                token_ids = to_device(request.tokens_between(start, stop), torch.int64, self.context.device)
+                hidden = self.head.project(states[start - first : stop - first])
+                self.runner.run(family, [self._segment(request, start, stop)], token_ids, hidden)
         known.next_position = max(first, end)
         known.states = [states[known.next_position - first :].clone()]  # a view would keep the whole chunk
 
     def _segment(self, request: Request, start: int, end: int) -> Segment:
         """The rows of tokens start..end-1."""
         return Segment(start=start - 1, num_tokens=end - start, block_table=request.block_table)
-
-    def _run(self, family: Family, segments: list[Segment], token_ids: list[int], states: torch.Tensor) -> torch.Tensor:
-        ids = to_device(token_ids, torch.int64, self.context.device)
-        return self.runner.run(family, segments, ids, self.head.project(states))
 
     def _logits(self) -> torch.Tensor:
         rows, tile = self.runner.in_tiles(self._output)

@@ -17,8 +17,7 @@ from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.best_first import best_first_trees
 from proposers.trees.candidates import draw_candidates, perturbed
 from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
-from proposers.trees.static import check_depth, static_tree
-from runner.engine.errors import UserError
+from proposers.trees.static import check_depth, check_ranks, static_tree
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.scheduler import Schedule
@@ -45,12 +44,7 @@ class RankedTrees:
             assert proposer.draft_sample_method == "greedy" or not proposer.context.needs_draft_probs
         else:
             check_depth(self.choices, max_depth=max_depth)
-            widest = max(static_tree(self.choices).num_candidates)
-            if widest > proposer.context.vocab_size:
-                raise UserError(
-                    f"method.speculative_token_tree must hold ranks < {proposer.context.vocab_size}, the size of the "
-                    f"vocabulary, got {widest - 1}; lower it"
-                )
+            check_ranks(self.choices, proposer.context.vocab_size)
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.reference.linear import linear
-from proposers.heads.head_sizes import head_size
-from proposers.heads.target_fit import require_fit
+from proposers.heads.head_sizes import head_size, require_target_sizes
 from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -185,7 +184,7 @@ def _require_sizes(
         hidden_size = block.shape[-1]
     if projection is not None and shape.num_mapped_tokens is None:
         vocab_size = projection.shape[0]
-    require_fit(source, target, hidden_size=hidden_size, vocab_size=vocab_size)
+    require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=vocab_size)
     token_map = tensors.get("token_map")
     if token_map is None:
         return

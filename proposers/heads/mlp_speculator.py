@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.reference.linear import linear
-from proposers.heads.head_sizes import head_size
-from proposers.heads.target_fit import require_fit
+from proposers.heads.head_sizes import head_size, require_target_sizes
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
@@ -101,7 +100,7 @@ def load_mlp_speculator(
     _require_kind(config, source)
     hidden_size = head_size(config, "emb_dim", 4096, source)
     vocab_size = head_size(config, "vocab_size", 32000, source)
-    require_fit(source, target, hidden_size=hidden_size, vocab_size=vocab_size)
+    require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=vocab_size)
     with torch.device(device):
         speculator = MlpSpeculator(
             hidden_size=hidden_size,
