@@ -128,13 +128,16 @@ def test_choices_deeper_than_the_heads_or_wider_than_the_vocabulary_are_refused(
     deep = tuple((0,) * depth for depth in range(1, 7))
     with pytest.raises(UserError, match=r"must be at most 5 deep with this drafter, got \[0, 0, 0, 0, 0, 0\]; "):
         engines(method_config("medusa", 6, speculative_token_tree=deep), **ROOMY)
-    with pytest.raises(UserError, match=r"must hold ranks < 64, the size of the vocabulary, got 64; lower it"):
+    with pytest.raises(UserError, match="must hold ranks below 64, the vocabulary's size, got 64; "):
         engines(method_config("medusa", 6, speculative_token_tree=((64,),)), **ROOMY)
 
 
 def test_a_dynamic_tree_of_drawn_candidates_is_refused_under_a_rule_that_reads_laws(engines: Engines) -> None:
+    rule = {"rejection_sample_method": "probabilistic", "draft_sample_method": "probabilistic"}
     with pytest.raises(UserError, match=r"draft_sample_method must be greedy .* got 'probabilistic': the shape"):
-        engines(medusa("dynamic", 4, rejection_sample_method="probabilistic"), **ROOMY)
+        engines(medusa("dynamic", 4, **rule), **ROOMY)
+    rule = {"rejection_sample_method": "probabilistic"}
+    assert engines(medusa("dynamic", 4, **rule), **ROOMY).config.method.draft_sample_method == "greedy", "left open"
 
 
 # --- the text -------------------------------------------------------------------------------------------------------
@@ -182,7 +185,7 @@ def test_at_temperature_zero_a_tree_under_the_probabilistic_rule_changes_no_toke
     assert answers(requests) == answers(expected)
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
 def test_a_tree_takes_fewer_steps_than_the_chain_it_holds(engines: Engines, tree: str) -> None:
     """Of greedy requests: the static tree's first path is the chain of three; the dynamic one is better than that."""
     greedy = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * len(PROMPTS)
@@ -193,7 +196,7 @@ def test_a_tree_takes_fewer_steps_than_the_chain_it_holds(engines: Engines, tree
     assert num_steps["tree"] < num_steps["chain"]
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
 def test_constrained_outputs_keep_their_text_and_have_chains(tree: str, tmp_path: Path) -> None:
     """On the tiny target, through heads that guess what it has just said."""
     tensors = {f"{h}.0.linear.{part}": torch.zeros((256, 256) if part == "weight" else 256)

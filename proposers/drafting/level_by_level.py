@@ -18,8 +18,7 @@ from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.candidates import draw_candidates, perturbed
 from proposers.trees.growth import DynamicGrowth, Growth, StaticGrowth
-from proposers.trees.static import static_tree
-from runner.engine.errors import UserError
+from proposers.trees.static import check_ranks, static_tree
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows, process_logits
 from runner.engine.sampling_rows import BitmaskRows
@@ -57,8 +56,7 @@ class LevelByLevelProposer(TokenByTokenProposer):
     ) -> None:
         """
         Raises:
-            UserError: ranks beyond the vocabulary, or a dynamic tree of candidates that were drawn under a rule that
-                reads their laws: which of them are drafted would depend on the draws.
+            UserError: ranks beyond the vocabulary.
         """
         super().__init__(
             num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
@@ -67,17 +65,9 @@ class LevelByLevelProposer(TokenByTokenProposer):
         self.choices: tuple[tuple[int, ...], ...] = ()
         if isinstance(speculative_token_tree, tuple):
             self.choices = speculative_token_tree
-            if (rank := max(map(max, self.choices))) >= context.vocab_size:
-                raise UserError(
-                    f"method.speculative_token_tree must hold ranks below {context.vocab_size}, the vocabulary's size, "
-                    f"got {rank}; remove it"
-                )
-        if self.is_dynamic and context.needs_draft_probs and draft_sample_method != "greedy":
-            raise UserError(
-                "method.draft_sample_method must be greedy for speculative_token_tree=dynamic under a rule that reads "
-                f"the drafts' laws, got {draft_sample_method!r}: the shape of the tree would depend on what was drawn; "
-                "set it, choose rejection_sample_method=strict, or give the tree as paths"
-            )
+            check_ranks(self.choices, context.vocab_size)
+        # The configuration has seen to it: else the shape would depend on what was drawn.
+        assert not self.is_dynamic or draft_sample_method == "greedy" or not context.needs_draft_probs
         self.tree_depth, self.tree_top_k = tree_depth, tree_top_k
 
     @abstractmethod

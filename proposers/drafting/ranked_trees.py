@@ -16,10 +16,8 @@ import torch
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.best_first import best_first_trees
 from proposers.trees.candidates import draw_candidates, perturbed
-from proposers.trees.dynamic import require_candidate_sets
 from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
-from proposers.trees.static import check_depth, static_tree
-from runner.engine.errors import UserError
+from proposers.trees.static import check_depth, check_ranks, static_tree
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.scheduler import Schedule
@@ -38,21 +36,15 @@ class RankedTrees:
             max_depth: tokens that the drafter can guess one after another.
 
         Raises:
-            UserError: choices that are deeper than the drafter guesses, or wider than the vocabulary; a dynamic tree
-                of drawn candidates under a rule that reads their laws.
+            UserError: choices that are deeper than the drafter guesses, or wider than the vocabulary.
         """
         self.proposer = proposer
         self.choices = None if isinstance(tree, str) else tree
-        if self.choices is None:
-            require_candidate_sets(proposer.context, proposer.draft_sample_method)
+        if self.choices is None:  # the configuration has seen to it: else the shape would depend on what was drawn
+            assert proposer.draft_sample_method == "greedy" or not proposer.context.needs_draft_probs
         else:
             check_depth(self.choices, max_depth=max_depth)
-            widest = max(static_tree(self.choices).num_candidates)
-            if widest > proposer.context.vocab_size:
-                raise UserError(
-                    f"method.speculative_token_tree must hold ranks < {proposer.context.vocab_size}, the size of the "
-                    f"vocabulary, got {widest - 1}; lower it"
-                )
+            check_ranks(self.choices, proposer.context.vocab_size)
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:

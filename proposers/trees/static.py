@@ -23,6 +23,15 @@ def check_depth(choices: Sequence[tuple[int, ...]], *, max_depth: int) -> None:
             )
 
 
+def check_ranks(choices: Sequence[tuple[int, ...]], vocab_size: int) -> None:
+    """Raises UserError when a choice asks for more candidates than there are tokens."""
+    if (rank := max(map(max, choices))) >= vocab_size:
+        raise UserError(
+            f"method.speculative_token_tree must hold ranks below {vocab_size}, the vocabulary's size, got {rank}; "
+            "remove the paths with higher ones"
+        )
+
+
 @lru_cache(maxsize=256)
 def static_tree(choices: tuple[tuple[int, ...], ...], num_nodes: int | None = None) -> RankTree:
     """The tree of the first num_nodes choices; None = all. Which are first does not depend on what is drawn."""
