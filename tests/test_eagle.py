@@ -391,7 +391,9 @@ REFUSALS = {
         r"numbered 0 to 7, .*got \[1, 4, 8\]; name them with method.aux_hidden_state_layer_ids",
     ),
     "EAGLE-3 taken for EAGLE": (_change("EAGLE of SafeAILab", {"draft_vocab_size": 8}), r"set method=eagle3"),
-    "another speculator": (_change(SAFE3, {"speculators_model_type": "dflash"}), r"got method=eagle3; set method=dflash"),
+    "another speculator": (
+        _change(SAFE3, {"speculators_model_type": "dflash"}), r"got method=eagle3; set method=dflash"
+    ),
     "another build": (
         _change(SAFE3, {"eagle_config": {"use_mtp_layernorm": True}}), r"eagle_config.use_mtp_layernorm must be False"
     ),

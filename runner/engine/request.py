@@ -9,6 +9,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -117,7 +118,7 @@ class DraftTokens:
             return [None] * (len(self.cu_num_draft_tokens) - 1)
         return [self.parent_indices[start:end] for start, end in itertools.pairwise(self.cu_num_draft_tokens)]
 
-    @property
+    @cached_property
     def shapes(self) -> list[TreeShape]:
         """The tree of each request's drafts, [B]; a chain is a tree too."""
         return [
