@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from proposers.base import ProposerContext
 from proposers.heads.dflash import load_dflash_head
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -24,10 +23,11 @@ from tests.one_pass_reference import (
     SHAPE,
     VOCAB_SIZE,
     Target,
+    context_of,
     passes_of_a_run,
     save_target,
 )
-from tests.transformers_reference import CPU, KeepFloat64, assert_as_accurate, in_float64, load
+from tests.transformers_reference import KeepFloat64, assert_as_accurate, in_float64
 
 NUM_HEAD_LAYERS, BLOCK, WINDOW, NUM_DRAFTED = 2, 6, 7, 30
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
@@ -369,16 +369,4 @@ def test_tensors_that_are_not_this_heads_are_one_message(
 
 
 def read(target: Target, head: str) -> None:
-    context = ProposerContext(
-        vocab_size=VOCAB_SIZE,
-        max_model_len=128,
-        max_num_seqs=1,
-        eos_token_ids=(),
-        block_size=16,
-        device=CPU,
-        dtype=torch.float32,
-        batch_invariant=True,
-        needs_draft_probs=False,
-        target=load(ModelSource(model=str(target.directory))),
-    )
-    load_dflash_head(ModelSource(model=head, name="method.model"), context, None, None)
+    load_dflash_head(ModelSource(model=head, name="method.model"), context_of(target), None, None)
