@@ -39,8 +39,7 @@ class DFlashProposer(OnePassProposer):
         speculative_token_tree: str | Choices | None = None,
         aux_hidden_state_layer_ids: tuple[int, ...] | None = None,
     ) -> None:
-        self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
-        self.head = load_dflash_head(source, context, self.max_model_len, aux_hidden_state_layer_ids)
+        self.head = load_dflash_head(source, context, max_model_len, aux_hidden_state_layer_ids)
         most = self.head.config.max_draft_tokens
         if num_speculative_tokens > most and speculative_token_tree is None:
             logger.warning(
@@ -75,7 +74,7 @@ class DFlashProposer(OnePassProposer):
         self.runner.allocate_cache(num_blocks)
 
     def max_draft_tokens(self, request: Request, limit: int) -> int:
-        return max(0, min(limit, self.head.config.max_draft_tokens, self.max_model_len - request.num_tokens))
+        return max(0, min(limit, self.head.config.max_draft_tokens, self.head.max_model_len - request.num_tokens))
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)
@@ -93,7 +92,7 @@ class DFlashProposer(OnePassProposer):
             request = item.request
             if request.is_finished or not self.may_draft(request):
                 continue
-            end = max(item.start, min(request.num_computed_tokens, self.max_model_len))
+            end = max(item.start, min(request.num_computed_tokens, self.head.max_model_len))
             boundary = min(max(request.num_prompt_tokens, item.start), end)
             own = states.of(index, end - item.start)
             parts: tuple[tuple[Family, int, int], ...] = (("prefill", item.start, boundary), ("decode", boundary, end))

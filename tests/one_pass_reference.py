@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from proposers.base import ProposerContext
+from runner.engine.checkpoint import ModelSource
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule
 from runner.llm import LLM
 from tests.conftest import complete
-from tests.transformers_reference import random_model, save, save_tokenizer
+from tests.transformers_reference import CPU, load, random_model, save, save_tokenizer
 
 HIDDEN_SIZE, VOCAB_SIZE, NUM_LAYERS, MASK = 32, 48, 3, 5
 SHAPE: dict[str, Any] = {
@@ -62,6 +64,22 @@ def save_target(directory: Path) -> Target:
     save(model, directory)
     save_tokenizer(directory, VOCAB_SIZE)
     return Target(directory=directory, model=model)
+
+
+def context_of(target: Target) -> ProposerContext:
+    """What an engine over the target tells a proposer."""
+    return ProposerContext(
+        vocab_size=VOCAB_SIZE,
+        max_model_len=128,
+        max_num_seqs=1,
+        eos_token_ids=(),
+        block_size=16,
+        device=CPU,
+        dtype=torch.float32,
+        batch_invariant=True,
+        needs_draft_probs=False,
+        target=load(ModelSource(model=str(target.directory))),
+    )
 
 
 def passes_of_a_run(

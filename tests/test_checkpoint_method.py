@@ -87,6 +87,7 @@ def test_files_speak_louder_than_the_directorys_name(tmp_path: Path) -> None:
         ({"speculators_model_type": "dspark"}, "a dspark drafter of the speculators format"),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, "a DSpark drafter"),
         ({**DFLASH, "dflash_config": {"selector_rank": 8}}, "a DFlash2 drafter"),
+        ({**DFLASH, "projector_type": "domino"}, "a DFlash drafter with projector_type=domino"),
         ({**LLAMA, "spd_type": "pard2"}, "a PARD-2 draft model"),
     ],
 )

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from proposers.heads.dflash import load_dflash_head
+from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.llm import LLM
 from tests.one_pass_reference import (
@@ -21,6 +23,7 @@ from tests.one_pass_reference import (
     SHAPE,
     VOCAB_SIZE,
     Target,
+    context_of,
     passes_of_a_run,
     save_target,
 )
@@ -57,6 +60,13 @@ WINDOWED = {
     "sliding_window": WINDOW,
     "use_sliding_window": True,
 }
+FIELDS_OF_DOMINO = {  # written with every head
+    "projector_type": "dflash",
+    "pure_draft_prefix_len": 1,
+    "emb_dim": 256,
+    "gru_hidden_dim": 1024,
+    "shift_label": False,
+}
 SPECULATORS = {
     "architectures": ["DFlashSpeculator"],
     "speculators_model_type": "dflash",
@@ -70,11 +80,7 @@ SPECULATORS = {
     "mask_token_id": MASK,
     "sliding_window_non_causal": False,
     "sample_from_anchor": False,
-    "projector_type": "dflash",  # written by every head, as are Domino's keys
-    "pure_draft_prefix_len": 1,
-    "emb_dim": 256,
-    "gru_hidden_dim": 1024,
-    "shift_label": False,
+    **FIELDS_OF_DOMINO,
 }
 IDS = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(4))[:NUM_DRAFTED].sort().values
 VOCABULARY = {
@@ -120,6 +126,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
     "z-lab, causal": ({**ZLAB, "is_causal": True}, tensors()),
     "vLLM's key, causal": ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "causal": True}}, tensors()),
     "speculators": (SPECULATORS, tensors()),
+    "speculators, older": (
+        {key: value for key, value in SPECULATORS.items() if key not in FIELDS_OF_DOMINO},
+        tensors(),
+    ),
     "speculators of Llama": (
         {**SPECULATORS, "transformer_layer_config": {**LAYERS, "model_type": "llama"}},
         tensors(),
@@ -291,6 +301,8 @@ def test_texts_longer_than_max_model_len_get_no_drafts(
     method = {"method": "dflash", "model": head, "num_speculative_tokens": 5, "max_model_len": 41}
     passes, _ = passes_of_a_run(target, monkeypatch, method)
     assert max(len(one.token_ids) + len(one.drafted) for one in passes) == 41
+    with pytest.raises(UserError, match=r"max_model_len must be <= 128, the max_position_embeddings of .* got 129"):
+        LLM(str(target.directory), device="cpu", speculative_config={**method, "max_model_len": 129})
 
 
 def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -309,8 +321,8 @@ def inside(**added: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     ("layout", "change", "message"),
     [
         ("z-lab", with_(hidden_size=64), "made for .*, got hidden_size 64 for 32"),
-        ("z-lab", with_(vocab_size=50, num_target_layers=28), "got vocab_size 50 for 48, num_target_layers 28 for 3"),
-        ("speculators", with_(target_hidden_size=64), "got target_hidden_size 64 for 32"),
+        ("z-lab", with_(vocab_size=50, num_target_layers=28), "vocabulary 50 for 48 and layers of the target 28 for 3"),
+        ("speculators", with_(target_hidden_size=64), "got hidden_size 64 for 32"),
         ("z-lab", inside(target_layer_ids=[1, 3]), r"hidden states \[2, 4\], which must lie in \[0, 3\]"),
         ("z-lab", inside(target_layer_ids=None), "target_layer_ids must be a list of whole numbers, got None"),
         ("speculators", without("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids must be a list of whole"),
@@ -357,5 +369,4 @@ def test_tensors_that_are_not_this_heads_are_one_message(
 
 
 def read(target: Target, head: str) -> None:
-    method = {"method": "dflash", "model": head, "num_speculative_tokens": 2}
-    LLM(str(target.directory), device="cpu", speculative_config=method)
+    load_dflash_head(ModelSource(model=head, name="method.model"), context_of(target), None, None)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from proposers.heads.mask_token import mask_token_id
+from proposers.pard import PardProposer
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
-from runner.llm import LLM
-from tests.one_pass_reference import MASK, SHAPE, VOCAB_SIZE, Target, passes_of_a_run, save_target
+from tests.one_pass_reference import MASK, SHAPE, VOCAB_SIZE, Target, context_of, passes_of_a_run, save_target
 from tests.transformers_reference import KeepFloat64, assert_as_accurate, in_float64, random_model, save, save_tokenizer
 
 NUM_TOKENS = 5
@@ -90,8 +90,7 @@ def test_a_draft_that_is_no_pard_of_this_target_is_one_message(
     save_draft(tmp_path / "draft", "llama", **{key: value for key, value in keys.items() if key == "vocab_size"})
     file = tmp_path / "draft" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
-    (tmp_path / "draft" / "tokenizer.json").unlink()
-    method = {"method": "pard", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    source = ModelSource(model=str(tmp_path / "draft"), name="method.model")
     with pytest.raises(UserError, match=message) as caught:
-        LLM(str(target.directory), device="cpu", speculative_config=method)
+        PardProposer(num_speculative_tokens=2, context=context_of(target), source=source, draft_sample_method="greedy")
     assert str(caught.value).startswith("method.model=") and "; " in str(caught.value)

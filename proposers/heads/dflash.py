@@ -16,6 +16,7 @@ from kernels.reference.linear import linear
 from proposers.base import ProposerContext
 from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
 from proposers.heads.draft_vocabulary import target_ids
+from proposers.heads.head_sizes import longest_text
 from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
@@ -39,7 +40,8 @@ class DFlashHead:
         own: Collection[str],  # which of EMBEDDING, LM_HEAD and DRAFT_TO_TARGET the head brings
     ) -> None:
         arch, shard, target_size = config.arch, Shard(), target.model.hidden_size
-        self.config, self.target, self.vocab_size = config, target.model, target.model.vocab_size
+        self.config, self.max_model_len = config, max_model_len
+        self.target, self.vocab_size = target.model, target.model.vocab_size
         width, draft_vocab = arch.hidden_size, config.draft_vocab_size
         self.embed_tokens = torch.empty(arch.vocab_size, width, dtype=dtype) if EMBEDDING in own else None
         self.lm_head = torch.empty(draft_vocab, width, dtype=dtype) if LM_HEAD in own else None
@@ -102,7 +104,7 @@ class DFlashHead:
 def load_dflash_head(
     source: ModelSource,
     context: ProposerContext,
-    max_model_len: int,
+    max_model_len: int | None,
     aux_hidden_state_layer_ids: tuple[int, ...] | None,
 ) -> DFlashHead:
     """Read a DFlash head for the context's target; aux_hidden_state_layer_ids overrides what its config says.
@@ -121,7 +123,7 @@ def load_dflash_head(
         head = DFlashHead(
             config,
             target,
-            max_model_len=max_model_len,
+            max_model_len=longest_text(source, config.hf_config, max_model_len, context.max_model_len),
             dtype=context.dtype,
             own=needed | ({EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys()),
         )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from proposers.heads.head_sizes import require_target_sizes
 from proposers.heads.mask_token import mask_token_id
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
@@ -28,6 +29,7 @@ FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "markov_rank": ("DSpark", (None, 0)),
     "markov_head_type": ("DSpark", (None,)),
     "enable_confidence_head": ("DSpark", (None, False)),
+    "xpress_rank": ("XPress", (None, 0)),
     "projector_type": ("another projector (Domino, DSpark, LiLiCorr, XPress)", (None, "dflash")),
     "shift_label": ("Domino", (None, False)),
     "attention_sink_bias": ("attention sinks", (None, False)),
@@ -72,7 +74,9 @@ def read_dflash_config(
     layer_values = dict(values["transformer_layer_config"] if is_speculators else values)
     layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
     arch, hf_config = head_architecture(layer_values, source)
-    _require_target(source, arch, values, target)
+    for hidden_size in (arch.hidden_size, values.get("target_hidden_size") or arch.hidden_size):
+        num_layers = values.get("num_target_layers")
+        require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=arch.vocab_size, num_layers=num_layers)
     block_size = nested.get("block_size", values.get("block_size", DEFAULT_BLOCK_SIZE))
     if not isinstance(block_size, int) or block_size < 2:
         raise UserError(
@@ -112,23 +116,6 @@ def _require_plain(source: ModelSource, values: Mapping[str, Any], nested: Mappi
         raise UserError(
             f"{source.name}={source.model} must be a plain DFlash head, got {', '.join(found)}; such heads have parts "
             "that this runner does not have: choose a DFlash one"
-        )
-
-
-def _require_target(source: ModelSource, arch: Architecture, values: Mapping[str, Any], target: LoadedModel) -> None:
-    """Raises UserError, with everything that differs, when the head was made for another target."""
-    model = target.model
-    sizes = (
-        ("hidden_size", arch.hidden_size, model.hidden_size),
-        ("target_hidden_size", values.get("target_hidden_size") or model.hidden_size, model.hidden_size),
-        ("vocab_size", arch.vocab_size, model.vocab_size),
-        ("num_target_layers", values.get("num_target_layers") or model.num_layers, model.num_layers),
-    )
-    wrong = [f"{key} {theirs} for {own}" for key, theirs, own in sizes if theirs != own]
-    if wrong:
-        raise UserError(
-            f"{source.name}={source.model} must be a head that was made for {target.source.model}, got "
-            f"{', '.join(wrong)}; choose the head of this target, or the target of this head"
         )
 
 

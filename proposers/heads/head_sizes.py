@@ -25,9 +25,21 @@ def head_size(config: Mapping[str, Any], key: str, default: int, source: ModelSo
     return value
 
 
-def require_target_sizes(source: ModelSource, target: LoadedModel, *, hidden_size: int, vocab_size: int) -> None:
+def require_target_sizes(
+    source: ModelSource,
+    target: LoadedModel,
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    num_layers: int | None = None,  # of the target, where the head tells it
+) -> None:
     """Raises UserError when a head of these sizes belongs to another target."""
-    ours = {"hidden_size": (hidden_size, target.model.hidden_size), "vocabulary": (vocab_size, target.model.vocab_size)}
+    model = target.model
+    ours = {
+        "hidden_size": (hidden_size, model.hidden_size),
+        "vocabulary": (vocab_size, model.vocab_size),
+        "layers of the target": (num_layers, None if num_layers is None else model.num_layers),
+    }
     wrong = [f"{name} {theirs} for {own}" for name, (theirs, own) in ours.items() if theirs != own]
     if wrong:
         raise UserError(

@@ -32,7 +32,6 @@ _FOREIGN_KEYS = {
     "markov_rank": "a DSpark drafter",
     "selector_rank": "a DFlash2 drafter",
     "xpress_rank": "an XPress drafter",
-    "gru_hidden_dim": "a Domino drafter",
     "pard2_scale": "a PARD-2 draft model",
 }
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "mtp": "mtp"}
@@ -99,10 +98,13 @@ def _unavailable(model: str, drafter: Drafter) -> str:
 def _drafter_in(directory: Path) -> Drafter | None:
     config = _read_json(directory / "config.json")
     nested = config.get("dflash_config")
-    keys = {*config, *(nested if isinstance(nested, Mapping) else ())}
+    values = {**config, **(nested if isinstance(nested, Mapping) else {})}
     for key, kind in _FOREIGN_KEYS.items():
-        if key in keys:
+        if key in values:
             return Drafter(kind=kind, method=None)
+    # Speculators writes the other keys of such projectors (Domino's gru_hidden_dim) with every DFlash head.
+    if (projector := values.get("projector_type", "dflash")) != "dflash":
+        return Drafter(kind=f"a DFlash drafter with projector_type={projector}", method=None)
     if (speculator := config.get("speculators_model_type")) is not None:
         method = _SPECULATORS.get(str(speculator))
         kind = KINDS[method] if method else f"a {speculator} drafter of the speculators format"
