@@ -1,7 +1,8 @@
 """A block of tokens in one pass over the target's hidden states (DFlash, Chen et al., arXiv 2602.06036).
 
 What the target computed of a request enters the head's cache as soon as it is committed, in `update`; a draft is then
-one pass over the block that stands behind it.
+one pass over the block that stands behind it. Its rows are laws of one depth each, whatever the tokens before: trees
+are made of them too (DDTree, arXiv 2604.12989).
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch.nn.functional as F
 
 from proposers.base import ProposerContext
 from proposers.drafting.in_one_pass import OnePassProposer
+from proposers.drafting.ranked_trees import Choices, RankedTrees
 from proposers.heads.dflash import load_dflash_head
 from runner.engine.checkpoint import ModelSource
-from runner.engine.errors import UserError
 from runner.engine.forward_batch import Family, Segment
 from runner.engine.head_runner import HeadRunner
-from runner.engine.request import Request, VerifyOutput
+from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
 
@@ -35,15 +36,13 @@ class DFlashProposer(OnePassProposer):
         source: ModelSource,
         draft_sample_method: str,
         max_model_len: int | None = None,  # longest text that the head sees; None: the target's
-        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None = None,
+        speculative_token_tree: str | Choices | None = None,
         aux_hidden_state_layer_ids: tuple[int, ...] | None = None,
     ) -> None:
-        if speculative_token_tree is not None:
-            raise UserError("method.speculative_token_tree must be null: dflash drafts chains; leave it out")
         self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
         self.head = load_dflash_head(source, context, self.max_model_len, aux_hidden_state_layer_ids)
         most = self.head.config.max_draft_tokens
-        if num_speculative_tokens > most:
+        if num_speculative_tokens > most and speculative_token_tree is None:
             logger.warning(
                 "method.num_speculative_tokens=%d: a block of %s holds %d drafts, so that many are drafted at most",
                 num_speculative_tokens,
@@ -60,6 +59,9 @@ class DFlashProposer(OnePassProposer):
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
         )
+        self.trees: RankedTrees | None = None
+        if speculative_token_tree is not None:
+            self.trees = RankedTrees(self, speculative_token_tree, max_depth=most)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -74,6 +76,9 @@ class DFlashProposer(OnePassProposer):
 
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.head.config.max_draft_tokens, self.max_model_len - request.num_tokens))
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)
 
     @torch.inference_mode()
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:

@@ -1,14 +1,17 @@
-"""EAGLE-3: a head over hidden states from several depths of the target drafts token by token (arXiv 2503.01840)."""
+"""EAGLE-3: a head over hidden states from several depths of the target drafts (arXiv 2503.01840).
+
+Token by token, or, with a head that was trained for it, in one pass (P-EAGLE, arXiv 2602.01469).
+"""
 
 from __future__ import annotations
 
 from proposers.base import ProposerContext
-from proposers.drafting.from_hidden_states import HeadProposer
+from proposers.drafting.one_pass_heads import OnePassHeadProposer
 from proposers.heads.eagle3 import load_eagle3_head
 from runner.engine.checkpoint import ModelSource
 
 
-class Eagle3Proposer(HeadProposer):
+class Eagle3Proposer(OnePassHeadProposer):
     def __init__(
         self,
         *,

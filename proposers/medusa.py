@@ -12,9 +12,11 @@ import torch
 
 from proposers.base import ProposerContext
 from proposers.drafting.from_last_state import LastStateProposer
+from proposers.drafting.ranked_trees import Choices, RankedTrees
 from proposers.heads.medusa import load_medusa_heads
 from runner.engine.checkpoint import ModelSource
-from runner.engine.request import Request
+from runner.engine.request import DraftTokens, Request
+from runner.engine.scheduler import Schedule
 
 
 class MedusaProposer(LastStateProposer):
@@ -26,7 +28,7 @@ class MedusaProposer(LastStateProposer):
         source: ModelSource,
         draft_sample_method: str,
         max_model_len: int | None = None,
-        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None = None,
+        speculative_token_tree: str | Choices | None = None,
     ) -> None:
         assert context.target is not None, "Medusa's heads read the target's states"
         self.heads = load_medusa_heads(source, context.target, device=context.device, dtype=context.dtype)
@@ -37,8 +39,15 @@ class MedusaProposer(LastStateProposer):
             source=source,
             max_depth=self.heads.shape.num_heads,
             max_model_len=max_model_len,
+            is_tree=speculative_token_tree is not None,
         )
+        self.trees: RankedTrees | None = None
+        if speculative_token_tree is not None:
+            self.trees = RankedTrees(self, speculative_token_tree, max_depth=self.max_depth)
         self._rows = torch.empty(0)  # [active requests, hidden]
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
         self._rows = self.last_states(requests)

@@ -43,6 +43,11 @@ class ReferenceHead:
         states: the target's at the positions of all of token_ids but the last, [len(token_ids) - 1, taps * H_target].
         """
         fed, known = token_ids[1:], self.project(states)
+        if "mask_hidden" in self.weights:  # P-EAGLE: all in one pass, whatever the drafts are
+            assert self.options is not None
+            masks = self.project(self.weights["mask_hidden"].flatten().expand(len(drafts), -1))
+            output = self.forward(fed + [self.options["mask_token_id"]] * len(drafts), torch.cat((known, masks)))
+            return [self.logits(row) for row in output[-1 - len(drafts) :]]
         logits = []
         for draft in (*drafts, None):
             output = self.forward(fed, known)

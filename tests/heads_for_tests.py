@@ -95,8 +95,9 @@ def make_fair(head: Any, target: Any) -> None:
 def _let_blocks_repeat(weights: Mapping[str, torch.Tensor], target: Any, arch: Any) -> None:
     """A DFlash block's first layer adds what it sees of the context, as far as few key heads can tell it."""
     v, o = (weights[f"layers.0.self_attn.{name}_proj.weight"] for name in ("v", "o"))
-    mask = target.embed_tokens[MASK_TOKEN_ID] / target.embed_tokens[MASK_TOKEN_ID].norm()
+    mask = target.embed(torch.tensor([MASK_TOKEN_ID]))[0]
+    mask = mask / mask.norm()
     v -= (v @ mask).outer(mask)  # or every guess would be the mask token
-    v.copy_(torch.linalg.qr(v.T)[0].T)
+    v.copy_(torch.linalg.qr(v.T.float())[0].T)
     values = v.view(arch.num_kv_heads, arch.head_dim, -1).repeat_interleave(arch.num_heads // arch.num_kv_heads, dim=0)
     o.copy_(20 * values.flatten(0, 1).T)

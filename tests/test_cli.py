@@ -11,7 +11,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from runner.config import SpeculativeConfig
+from runner.config.method_union import METHODS
 from runner.config.problem import node_classes
+from runner.config.vllm_keys import UNAVAILABLE_METHODS
 from runner.engine.errors import UserError
 from tests.command_line import CommandLine
 
@@ -83,7 +85,7 @@ def test_a_typo_in_an_option_names_the_options(cli: CommandLine) -> None:
     assert screen(cli, "method=ngrm") == [
         "error: 1 problem in the configuration; nothing was run",
         "",
-        "  method must be one of custom_class, draft_model, ngram, ngram_gpu, none, suffix, got 'ngrm'",
+        f"  method must be one of {', '.join(sorted(METHODS))}, got 'ngrm'",
         "      did you mean 'ngram'?",
     ]
 
@@ -140,7 +142,10 @@ def test_mistakes_of_different_kinds_are_listed_together(cli: CommandLine) -> No
         (["method=ngram,none"], "add -m to run every one of them"),
         (["hydra.foo=1"], "Could not override 'hydra.foo'"),
         (["hydra/launcher=nope"], "hydra/launcher must be one of"),
-        (["experiment=nope"], "experiment must be one of compare_methods, synthetic_acceptance"),
+        (
+            ["experiment=nope"],
+            "experiment must be one of compare_learned_methods, compare_methods, synthetic_acceptance",
+        ),
         (["run_name=${oc.env:SURELY_NOT_SET}"], "run_name cannot be resolved"),
         (["seed=${sed}"], "seed cannot be resolved"),
         (["model={model: x}", "seed.x=1"], "seed must be an integer, got {'x': 1}"),
@@ -215,12 +220,23 @@ def test_help_says_which_methods_have_a_key_and_where_its_value_differs(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     text = " ".join(cli("--help").out.split())
-    assert "in [0, 128]; 0: none [4; suffix: 8]" in text
-    assert "method.prompt_lookup_max ngram, ngram_gpu: longest n-gram matched" in text
-    assert "custom_class: dotted path of a Proposer subclass, for instance my_package.MyProposer [required]" in text
+    assert "in [0, 128]; 0: none [4; dflash: 7; suffix: 8]" in text
+    assert "with method=ngram, ngram_gpu method.prompt_lookup_min shortest n-gram matched" in text
+    assert "with method=eagle, eagle3, mtp, medusa, dflash method.speculative_token_tree null drafts a chain" in text
+    assert "with method=custom_class method.model dotted path of a Proposer subclass" in text
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_help_says_what_every_method_is_and_fits_the_terminal(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = cli("--help").out.splitlines()
+    for method in METHODS:
+        assert any(line.startswith(f"  {method} ") for line in lines)
+    assert [line for line in lines if len(line) > 100 and "python -m runner" not in line] == []
+
+
+@pytest.mark.parametrize("method", UNAVAILABLE_METHODS)
 def test_a_method_of_vllm_that_is_not_here_yet_is_no_typo(cli: CommandLine, method: str) -> None:
     assert screen(cli, f"method={method}")[3] == f"      {method} is not available yet"
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from runner.cli.compose import Composer
 from runner.config import (
     ConfigError,
+    DrafterMethod,
     HardwareConfig,
     MethodConfig,
     ModelConfig,
@@ -22,9 +23,10 @@ from runner.config import (
     SamplerConfig,
     SpeculativeConfig,
 )
-from runner.config.method_union import METHODS
+from runner.config.method_union import METHODS, AnyMethod
 from runner.config.problem import node_classes, union_tag
 from runner.engine.sampling_params import SamplingParams
+from runner.tiny import DRAFTER_KEYS
 
 CONF = Path(__file__).parent.parent / "conf"
 OPTIONS = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.glob("*/*.yaml"))
@@ -32,6 +34,7 @@ MANDATORY = {"model/hf": ["model.model=x", "method=ngram"], "method/custom_class
 MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
 EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
+DRAFTERS = [union_tag(node) for node in node_classes(AnyMethod) if issubclass(node, DrafterMethod)]
 
 
 def nodes_of(group: str) -> dict[str, type[BaseModel]]:
@@ -154,6 +157,25 @@ def test_presets_have_the_published_number_of_parameters(preset: str, target: in
     assert draft_model.load_format == "dummy"
 
 
+@pytest.mark.parametrize(("preset", "method"), [("llama8b", "eagle"), ("llama8b", "eagle3"), ("qwen3_8b", "dflash")])
+def test_presets_say_the_shape_of_published_heads_so_that_dummy_weights_need_no_hub(preset: str, method: str) -> None:
+    with Composer() as composer:
+        config = composer.config([f"model={preset}", f"method={method}", "model.load_format=dummy"])
+    head = config.draft_model_config()
+    assert head is not None
+    assert head.hf_config is not None
+    assert config.model.hf_config is not None
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        assert head.hf_config[key] == config.model.hf_config[key], key
+
+
+def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
+    with Composer() as composer:
+        model = composer.config([]).model
+    assert ModelConfig.model_validate({"model": "tiny", **DRAFTER_KEYS}) == model
+    assert {*(model.heads or {}), "draft_model"} == set(DRAFTERS)
+
+
 @pytest.mark.parametrize(
     ("preset", "rope_type"), [("llama8b", "llama3"), ("llama70b", "llama3"), ("qwen3_8b", "default")]
 )
@@ -245,7 +267,8 @@ def test_all_problems_of_a_configuration_are_listed_at_once() -> None:
     [
         ("prompt_lookup_mx", "did you mean 'prompt_lookup_max' or 'prompt_lookup_min'?"),
         ("temperature", "it is a key of sampler: sampler.temperature"),
-        ("draft_tensor_parallel_size", "only method=draft_model has it"),
+        ("draft_tensor_parallel_size", f"only method={' or '.join(DRAFTERS)} has it"),
+        ("aux_hidden_state_layer_ids", "only method=eagle3 or dflash has it"),
         ("tensor_parallel_size", "pass 'draft_tensor_parallel_size' instead"),
     ],
 )

@@ -46,6 +46,7 @@ SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
     "draft_vocab_size": VOCAB_SIZE,
 }
+METHOD_KEYS = ("aux_hidden_state_layer_ids", "max_model_len", "speculative_token_tree")
 PROMPTS = [{"prompt_token_ids": [(5 * i + 3 * b * b) % VOCAB_SIZE for i in range(3 + 9 * b)]} for b in range(4)]
 PARAMS = [SamplingParams(temperature=0.9 * (b % 2), seed=b, max_tokens=30, ignore_eos=True) for b in range(4)]
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -97,6 +98,8 @@ def _eagle3(
     shapes |= {f"{name}.weight": (rows[name], size) for name in own}
     if config.get("norm_before_fc"):
         shapes["input_norm.weight"] = (len(taps) * SIZE,)
+    if "mask_token_id" in config:
+        shapes["mask_hidden"] = (1, 1, len(taps) * SIZE)
     if config.get("fc_norm"):
         shapes |= {f"fc_norm.{index}.weight": (SIZE,) for index in range(len(taps))}
     return Layout(
@@ -154,6 +157,20 @@ LAYOUTS = {
         taps=(0, 2, 6),
         own=[],
     ),
+    "P-EAGLE of speculators": _eagle3(
+        LAYER,
+        {
+            **SPECULATORS,
+            "speculators_model_type": "peagle",
+            "architectures": ["PEagleSpeculator"],
+            "draft_vocab_size": DRAFT_VOCAB_SIZE,
+            "mask_token_id": 9,
+            "transformer_layer_config": LAYER,
+            "norm_before_residual": True,
+        },
+        taps=(2, 3, 4),
+        own=["embed_tokens", "lm_head"],
+    ),
     "speculators, a sliding window": _eagle3(
         {**LAYER, "window": 5},
         {
@@ -191,7 +208,7 @@ def make_head(layout: Layout, model: Any, directory: Path) -> ReferenceHead:
 
 
 def engine(target: Path, head: Path, method: str, num_speculative_tokens: int = 4, **keys: Any) -> LLM:
-    options = {key: keys.pop(key) for key in list(keys) if key in ("aux_hidden_state_layer_ids", "max_model_len")}
+    options = {key: keys.pop(key) for key in list(keys) if key in METHOD_KEYS}
     config = {"method": method, "model": str(head), "num_speculative_tokens": num_speculative_tokens, **options}
     return LLM(str(target), speculative_config=config, device="cpu", dtype="float32", **keys)
 
@@ -346,11 +363,11 @@ SAFE3 = "EAGLE-3 of SafeAILab"
 REFUSALS = {
     "another vocabulary": (
         _change("EAGLE of SafeAILab", {"vocab_size": 20}),
-        r"a vocabulary of 20 and a hidden size of 32, and .*target\d* has 16 and 32; choose a head",
+        r"made for .*target\d*, got vocabulary 20 for 16; choose the head",
     ),
     "another hidden size": (
         _change(SAFE3, {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}),
-        r"a vocabulary of 16 and a hidden size of 24, and .*target\d* has 16 and 32",
+        r"made for .*target\d*, got hidden_size 24 for 32; choose the head",
     ),
     "a missing tensor": (_change(SAFE3, **{"norm.weight": None}), r"those of an EAGLE-3 head.*missing: norm.weight"),
     "a surplus tensor": (
@@ -373,8 +390,10 @@ REFUSALS = {
         _change(SAFE3, {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}),
         r"numbered 0 to 7, .*got \[1, 4, 8\]; name them with method.aux_hidden_state_layer_ids",
     ),
-    "EAGLE-3 taken for EAGLE": (_change("EAGLE of SafeAILab", {"draft_vocab_size": 8}), r"set method.method=eagle3"),
-    "another speculator": (_change(SAFE3, {"speculators_model_type": "dflash"}), r"an EAGLE-3 head, got .*'dflash'"),
+    "EAGLE-3 taken for EAGLE": (_change("EAGLE of SafeAILab", {"draft_vocab_size": 8}), r"set method=eagle3"),
+    "another speculator": (
+        _change(SAFE3, {"speculators_model_type": "dflash"}), r"got method=eagle3; set method=dflash"
+    ),
     "another build": (
         _change(SAFE3, {"eagle_config": {"use_mtp_layernorm": True}}), r"eagle_config.use_mtp_layernorm must be False"
     ),
@@ -396,3 +415,29 @@ def test_a_head_that_does_not_belong_is_refused_in_one_message(
     with pytest.raises(UserError, match=message) as caught:
         engine(target[0], tmp_path, layout.method)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_head_that_drafts_in_one_pass_is_run_once_a_step(
+    target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_head(LAYOUTS["P-EAGLE of speculators"], target[1], tmp_path)
+    llm = engine(target[0], tmp_path, "eagle3")
+    proposer, num_runs = llm.engine.proposer, [0]
+    run, propose = proposer.runner.run, proposer.propose
+
+    def count(*args: Any, **keys: Any) -> torch.Tensor:
+        num_runs[-1] += 1
+        return run(*args, **keys)
+
+    def propose_and_count(schedule: Any) -> Any:
+        num_runs.append(0)
+        drafts = propose(schedule)
+        assert num_runs[-1] == (1 if drafts.cu_num_draft_tokens[-1] else 0)
+        return drafts
+
+    monkeypatch.setattr(proposer.runner, "run", count)
+    monkeypatch.setattr(proposer, "propose", propose_and_count)
+    complete(llm, PROMPTS, PARAMS)
+    assert len(num_runs) > 10
+    with pytest.raises(UserError, match="speculative_token_tree must be null for a head that drafts in one pass"):
+        engine(target[0], tmp_path, "eagle3", speculative_token_tree="dynamic")

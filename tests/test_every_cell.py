@@ -50,7 +50,8 @@ def engine(engines: Engines, config: dict[str, Any] | None) -> LLM:
     return llm
 
 
-def sampling_params(sampler: str, num_requests: int, num_tokens: int = NUM_TOKENS) -> SamplingParams:
+def sampling_params(sampler: str, num_requests: int, num_tokens: int = NUM_TOKENS + 1) -> SamplingParams:
+    """By default for the law of the first NUM_TOKENS tokens: room for two drafts behind the first one."""
     return SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=5, n=num_requests, **SAMPLERS[sampler])
 
 
@@ -80,9 +81,10 @@ def exact_law(llm: LLM, params: SamplingParams) -> torch.Tensor:
 
 
 def p_value(requests: list[Request], law: torch.Tensor) -> float:
-    """Of Pearson's chi-square; sequences expected fewer than five times are pooled."""
+    """Of Pearson's chi-square over the first NUM_TOKENS tokens; sequences expected less than five times are pooled."""
     weights = [VOCAB_SIZE**place for place in reversed(range(NUM_TOKENS))]
-    index = [sum(t * w for t, w in zip(request.output_token_ids, weights, strict=True)) for request in requests]
+    said = [request.output_token_ids[:NUM_TOKENS] for request in requests]
+    index = [sum(t * w for t, w in zip(token_ids, weights, strict=True)) for token_ids in said]
     counts, expected = torch.bincount(torch.tensor(index), minlength=len(law)), law * len(requests)
     assert not counts[law == 0].any(), "a token outside the law was said"
     rare = expected < 5

@@ -9,13 +9,21 @@ import pytest
 from runner.config import (
     ConfigError,
     DraftModelMethod,
+    EagleMethod,
+    MedusaMethod,
     NgramMethod,
     SpeculativeConfig,
     SuffixMethod,
     parse_method,
 )
 from runner.config.method_union import FIELDS, METHODS
-from runner.config.vllm_keys import KEYS_WITHOUT_EFFECT, REFUSED_KEYS, RENAMED_KEYS, UNAVAILABLE_METHODS
+from runner.config.vllm_keys import (
+    KEYS_WITHOUT_EFFECT,
+    ONE_PASS_KEY,
+    REFUSED_KEYS,
+    RENAMED_KEYS,
+    UNAVAILABLE_METHODS,
+)
 from runner.llm import LLM
 
 # The fields of vllm/config/speculative.py 0.33, and those of 0.8 that are gone since.
@@ -61,7 +69,8 @@ def notes(**values: Any) -> tuple[str, ...]:
 @pytest.mark.parametrize("key", VLLM_FIELDS)
 def test_every_key_of_vllm_is_implemented_noted_or_refused(key: str) -> None:
     implemented = any(key in fields for fields in FIELDS.values())
-    assert implemented + (key in KEYS_WITHOUT_EFFECT) + (key in REFUSED_KEYS) + (key in RENAMED_KEYS) == 1
+    ways = [set(KEYS_WITHOUT_EFFECT), set(REFUSED_KEYS), set(RENAMED_KEYS), {ONE_PASS_KEY}]
+    assert implemented + sum(key in way for way in ways) == 1
 
 
 def test_older_spellings_lead_to_keys_that_something_is_known_about() -> None:
@@ -89,6 +98,10 @@ def test_null_is_vllms_default_for_every_key(key: str) -> None:
         ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4, "ngram_prompt_lookup_min": 2},
          {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}),
         ({"method": "[ngram]"}, {"method": "ngram"}),
+        ({"method": "deepseek_mtp"}, {"method": "mtp"}),
+        ({"method": "qwen3_next_mtp", "num_speculative_tokens": 1}, {"method": "mtp", "num_speculative_tokens": 1}),
+        ({"model": "d", "parallel_drafting": True}, {"method": "pard", "model": "d"}),
+        ({"method": "draft_model", "model": "d", "parallel_drafting": True}, {"method": "pard", "model": "d"}),
         ({"method": "ngram", "speculative_disable_by_batch_size": 4}, {"method": "ngram", "disable_by_batch_size": 4}),
         ({"model": "d", "speculative_max_model_len": 99}, {"model": "d", "max_model_len": 99}),
         ({"model": "d", "speculative_draft_tensor_parallel_size": 1}, {"model": "d", "draft_tensor_parallel_size": 1}),
@@ -155,7 +168,8 @@ def test_a_key_of_another_method_that_asks_for_nothing_is_not_worth_a_word(key: 
         ("speculative_ratio", 4, "is a sampling parameter, got 4; pass SamplingParams(speculative_ratio=...)"),
         ("target_model_config", {}, "is an internal field, got {}; vLLM fills it itself; remove it"),
         ("quantization", "fp8", "is not available yet, got 'fp8'; remove it and name an unquantised draft"),
-        ("parallel_drafting", True, "is not available yet, got True; remove it to draft token by token"),
+        ("parallel_drafting", 1, "must be true or false, got 1"),
+        ("speculative_token_tree", "[(0,)]", "is not available with method=ngram, got '[(0,)]'; remove it, its drafts"),
         ("rejection_sample_method", "fly", "is not available, got 'fly'; it is vLLM's own lossy rule; typical is"),
         ("prompt_lookup_mx", 3, "is an unknown key, got 3; did you mean 'prompt_lookup_max' or 'prompt_lookup_min'?"),
         ("gpu_memory_utilization", 0.9, "is an unknown key, got 0.9"),
@@ -166,11 +180,39 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(key: str, value: Any, me
     assert refusal(**{key: value}).startswith(f"speculative_config.{key} {message}")
 
 
-@pytest.mark.parametrize("method", [*UNAVAILABLE_METHODS, "deepseek_mtp", "qwen3_next_mtp"])
+@pytest.mark.parametrize("method", UNAVAILABLE_METHODS)
 def test_a_method_that_is_not_available_yet_is_told_what_is(method: str) -> None:
     text = refusal(method=method, model="x")
     assert text.startswith(f"speculative_config.method {method!r}")
     assert text.endswith(f"is not available yet; available: {', '.join(METHODS)}")
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "medusa", "mlp_speculator"])
+def test_drafters_that_go_token_by_token_refuse_to_draft_in_one_pass(method: str) -> None:
+    text = refusal(method=method, parallel_drafting=True)
+    assert text.startswith(f"speculative_config.parallel_drafting is not available with method={method}, got True")
+
+
+def test_drafters_that_go_in_one_pass_need_not_be_told() -> None:
+    assert notes(method="dflash", parallel_drafting=True) == notes(method="pard", parallel_drafting=True) == ()
+    (note,) = notes(method="eagle3", parallel_drafting=True)
+    assert "an EAGLE-3 checkpoint says itself whether it drafts in one pass" in note
+    assert "must be true with method=pard, got False" in refusal(method="pard", parallel_drafting=False)
+    assert notes(parallel_drafting=True) == (
+        "speculative_config.parallel_drafting=True changes nothing with method=ngram",
+    )
+
+
+def test_a_tree_may_be_written_as_older_releases_wrote_it() -> None:
+    tree = "[(0, 0), (0,), (1,), (0, 0, 0)]"
+    method, _ = parse_method({"method": "eagle", "num_speculative_tokens": 4, "speculative_token_tree": tree})
+    assert isinstance(method, EagleMethod)
+    assert method.speculative_token_tree == ((0,), (1,), (0, 0), (0, 0, 0))  # level by level, as it sorted them
+    paths = [[0], [0, 0], [1]]
+    method, _ = parse_method({"method": "medusa", "num_speculative_tokens": 3, "speculative_token_tree": paths})
+    assert isinstance(method, MedusaMethod)
+    assert method.speculative_token_tree == ((0,), (0, 0), (1,))
+    assert "must be null, dynamic or paths" in refusal(method="eagle", speculative_token_tree="[(0,")
 
 
 def test_an_available_method_is_not_called_unavailable() -> None:
@@ -197,9 +239,12 @@ def test_suffix_takes_its_draft_length_from_the_tree_depth_as_vllm_does() -> Non
     assert found == ("num_speculative_tokens=16 comes from suffix_decoding_max_tree_depth=16, as in vLLM",)
 
 
-def test_probabilistic_drafts_bring_vllms_default_rule_along_unless_a_rule_is_named() -> None:
+@pytest.mark.parametrize(
+    "name", ["draft_model", "pard", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash"]
+)
+def test_probabilistic_drafts_bring_vllms_default_rule_along_unless_a_rule_is_named(name: str) -> None:
     """Under strict they would be accepted with probability sum(p * q), far below what vLLM does with the same JSON."""
-    config = {"method": "draft_model", "model": "d", "draft_sample_method": "probabilistic"}
+    config = {"method": name, "model": "d", "draft_sample_method": "probabilistic"}
     method, found = parse_method(config)
     assert method.rejection_sample_method == "probabilistic"
     assert found == ("rejection_sample_method=probabilistic comes with draft_sample_method=probabilistic, as in vLLM",)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from runner.config import (
     ConfigError,
     CustomClassMethod,
+    DrafterMethod,
     DraftModelMethod,
     MethodConfig,
     ModelConfig,
@@ -19,9 +20,11 @@ from runner.config import (
     SpeculativeConfig,
     parse_method,
 )
-from runner.config.method_union import METHODS
+from runner.config.method_union import METHODS, AnyMethod
+from runner.config.problem import node_classes, union_tag
 
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
+DRAFTERS = [union_tag(node) for node in node_classes(AnyMethod) if issubclass(node, DrafterMethod)]
 
 
 def method_of(values: dict[str, Any]) -> Any:
@@ -65,10 +68,14 @@ def test_a_missing_method_is_inferred_as_vllm_infers_it(values: dict[str, Any], 
         ("z-lab/Qwen3-8B-DFlash-b16", "dflash"),
     ],
 )
-def test_a_head_that_vllm_knows_by_name_is_not_mistaken_for_a_draft_model(model: str, method: str) -> None:
-    with pytest.raises(ConfigError, match=f"is {method}, which is not available; name method=draft_model"):
-        method_of({"model": model})
+def test_a_head_on_the_hub_is_known_by_its_name_as_in_vllm(model: str, method: str) -> None:
+    assert method_of({"model": model}).method == method
     assert isinstance(method_of({"method": "draft_model", "model": model}), DraftModelMethod)
+
+
+def test_a_head_known_by_name_that_nothing_runs_is_not_mistaken_for_a_draft_model() -> None:
+    with pytest.raises(ConfigError, match="is dspark, which is not available; name method=draft_model"):
+        method_of({"model": "deepseek-ai/dspark_qwen3_8b_block7"})
 
 
 def test_a_method_without_name_and_model_is_refused() -> None:
@@ -128,7 +135,7 @@ def test_block_refuses_coupled_drafts_of_methods_that_draw_drafts(method: str) -
     """It would look at the noise of target tokens to come: measured in tests/test_block_over_steps.py."""
     values = {"method": method, "rejection_sample_method": "block", "draft_sample_method": "coupled"}
     values |= {"model": "a.B"} if method == "custom_class" else {}
-    if method != "draft_model":
+    if method not in DRAFTERS:
         assert method_of(values).rejection_sample_method == "block"
     else:
         with pytest.raises(ConfigError, match="must be probabilistic or greedy under rejection_sample_method=block"):
@@ -201,7 +208,37 @@ def test_custom_class_takes_a_dotted_path() -> None:
 
 def test_a_target_without_a_known_draft_needs_one_named() -> None:
     text = problems(model={"model": "some/model"}, method={"method": "draft_model"})
-    assert text.startswith("method.model is required: no draft is known for model 'some/model'; give")
+    assert text == (
+        "method.model is required: model 'some/model' comes without a draft model of the same vocabulary; give "
+        "method.model=<directory or hub id of a draft model of the same vocabulary>, or choose method=ngram"
+    )
+
+
+def test_a_target_without_a_known_head_needs_one_named_but_for_mtp_which_may_be_inside() -> None:
+    text = problems(model={"model": "some/model"}, method={"method": "eagle3"})
+    assert "comes without an EAGLE-3 head; give method.model=<directory or hub id of an EAGLE-3 head>" in text
+    config = SpeculativeConfig.parse({"model": {"model": "some/model"}, "method": {"method": "mtp"}})
+    assert config.draft_model_config() is None
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ("deep", "must be null, dynamic or paths of child ranks such as [[0], [0, 0], [1]], got 'deep'"),
+        ([], "must be null, dynamic or paths"),
+        ([[0], 1], "must hold paths of child ranks, such as [[0], [0, 0], [1]], got 1"),
+        ([[0], [0]], "must hold every path once, got [0] twice"),
+        ([[0, 0], [0]], "must name a node's parent before it, got [0, 0] without [0]"),
+    ],
+)
+def test_a_tree_is_told_what_it_should_be(tree: Any, message: str) -> None:
+    text = problems(method={"method": "eagle", "model": "h", "speculative_token_tree": tree})
+    assert text.startswith(f"method.speculative_token_tree {message}")
+
+
+def test_block_judges_chains_only() -> None:
+    method = {"method": "eagle", "model": "h", "speculative_token_tree": "dynamic", "rejection_sample_method": "block"}
+    assert "method.speculative_token_tree must be null under rejection_sample_method=block" in problems(method=method)
 
 
 def test_the_draft_inherits_how_the_target_is_loaded() -> None:

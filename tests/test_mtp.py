@@ -112,6 +112,19 @@ def test_the_engine_drafts_what_the_layouts_own_forward_does_and_says_what_the_t
         assert drafts == expected, text
 
 
+@pytest.mark.parametrize("tree", ["dynamic", [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]])
+@pytest.mark.parametrize(("layout", "model_type"), [("qwen3_next", "qwen3"), ("deepseek", "deepseek_v3")])
+def test_trees_of_a_module_change_no_token(layout: str, model_type: str, tree: Any, written: Any) -> None:
+    found = written(layout, model_type)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    prompts = [{"prompt_token_ids": s.prompt} for s in random_sequences(VOCAB_SIZE, ((5, 0), (50, 0), (1, 0)))]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    plain = LLM(str(found.directory), **options).generate(prompts, params)
+    method = {"method": "mtp", "num_speculative_tokens": 6, "speculative_token_tree": tree, "tree_depth": 3}
+    speculated = LLM(str(found.directory), speculative_config=method, **options).generate(prompts, params)
+    assert [out.outputs[0].token_ids for out in speculated] == [out.outputs[0].token_ids for out in plain]
+
+
 def record_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], list[int]]]:
     """What will be proposed, (text, drafts) a request and step."""
     seen: list[tuple[tuple[int, ...], list[int]]] = []

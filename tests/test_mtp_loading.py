@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from proposers.heads.mtp import MtpHead
+from proposers.heads.mtp_checkpoint import describe_module
+from runner.engine.architecture import read_architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.llm import LLM, SamplingParams
@@ -141,13 +143,17 @@ def test_the_speculators_format_may_write_model_before_its_names(tmp_path: Path)
     assert torch.equal(head_of(start(tmp_path, head)).projection.weight, expected)
 
 
-def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_speculators_config_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """Where the configuration cannot look first: on the hub."""
     head = write(tmp_path, "speculators", "qwen3").head
     assert head is not None
+    target, source = load(ModelSource(model=str(tmp_path))), ModelSource(model=str(head), name="method.model")
     edit_config(head, speculators_model_type="eagle3")
-    assert "speculators_model_type must be 'mtp' with method=mtp, got 'eagle3';" in refusal(tmp_path, head)
+    with pytest.raises(UserError, match="speculators_model_type must be 'mtp' with method=mtp, got 'eagle3';"):
+        describe_module(source, target)
     edit_config(head, speculators_model_type="mtp", transformer_layer_config=None)
-    assert "must hold transformer_layer_config, a mapping, got None;" in refusal(tmp_path, head)
+    with pytest.raises(UserError, match="must hold transformer_layer_config, a mapping, got None;"):
+        describe_module(source, target)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
@@ -232,6 +238,27 @@ def test_of_several_modules_the_first_drafts_and_a_note_says_so(
     with caplog.at_level(logging.INFO, "proposers.heads.mtp_checkpoint"):
         assert torch.equal(head_of(start(tmp_path)).projection.weight, expected)
     assert caplog.messages == [f"{tmp_path}: the first of 2 MTP modules drafts every token"]
+
+
+def test_mimos_published_config_is_read_as_qwen2s() -> None:
+    published = {
+        "architectures": ["MiMoForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+        "model_type": "mimo",
+        "attention_bias": True,
+        "hidden_act": "silu",
+        "head_dim": 16,
+        "rope_theta": 640000,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "max_window_layers": 2,
+        "num_nextn_predict_layers": 1,
+    }
+    source = ModelSource(model="dummy", load_format="dummy", hf_config={**SHAPE, **published})
+    loaded = load(source)
+    arch = read_architecture(loaded.hf_config)
+    assert arch is not None and arch.family == "mimo" and arch.qkv_bias and not arch.output_bias
+    assert set(arch.sliding_windows) == {None} and loaded.hf_config.rope_parameters["rope_theta"] == 640000
 
 
 def test_a_hybrid_target_is_told_that_its_state_cannot_roll_back_yet(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from runner.config import MethodConfig, SpeculativeConfig, parse_method
-from runner.config.method_union import METHODS
+from runner.config.method_union import FIELDS, METHODS
 from runner.config.to_vllm import to_vllm
 from runner.results import write_vllm_config
 
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
+WITHOUT = ("none", "medusa", "mlp_speculator")  # methods without a counterpart
+TREES = [None, "dynamic", [[0], [0, 0], [1]]]
 Rate = Annotated[float, Field(ge=0, le=1)]
 BatchSize = Annotated[int, Field(ge=1)]
 
@@ -27,13 +29,14 @@ class VllmSpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    method: Literal["ngram", "ngram_gpu", "suffix", "draft_model", "custom_class"]
+    method: Literal["ngram", "ngram_gpu", "suffix", "draft_model", "custom_class", "eagle", "eagle3", "mtp", "dflash"]
     num_speculative_tokens: Annotated[int, Field(gt=0, le=128)]
     model: str | None = None
     revision: str | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
     use_heterogeneous_vocab: bool = False
+    parallel_drafting: bool = False
     prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
     prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
     suffix_decoding_max_tree_depth: Annotated[int, Field(ge=1)] = 24
@@ -68,17 +71,19 @@ class VllmSpeculativeConfig(BaseModel):
                 assert last < start <= end
                 assert count >= 0
                 last = end
-        if self.method in ("draft_model", "custom_class"):
+        if self.method in ("draft_model", "custom_class", "eagle", "eagle3", "dflash"):
             assert self.model is not None
         if self.use_heterogeneous_vocab:
             assert (self.method, self.draft_sample_method) == ("draft_model", "greedy")
+        if self.parallel_drafting:
+            assert self.method in ("draft_model", "eagle3", "dflash")
         return self
 
 
 @st.composite
 def speculative_configs(draw: st.DrawFn, *, exact: bool = False) -> dict[str, Any]:
     """Values of a method node; `exact` draws only what has a counterpart in vLLM."""
-    method = draw(st.sampled_from([name for name in METHODS if not (exact and name == "none")]))
+    method = draw(st.sampled_from([name for name in METHODS if not (exact and name in WITHOUT)]))
     num_tokens = draw(st.integers(1 if exact else 0, 128))
     rules = ["probabilistic", "block", "synthetic"] + ([] if exact else ["strict", "typical"])
     rule = draw(st.sampled_from(rules))
@@ -119,9 +124,15 @@ def speculative_configs(draw: st.DrawFn, *, exact: bool = False) -> dict[str, An
             "suffix_decoding_min_token_prob": draw(st.floats(0, 1)),
             "suffix_decoding_corpus": None if exact else draw(st.none() | st.just("earlier.jsonl")),
         }
-    if method == "draft_model":
+    keys = FIELDS[method]
+    if "speculative_token_tree" in keys and not exact and rule != "block":
+        values["speculative_token_tree"] = draw(st.sampled_from(TREES))
+    if "aux_hidden_state_layer_ids" in keys and not exact:
+        values["aux_hidden_state_layer_ids"] = draw(st.sampled_from([None, [1, 2, 3]]))
+    if "revision" in keys:
         values |= {"model": "d", "revision": draw(st.none() | st.just("main"))}
         values["max_model_len"] = draw(st.none() | st.integers(1, 9999))
+    if "use_heterogeneous_vocab" in keys:
         values["use_heterogeneous_vocab"] = draw(st.booleans()) and (
             not exact or values["draft_sample_method"] == "greedy"
         )
@@ -137,7 +148,7 @@ def method_of(values: dict[str, Any]) -> MethodConfig:
 @given(values=speculative_configs(), temperature=st.sampled_from([0.0, 0.7, 1.0]))
 def test_everything_that_goes_to_vllm_fits_its_schema(values: dict[str, Any], temperature: float) -> None:
     config, notes = to_vllm(method_of(values), temperature=temperature)
-    if values["method"] == "none" or values["num_speculative_tokens"] == 0:
+    if values["method"] in WITHOUT or values["num_speculative_tokens"] == 0:
         assert config is None
         assert notes
     else:
@@ -151,7 +162,8 @@ def test_what_has_a_counterpart_survives_the_way_to_vllm_and_back(values: dict[s
     assert config is not None
     back, notes = parse_method(json.loads(json.dumps(config)))
     assert back.normalised() == method.normalised()
-    assert all("'standard' is read as 'probabilistic'" in note for note in notes)
+    read_as = ("'standard' is read as 'probabilistic'", "is read as method=pard")
+    assert all(any(text in note for text in read_as) for note in notes)
 
 
 @given(values=speculative_configs(exact=True))
@@ -163,7 +175,10 @@ def test_a_note_is_written_only_for_what_changes(values: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "config",
     [
+        {"method": "medusa", "num_speculative_tokens": 4},
+        {"method": "pard", "model": "d", "num_speculative_tokens": 4},
         {"method": "eagle", "num_speculative_tokens": 4},
+        {"method": "eagle", "model": "h", "num_speculative_tokens": 4, "speculative_token_tree": "[(0,)]"},
         {"method": "ngram", "num_speculative_tokens": 0},
         {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "strict"},
         {"method": "ngram", "num_speculative_tokens": 2, "disable_by_batch_size": 4},
@@ -220,6 +235,38 @@ def test_the_draft_of_the_model_group_is_named() -> None:
     assert config is not None
     assert config["model"] == "tiny-draft"
     assert not any("speculative_config.model" in note for note in notes)
+
+
+def test_pard_is_a_draft_model_that_drafts_in_one_pass() -> None:
+    config, _ = to_vllm(method_of({"method": "pard", "model": "d"}))
+    assert config is not None
+    assert (config["method"], config["parallel_drafting"]) == ("draft_model", True)
+
+
+def test_mtp_needs_no_model_there_either() -> None:
+    config, notes = to_vllm(method_of({"method": "mtp", "rejection_sample_method": "probabilistic"}))
+    assert config is not None
+    assert "model" not in config
+    assert notes == []
+
+
+@pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
+def test_methods_that_vllm_has_removed_are_said_to_have_no_counterpart(method: str) -> None:
+    assert to_vllm(method_of({"method": method, "model": "h"})) == (
+        None,
+        [f"method={method} has no counterpart in vLLM 0.33, which has removed it"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "depth"), [("dynamic", 3), ([[0], [0, 0], [1], [0, 0, 0]], 3), ([[0], [1], [0, 0]], 2)]
+)
+def test_a_tree_becomes_a_chain_as_long_as_its_longest_branch(tree: Any, depth: int) -> None:
+    values = {"method": "eagle", "model": "h", "num_speculative_tokens": 4, "tree_depth": 3}
+    config, notes = to_vllm(method_of(values | {"speculative_token_tree": tree}))
+    assert config is not None
+    assert config["num_speculative_tokens"] == depth
+    assert any(note.startswith("speculative_token_tree has no counterpart in vLLM") for note in notes)
 
 
 def test_the_probabilistic_rule_loses_nothing() -> None:

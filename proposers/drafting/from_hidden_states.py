@@ -15,8 +15,7 @@ from typing import Protocol
 import torch
 
 from proposers.base import ProposerContext
-from proposers.drafting.token_by_token import TokenByTokenProposer
-from runner.engine.errors import UserError
+from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
 from runner.engine.forward_batch import Family, Segment
 from runner.engine.head_runner import DraftHead, HeadRunner
 from runner.engine.request import Request, VerifyOutput
@@ -48,7 +47,16 @@ class _Known:
     states: list[torch.Tensor]  # of the positions next_position - 1 up to the last computed one, rows in pieces
 
 
-class HeadProposer(TokenByTokenProposer):
+@dataclass(frozen=True, kw_only=True)
+class MaskRows:
+    """Rows for places whose tokens are yet to be guessed, of heads that were trained to guess them in one pass."""
+
+    token_id: int
+    state: torch.Tensor  # [1, width], in place of the state before
+    counts: Sequence[int]  # of each request
+
+
+class HeadProposer(LevelByLevelProposer):
     """The loop over a head; a method is this and the way its head is read."""
 
     def __init__(
@@ -63,13 +71,13 @@ class HeadProposer(TokenByTokenProposer):
         tree_depth: int = 5,
         tree_top_k: int = 4,
     ) -> None:
-        if speculative_token_tree is not None:
-            raise UserError(
-                f"method.speculative_token_tree must be null for heads over hidden states, got "
-                f"{speculative_token_tree!r} (depth {tree_depth}, top k {tree_top_k}): they draft chains"
-            )
         super().__init__(
-            num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
+            num_speculative_tokens=num_speculative_tokens,
+            context=context,
+            draft_sample_method=draft_sample_method,
+            speculative_token_tree=speculative_token_tree,
+            tree_depth=tree_depth,
+            tree_top_k=tree_top_k,
         )
         self.head = head
         self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
@@ -81,7 +89,8 @@ class HeadProposer(TokenByTokenProposer):
             batch_invariant=context.batch_invariant,
         )
         self._known: dict[str, _Known] = {}
-        self._output = torch.empty(0)  # of the last call, a row for each request that drafts
+        self._output = torch.empty(0)  # of the last call, a row for each request that drafts, or node of its tree
+        self._first_scratch_block = 0
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -92,7 +101,13 @@ class HeadProposer(TokenByTokenProposer):
         return self.runner.cache_bytes_per_block
 
     def allocate_cache(self, num_blocks: int) -> None:
-        self.runner.allocate_cache(num_blocks)
+        self._first_scratch_block = num_blocks
+        self.runner.allocate_cache(num_blocks + self.context.max_num_seqs * self._num_scratch_blocks)
+
+    @property
+    def _num_scratch_blocks(self) -> int:
+        """Behind the blocks of the engine, for each request that drafts a tree: more nodes are fed than are drafted."""
+        return -(-self.max_fed_nodes // self.context.block_size)
 
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.max_model_len - request.num_tokens))
@@ -118,17 +133,34 @@ class HeadProposer(TokenByTokenProposer):
         self._known.pop(request_id, None)
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
-        segments, token_ids, states, last_rows = list[Segment](), list[int](), list[torch.Tensor](), list[int]()
-        for request in requests:
-            known = self._known[request.request_id]
-            segments.append(self._segment(request, known.next_position, request.num_tokens))
-            token_ids += request.tokens_between(known.next_position, request.num_tokens)
-            states += known.states
-            last_rows.append(len(token_ids) - 1)
-            known.next_position, known.states = request.num_tokens, []
-        output = self._run("decode", segments, token_ids, torch.cat(states))
-        self._output = output.index_select(0, to_device(last_rows, torch.int64, self.context.device))
+        self._output = self.last_rows(requests)
         return self._logits()
+
+    def last_rows(self, requests: Sequence[Request], masks: MaskRows | None = None) -> torch.Tensor:
+        """Compute what the head has not seen of these requests, and the mask rows behind it.
+
+        Returns output rows [len(requests) + mask rows, width]: of each request's last token, then of its masks.
+        """
+        segments, token_ids, states = list[Segment](), list[int](), list[torch.Tensor]()
+        num_rows, wanted = list[int](), list[int]()
+        counts = [0] * len(requests) if masks is None else masks.counts
+        for request, count in zip(requests, counts, strict=True):
+            known = self._known[request.request_id]
+            segments.append(self._segment(request, known.next_position, request.num_tokens + count))
+            fresh = request.tokens_between(known.next_position, request.num_tokens)
+            token_ids += fresh if masks is None else [*fresh, *[masks.token_id] * count]
+            num_rows.append(len(fresh))
+            states += known.states
+            wanted += range(len(token_ids) - 1 - count, len(token_ids))
+            known.next_position, known.states = request.num_tokens, []
+        hidden = self.head.project(torch.cat(states))
+        if masks is not None:
+            behind = [masks.state.expand(count, -1) for count in counts]
+            pairs = zip(hidden.split_with_sizes(num_rows), behind, strict=True)
+            hidden = torch.cat([rows for pair in pairs for rows in pair])
+        ids = to_device(token_ids, torch.int64, self.context.device)
+        output = self.runner.run("decode", segments, ids, hidden)
+        return output.index_select(0, to_device(wanted, torch.int64, self.context.device))
 
     def next_logits(
         self, requests: Sequence[Request], step: int, token_ids: torch.Tensor, row_idx: torch.Tensor | None
@@ -141,6 +173,32 @@ class HeadProposer(TokenByTokenProposer):
         self._output = self.runner.run("decode", segments, token_ids, self._output)
         return self._logits()
 
+    def level_logits(
+        self, requests: Sequence[Request], owners: Sequence[int], nodes: Sequence[TreeNode], token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        before = to_device([node.row for node in nodes], torch.int64, self.context.device)
+        tables = [self._table_with_scratch(place, request) for place, request in enumerate(requests)]
+        segments = []
+        for owner, node in zip(owners, nodes, strict=True):
+            request, (table, first_place) = requests[owner], tables[owner]
+            segments.append(
+                Segment(
+                    start=request.num_tokens - 2 + len(node.path),
+                    num_tokens=1,
+                    block_table=table,
+                    branch_start=request.num_tokens - 1,
+                    branch=[first_place + number for number in node.path],
+                )
+            )
+        self._output = self.runner.run("decode", segments, token_ids, self._output.index_select(0, before))
+        return self._logits()
+
+    def _table_with_scratch(self, place: int, request: Request) -> tuple[list[int], int]:
+        """The blocks of a request and then those of its tree's nodes, and the place of the first of these."""
+        first = self._first_scratch_block + place * self._num_scratch_blocks
+        table = [*request.block_table, *range(first, first + self._num_scratch_blocks)]
+        return table, len(request.block_table) * self.context.block_size
+
     def _follow(self, request: Request, known: _Known) -> None:
         """Compute all rows whose token and state are there but the last, which the next draft starts from."""
         end = request.num_computed_tokens
@@ -150,19 +208,15 @@ class HeadProposer(TokenByTokenProposer):
         parts: tuple[tuple[Family, int, int], ...] = (("prefill", first, boundary), ("decode", boundary, end))
         for family, start, stop in parts:  # as the target does, prompt tokens apart from generated ones
             if start < stop:
-                token_ids = request.tokens_between(start, stop)
-                segment = self._segment(request, start, stop)
-                self._run(family, [segment], token_ids, states[start - first : stop - first])
+                token_ids = to_device(request.tokens_between(start, stop), torch.int64, self.context.device)
+                hidden = self.head.project(states[start - first : stop - first])
+                self.runner.run(family, [self._segment(request, start, stop)], token_ids, hidden)
         known.next_position = max(first, end)
         known.states = [states[known.next_position - first :].clone()]  # a view would keep the whole chunk
 
     def _segment(self, request: Request, start: int, end: int) -> Segment:
         """The rows of tokens start..end-1."""
         return Segment(start=start - 1, num_tokens=end - start, block_table=request.block_table)
-
-    def _run(self, family: Family, segments: list[Segment], token_ids: list[int], states: torch.Tensor) -> torch.Tensor:
-        ids = to_device(token_ids, torch.int64, self.context.device)
-        return self.runner.run(family, segments, ids, self.head.project(states))
 
     def _logits(self) -> torch.Tensor:
         rows, tile = self.runner.in_tiles(self._output)

@@ -33,16 +33,18 @@ class LastStateProposer(TokenByTokenProposer):
         source: ModelSource,
         max_depth: int,  # tokens that the head can guess one after another
         max_model_len: int | None,  # longest text that gets drafts; None: the target's
+        is_tree: bool = False,  # num_speculative_tokens are nodes, of which there may be more
     ) -> None:
-        if num_speculative_tokens > max_depth:
+        if num_speculative_tokens > max_depth and not is_tree:
             logger.warning(
                 "method.num_speculative_tokens=%d: %s guesses %d tokens ahead, so that many are drafted at most",
                 num_speculative_tokens,
                 source.model,
                 max_depth,
             )
+            num_speculative_tokens = max_depth
         super().__init__(
-            num_speculative_tokens=min(num_speculative_tokens, max_depth),
+            num_speculative_tokens=num_speculative_tokens,
             context=context,
             draft_sample_method=draft_sample_method,
         )

@@ -12,9 +12,8 @@ from itertools import accumulate
 
 import torch
 
-from proposers.drafting.token_by_token import TokenByTokenProposer
-from runner.engine.request import DraftTokens, Request
-from runner.engine.scheduler import Schedule
+from proposers.drafting.token_by_token import Draw, TokenByTokenProposer
+from runner.engine.request import Request
 from runner.engine.upload import to_device
 
 
@@ -27,12 +26,9 @@ class OnePassProposer(TokenByTokenProposer):
     def all_logits(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
         """Logits [sum(counts), vocab] float32: of the next counts[b] >= 1 places of requests[b], request by request."""
 
-    def propose(self, schedule: Schedule) -> DraftTokens:
-        self._counts = {
-            item.request.request_id: self.max_draft_tokens(item.request, item.max_draft_tokens)
-            for item in schedule.decoding
-        }
-        return super().propose(schedule)
+    def walk(self, requests: Sequence[Request], counts: Sequence[int], draw: Draw) -> torch.Tensor:
+        self._counts = {request.request_id: count for request, count in zip(requests, counts, strict=True)}
+        return super().walk(requests, counts, draw)
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
         counts = [self._counts[request.request_id] for request in requests]

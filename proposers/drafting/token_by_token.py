@@ -7,16 +7,19 @@ device; only a request that follows a grammar has them read.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
 from proposers.base import Proposer, ProposerContext
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
-from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import index_or_all, to_device
+
+# (processed logits [num_active, vocab], their rows, step, which requests are active) -> tokens [num_active] int64
+Draw = Callable[[torch.Tensor, SamplingRows, int, list[int]], torch.Tensor]
 
 
 class TokenByTokenProposer(Proposer):
@@ -50,23 +53,44 @@ class TokenByTokenProposer(Proposer):
         decoding, device = schedule.decoding, self.context.device
         requests = [item.request for item in decoding]
         counts = [self.max_draft_tokens(item.request, item.max_draft_tokens) for item in decoding]
-        cu_num_draft_tokens = [0]
-        for count in counts:
-            cu_num_draft_tokens.append(cu_num_draft_tokens[-1] + count)
+        cu_num_draft_tokens = [0, *accumulate(counts)]
         if not any(counts):
             return DraftTokens.empty(len(decoding), device)
 
-        widest = max(counts)
-        # Greedy drafts have no law but the one-hot one, which is told by giving none.
-        keeps_laws = (
-            self.context.needs_draft_probs
-            and self.draft_sample_method != "greedy"
-            and any(not request.sampling_params.is_greedy for request in requests)
-        )
-        ids = torch.full((len(decoding), widest), -1, dtype=torch.int64, device=device)
         probs: list[torch.Tensor] = []  # a step's laws, [active, vocab]
+        keeps_laws = self.keeps_laws(requests)
+
+        def draw(processed: torch.Tensor, rows: SamplingRows, step: int, active: list[int]) -> torch.Tensor:
+            drafted, law = draft_tokens(
+                processed,
+                rows,
+                self.draft_sample_method,
+                need_probs=self.context.needs_draft_probs,
+                draft_step=self.draft_step(rows, step),
+            )
+            if keeps_laws:  # every draft has its row, so that rows and drafts stay aligned; a greedy one's is not read
+                probs.append(torch.zeros_like(processed) if law is None else law)
+            return drafted
+
+        ids = self.walk(requests, counts, draw)
+        widest = max(counts)
+        flat = [row * widest + step for row, count in enumerate(counts) for step in range(count)]
+        return DraftTokens(
+            token_ids=ids.flatten().index_select(0, to_device(flat, torch.int64, device)),
+            cu_num_draft_tokens=cu_num_draft_tokens,
+            probs=_by_request(probs, counts) if probs else None,
+        )
+
+    def walk(self, requests: Sequence[Request], counts: Sequence[int], draw: Draw) -> torch.Tensor:
+        """counts[b] steps ahead of requests[b], all of them at once; what was drawn, [num_requests, max(counts)] int64.
+
+        Requests leave when they have their tokens; behind these stands -1. The rows of a step have seen what was drawn
+        before it.
+        """
+        device, widest = self.context.device, max(counts)
+        ids = torch.full((len(requests), widest), -1, dtype=torch.int64, device=device)
         active = [index for index, count in enumerate(counts) if count > 0]
-        walk = self.context.grammars.walk([request.request_id for request in requests])
+        grammars = self.context.grammars.walk([request.request_id for request in requests])
         logits = self.first_logits([requests[index] for index in active])
         for step in range(widest):
             if step > 0:
@@ -76,51 +100,39 @@ class TokenByTokenProposer(Proposer):
                 row_idx = index_or_all(stays, len(before), device)
                 fed = ids[_rows(active, len(ids), device), step - 1]
                 logits = self.next_logits([requests[index] for index in active], step, fed, row_idx)
-            rows = _rows(active, len(ids), device)
-            drafted, law = self._sample(
-                logits, [requests[index] for index in active], step, ids[rows], walk.bitmask(active)
+            places = _rows(active, len(ids), device)
+            rows = SamplingRows.build(
+                [requests[index] for index in active],
+                list(range(len(active))),
+                [step] * len(active),
+                ids[places] if step > 0 else None,
+                vocab_size=self.context.vocab_size,
+                eos_token_ids=self.context.eos_token_ids,
+                device=device,
+                bitmask=grammars.bitmask(active),
             )
+            drafted = draw(process_logits(logits, rows), rows, step, active)
             if step + 1 < widest:
-                walk.advance(active, drafted)
-            ids[rows, step] = drafted
-            if keeps_laws:  # every draft has its row, so that rows and drafts stay aligned; a greedy one's is not read
-                probs.append(torch.zeros_like(logits) if law is None else law)
-        flat = [row * widest + step for row, count in enumerate(counts) for step in range(count)]
-        return DraftTokens(
-            token_ids=ids.flatten().index_select(0, to_device(flat, torch.int64, device)),
-            cu_num_draft_tokens=cu_num_draft_tokens,
-            probs=_by_request(probs, counts) if probs else None,
+                grammars.advance(active, drafted)
+            ids[places, step] = drafted
+        return ids
+
+    def keeps_laws(self, requests: Sequence[Request]) -> bool:
+        """Whether the drafts of these requests come with the laws they were drawn from."""
+        # Greedy drafts have no law but the one-hot one, which is told by giving none.
+        return (
+            self.context.needs_draft_probs
+            and self.draft_sample_method != "greedy"
+            and any(not request.sampling_params.is_greedy for request in requests)
         )
+
+    def draft_step(self, rows: SamplingRows, step: int) -> int | torch.Tensor:
+        """The key of a step's draws, where the rule asks for one: the committed tokens of each row's request."""
+        return rows.positions - step if self.context.keys_by_draft_step else 0
 
     def may_draft(self, request: Request) -> bool:
         """Whether a request may ever get drafts."""
         return self.num_speculative_tokens > 0 and request.sampling_params.max_draft_tokens != 0
-
-    def _sample(
-        self,
-        logits: torch.Tensor,
-        requests: list[Request],
-        step: int,
-        ancestors: torch.Tensor,
-        bitmask: BitmaskRows | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = SamplingRows.build(
-            requests,
-            list(range(len(requests))),
-            [step] * len(requests),
-            ancestors if step > 0 else None,
-            vocab_size=self.context.vocab_size,
-            eos_token_ids=self.context.eos_token_ids,
-            device=self.context.device,
-            bitmask=bitmask,
-        )
-        return draft_tokens(
-            process_logits(logits, rows),
-            rows,
-            self.draft_sample_method,
-            need_probs=self.context.needs_draft_probs,
-            draft_step=rows.positions - step if self.context.keys_by_draft_step else 0,
-        )
 
 
 def _rows(active: list[int], num_rows: int, device: torch.device) -> slice | torch.Tensor:

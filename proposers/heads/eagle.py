@@ -15,7 +15,7 @@ import torch
 
 from kernels.reference.linear import linear
 from proposers.base import ProposerContext
-from proposers.heads.target_fit import longest_text, require_fit
+from proposers.heads.head_sizes import longest_text, require_target_sizes
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -110,7 +110,7 @@ def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len
             "set method.method=eagle3"
         )
     arch, config = head_architecture(values, source)
-    require_fit(source, context.target, vocab_size=arch.vocab_size, hidden_size=arch.hidden_size)
+    require_target_sizes(source, context.target, hidden_size=arch.hidden_size, vocab_size=arch.vocab_size)
     tensors = {} if source.is_dummy else read_head_tensors(source)
     tensors = {
         name.removeprefix("model."): tensor

@@ -2,6 +2,8 @@
 
 fc takes the tapped states to the head's width; layer 0 attends from [norm(embedding of x_p), norm(state of p - 1)] and
 adds to the state; what comes out is fed back as it is and, normed, goes through a head over the draft vocabulary.
+P-EAGLE (arXiv 2602.01469) is the same layer trained to draft in one pass: mask tokens with one learned state in place
+of what would have been fed back.
 How each published layout says so is read by proposers.heads.eagle3_config.
 """
 
@@ -13,10 +15,11 @@ import torch
 
 from kernels.reference.linear import linear
 from proposers.base import ProposerContext
+from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
-from proposers.heads.target_fit import longest_text, require_fit
+from proposers.heads.head_sizes import longest_text, require_target_sizes
+from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
-from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import (
     fill_head,
@@ -30,9 +33,7 @@ from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
 
 EMBEDDING, LM_HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
-# Logit of a token that the head does not know. Finite, so that a row whose masks allow no token of the draft vocabulary
-# still has a law, the one it is drawn from; its exponential is 0 beside any token that the head knows.
-UNKNOWN_TOKEN_LOGIT = -1000.0
+MASK_HIDDEN = "mask_hidden"
 
 
 class Eagle3Head:
@@ -63,6 +64,8 @@ class Eagle3Head:
             else None
         )
         self.input_norm = RMSNorm(num_taps * tapped, eps, dtype) if config.norm_before_fc else None
+        self.mask_token_id = config.mask_token_id
+        self.mask_hidden = torch.empty(num_taps * tapped, dtype=dtype) if config.mask_token_id is not None else None
         self.fc_norms = [RMSNorm(tapped, eps, dtype) for _ in range(num_taps)] if config.fc_norm else []
         self.hidden_norm = RMSNorm(size, eps, dtype)
         self.layers = [
@@ -86,6 +89,11 @@ class Eagle3Head:
             states = torch.cat([norm(tap) for norm, tap in zip(self.fc_norms, taps, strict=True)], dim=1)
         return self.fc(states, None)
 
+    def mask_state(self) -> torch.Tensor:
+        """[1, H]: what stands for the state before a place whose token is yet to be guessed."""
+        assert self.mask_hidden is not None, "a head that drafts in one pass"
+        return self.project(self.mask_hidden.unsqueeze(0))
+
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         first, *others = self.layers
         assert first.input_layernorm is not None
@@ -105,35 +113,7 @@ class Eagle3Head:
         if self.lm_head is None:
             return self.target.logits(normed, tile)
         logits = linear(normed, self.lm_head, None, tile).float()
-        if self.target_ids is None:
-            return logits
-        return logits.new_full((len(logits), self.vocab_size), UNKNOWN_TOKEN_LOGIT).index_copy_(
-            1, self.target_ids, logits
-        )
-
-    def map_vocabulary(self, source: ModelSource, knows: torch.Tensor | None) -> None:
-        """Turn the offsets of d2t into ids; knows: t2d [target vocab] bool, where the checkpoint has it.
-
-        Raises:
-            UserError: ids that are none of the target's, that occur twice, or that t2d does not name.
-        """
-        if self.draft_to_target is None:
-            return
-        ids = self.draft_to_target + torch.arange(len(self.draft_to_target), device=self.draft_to_target.device)
-        listed = ids.tolist()
-        num_different = len(set(listed))
-        if min(listed) < 0 or max(listed) >= self.vocab_size or num_different < len(listed):
-            raise UserError(
-                f"{source.name}={source.model}: d2t must lead each token of the draft vocabulary to one of its own "
-                f"among the target's {self.vocab_size}, got ids from {min(listed)} to {max(listed)}, {num_different} "
-                f"of {len(listed)} different; download the head again"
-            )
-        if knows is not None and knows.bool().nonzero()[:, 0].tolist() != sorted(listed):
-            raise UserError(
-                f"{source.name}={source.model}: t2d must mark the tokens that d2t leads to, got {int(knows.sum())} "
-                f"marks for {len(listed)} tokens, or others; download the head again"
-            )
-        self.target_ids = ids
+        return logits if self.target_ids is None else over_target_vocabulary(logits, self.target_ids, self.vocab_size)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {
@@ -146,6 +126,8 @@ class Eagle3Head:
             targets["input_norm.weight"] = WeightTarget(view=self.input_norm.weight)
         for index, norm in enumerate(self.fc_norms):
             targets[f"fc_norm.{index}.weight"] = WeightTarget(view=norm.weight)
+        if self.mask_hidden is not None:
+            targets[MASK_HIDDEN] = WeightTarget(view=self.mask_hidden)
         own = ((EMBEDDING, self.embed_tokens), (LM_HEAD, self.lm_head), (DRAFT_TO_TARGET, self.draft_to_target))
         targets |= {name: WeightTarget(view=view) for name, view in own if view is not None}
         for index, layer in enumerate(self.layers):
@@ -167,7 +149,7 @@ def load_eagle3_head(
     target = context.target
     assert target is not None, "heads need the target"
     config = read_eagle3_config(source, read_head_config(source), target, aux_hidden_state_layer_ids)
-    require_fit(source, target, vocab_size=config.arch.vocab_size, hidden_size=config.target_hidden_size)
+    require_target_sizes(source, target, hidden_size=config.target_hidden_size, vocab_size=config.arch.vocab_size)
     tensors = {} if source.is_dummy else _read_tensors(source, config)
     knows = tensors.pop(TARGET_TO_DRAFT, None)
     with torch.device(context.device):
@@ -182,7 +164,8 @@ def load_eagle3_head(
         fill_head_randomly(head.weight_targets())
     else:
         fill_head(head.weight_targets(), tensors, source, "an EAGLE-3 head")
-    head.map_vocabulary(source, knows)
+    if head.draft_to_target is not None:
+        head.target_ids = target_ids(head.draft_to_target, knows, head.vocab_size, source)
     return head
 
 
@@ -194,7 +177,10 @@ def _read_tensors(source: ModelSource, config: Eagle3Config) -> dict[str, torch.
         if name.endswith("rotary_emb.inv_freq") or (has_one_vocabulary and name in (DRAFT_TO_TARGET, TARGET_TO_DRAFT)):
             continue  # derived from the config; zeros that map nothing
         own_name = name.removeprefix("midlayer.")
-        tensors[name if own_name == name else f"layers.0.{own_name}"] = tensor
+        # The mask's state is published with leading dimensions of one.
+        tensors[name if own_name == name else f"layers.0.{own_name}"] = (
+            tensor.flatten() if name == MASK_HIDDEN else tensor
+        )
     return tensors
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from proposers.heads.mask_token import KEYS as MASK_TOKEN_KEYS
+from proposers.heads.mask_token import mask_token_id
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -39,6 +41,7 @@ class Eagle3Config:
     norm_before_fc: bool  # one norm over the tapped states side by side
     fc_norm: bool  # a norm for each of them
     norm_output: bool  # what is fed back is normed (EAGLE-3.1)
+    mask_token_id: int | None  # of a head that drafts in one pass (P-EAGLE); None: token by token
 
 
 def read_eagle3_config(
@@ -53,8 +56,12 @@ def read_eagle3_config(
         UserError: a head of another kind, options that our layers do not have, ids that the target does not have.
     """
     kind = values.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
-        raise UserError(f"{source.name}={source.model} must be an EAGLE-3 head, got speculators_model_type {kind!r}")
+    if kind not in ("eagle3", "peagle"):
+        raise UserError(
+            f"{source.name}={source.model} must be an EAGLE-3 head, got speculators_model_type {kind!r}; "
+            "name the method that it was made for"
+        )
+    is_parallel = kind == "peagle" or any(values.get(key) is not None for key in MASK_TOKEN_KEYS)
     layer_values = values.get("transformer_layer_config", values)
     arch, hf_config = head_architecture(layer_values, source)
     if layer_types := layer_values.get("layer_types"):  # speculators gives Llama layers windows too
@@ -82,6 +89,7 @@ def read_eagle3_config(
         target_hidden_size=int(values.get("target_hidden_size") or arch.hidden_size),
         draft_vocab_size=int(values.get("draft_vocab_size") or arch.vocab_size),
         has_fc=has_fc,
+        mask_token_id=mask_token_id(values, source, arch.vocab_size) if is_parallel else None,
         **flags,
     )
 

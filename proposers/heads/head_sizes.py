@@ -1,4 +1,4 @@
-"""The sizes that a head's config tells, and whether they are those of the target."""
+"""The sizes that a head's config tells: whether they are those of the target, and how long a text it can follow."""
 
 from __future__ import annotations
 
@@ -34,3 +34,18 @@ def require_target_sizes(source: ModelSource, target: LoadedModel, *, hidden_siz
             f"{source.name}={source.model} must be a head that was made for {target.source.model}, got "
             f"{' and '.join(wrong)}; choose the head of this target, or the target of this head"
         )
+
+
+def longest_text(source: ModelSource, hf_config: Any, asked: int | None, target_len: int) -> int:
+    """Tokens that the head follows a text for: what was asked for, else as many as its rotations and target have.
+
+    Raises:
+        UserError: more is asked for than the head has positions.
+    """
+    limit = int(getattr(hf_config, "max_position_embeddings", None) or target_len)
+    if asked is not None and asked > limit:
+        raise UserError(
+            f"{source.name.replace('.model', '.max_model_len')} must be <= {limit}, the max_position_embeddings of "
+            f"{source.model}, got {asked}; lower it or leave it out"
+        )
+    return min(asked or limit, target_len)

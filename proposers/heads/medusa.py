@@ -18,13 +18,12 @@ import torch.nn.functional as F
 
 from kernels.reference.linear import linear
 from proposers.heads.head_sizes import head_size, require_target_sizes
+from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
 from runner.engine.linear import WeightTarget
 from runner.engine.loader import LoadedModel
-
-NEVER_DRAFTED = -1e30  # logit of a token outside token_map: no chance beside any other, and a law even without others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +74,7 @@ class MedusaHeads:
         logits = logits if self.shape.logit_scale == 1.0 else logits * self.shape.logit_scale
         if self.token_map is None:
             return logits
-        everything = torch.full((len(logits), self.vocab_size), NEVER_DRAFTED, device=logits.device)
-        return everything.index_copy_(1, self.token_map, logits)
+        return over_target_vocabulary(logits, self.token_map, self.vocab_size)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         shape, targets = self.shape, dict[str, WeightTarget]()

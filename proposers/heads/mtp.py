@@ -2,7 +2,7 @@
 
 The row of x_p takes the embedding of x_p and the state of position p - 1, which is the target's behind its final norm,
 or for drafted tokens the module's own output. Embedding and head are the target's, or the module's where its copies
-differ.
+differ. Every row has its embedding, as in training; vLLM's modules see zeros for that of x_1.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 
 from kernels.reference.linear import linear
 from proposers.base import ProposerContext
+from proposers.heads.head_sizes import longest_text
 from proposers.heads.mtp_block import DenseBlock, MtpBlock, TransformersBlock
 from proposers.heads.mtp_checkpoint import MtpTensors, describe_module, read_module
-from proposers.heads.target_fit import longest_text
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from proposers.heads.target_fit import require_fit
+from proposers.heads.head_sizes import require_target_sizes
 from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors
 from runner.engine.errors import UserError
@@ -90,7 +90,7 @@ def describe_module(source: ModelSource, target: LoadedModel) -> MtpModule:
                 f"{source.name}={source.model}: model_type must be {target.hf_config.model_type!r}, the target's, or "
                 f"a dense family of ours, got {config.model_type!r}; choose a module that was made for this target"
             )
-    require_fit(source, target, vocab_size=int(config.vocab_size), hidden_size=int(config.hidden_size))
+    require_target_sizes(source, target, hidden_size=int(config.hidden_size), vocab_size=int(config.vocab_size))
     return module
 
 

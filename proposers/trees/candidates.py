@@ -23,14 +23,25 @@ def draw_candidates(
 ) -> tuple[Tensor, Tensor | None]:
     """Candidates [num_rows, num_candidates] int64 of a drafter's processed logits [num_rows, vocab], and their laws.
 
-    greedy: the likeliest ones, without laws: a set that nobody drew. probabilistic: draws with the DRAFT stream, keyed
-    by draft_step too where the rule asks for it. coupled: draws with the target's own noise. Laws [num_rows,
-    num_candidates, vocab], each given the candidates before it, where need_probs; None when all rows are greedy.
+    They are the highest of `perturbed`, in their order. Laws [num_rows, num_candidates, vocab], each given the
+    candidates before it, where need_probs; None when nobody drew: greedy candidates, and when all rows are greedy.
+    """
+    scores = perturbed(processed, rows, draft_sample_method, draft_step)
+    token_ids = scores.topk(num_candidates, dim=-1).indices
+    is_drawn = draft_sample_method != "greedy" and not rows.all_greedy
+    return token_ids, _laws(processed, token_ids) if need_probs and is_drawn else None
+
+
+def perturbed(processed: Tensor, rows: SamplingRows, draft_sample_method: str, draft_step: int | Tensor = 0) -> Tensor:
+    """Processed logits [num_rows, vocab] by whose order candidates come.
+
+    greedy: as they are: the likeliest ones, a set that nobody drew. probabilistic: with noise of the DRAFT stream,
+    keyed by draft_step too where the rule asks for it. coupled: with the target's own noise. Greedy rows: as they are.
     """
     if draft_sample_method not in ("greedy", "probabilistic", "coupled"):
         raise ValueError(f"draft_sample_method must be greedy, probabilistic or coupled, got {draft_sample_method!r}")
     if draft_sample_method == "greedy" or rows.all_greedy:
-        return processed.topk(num_candidates, dim=-1).indices, None
+        return processed
     stream, step = (Stream.TARGET, 0) if draft_sample_method == "coupled" else (Stream.DRAFT, draft_step)
     random = rows.random_row_idx
     seeds, positions = take_rows(rows.seeds, random), take_rows(rows.positions, random)
@@ -39,9 +50,7 @@ def draw_candidates(
         gumbel(seeds[slab], positions[slab], stream, steps[slab], vocab_size=processed.shape[1])
         for slab in row_slabs(len(seeds), processed.shape[1], processed.device)
     ]
-    noisy = put_rows(processed, random, take_rows(processed, random) + torch.cat(noise))
-    token_ids = noisy.topk(num_candidates, dim=-1).indices
-    return token_ids, _laws(processed, token_ids) if need_probs else None
+    return put_rows(processed, random, take_rows(processed, random) + torch.cat(noise))
 
 
 def _laws(processed: Tensor, token_ids: Tensor) -> Tensor:

@@ -86,7 +86,10 @@ def _group_lines(group: str, default: str) -> list[str]:
             if (key, field.description) not in section:
                 shown = _shown(files[default][key]) if value is None else value
                 section[key, field.description] = _key_line(f"{group}.{key}", field.description, shown)
-    return [line for heading, keys in sections.items() for line in ([heading] if heading else []) + list(keys.values())]
+    lines = []
+    for heading, keys in sections.items():
+        lines += [*(("", heading) if heading else ()), *keys.values()]
+    return lines
 
 
 def _wrapped(title: str, names: list[str]) -> str:

@@ -84,7 +84,7 @@ def misfit(model: str, method: str) -> str | None:
 
 
 def drafter_of(model: str) -> Drafter | None:
-    """What a name of the tiny family or a local checkpoint says of itself; None: a plain model, or none that is here."""
+    """What a name of the tiny family or a local checkpoint says of itself; None: a plain model, or nothing local."""
     for method, name in HEAD_NAMES.items():
         if model == name:
             return Drafter(kind=KINDS[method], method=method, is_model=method == "pard")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict, ValidationInfo, field_validator
+from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
 
 from runner.config.checkpoint_method import misfit
 from runner.config.hardware import TENSOR_PARALLEL_REMEDY
@@ -101,6 +101,27 @@ class GrownTreeMethod(TreeDrafterMethod):
         le=32,
         description="dynamic tree: nodes that go on at each level, and children of each, in [1, 32]",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_candidates(cls, values: Any) -> Any:
+        """Candidates of a dynamic tree that a rule judges by probabilities are not drawn: their shape would be too."""
+        if not isinstance(values, dict) or values.get("speculative_token_tree") != "dynamic":
+            return values
+        is_open = values.get("draft_sample_method") is None
+        reads_laws = values.get("rejection_sample_method") in ("probabilistic", "standard")
+        return {**values, "draft_sample_method": "greedy"} if is_open and reads_laws else values
+
+    @model_validator(mode="after")
+    def _check_candidates(self) -> GrownTreeMethod:
+        is_dynamic = self.speculative_token_tree == "dynamic" and self.rejection_sample_method == "probabilistic"
+        if is_dynamic and self.draft_sample_method != "greedy":
+            raise ValueError(
+                "draft_sample_method must be greedy for speculative_token_tree=dynamic under "
+                f"rejection_sample_method=probabilistic, got {self.draft_sample_method!r}: the shape of the tree would "
+                "depend on what was drawn; leave it null, or give the tree as paths"
+            )
+        return self
 
 
 class DraftModelMethod(DrafterMethod):

@@ -38,7 +38,7 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
 }
 
 ONE_PASS_KEY = "parallel_drafting"  # says which method is meant
-TREE_KEY = "speculative_token_tree"  # of the releases up to 0.20, a string there
+TREE_KEY = "speculative_token_tree"  # of the releases before PR #42121 (May 2026), a string there
 
 NEUTRAL = (None, False, "auto")  # values by which vLLM's switches are off: nothing to tell about
 

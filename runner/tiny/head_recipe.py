@@ -7,7 +7,7 @@ on which other heads are trained with it. (PARD also starts from the draft.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from runner.tiny import distill, manifest
+from runner.tiny import NUM_SPECULATIVE_TOKENS, distill, manifest
 from runner.tiny.agreement import mean_acceptance_length
 from runner.tiny.corpus import TokenStream, read_corpus
 from runner.tiny.heads.dflash import DFlashHead
@@ -89,6 +89,18 @@ def read_texts(
     return HeadTexts(train=states[0], held_out=states[1])
 
 
+def train_heads(
+    recipe: Recipe, root: Path, names: Sequence[str], *, device: torch.device, report: Callable[[str], ReportProgress]
+) -> None:
+    """Reads the texts once, then installs the heads one after another; `report(stage)` begins a stage."""
+    tokenizer, target = load_tokenizer(root / "target"), load_model(root / "target", device)
+    target.requires_grad_(False)
+    stage: dict[str, Any] = {}
+    texts = read_texts(recipe, target, tokenizer, record=stage, report=report("texts"))
+    for name in names:
+        train_head(recipe, root, name, target=target, texts=texts, record=stage, device=device, report=report(name))
+
+
 def train_head(
     recipe: Recipe,
     root: Path,
@@ -122,8 +134,7 @@ def train_head(
     head.round_weights()
     with manifest.replaced_directory(root / name) as directory:
         head.save(directory)
-    guesses = {"medusa": 3, "dflash": 7}.get(name, 4)
-    measured = {"parameters": num_parameters(head), **agreement(head, texts, guesses)}
+    measured = {"parameters": num_parameters(head), **agreement(head, texts, NUM_SPECULATIVE_TOKENS[name])}
     environment = manifest.environment(str(device), torch.get_num_threads())
     stage |= {key: environment[key] for key in ("device", "num_threads", "torch")}
     add_to_manifest(recipe, root, name, stages={"texts": record, name: stage}, measured=measured)
@@ -195,6 +206,6 @@ def add_to_manifest(recipe: Recipe, root: Path, name: str, *, stages: dict[str, 
     record["recipe"] = recipe.as_record()
     record["stages"] = {**record["stages"], **stages}
     record["models"] = {**record["models"], name: measured}
-    others = {file: about for file, about in record["files"].items() if not file.startswith(f"{name}/")}
-    record["files"] = {**others, **manifest.file_records(root, (name,))}
+    record["files"] = manifest.without(record["files"], name) | manifest.file_records(root, (name,))
+    record["acceptance"] = manifest.without(record.get("acceptance", {}), name)
     manifest.write_manifest(path, record)

@@ -44,6 +44,11 @@ def file_records(root: Path, directories: tuple[str, ...]) -> dict[str, dict[str
     }
 
 
+def without(entries: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The entries of other models than `names`; an entry is called after its model or a file of it."""
+    return {name: entry for name, entry in entries.items() if name.partition("/")[0] not in names}
+
+
 @contextmanager
 def replaced_directory(directory: Path) -> Iterator[Path]:
     """Yields an empty staging directory that takes the place of `directory` when the block ends without an error."""

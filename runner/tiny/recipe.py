@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from runner.tiny import distill, manifest
+from runner.tiny import HEAD_DIRS, distill, manifest
 from runner.tiny.corpus import Corpus, TokenStream, num_bytes, read_corpus
 from runner.tiny.model import ModelShape, build_model, load_model, num_parameters, save_model
 from runner.tiny.optimizer import OptimizerSettings, Trainer
@@ -58,22 +58,26 @@ HEAD_OPTIMIZER = OptimizerSettings(
 )
 UNROLLED = {"num_steps": 3, "num_anchors": 48, "step_decay": 0.8}
 HEADS: dict[str, HeadRecipe] = {
-    "eagle": HeadRecipe(num_steps=300, optimizer=HEAD_OPTIMIZER, options=UNROLLED),
+    "eagle": HeadRecipe(num_steps=200, optimizer=replace(HEAD_OPTIMIZER, matrix_lr=8e-3), options=UNROLLED),
     "eagle3": HeadRecipe(
         num_steps=700, optimizer=HEAD_OPTIMIZER, options={**UNROLLED, "num_steps": 4, "num_anchors": 64}
     ),
-    "mtp": HeadRecipe(num_steps=300, optimizer=HEAD_OPTIMIZER, options={**UNROLLED, "num_speculative_tokens": 4}),
+    "mtp": HeadRecipe(num_steps=200, optimizer=HEAD_OPTIMIZER, options={**UNROLLED, "num_speculative_tokens": 4}),
     "medusa": HeadRecipe(
-        num_steps=200, optimizer=HEAD_OPTIMIZER, options={"num_heads": 3, "num_layers": 1, "head_decay": 0.8}
+        num_steps=120, optimizer=HEAD_OPTIMIZER, options={"num_heads": 3, "num_layers": 1, "head_decay": 0.8}
     ),
     "mlp_speculator": HeadRecipe(
-        num_steps=300, optimizer=HEAD_OPTIMIZER, options={"inner_dim": 128, "n_predict": 4, "step_decay": 0.8}
+        num_steps=250,
+        optimizer=replace(HEAD_OPTIMIZER, embedding_lr=1e-2),
+        options={"inner_dim": 128, "n_predict": 4, "step_decay": 0.8},
     ),
     "pard": HeadRecipe(
-        num_steps=300, optimizer=HEAD_OPTIMIZER, options={"num_tokens": 5, "num_anchors": 48, "place_decay": 0.8}
+        num_steps=160,
+        optimizer=replace(HEAD_OPTIMIZER, matrix_lr=4e-3, embedding_lr=4e-3),
+        options={"num_tokens": 5, "num_anchors": 48, "place_decay": 0.8},
     ),
     "dflash": HeadRecipe(
-        num_steps=700,
+        num_steps=450,
         optimizer=HEAD_OPTIMIZER,
         options={"num_layers": 2, "block_size": 8, "num_anchors": 24, "place_scale": 4.0},
     ),
@@ -151,7 +155,7 @@ def draft_batches(
 
 
 def train_target(recipe: Recipe, root: Path, *, device: torch.device, report: ReportProgress) -> None:
-    """Installs root/target; a draft of an earlier target is removed, because it was distilled from another model."""
+    """Installs root/target; what was distilled from an earlier target is removed."""
     stages: dict[str, dict[str, Any]] = {"tokenizer": {}, "target": {}}
     corpus = read_corpus(max_documents=recipe.max_documents)
     with manifest.stage_clock(stages["tokenizer"]):
@@ -168,12 +172,13 @@ def train_target(recipe: Recipe, root: Path, *, device: torch.device, report: Re
         stages["target"] |= run_steps(trainer, batches, loss_fn, device=device, report=report)
     with manifest.replaced_directory(root / "target") as directory:
         save_model(model, tokenizer, directory)
-    shutil.rmtree(root / "draft", ignore_errors=True)
+    for name in ("draft", *HEAD_DIRS):
+        shutil.rmtree(root / name, ignore_errors=True)
     update_manifest(recipe, root, corpus, stages, names=("target",), device=device)
 
 
 def train_draft(recipe: Recipe, root: Path, *, device: torch.device, report: ReportProgress) -> None:
-    """Installs root/draft, distilled from the target that lies in root/target."""
+    """Installs root/draft, distilled from the target in root/target; removes the head that starts from a draft."""
     stages: dict[str, dict[str, Any]] = {"generate": {}, "draft": {}}
     corpus = read_corpus(max_documents=recipe.max_documents)
     tokenizer, target = load_tokenizer(root / "target"), load_model(root / "target", device)
@@ -194,6 +199,7 @@ def train_draft(recipe: Recipe, root: Path, *, device: torch.device, report: Rep
         stages["draft"] |= run_steps(trainer, batches, loss_fn, device=device, report=report)
     with manifest.replaced_directory(root / "draft") as directory:
         save_model(model, tokenizer, directory)
+    shutil.rmtree(root / "pard", ignore_errors=True)
     update_manifest(recipe, root, corpus, stages, names=("target", "draft"), device=device)
 
 
@@ -265,14 +271,16 @@ def update_manifest(
     names: tuple[str, ...],
     device: torch.device,
 ) -> None:
-    """Rewrites the recipe's keys; a new target starts the manifest afresh, a new draft keeps the target's stages."""
+    """Rewrites the recipe's keys: a new target starts the manifest afresh, a new draft keeps target and heads."""
     path = root / "manifest.json"
-    earlier = manifest.read_manifest(path).get("stages", {}) if "draft" in names and path.exists() else {}
+    earlier = manifest.read_manifest(path) if "draft" in names and path.exists() else {}
+    stale = ("pard",)  # began as the earlier draft
+    kept = {key: manifest.without(earlier.get(key, {}), *stale) for key in ("stages", "models", "files")}
     tokenizer = load_tokenizer(root / "target")
     record = {
         "recipe": recipe.as_record(),
-        "stages": {**earlier, **stages},
-        "models": {name: evaluate(recipe, root / name, corpus, tokenizer, device) for name in names},
+        "stages": {**kept["stages"], **stages},
+        "models": kept["models"] | {name: evaluate(recipe, root / name, corpus, tokenizer, device) for name in names},
         "corpus": {
             "sha256": corpus.sha256,
             "train_files": len(corpus.train),
@@ -281,6 +289,6 @@ def update_manifest(
             "held_out_bytes": num_bytes(corpus.held_out),
         },
         "environment": manifest.environment(str(device), torch.get_num_threads()),
-        "files": manifest.file_records(root, names),
+        "files": kept["files"] | manifest.file_records(root, names),
     }
     manifest.write_manifest(path, record)

@@ -12,13 +12,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-STAGES = ("target", "draft")
+from runner.tiny import HEAD_DIRS
+
+STAGES = ("target", "draft", *HEAD_DIRS)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m runner.tiny.train",
-        description="Train the tiny model family (tokenizer, target, distilled draft) offline from a fixed seed.",
+        description="Train the tiny model family (tokenizer, target, draft, draft heads) offline from a fixed seed.",
         epilog="The committed family is in runner/tiny; compare manifest.json of a new run with the one there.",
     )
     parser.add_argument(
@@ -29,16 +31,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=STAGES,
         default=list(STAGES),
-        help="'target' also trains the tokenizer; 'draft' distils from the target already in the output directory",
+        help="'target' also trains the tokenizer; the others distil from the target already in the output directory",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of every draw (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads; part of the result's bits (default: 2)")
     arguments = parser.parse_args(argv)
-    if "target" not in arguments.stages and not (arguments.output / "target" / "config.json").exists():
-        parser.error(
-            f"--stages draft needs a target in {arguments.output}/target, none found: run --stages target first"
-        )
+    for needed, by in (("target", STAGES[1:]), ("draft", ("pard",))):
+        stages = [stage for stage in by if stage in arguments.stages]
+        if stages and needed not in arguments.stages and not (arguments.output / needed / "config.json").exists():
+            parser.error(
+                f"--stages {' '.join(stages)} needs a {needed} in {arguments.output}/{needed}, none found: "
+                f"run --stages {needed} first"
+            )
     if arguments.threads < 1:
         parser.error(f"--threads must be >= 1, got {arguments.threads}")
     return arguments
@@ -54,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         BarColumn,
         MofNCompleteColumn,
         Progress,
-        TaskID,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
     from transformers.utils import logging as transformers_logging
 
+    from runner.tiny.head_recipe import train_heads
     from runner.tiny.manifest import read_manifest
-    from runner.tiny.recipe import Recipe, train_draft, train_target
+    from runner.tiny.recipe import Recipe, ReportProgress, train_draft, train_target
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # one bar is enough
     torch.set_num_threads(arguments.threads)
@@ -71,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     recipe = Recipe(seed=arguments.seed)
     started = time.perf_counter()
     columns = (
-        TextColumn("{task.description:>6}"),
+        TextColumn("{task.description:>14}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -79,20 +84,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns) as progress:
-        for stage in STAGES:
-            if stage not in arguments.stages:
-                continue
+
+        def report_of(stage: str) -> ReportProgress:
             task = progress.add_task(stage, total=None, note="")
+            return lambda done, total, note: progress.update(task, completed=done, total=total, note=note)
 
-            def report(done: int, total: int, note: str, task: TaskID = task) -> None:
-                progress.update(task, completed=done, total=total, note=note)
-
-            train = train_target if stage == "target" else train_draft
-            train(recipe, arguments.output, device=device, report=report)
+        if "target" in arguments.stages:
+            train_target(recipe, arguments.output, device=device, report=report_of("target"))
+        if "draft" in arguments.stages:
+            train_draft(recipe, arguments.output, device=device, report=report_of("draft"))
+        heads = [stage for stage in HEAD_DIRS if stage in arguments.stages]
+        if heads:
+            train_heads(recipe, arguments.output, heads, device=device, report=report_of)
     print(f"{arguments.output}: {time.perf_counter() - started:.0f} s")
     for model, record in read_manifest(arguments.output / "manifest.json")["models"].items():
-        loss, bits = record["held_out_loss"], record["held_out_bits_per_byte"]
-        print(f"  {model}: {loss:.3f} nats/token, {bits:.3f} bits/byte held out")
+        if model in HEAD_DIRS:
+            print(f"  {model}: {record['held_out_acceptance_length']:.3f} tokens per step on greedy held-out text")
+        else:
+            loss, bits = record["held_out_loss"], record["held_out_bits_per_byte"]
+            print(f"  {model}: {loss:.3f} nats/token, {bits:.3f} bits/byte held out")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from runner.tiny.heads.block import DecoderBlock, concat_keys, start_silent
+from runner.tiny.heads.block import DecoderBlock, concat_keys
 from runner.tiny.heads.head import START_NORM, Head, soft_label_loss
 from runner.tiny.heads.llama_config import block_config, published_keys
 from runner.tiny.heads.states import FrozenTarget, TargetStates
@@ -43,8 +43,6 @@ class DFlashHead(Head):
         self.hidden_norm = LlamaRMSNorm(hidden, eps)
         self.layers = nn.ModuleList([DFlashLayer(self.config) for _ in range(num_layers)])
         self.norm = LlamaRMSNorm(hidden, eps)
-        for layer in self.layers:
-            start_silent(layer, target.last_layer)
         nn.init.constant_(self.norm.weight, START_NORM)
 
     def loss(self, states: TargetStates, generator: torch.Generator) -> Tensor:

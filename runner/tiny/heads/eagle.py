@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.tiny.heads.block import DecoderBlock, start_silent
+from runner.tiny.heads.block import DecoderBlock
 from runner.tiny.heads.llama_config import block_config, published_keys
 from runner.tiny.heads.states import FrozenTarget, TargetStates
 from runner.tiny.heads.unrolled import UnrolledHead
@@ -25,7 +25,6 @@ class EagleHead(UnrolledHead):
         hidden = self.config.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([DecoderBlock(self.config)])
-        start_silent(self.layers[0], target.last_layer)
 
     @property
     def block(self) -> DecoderBlock:

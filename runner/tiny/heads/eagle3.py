@@ -47,7 +47,6 @@ class Eagle3Head(UnrolledHead):
         used[frequent_tokens] = True
         self.register_buffer("d2t", frequent_tokens - torch.arange(len(frequent_tokens)))
         self.register_buffer("t2d", used)
-        self.frequent_tokens = frequent_tokens
         with torch.no_grad():
             self.lm_head.weight.copy_(target.lm_head[frequent_tokens])
             self.norm.weight.fill_(START_NORM)
@@ -55,6 +54,12 @@ class Eagle3Head(UnrolledHead):
     @property
     def block(self) -> DecoderBlock:
         return self.midlayer
+
+    @property
+    def frequent_tokens(self) -> Tensor:
+        """[draft_vocab_size] target ids of the draft ids."""
+        offsets = self.get_buffer("d2t")
+        return offsets + torch.arange(len(offsets), device=offsets.device)
 
     def features(self, states: TargetStates) -> Tensor:
         fused: Tensor = self.fc(states.taps / self.tap_scale)

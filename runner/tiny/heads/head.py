@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from runner.tiny.heads.states import FrozenTarget, TargetStates
 
-
 START_NORM = 0.02
-"""Weight of a last norm before training: first guesses without opinion cost less to unlearn than confident wrong ones."""
+"""Weight of a last norm before training: a first guess without opinion costs less to unlearn than a confident one."""
 
 
 class Head(nn.Module, ABC):
@@ -48,7 +47,8 @@ class Head(nn.Module, ABC):
 
     def published_tensors(self) -> dict[str, Tensor]:
         """Names and weights of the checkpoint: floating point in bfloat16, each shared weight under its first name."""
-        named = [*self.named_parameters(), *self.named_buffers()]
+        stored = self.state_dict()
+        named = [*self.named_parameters(), *((n, b) for n, b in self.named_buffers() if n in stored)]
         return {
             self.tensor_prefix + name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().cpu()
             for name, tensor in named

@@ -46,7 +46,7 @@ class PardHead(Head):
         return total
 
     def logits(self, states: TargetStates, anchors: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """[num_texts, length, vocab] of the text's rows, [num_texts, num_anchors, num_tokens - 1, vocab] of the masks'."""
+        """Of the text [num_texts, length, vocab] and of the masks [num_texts, num_anchors, num_tokens - 1, vocab]."""
         num_texts, length = states.token_ids.shape
         text = torch.arange(length, device=anchors.device)
         places = torch.arange(1, num_tokens, device=anchors.device)

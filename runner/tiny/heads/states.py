@@ -1,4 +1,4 @@
-"""What a head learns from: the target's tokens and hidden states over some texts, computed once and shared by all heads.
+"""What a head learns from: the target's tokens and hidden states over some texts, computed once for all heads.
 
 Positions: `normed[:, p]` is what the target's head turns into the distribution of the token at position p + 1. `taps`
 holds residual streams, numbered as Hugging Face numbers `hidden_states`: i = after i layers.
@@ -62,7 +62,7 @@ class FrozenTarget:
     @property
     def last_layer(self) -> nn.Module:
         """Where a head's block may start from, as far as names and shapes agree."""
-        return [module for module in self.model.modules() if isinstance(module, nn.ModuleList)][0][-1]
+        return next(module for module in self.model.modules() if isinstance(module, nn.ModuleList))[-1]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return nn.functional.embedding(token_ids, self.embedding)

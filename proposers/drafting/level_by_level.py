@@ -1,0 +1,204 @@
+"""Drafts trees level by level, with drafters that can go on from any node: candidates, a choice, the next level.
+
+Static trees (Medusa's choices) are known before anything is drafted, so nothing is read back. Dynamic ones (EAGLE-2)
+have their candidates' probabilities read at each level: a launch is laid out on the host. Without a tree: chains,
+token by token. A request that follows a grammar has a chain in any case, which walks the grammar.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from proposers.base import ProposerContext
+from proposers.drafting.token_by_token import TokenByTokenProposer
+from proposers.trees.candidates import draw_candidates, perturbed
+from proposers.trees.growth import DynamicGrowth, Growth, StaticGrowth
+from proposers.trees.static import static_tree
+from runner.engine.errors import UserError
+from runner.engine.request import DraftTokens, Request
+from runner.engine.sampling import SamplingRows, process_logits
+from runner.engine.sampling_rows import BitmaskRows
+from runner.engine.scheduler import Schedule
+from runner.engine.upload import to_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeNode:
+    """A drafted token that more tokens are to be drafted behind."""
+
+    row: int  # of the level before, whose candidate it is
+    path: tuple[int, ...]  # from a child of the pending token to itself: how many nodes were fed before each of them
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Candidates of one level."""
+
+    token_ids: torch.Tensor  # [num_rows, width] int64
+    laws: torch.Tensor | None  # [num_rows, width, vocab]
+    scores: list[list[float]] | None  # [num_rows, width]: log-probabilities
+
+
+class LevelByLevelProposer(TokenByTokenProposer):
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int,
+        context: ProposerContext,
+        draft_sample_method: str,
+        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None,  # "dynamic", or paths of ranks; None: chains
+        tree_depth: int,  # of a dynamic tree, levels at most
+        tree_top_k: int,  # of a dynamic tree: candidates of a node, and nodes of a level that go on
+    ) -> None:
+        """
+        Raises:
+            UserError: ranks beyond the vocabulary, or a dynamic tree of candidates that were drawn under a rule that
+                reads their laws: which of them are drafted would depend on the draws.
+        """
+        super().__init__(
+            num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
+        )
+        self.is_dynamic = speculative_token_tree == "dynamic"
+        self.choices: tuple[tuple[int, ...], ...] = ()
+        if isinstance(speculative_token_tree, tuple):
+            self.choices = speculative_token_tree
+            if (rank := max(map(max, self.choices))) >= context.vocab_size:
+                raise UserError(
+                    f"method.speculative_token_tree must hold ranks below {context.vocab_size}, the vocabulary's size, "
+                    f"got {rank}; remove it"
+                )
+        if self.is_dynamic and context.needs_draft_probs and draft_sample_method != "greedy":
+            raise UserError(
+                "method.draft_sample_method must be greedy for speculative_token_tree=dynamic under a rule that reads "
+                f"the drafts' laws, got {draft_sample_method!r}: the shape of the tree would depend on what was drawn; "
+                "set it, choose rejection_sample_method=strict, or give the tree as paths"
+            )
+        self.tree_depth, self.tree_top_k = tree_depth, tree_top_k
+
+    @abstractmethod
+    def level_logits(
+        self, requests: Sequence[Request], owners: Sequence[int], nodes: Sequence[TreeNode], token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the nodes of one level; logits [len(nodes), vocab] behind each.
+
+        Args:
+            requests: those of this step's first_logits.
+            owners: the place among `requests` of each node's request, [len(nodes)].
+            nodes: their depth is the length of their paths; the request's pending token has depth 0.
+            token_ids: [len(nodes)] int64.
+        """
+
+    @property
+    def max_fed_nodes(self) -> int:
+        """Nodes of a request's tree that level_logits is given in one step, at most; 0 without trees."""
+        if self.choices:
+            return min(len(self.choices), self.num_speculative_tokens)
+        return self.tree_top_k * (self.tree_depth - 1) if self.is_dynamic else 0
+
+    @torch.inference_mode()
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        if not self.choices and not self.is_dynamic:
+            return super().propose(schedule)
+        decoding, device = schedule.decoding, self.context.device
+        counts = [self.max_draft_tokens(item.request, item.max_draft_tokens) for item in decoding]
+        active = [index for index, count in enumerate(counts) if count > 0]
+        if not active:
+            return DraftTokens.empty(len(decoding), device)
+        requests = [decoding[index].request for index in active]
+        need_probs = (
+            self.context.needs_draft_probs
+            and self.draft_sample_method != "greedy"
+            and any(not request.sampling_params.is_greedy for request in requests)
+        )
+        growth = self._growth(requests, [counts[index] for index in active], need_probs=need_probs)
+        levels = self._grow(growth, requests, need_probs=need_probs)
+        trees = growth.trees()
+        sizes = [0] * len(decoding)
+        for index, tree in zip(active, trees, strict=True):
+            sizes[index] = len(tree.parents)
+        numbers = to_device([number for tree in trees for number in tree.numbers], torch.int64, device)
+        laws = [level.laws.flatten(0, 1) for level in levels if level.laws is not None]
+        return DraftTokens(
+            token_ids=torch.cat([level.token_ids.flatten() for level in levels]).index_select(0, numbers),
+            cu_num_draft_tokens=[0, *accumulate(sizes)],
+            probs=torch.cat(laws).index_select(0, numbers) if laws else None,
+            parent_indices=[parent for tree in trees for parent in tree.parents],
+        )
+
+    def _growth(self, requests: Sequence[Request], counts: Sequence[int], *, need_probs: bool) -> Growth:
+        is_chain = [request.sampling_params.structured_outputs is not None for request in requests]
+        if self.is_dynamic:
+            return DynamicGrowth(
+                counts, depth=self.tree_depth, top_k=[1 if chain else self.tree_top_k for chain in is_chain]
+            )
+        line = tuple((0,) * depth for depth in range(1, 1 + max(map(len, self.choices))))
+        trees = [
+            static_tree(line if chain else self.choices, count) for chain, count in zip(is_chain, counts, strict=True)
+        ]
+        return StaticGrowth(trees, in_order=need_probs)
+
+    def _grow(self, growth: Growth, requests: Sequence[Request], *, need_probs: bool) -> list[_Level]:
+        walk = self.context.grammars.walk([request.request_id for request in requests])
+        logits = self.first_logits(requests)
+        paths: torch.Tensor | None = None  # [num_rows, depth]: the drafts on the way to each row
+        fed_paths: list[tuple[int, ...]] = [()] * len(requests)  # of each row, as TreeNode tells them
+        num_fed = [0] * len(requests)
+        levels = []
+        while True:
+            owners = growth.owners
+            bitmask = walk.bitmask(owners)
+            level = self._candidates(logits, requests, owners, paths, bitmask, growth, need_probs=need_probs)
+            levels.append(level)
+            going = growth.grow(level.token_ids.shape[1], level.scores)
+            if not going:
+                return levels
+            walk.advance(owners, level.token_ids[:, 0])
+            nodes = []
+            for owner, (row, _) in zip(growth.owners, going, strict=True):
+                nodes.append(TreeNode(row=row, path=(*fed_paths[row], num_fed[owner])))
+                num_fed[owner] += 1
+            fed_paths = [node.path for node in nodes]
+            rows, ranks = to_device(list(zip(*going, strict=True)), torch.int64, self.context.device)
+            token_ids = level.token_ids[rows, ranks]
+            fresh = token_ids.unsqueeze(1)
+            paths = fresh if paths is None else torch.cat((paths.index_select(0, rows), fresh), dim=1)
+            logits = self.level_logits(requests, growth.owners, nodes, token_ids)
+
+    def _candidates(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        owners: list[int],
+        paths: torch.Tensor | None,
+        bitmask: BitmaskRows | None,
+        growth: Growth,
+        *,
+        need_probs: bool,
+    ) -> _Level:
+        depth = 0 if paths is None else paths.shape[1]
+        rows = SamplingRows.build(
+            requests,
+            owners,
+            [depth] * len(owners),
+            paths,
+            vocab_size=self.context.vocab_size,
+            eos_token_ids=self.context.eos_token_ids,
+            device=self.context.device,
+            bitmask=bitmask,
+            path_idx=list(range(len(owners))),
+        )
+        processed = process_logits(logits, rows)
+        width = min(growth.width, self.context.vocab_size)
+        if growth.needs_scores:
+            scores, token_ids = perturbed(processed, rows, self.draft_sample_method).log_softmax(-1).topk(width)
+            return _Level(token_ids, None, scores.tolist())
+        draft_step = rows.positions - depth if self.context.keys_by_draft_step else 0
+        token_ids, laws = draw_candidates(
+            processed, rows, self.draft_sample_method, width, need_probs=need_probs, draft_step=draft_step
+        )
+        return _Level(token_ids, laws, None)

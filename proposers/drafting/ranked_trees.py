@@ -1,0 +1,138 @@
+"""Drafts trees over ranked candidates, for drafters that know every depth's law beforehand: Medusa, DFlash.
+
+A depth has one law whatever the tokens before it are, so its candidates serve all nodes above. Their processors
+(penalties, bad words, a grammar) see the first candidates on the way, the tree's first path; other branches are thought
+of as if they had said the same, which touches what is accepted and never the text. Candidates are drawn as
+draft_sample_method says; siblings without replacement, with their laws where the rule reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from proposers.drafting.token_by_token import TokenByTokenProposer
+from proposers.trees.best_first import best_first_trees
+from proposers.trees.candidates import draw_candidates, perturbed
+from proposers.trees.dynamic import require_candidate_sets
+from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
+from proposers.trees.static import check_depth, static_tree
+from runner.engine.errors import UserError
+from runner.engine.request import DraftTokens, Request
+from runner.engine.sampling import SamplingRows
+from runner.engine.scheduler import Schedule
+from runner.engine.upload import to_device
+
+Choices = tuple[tuple[int, ...], ...]  # paths of ranks, the most useful first
+
+
+class RankedTrees:
+    """What speculative_token_tree asks of a drafter; `max_draft_tokens` of that one is how deep a tree may be."""
+
+    def __init__(self, proposer: TokenByTokenProposer, tree: str | Choices, *, max_depth: int) -> None:
+        """
+        Args:
+            tree: "dynamic", or the choices of a static tree.
+            max_depth: tokens that the drafter can guess one after another.
+
+        Raises:
+            UserError: choices that are deeper than the drafter guesses, or wider than the vocabulary; a dynamic tree
+                of drawn candidates under a rule that reads their laws.
+        """
+        self.proposer = proposer
+        self.choices = None if isinstance(tree, str) else tree
+        if self.choices is None:
+            require_candidate_sets(proposer.context, proposer.draft_sample_method)
+        else:
+            check_depth(self.choices, max_depth=max_depth)
+            widest = max(static_tree(self.choices).num_candidates)
+            if widest > proposer.context.vocab_size:
+                raise UserError(
+                    f"method.speculative_token_tree must hold ranks < {proposer.context.vocab_size}, the size of the "
+                    f"vocabulary, got {widest - 1}; lower it"
+                )
+
+    @torch.inference_mode()
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        requests = [item.request for item in schedule.decoding]
+        depths = [
+            self.proposer.max_draft_tokens(item.request, item.max_draft_tokens) if item.max_draft_tokens else 0
+            for item in schedule.decoding
+        ]
+        num_nodes = [
+            item.max_draft_tokens if depth else 0 for item, depth in zip(schedule.decoding, depths, strict=True)
+        ]
+        if not any(depths):
+            return DraftTokens.empty(len(requests), self.proposer.context.device)
+        if self.choices is None:
+            return self._dynamic(requests, depths, num_nodes)
+        within = {most: tuple(path for path in self.choices if len(path) <= most) for most in set(depths)}
+        trees = [static_tree(within[depth], count) for count, depth in zip(num_nodes, depths, strict=True)]
+        return self._static(requests, trees)
+
+    def _static(self, requests: Sequence[Request], trees: Sequence[RankTree]) -> DraftTokens:
+        proposer, context = self.proposer, self.proposer.context
+        counts = [len(tree.num_candidates) for tree in trees]
+        widths = [max(ranks) for ranks in _by_depth([tree.num_candidates for tree in trees])]
+        token_ids = torch.zeros(len(trees), len(widths), max(widths), dtype=torch.int64, device=context.device)
+        keeps_laws = proposer.keeps_laws(requests)
+        laws: list[torch.Tensor] = []  # a depth's, [active * width, vocab]
+        first_rows: dict[tuple[int, int], int] = {}  # (request, depth) -> the law of its first candidate
+        num_laws = 0
+
+        def draw(processed: torch.Tensor, rows: SamplingRows, step: int, active: list[int]) -> torch.Tensor:
+            nonlocal num_laws
+            drafted, law = draw_candidates(
+                processed,
+                rows,
+                proposer.draft_sample_method,
+                widths[step],
+                need_probs=context.needs_draft_probs,
+                draft_step=proposer.draft_step(rows, step),
+            )
+            token_ids[to_device(active, torch.int64, context.device), step, : widths[step]] = drafted
+            if keeps_laws:  # every node has its row; a greedy request's is not read
+                law = processed.new_zeros(len(active), widths[step], context.vocab_size) if law is None else law
+                laws.append(law.flatten(0, 1))
+                first_rows.update({(b, step): num_laws + place * widths[step] for place, b in enumerate(active)})
+                num_laws += len(active) * widths[step]
+            return drafted[:, 0]
+
+        proposer.walk(requests, counts, draw)
+        drafts = draft_tokens_from_ranks(trees, token_ids)
+        if not laws:
+            return drafts
+        of_nodes = [
+            first_rows[b, depth - 1] + rank
+            for b, tree in enumerate(trees)
+            for depth, rank in zip(tree.depths, tree.ranks, strict=True)
+        ]
+        return replace(drafts, probs=torch.cat(laws).index_select(0, to_device(of_nodes, torch.int64, context.device)))
+
+    def _dynamic(self, requests: Sequence[Request], depths: Sequence[int], num_nodes: Sequence[int]) -> DraftTokens:
+        """The nodes of highest joint probability, which takes the step's one look at the device.
+
+        Under coupled the law is that of logits + noise: of what the target draws, if its logits are the drafter's but
+        for an error that is Gumbel too.
+        """
+        proposer, context = self.proposer, self.proposer.context
+        shape = len(requests), max(depths), min(max(num_nodes), context.vocab_size)
+        token_ids = torch.zeros(shape, dtype=torch.int64, device=context.device)
+        log_probs = torch.full(shape, float("-inf"), device=context.device)
+
+        def draw(processed: torch.Tensor, rows: SamplingRows, step: int, active: list[int]) -> torch.Tensor:
+            logits = perturbed(processed, rows, proposer.draft_sample_method, proposer.draft_step(rows, step))
+            best, drafted = logits.log_softmax(dim=-1).topk(shape[2], dim=-1)
+            places = to_device(active, torch.int64, context.device)
+            token_ids[places, step], log_probs[places, step] = drafted, best
+            return drafted[:, 0]
+
+        proposer.walk(requests, depths, draw)
+        return draft_tokens_from_ranks(best_first_trees(log_probs, num_nodes), token_ids)
+
+
+def _by_depth(counts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Lists of any length, turned over."""
+    return [[own[depth] for own in counts if len(own) > depth] for depth in range(max(map(len, counts)))]

@@ -1,0 +1,105 @@
+"""A small saved target, and the logits that drafters of one pass have in the engine, pass by pass.
+
+Shared by the tests of PARD and of DFlash, whose references start over from the committed tokens in float64. What the
+engine verifies is not what they drafted but what it will say, cut short by a wrong token, so that steps accept none,
+some and all of the drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.engine.request import DraftTokens, Request
+from runner.engine.sampling_params import SamplingParams
+from runner.engine.scheduler import Schedule
+from runner.llm import LLM
+from tests.conftest import complete
+from tests.transformers_reference import random_model, save, save_tokenizer
+
+HIDDEN_SIZE, VOCAB_SIZE, NUM_LAYERS, MASK = 32, 48, 3, 5
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+PROMPTS = [{"prompt_token_ids": [(7 * i + 5 * j) % VOCAB_SIZE for j in range(3 + 11 * i)]} for i in range(4)]
+PARAMS = [SamplingParams(temperature=0.0, max_tokens=33 + i, ignore_eos=True) for i in range(len(PROMPTS))]
+# The prompts come in chunks, and the blocks are too few for all requests.
+TIGHT: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 29, "num_gpu_blocks_override": 7}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    directory: Path
+    model: Any  # transformers', float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What one pass said of a request."""
+
+    token_ids: list[int]  # committed
+    logits: torch.Tensor  # [num_draft_tokens, vocab]
+    drafted: list[int]
+
+
+def save_target(directory: Path) -> Target:
+    from transformers import LlamaConfig
+
+    model = random_model(LlamaConfig(**SHAPE))
+    save(model, directory)
+    save_tokenizer(directory, VOCAB_SIZE)
+    return Target(directory=directory, model=model)
+
+
+def passes_of_a_run(
+    target: Target, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], **engine_args: Any
+) -> tuple[list[Pass], list[Request]]:
+    """All passes of greedy requests under TIGHT, and the requests, whose text is checked to be plain decoding's."""
+    options = {"device": "cpu", **TIGHT, **engine_args}
+    plain, _ = complete(LLM(str(target.directory), **{**options, "num_gpu_blocks_override": None}), PROMPTS, PARAMS)
+    texts = {request.request_id: request.output_token_ids for request in plain}
+    llm = LLM(str(target.directory), speculative_config=method, **options)
+    proposer: Any = llm.engine.proposer
+    passes: list[Pass] = []
+    seen: list[torch.Tensor] = []
+    propose, all_logits, steps = proposer.propose, proposer.all_logits, count()
+
+    def recording_all_logits(requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
+        seen.append(all_logits(requests, counts))
+        return seen[-1]
+
+    def recording_propose(schedule: Schedule) -> DraftTokens:
+        drafts = propose(schedule)
+        ids, right = drafts.token_ids.tolist(), list[int]()
+        for item, (start, end) in zip(schedule.decoding, pairwise(drafts.cu_num_draft_tokens), strict=True):
+            request = item.request
+            if start < end:
+                token_ids = request.tokens_between(0, request.num_tokens)
+                passes.append(Pass(token_ids=token_ids, logits=seen[-1][start:end], drafted=ids[start:end]))
+            said = len(request.output_token_ids)
+            known = texts[request.request_id][said : said + end - start]
+            cut = next(steps) % (len(known) + 1)
+            right += [token if place < cut else (token + 1) % VOCAB_SIZE for place, token in enumerate(known)]
+        return replace(drafts, token_ids=torch.tensor(right, dtype=torch.int64))
+
+    monkeypatch.setattr(proposer, "all_logits", recording_all_logits)
+    monkeypatch.setattr(proposer, "propose", recording_propose)
+    requests, metrics = complete(llm, PROMPTS, PARAMS)
+    assert [request.output_token_ids for request in requests] == list(texts.values())
+    assert any(request.num_preemptions for request in requests)
+    per_step = {a for record in metrics.records for a in record.num_accepted_tokens}
+    assert {0, 1, 2} <= per_step, "steps must accept none and several"
+    return passes, requests

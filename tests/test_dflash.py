@@ -1,0 +1,361 @@
+"""DFlash: heads in both published layouts read as they are; logits and drafts those of an independent rewrite."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.engine.errors import UserError
+from runner.llm import LLM
+from tests.one_pass_reference import (
+    HIDDEN_SIZE,
+    MASK,
+    NUM_LAYERS,
+    SHAPE,
+    VOCAB_SIZE,
+    Target,
+    passes_of_a_run,
+    save_target,
+)
+from tests.transformers_reference import KeepFloat64, assert_as_accurate, in_float64
+
+NUM_HEAD_LAYERS, BLOCK, WINDOW, NUM_DRAFTED = 2, 6, 7, 30
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
+Tensors = dict[str, Tensor]
+LAYERS = {
+    **{key: value for key, value in SHAPE.items() if key != "num_hidden_layers"},
+    "model_type": "qwen3",
+    "num_hidden_layers": NUM_HEAD_LAYERS,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+ZLAB = {
+    **LAYERS,
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": BLOCK,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]},
+    "layer_types": ["full_attention"] * NUM_HEAD_LAYERS,
+    "num_target_layers": NUM_LAYERS,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+WINDOWED = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+}
+SPECULATORS = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "speculators_version": "0.5.0",
+    "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "target", "architectures": ["Llama"]}},
+    "transformer_layer_config": LAYERS,
+    "draft_vocab_size": VOCAB_SIZE,
+    "target_hidden_size": None,
+    "block_size": BLOCK,
+    "aux_hidden_state_layer_ids": [1, 2],
+    "mask_token_id": MASK,
+    "sliding_window_non_causal": False,
+    "sample_from_anchor": False,
+    "projector_type": "dflash",  # written by every head, as are Domino's keys
+    "pure_draft_prefix_len": 1,
+    "emb_dim": 256,
+    "gru_hidden_dim": 1024,
+    "shift_label": False,
+}
+IDS = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(4))[:NUM_DRAFTED].sort().values
+VOCABULARY = {
+    "d2t": IDS - torch.arange(NUM_DRAFTED),
+    "t2d": torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, IDS, True),
+}
+
+
+def tensors(*, has_bias: bool = False, **shapes: tuple[int, ...]) -> Tensors:
+    """Of a head with taps of two depths; shapes: of the tensors that it brings besides, __ for a dot."""
+    q, kv, middle = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, SHAPE["intermediate_size"]
+    found: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN_SIZE, 2 * HIDDEN_SIZE)}
+    found |= {"norm.weight": (HIDDEN_SIZE,), "hidden_norm.weight": (HIDDEN_SIZE,)}
+    for layer in range(NUM_HEAD_LAYERS):
+        rows = {"q_proj": (q, HIDDEN_SIZE), "k_proj": (kv, HIDDEN_SIZE), "v_proj": (kv, HIDDEN_SIZE)}
+        for name, shape in {**rows, "o_proj": (HIDDEN_SIZE, q)}.items():
+            found[f"layers.{layer}.self_attn.{name}.weight"] = shape
+            if has_bias:
+                found[f"layers.{layer}.self_attn.{name}.bias"] = shape[:1]
+        for name in ("q_norm", "k_norm"):
+            found[f"layers.{layer}.self_attn.{name}.weight"] = (HEAD_DIM,)
+        for name in ("gate_proj", "up_proj"):
+            found[f"layers.{layer}.mlp.{name}.weight"] = (middle, HIDDEN_SIZE)
+        found[f"layers.{layer}.mlp.down_proj.weight"] = (HIDDEN_SIZE, middle)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"layers.{layer}.{name}.weight"] = (HIDDEN_SIZE,)
+    found |= {name.replace("__", "."): shape for name, shape in shapes.items()}
+    generator = torch.Generator().manual_seed(3)
+    random = {name: 0.25 * torch.randn(shape, generator=generator) for name, shape in found.items()}
+    return {name: tensor + 1 if "norm" in name else tensor for name, tensor in random.items()}
+
+
+CUT = {**tensors(lm_head__weight=(NUM_DRAFTED, HIDDEN_SIZE)), **VOCABULARY}
+LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
+    "z-lab": (ZLAB, tensors()),
+    "z-lab, block size inside": (
+        {**ZLAB, "block_size": 99, "dflash_config": {**ZLAB["dflash_config"], "block_size": BLOCK}},
+        tensors(),
+    ),
+    "z-lab, biases": ({**ZLAB, "attention_bias": True}, tensors(has_bias=True)),
+    "z-lab, windows": ({**ZLAB, **WINDOWED}, tensors()),
+    "z-lab, windows that see ahead": ({**ZLAB, **WINDOWED, "is_causal": False}, tensors()),
+    "z-lab, causal": ({**ZLAB, "is_causal": True}, tensors()),
+    "vLLM's key, causal": ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "causal": True}}, tensors()),
+    "speculators": (SPECULATORS, tensors()),
+    "speculators of Llama": (
+        {**SPECULATORS, "transformer_layer_config": {**LAYERS, "model_type": "llama"}},
+        tensors(),
+    ),
+    "speculators, windows": (
+        {**SPECULATORS, "transformer_layer_config": {**LAYERS, **WINDOWED}},
+        tensors(),
+    ),
+    "speculators, windows that see ahead": (
+        {
+            **SPECULATORS,
+            "transformer_layer_config": {**LAYERS, **WINDOWED},
+            "sliding_window_non_causal": True,
+        },
+        tensors(),
+    ),
+    "speculators, own ends": (
+        SPECULATORS,
+        tensors(embed_tokens__weight=(VOCAB_SIZE, HIDDEN_SIZE), lm_head__weight=(VOCAB_SIZE, HIDDEN_SIZE)),
+    ),
+    "speculators, frequent tokens": ({**SPECULATORS, "draft_vocab_size": NUM_DRAFTED}, CUT),
+    "speculators, the pending token guesses too": ({**SPECULATORS, "sample_from_anchor": True}, tensors()),
+}
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """x: [num_rows, heads, HEAD_DIM]; places i and i + HEAD_DIM / 2 turn by position * theta ** (-2 i / HEAD_DIM)."""
+    frequencies = 1 / 5000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
+    angles = (positions.float()[:, None] * frequencies)[:, None]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+@torch.inference_mode()
+def reference_logits(layout: str, target: Any, token_ids: list[int], num_tokens: int, taps: list[int]) -> Tensor:
+    """[num_tokens, vocab] behind token_ids, in the target's dtype: the head as its paper and z-lab's code have it."""
+    config, weights = LAYOUTS[layout]
+    embedding, lm_head = target.model.embed_tokens.weight, target.lm_head.weight
+    weights = {name: w.to(embedding.dtype) if w.is_floating_point() else w for name, w in weights.items()}
+    states = target.model(torch.tensor([token_ids[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
+    context = torch.cat([states[tap][0] for tap in taps], dim=-1)
+    context = norm(context @ weights["fc.weight"].T, weights["hidden_norm.weight"])
+    num_silent = 0 if config.get("sample_from_anchor") else 1
+    block = torch.tensor([token_ids[-1]] + [MASK] * (num_tokens + num_silent - 1))
+    hidden = weights.get("embed_tokens.weight", embedding)[block]
+    num_context, num_rows = len(context), len(block)
+    positions = torch.arange(num_context + num_rows)
+    queries = positions[num_context:]
+    told = config.get("transformer_layer_config", config)
+    for layer in range(NUM_HEAD_LAYERS):
+        own = {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"layers.{layer}.")}
+
+        def project(x: Tensor, name: str, own: Tensors = own) -> Tensor:
+            y = x @ own[f"self_attn.{name}.weight"].T
+            return y + own[f"self_attn.{name}.bias"] if f"self_attn.{name}.bias" in own else y
+
+        normed = norm(hidden, own["input_layernorm.weight"])
+        both = torch.cat((context, normed))  # the context is not normed by the layer
+        q = project(normed, "q_proj").view(num_rows, NUM_HEADS, HEAD_DIM)
+        k = project(both, "k_proj").view(-1, NUM_KV_HEADS, HEAD_DIM)
+        v = project(both, "v_proj").view(-1, NUM_KV_HEADS, HEAD_DIM)
+        q = rotate(norm(q, own["self_attn.q_norm.weight"]), queries)
+        k = rotate(norm(k, own["self_attn.k_norm.weight"]), positions)
+        k, v = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in (k, v))
+        distance = queries[:, None] - positions
+        has_window = told.get("layer_types", ["full_attention"] * 2)[layer] == "sliding_attention"
+        sees_ahead = config.get("is_causal", config.get("dflash_config", {}).get("causal"))
+        sees_ahead = not has_window if sees_ahead is None else not sees_ahead
+        if "sliding_window_non_causal" in config:
+            sees_ahead = not has_window or config["sliding_window_non_causal"]
+        visible = torch.ones_like(distance, dtype=torch.bool) if sees_ahead else distance >= 0
+        if has_window:
+            visible = visible & (distance.abs() < WINDOW)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+        weight = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        hidden = hidden + project(torch.einsum("hqk,khd->qhd", weight, v).flatten(1), "o_proj")
+        normed = norm(hidden, own["post_attention_layernorm.weight"])
+        gate = normed @ own["mlp.gate_proj.weight"].T
+        up = normed @ own["mlp.up_proj.weight"].T
+        hidden = hidden + (gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
+    logits = norm(hidden[num_silent:], weights["norm.weight"]) @ weights.get("lm_head.weight", lm_head).T
+    if "d2t" not in weights:
+        return logits
+    everything = torch.full((num_tokens, VOCAB_SIZE), float("-inf"), dtype=logits.dtype)
+    everything[:, IDS] = logits
+    return everything
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+def save_head(directory: Path, config: dict[str, Any], head: Tensors) -> str:
+    from safetensors.torch import save_file
+
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(head, directory / "model.safetensors")
+    return str(directory)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_pass_has_the_logits_of_a_rewrite(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """From its own cache: the context in chunks, after every way to accept, after preemption, over blocks' scratch."""
+    method = {"method": "dflash", "model": save_head(tmp_path / "head", *LAYOUTS[layout]), "num_speculative_tokens": 5}
+    check_passes(target, monkeypatch, layout, method, taps=[1, 2])
+
+
+def test_the_taps_of_the_method_override_those_of_the_checkpoint(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = {
+        "method": "dflash",
+        "model": save_head(tmp_path / "head", *LAYOUTS["z-lab"]),
+        "num_speculative_tokens": 5,
+        "aux_hidden_state_layer_ids": [2, 0],
+    }
+    check_passes(target, monkeypatch, "z-lab", method, taps=[2, 0])
+
+
+def check_passes(
+    target: Target, monkeypatch: pytest.MonkeyPatch, layout: str, method: dict[str, Any], taps: list[int]
+) -> None:
+    passes, _ = passes_of_a_run(target, monkeypatch, method)
+    assert len(passes) > 20 and {1, 2, 5} <= {len(one.drafted) for one in passes}
+    exact_model = in_float64(target.model)
+    theirs = [reference_logits(layout, target.model, one.token_ids, len(one.drafted), taps) for one in passes]
+    with KeepFloat64():
+        exact = [reference_logits(layout, exact_model, one.token_ids, len(one.drafted), taps) for one in passes]
+    ours, is_drafted = torch.cat([one.logits for one in passes]), torch.cat(exact).isfinite()
+    assert_as_accurate(ours[is_drafted], torch.cat(theirs)[is_drafted], torch.cat(exact)[is_drafted])
+    assert is_drafted.all() or (ours.softmax(dim=1)[~is_drafted] == 0).all()
+    assert [one.drafted for one in passes] == [logits.argmax(dim=-1).tolist() for logits in exact]
+
+
+@pytest.mark.parametrize(("layout", "most"), [("z-lab", 5), ("speculators, the pending token guesses too", 6)])
+def test_more_tokens_than_a_block_holds_are_not_drafted_and_a_note_says_so(
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    layout: str,
+    most: int,
+) -> None:
+    head = save_head(tmp_path / "head", *LAYOUTS[layout])
+    with caplog.at_level(logging.WARNING):
+        passes, _ = passes_of_a_run(
+            target,
+            monkeypatch,
+            {"method": "dflash", "model": head, "num_speculative_tokens": 9},
+            max_num_batched_tokens=41,
+        )
+    assert max(len(one.drafted) for one in passes) == most
+    assert f"method.num_speculative_tokens=9: a block of {head} holds {most} drafts" in caplog.text
+
+
+def test_texts_longer_than_max_model_len_get_no_drafts(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = save_head(tmp_path / "head", *LAYOUTS["z-lab"])
+    method = {"method": "dflash", "model": head, "num_speculative_tokens": 5, "max_model_len": 41}
+    passes, _ = passes_of_a_run(target, monkeypatch, method)
+    assert max(len(one.token_ids) + len(one.drafted) for one in passes) == 41
+
+
+def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda values: {key: value for key, value in values.items() if key != name}
+
+
+def with_(**added: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda values: {**values, **{key.replace("__", "."): value for key, value in added.items()}}
+
+
+def inside(**added: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda values: {**values, "dflash_config": {**values["dflash_config"], **added}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("z-lab", with_(hidden_size=64), "made for .*, got hidden_size 64 for 32"),
+        ("z-lab", with_(vocab_size=50, num_target_layers=28), "got vocab_size 50 for 48, num_target_layers 28 for 3"),
+        ("speculators", with_(target_hidden_size=64), "got target_hidden_size 64 for 32"),
+        ("z-lab", inside(target_layer_ids=[1, 3]), r"hidden states \[2, 4\], which must lie in \[0, 3\]"),
+        ("z-lab", inside(target_layer_ids=None), "target_layer_ids must be a list of whole numbers, got None"),
+        ("speculators", without("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids must be a list of whole"),
+        ("z-lab", inside(mask_token_id=None), "must name the mask token"),
+        ("z-lab", with_(block_size=1), "block_size must be a whole number >= 2, got 1"),
+        ("z-lab", inside(conv_kernel_size=2, selector_rank=8), r"conv_kernel_size=2 \(DFlash 2\), selector_rank=8"),
+        ("z-lab", with_(markov_rank=256), r"must be a plain DFlash head, got markov_rank=256 \(DSpark\)"),
+        ("z-lab", inside(projector_type="lilicorr"), "got projector_type='lilicorr'"),
+        ("speculators", with_(projector_type="domino"), "got projector_type='domino'"),
+        ("speculators", with_(speculators_model_type="dspark"), "got speculators_model_type='dspark'"),
+        ("z-lab", inside(final_logit_softcapping=20.0), r"final_logit_softcapping=20.0 \(capped logits\)"),
+        ("z-lab", with_(hidden_act="gelu"), "hidden_act of a qwen3 checkpoint must be 'silu', got 'gelu'"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_not_this_targets_dflash_is_one_message(
+    target: Target, tmp_path: Path, layout: str, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
+) -> None:
+    config, head = LAYOUTS[layout]
+    with pytest.raises(UserError, match=message) as caught:
+        read(target, save_head(tmp_path / "head", change(config), head))
+    assert "; " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("z-lab", without("layers.1.self_attn.k_norm.weight"), r"missing: layers\.1\.self_attn\.k_norm\.weight;"),
+        ("z-lab", without("fc.weight"), r"missing: fc\.weight;"),
+        ("z-lab", with_(surplus=torch.zeros(1)), "unexpected: surplus;"),
+        ("z-lab", with_(fc__weight=torch.zeros(32, 96)), r"another shape: fc\.weight \[32, 96\] for \[32, 64\]"),
+        ("speculators, frequent tokens", without("d2t"), "missing: d2t"),
+        ("speculators, frequent tokens", without("lm_head.weight"), "missing: lm_head.weight"),
+        ("speculators, frequent tokens", with_(d2t=VOCABULARY["d2t"] + 40), "d2t must lead each token .* to a token"),
+        ("speculators, frequent tokens", with_(t2d=torch.ones(VOCAB_SIZE).bool()), "t2d must mark the tokens .* 48 "),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_not_this_heads_are_one_message(
+    target: Target, tmp_path: Path, layout: str, change: Callable[[Tensors], Tensors], message: str
+) -> None:
+    config, head = LAYOUTS[layout]
+    with pytest.raises(UserError, match=message) as caught:
+        read(target, save_head(tmp_path / "head", config, change(head)))
+    assert str(caught.value).startswith("method.model=") and "; " in str(caught.value)
+
+
+def read(target: Target, head: str) -> None:
+    method = {"method": "dflash", "model": head, "num_speculative_tokens": 2}
+    LLM(str(target.directory), device="cpu", speculative_config=method)
