@@ -265,7 +265,7 @@ def test_a_hybrid_target_is_told_that_its_state_cannot_roll_back_yet(tmp_path: P
     edit = {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"], **SHAPE}
     (tmp_path / "config.json").write_text(json.dumps({**edit, "num_hidden_layers": 2}))
     message = refusal(tmp_path)
-    assert "linear_attention" in message and "cannot roll back yet what rejected drafts (MTP's" in message
+    assert "linear_attention" in message and "cannot roll back yet what rejected drafts, MTP's" in message
 
 
 @pytest.mark.parametrize("keys", [{"num_nextn_predict_layers": 1}, {"mtp_num_hidden_layers": 1}])

@@ -216,7 +216,8 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
     "linear attention": (
         dummy_source("qwen3_next", head_dim=16),
         r"model\.model=a-qwen3_next: model_type 'qwen3_next' has layers of type linear_attention, whose state is no "
-        r"key-value cache; choose a model of attention layers only",
+        r"key-value cache and cannot roll back yet what rejected drafts, MTP's or any other's, left in it; "
+        r"choose a model of attention layers only",
     ),
     "a recurrent model": (
         ModelSource(model="a-mamba", load_format="dummy", hf_config={"model_type": "mamba", "num_hidden_layers": 2}),
