@@ -7,7 +7,7 @@ acceptance is found by bisection of its uniform variate, and the law of the toke
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,20 +18,21 @@ from torch import Tensor
 
 from kernels.reference.philox import Stream, gumbel, uniforms
 from runner.engine.draft_trees import TreeShape, tree_shape
-from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows, process_logits, sample_tokens
 from runner.engine.sampling_params import SamplingParams
 from tests.no_readback import NoReadback
 from tests.sampling_for_tests import ALPHA, assert_follows, markov_case, p_value, sampled_rows, sequence_index
 from tests.test_rejection_rules import MIXED_PARAMS, make_requests
+from verifier import traversal as traversal_module
 from verifier import tree as tree_module
 from verifier.draft_batch import DraftBatch
-from verifier.rejection_sampler import RejectionSampler
+from verifier.rejection_sampler import REJECTION_SAMPLE_METHODS, RejectionSampler
+from verifier.traversal import traverse
 from verifier.tree import reject_recursively
 from verifier.tree_batch import TreeBatch
 
-TREES = ("strict", "probabilistic", "typical", "synthetic")  # the rules that verify trees
+RULES = [method for method in REJECTION_SAMPLE_METHODS if method != "standard"]  # an alias
 SHAPES = {
     "two siblings": [-1, -1],
     "three siblings": [-1, -1, -1],
@@ -106,11 +107,15 @@ def candidate_sets(shape: TreeShape, q: Laws) -> Iterator[Drawn]:
     yield from draw(0, {}, [], 1.0)
 
 
-def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn]) -> tuple[Tensor, float]:
+def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn], rule: str) -> tuple[Tensor, float]:
     """(law of the next depth + 1 tokens, mean accepted drafts) of one step over all these candidates."""
+    order = order_of_tests(shape, rule)
     num_nodes, vocab_size = len(shape.parents), p.vocab_size
     ends = [-1, *range(num_nodes)]
+    # Which variate of its position a node has: by its rank under its parent, or by its place at its depth.
     rank = {node: own.index(node) for own in shape.children for node in own}
+    if rule == "block":
+        rank = {node: shape.depths[:node].count(depth) for node, depth in enumerate(shape.depths)}
     # A request for every set of candidates and every end; its variates lead to the end and no further.
     pairs = [(one, end) for one in drawn for end in ends]
     texts = [[tuple(one[1][n] for n in shape.paths[node]) if node >= 0 else () for node in ends] for one in drawn]
@@ -125,40 +130,32 @@ def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn]) -> tuple[Te
     seeds = torch.arange(len(pairs)).repeat_interleave(num_nodes + 1)
     rows = sampled_rows(seeds, torch.tensor([0, *shape.depths]).repeat(len(pairs)), vocab_size)
     batch = TreeBatch.build(drafts, rows)
-    u = torch.ones(len(pairs), shape.depth + 1, max(batch.widths), dtype=torch.float64)
+    u = torch.ones(len(pairs), shape.depth + 1, max(rank.values()) + 1, dtype=torch.float64)
     for index, (_, end) in enumerate(pairs):
-        for node in shape.paths[end] if end >= 0 else ():
-            u[index, shape.depths[node] - 1, rank[node]] = 0.0
-    last_rows, next_laws = walk(logits, batch, rows, u)
+        for node, stays in order(end):
+            u[index, shape.depths[node] - 1, rank[node]] = 0.0 if stays else 1.0
+    last_rows, next_laws = walk(logits, batch, rows, u, rule)
 
-    def accepted_measure(end: int) -> Tensor:  # of each end's node, given that the walk is at it: [num_drawn]
-        chosen = torch.tensor([i for i, (_, own) in enumerate(pairs) if own == end])
-        low, high = torch.zeros(len(chosen), dtype=torch.float64), torch.ones(len(chosen), dtype=torch.float64)
-        own_drafts = batch.first_draft_idx[chosen] + end
-        for _ in range(60):
-            tried = u.clone()
-            middle = (low + high) / 2
-            tried[chosen, shape.depths[end] - 1, rank[end]] = middle
-            ways = batch.paths[walk(logits, batch, rows, tried)[0][chosen]]
-            stays = (ways == own_drafts.unsqueeze(1)).any(dim=1)
-            low, high = torch.where(stays, middle, low), torch.where(stays, high, middle)
-        return high
-
-    measures = {node: accepted_measure(node) for node in range(num_nodes)}
+    # The measure of {u: the end's node stays}, given that the walk comes to it: all ends of all candidates at once.
+    chosen = torch.tensor([i for i, (_, end) in enumerate(pairs) if end >= 0])
+    nodes = [end for _, end in pairs if end >= 0]
+    places = torch.tensor([[shape.depths[node] - 1 for node in nodes], [rank[node] for node in nodes]])
+    own_drafts = (batch.first_draft_idx[chosen] + torch.tensor(nodes)).unsqueeze(1)
+    low, high = torch.zeros(len(chosen), dtype=torch.float64), torch.ones(len(chosen), dtype=torch.float64)
+    for _ in range(50):
+        middle = (low + high) / 2
+        u[chosen, places[0], places[1]] = middle
+        stays = (batch.paths[walk(logits, batch, rows, u, rule)[0][chosen]] == own_drafts).any(dim=1)
+        low, high = torch.where(stays, middle, low), torch.where(stays, high, middle)
+    measures = high.view(len(drawn), num_nodes).tolist()
     depth = shape.depth
     law = torch.zeros((vocab_size,) * (depth + 1), dtype=torch.float64)
     mean = 0.0
     for index, (chance, tokens, _) in enumerate(drawn):
         for place, end in enumerate(ends):
             weight = chance
-            for node in shape.paths[end] if end >= 0 else ():
-                for sibling in shape.children[shape.parents[node] + 1]:
-                    measure = float(measures[sibling][index])
-                    weight *= measure if sibling == node else 1 - measure
-                    if sibling == node:
-                        break
-            for child in shape.children[end + 1]:
-                weight *= 1 - float(measures[child][index])
+            for node, stays in order(end):
+                weight *= measures[index][node] if stays else 1 - measures[index][node]
             if weight < 1e-15:
                 continue
             request = index * len(ends) + place
@@ -172,6 +169,26 @@ def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn]) -> tuple[Te
     return law, mean
 
 
+def order_of_tests(shape: TreeShape, rule: str) -> Callable[[int], list[tuple[int, bool]]]:
+    """For each node at which the walk may end, or -1: the nodes that are tested then, and whether they stay."""
+
+    def recursive(end: int) -> list[tuple[int, bool]]:
+        tests = []
+        for node in shape.paths[end] if end >= 0 else ():
+            siblings = shape.children[shape.parents[node] + 1]
+            tests += [(sibling, sibling == node) for sibling in siblings[: siblings.index(node) + 1]]
+        return tests + [(child, False) for child in shape.children[end + 1]]
+
+    def below(node: int) -> list[int]:  # and the node itself, children first
+        return [inner for child in shape.children[node + 1] for inner in below(child)] + ([node] if node >= 0 else [])
+
+    def from_the_leaves(end: int) -> list[tuple[int, bool]]:
+        nodes = below(-1)
+        return [(node, node == end) for node in nodes[: nodes.index(end) + 1 if end >= 0 else None]]
+
+    return from_the_leaves if rule == "block" else recursive
+
+
 def tail(p: Laws, text: tuple[int, ...], length: int) -> Tensor:
     """The target's law of what follows the text up to a length, [vocab, ...]; 1 when nothing does."""
     if len(text) == length:
@@ -180,11 +197,11 @@ def tail(p: Laws, text: tuple[int, ...], length: int) -> Tensor:
     return torch.stack([law[token] * tail(p, (*text, token), length) for token in range(p.vocab_size)])
 
 
-def walk(logits: Tensor, batch: TreeBatch, rows: SamplingRows, u: Tensor) -> tuple[Tensor, Tensor]:
+def walk(logits: Tensor, batch: TreeBatch, rows: SamplingRows, u: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     """(last row, law of the token behind it) of every request, with u[request, depth, rank] for variates."""
     laws = []
 
-    def given_uniforms(seeds: Tensor, positions: Tensor, stream: int, *, num_entries: int) -> Tensor:
+    def given_uniforms(seeds: Tensor, positions: Tensor, stream: int, *_: object, num_entries: int) -> Tensor:
         assert stream == Stream.ACCEPT
         return u[seeds, positions][:, :num_entries]
 
@@ -193,17 +210,21 @@ def walk(logits: Tensor, batch: TreeBatch, rows: SamplingRows, u: Tensor) -> tup
         return torch.zeros(len(logits), dtype=torch.int64)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_module, "uniforms", given_uniforms)
-        patch.setattr(tree_module, "sample_at", kept_law)
-        last, _ = reject_recursively(logits, batch, rows, None)
+        module = traversal_module if rule == "block" else tree_module
+        patch.setattr(module, "uniforms", given_uniforms)
+        patch.setattr(module, "sample_at", kept_law)
+        last, _ = (traverse if rule == "block" else reject_recursively)(logits, batch, rows, None)
     return last, laws[0]
 
 
 CASES = [(shape, 3) for shape in SHAPES] + [("two siblings", 4), ("three siblings", 4), ("two chains", 2)]
 
 
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
 @pytest.mark.parametrize(("shape_name", "vocab_size"), CASES)
-def test_candidates_drawn_without_replacement_leave_the_targets_law(shape_name: str, vocab_size: int) -> None:
+def test_candidates_drawn_without_replacement_leave_the_targets_law(
+    shape_name: str, vocab_size: int, rule: str
+) -> None:
     shape = tree_shape(SHAPES[shape_name])
     generator = torch.Generator().manual_seed(vocab_size)
     accepted = []
@@ -211,14 +232,15 @@ def test_candidates_drawn_without_replacement_leave_the_targets_law(shape_name: 
         p = Laws(vocab_size, generator)
         drawn = list(candidate_sets(shape, Laws(vocab_size, generator, max(map(len, shape.children)))))
         assert sum(chance for chance, _, _ in drawn) == pytest.approx(1, abs=1e-12)
-        law, mean = committed_law(shape, p, drawn)
+        law, mean = committed_law(shape, p, drawn, rule)
         assert float((law - tail(p, (), shape.depth + 1)).abs().max()) < 1e-10
         accepted.append(mean)
     assert max(accepted) > 0.3, "where nothing is accepted there is little to get wrong"
 
 
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
 @pytest.mark.parametrize("mistake", ["laws not renormalised", "pruned after they were drawn", "laws swapped"])
-def test_the_enumeration_finds_candidates_of_the_wrong_kind(mistake: str) -> None:
+def test_the_enumeration_finds_candidates_of_the_wrong_kind(mistake: str, rule: str) -> None:
     """Negative controls: what the rule may not be given shows beyond any rounding."""
     generator = torch.Generator().manual_seed(1)
     errors = []
@@ -234,7 +256,7 @@ def test_the_enumeration_finds_candidates_of_the_wrong_kind(mistake: str) -> Non
             shape = tree_shape([-1])
             best = [int(q(())[tokens].argmax()) for _, tokens, _ in drawn]
             drawn = [(chance, [tokens[k]], [laws[0]]) for (chance, tokens, laws), k in zip(drawn, best, strict=True)]
-        law, _ = committed_law(shape, p, drawn)
+        law, _ = committed_law(shape, p, drawn, rule)
         errors.append(float((law - tail(p, (), shape.depth + 1)).abs().max()))
     assert max(errors) > 1e-2
 
@@ -244,8 +266,22 @@ def test_more_siblings_accept_more() -> None:
     generator = torch.Generator().manual_seed(5)
     p, q = Laws(4, generator, 4), Laws(4, generator, 4)
     shapes = [tree_shape([-1] * count) for count in (1, 2, 3, 4)]
-    means = [committed_law(shape, p, list(candidate_sets(shape, q)))[1] for shape in shapes]
+    means = [committed_law(shape, p, list(candidate_sets(shape, q)), "probabilistic")[1] for shape in shapes]
     assert means[0] < means[1] < means[2] < means[3] == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("shape_name", SHAPES)
+def test_block_accepts_at_least_as_many_nodes_as_the_probabilistic_rule(shape_name: str) -> None:
+    shape = tree_shape(SHAPES[shape_name])
+    generator = torch.Generator().manual_seed(7)
+    gains = []
+    for _ in range(4):
+        p, q = Laws(3, generator), Laws(3, generator, max(map(len, shape.children)))
+        drawn = list(candidate_sets(shape, q))
+        block, probabilistic = (committed_law(shape, p, drawn, rule)[1] for rule in ("block", "probabilistic"))
+        gains.append(block - probabilistic)
+    assert min(gains) > -1e-9
+    assert (max(gains) > 1e-3) == (shape.depth > 1), "with one draft a path the two are one rule"
 
 
 # --- definitions ----------------------------------------------------------------------------------------------------
@@ -344,6 +380,38 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
         best = max(alive, key=lambda node: (0 if node < 0 else shape.depths[node], -node))
         path = list(shape.paths[best]) if best >= 0 else []
         return path, draw(*at(best), Stream.TARGET)
+    if method == "block" and not is_greedy and (case.drafts.probs is not None or shape.is_chain):
+        step = case.rows.positions[first_row : first_row + 1]
+
+        def visit(node: int, chance: float, law: Tensor) -> tuple[int, Tensor, bool] | None:
+            is_reduced = False
+            for child in shape.children[node + 1]:
+                r = law / law.sum() if is_reduced else law
+                q = torch.nn.functional.one_hot(torch.tensor(tokens[child]), len(law)).float()
+                if case.drafts.probs is not None:
+                    q = case.drafts.probs[first + child]
+                below = min(chance * float(r[tokens[child]]) / float(q[tokens[child]]), 1.0)
+                if (found := visit(child, below, at(child)[0].softmax(-1))) is not None:
+                    return found
+                excess = (r * chance - q).clamp(min=0)
+                mass = float(excess.double().sum())
+                law, is_reduced = excess if mass > 0 else r, True  # no mass: the chance is 0, the law is not asked for
+                chance = mass / (mass + 1 - chance) if chance < 1 else 1.0
+            if node < 0:
+                return node, law, is_reduced
+            place = shape.depths[:node].count(shape.depths[node])
+            position = at(shape.parents[node])[1]
+            u = float(uniforms(seed, position, Stream.ACCEPT, step, num_entries=place + 1)[0, place])
+            return (node, law, is_reduced) if u < chance else None
+
+        found = visit(-1, 1.0, at(-1)[0].softmax(-1))
+        assert found is not None
+        end, law, is_reduced = found
+        path = list(shape.paths[end]) if end >= 0 else []
+        logits, position = at(end)
+        return path, draw(
+            law.log() if is_reduced else logits, position, Stream.RESIDUAL if is_reduced else Stream.TARGET
+        )
     node, path = -1, []
     while True:
         logits, position = at(node)
@@ -374,7 +442,7 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
 
 
 @pytest.mark.parametrize("has_probs", [False, True])
-@pytest.mark.parametrize("method", TREES)
+@pytest.mark.parametrize("method", RULES)
 def test_a_rule_is_its_definition_node_by_node(method: str, has_probs: bool) -> None:
     case = random_trees(150, 23, seed=3, has_probs=has_probs)
     processed = process_logits(case.logits, case.rows)
@@ -396,11 +464,11 @@ def test_strict_and_candidates_without_laws_say_what_the_target_says(has_probs: 
     """Plain decoding's very tokens: each one is the draw, or the argmax, of the row before it."""
     case = random_trees(200, 11, seed=4, has_probs=has_probs)
     targets = sample_tokens(process_logits(case.logits, case.rows), case.rows)
-    for method in ("strict", "probabilistic")[: 1 if has_probs else 2]:
+    for method in ("strict", "probabilistic", "block")[: 1 if has_probs else 3]:
         output = case.verify(method)
         assert output.path is not None
         for request, first_row in enumerate(case.drafts.first_logits_rows):
-            if method == "probabilistic" and case.drafts.shapes[request].is_chain:
+            if method != "strict" and case.drafts.shapes[request].is_chain:
                 continue  # chains keep the rule they have
             rows = [first_row, *(first_row + 1 + node for node in output.path[request].tolist() if node >= 0)]
             said = [token for token in output.token_ids[request].tolist() if token >= 0]
@@ -408,7 +476,7 @@ def test_strict_and_candidates_without_laws_say_what_the_target_says(has_probs: 
 
 
 @pytest.mark.parametrize("has_probs", [False, True])
-@pytest.mark.parametrize("method", TREES)
+@pytest.mark.parametrize("method", RULES)
 def test_a_tree_that_is_a_chain_is_judged_as_one_bit_for_bit(method: str, has_probs: bool) -> None:
     chains = [list(range(-1, count - 1)) for count in itertools.islice(itertools.cycle([3, 0, 1, 5, 2]), 90)]
     case = random_trees(90, 23, seed=5, has_probs=has_probs, parents=chains)
@@ -422,7 +490,7 @@ def test_a_tree_that_is_a_chain_is_judged_as_one_bit_for_bit(method: str, has_pr
 
 
 @pytest.mark.parametrize("has_probs", [False, True])
-@pytest.mark.parametrize("method", TREES)
+@pytest.mark.parametrize("method", RULES)
 def test_a_requests_result_does_not_depend_on_its_neighbours(method: str, has_probs: bool) -> None:
     """Alone a chain takes the way of chains, beside trees that of trees."""
     case = random_trees(40, 17, seed=6, has_probs=has_probs)
@@ -497,17 +565,11 @@ def test_every_row_sees_its_own_ancestors(choices: list[list[int]], seed: int) -
 
 
 @pytest.mark.parametrize("has_probs", [False, True])
-@pytest.mark.parametrize("method", TREES)
+@pytest.mark.parametrize("method", RULES)
 def test_a_step_of_trees_reads_nothing_back_to_the_host(method: str, has_probs: bool) -> None:
     case = random_trees(30, 37, seed=7, has_probs=has_probs)
     with NoReadback():  # type: ignore[no-untyped-call]
         case.verify(method)
-
-
-def test_block_refuses_trees_and_says_what_to_do() -> None:
-    case = random_trees(4, 7, seed=8, has_probs=True, parents=[[-1, -1]] * 4)
-    with pytest.raises(UserError, match=r"strict or probabilistic for draft trees, got 'block'.*token_tree"):
-        case.verify("block")
 
 
 # --- several steps --------------------------------------------------------------------------------------------------
@@ -522,6 +584,7 @@ def decode_trees(method: str, kind: str, target: Tensor, draft: Tensor) -> Tenso
     kind: "drawn" without replacement with the DRAFT stream, "coupled" with the target's, "likeliest" k candidates.
     """
     sampler = make_sampler(method)
+    keys_by_step = sampler.rule.keys_by_draft_step
     tokens = torch.zeros(NUM_REQUESTS, NUM_TOKENS + 5, dtype=torch.int64)
     lengths = torch.ones(NUM_REQUESTS, dtype=torch.int64)
     widest = max(len(own) for tree in TREES_AFTER for own in tree_shape(tree).children)
@@ -539,8 +602,8 @@ def decode_trees(method: str, kind: str, target: Tensor, draft: Tensor) -> Tenso
             for node, parent in enumerate(parents):
                 logits, position = draft[said[parent + 1]], start + shape.depths[node] - 1
                 if kind != "likeliest":
-                    stream = Stream.TARGET if kind == "coupled" else Stream.DRAFT
-                    noise = gumbel(seeds, position, stream, vocab_size=VOCAB_SIZE)
+                    stream, step = (Stream.TARGET, 0) if kind == "coupled" else (Stream.DRAFT, start * keys_by_step)
+                    noise = gumbel(seeds, position, stream, step, vocab_size=VOCAB_SIZE)
                 else:
                     noise = torch.zeros_like(logits)
                 rank = shape.children[parent + 1].index(node)
@@ -570,7 +633,14 @@ def markov() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("method", "kind"), [("probabilistic", "drawn"), ("probabilistic", "coupled"), ("probabilistic", "likeliest")]
+    ("method", "kind"),
+    [
+        ("probabilistic", "drawn"),
+        ("probabilistic", "coupled"),
+        ("probabilistic", "likeliest"),
+        ("block", "drawn"),
+        ("block", "likeliest"),
+    ],
 )
 def test_several_steps_of_trees_jointly_follow_the_target_law(
     markov: tuple[Tensor, Tensor, Tensor], method: str, kind: str

@@ -96,7 +96,7 @@ def test_trees_change_no_token_of_other_models(engines: Engines, architecture: s
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_at_temperature_zero_every_lossless_rule_says_the_same(engines: Engines, rule: str) -> None:
-    """Greedy requests follow the argmax under every rule, so there block has nothing to refuse."""
+    """Greedy requests follow the argmax under every rule."""
     greedy = [SamplingParams(temperature=0.0, max_tokens=20, frequency_penalty=0.1 * i) for i in range(len(PROMPTS))]
     expected, _ = complete(engines(**ROOMY), PROMPTS, greedy)
     tell_test_proposers(expected)

@@ -8,7 +8,7 @@ All noise is keyed by (seed, position), so a request's result does not depend on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor
 from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream, uniform
 from kernels.reference.sampling import greedy_argmax
-from runner.engine.errors import UserError
 from runner.engine.sampling import SamplingRows, put_rows, sample_at, sample_tokens, take_rows
 from runner.engine.upload import index_or_all, to_device
 from verifier.draft_batch import DraftBatch
+from verifier.traversal import traverse
 from verifier.tree import follow_rates, follow_tokens, longest_accepted, reject_recursively
 from verifier.tree_batch import TreeBatch
 
@@ -87,27 +87,14 @@ class Probabilistic(Rule):
         return num_accepted, _draw_recovered(processed, batch, rows, num_accepted)
 
     def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        is_judged = [
-            not greedy and (chain or tree.probs is not None)
-            for greedy, chain in zip(tree.is_greedy, tree.is_chain, strict=True)
-        ]
-        judged = index_or_all([b for b, judge in enumerate(is_judged) if judge], len(is_judged), processed.device)
-        if judged is None:
-            return reject_recursively(processed, tree, rows, None)
-        target_token_ids = sample_tokens(processed, rows)
-        last = follow_tokens(tree, target_token_ids)
-        if not any(is_judged):
-            return last, target_token_ids[last]
-        last_judged, token_ids = reject_recursively(processed, tree, rows, judged)
-        following = target_token_ids[last].index_copy_(0, judged, token_ids)
-        return last.index_copy_(0, judged, last_judged), following
+        return _judge_draws(reject_recursively, processed, tree, rows)
 
 
 class Block(Rule):
     """The longest prefix that passes stays, gaps included; never shorter on average than Probabilistic's.
 
-    Block verification (arXiv 2403.10444, algorithm 2). It looks at drafts beyond the cut: coupled drafts, drawn with
-    the noise of target tokens to come, would bias those.
+    Block verification (arXiv 2403.10444, algorithm 2), in a tree traversal verification (arXiv 2505.12398). It looks
+    at drafts beyond the cut: coupled drafts, drawn with the noise of target tokens to come, would bias those.
     """
 
     reads_draft_probs = True
@@ -131,10 +118,7 @@ class Block(Rule):
         return num_accepted, _draw_recovered(processed, batch, rows, num_accepted, scale)
 
     def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        raise UserError(
-            "method.rejection_sample_method must be strict or probabilistic for draft trees, got 'block', which is "
-            "defined for chains; change the rule, or set method.speculative_token_tree=null"
-        )
+        return _judge_draws(traverse, processed, tree, rows)
 
 
 class Typical(Rule):
@@ -205,6 +189,29 @@ class Synthetic(Rule):
                 f"synthetic_conditional_rates must have one rate per draft token ({deepest}), "
                 f"got {len(self.conditional_rates)}"
             )
+
+
+def _judge_draws(
+    judge: Callable[[Tensor, TreeBatch, SamplingRows, Tensor | None], tuple[Tensor, Tensor]],
+    processed: Tensor,
+    tree: TreeBatch,
+    rows: SamplingRows,
+) -> tuple[Tensor, Tensor]:
+    """`verify_tree` with a judge of drawn drafts and of chains; the others follow the target's own tokens."""
+    is_judged = [
+        not greedy and (chain or tree.probs is not None)
+        for greedy, chain in zip(tree.is_greedy, tree.is_chain, strict=True)
+    ]
+    judged = index_or_all([b for b, judge_it in enumerate(is_judged) if judge_it], len(is_judged), processed.device)
+    if judged is None:
+        return judge(processed, tree, rows, None)
+    target_token_ids = sample_tokens(processed, rows)
+    last = follow_tokens(tree, target_token_ids)
+    if not any(is_judged):
+        return last, target_token_ids[last]
+    last_judged, token_ids = judge(processed, tree, rows, judged)
+    following = target_token_ids[last].index_copy_(0, judged, token_ids)
+    return last.index_copy_(0, judged, last_judged), following
 
 
 def _with_greedy(num_accepted: Tensor, processed: Tensor, batch: DraftBatch) -> Tensor:

@@ -28,9 +28,12 @@ class TreeBatch:
     paths: Tensor  # [num_rows, deepest] int64: the drafts on the way to a row, itself included; then -1
     first_row_idx: Tensor  # [num_requests] int64
     first_draft_idx: Tensor  # [num_requests] int64
+    place_in_level: Tensor  # [num_drafts] int64: place among the request's drafts of the same depth
     widths: list[int]  # [deepest]: the most children of any row at each depth, on the host
     is_greedy: list[bool]  # [num_requests], on the host
     is_chain: list[bool]  # [num_requests], on the host
+    most_drafts: int  # of one request
+    widest_level: int  # drafts of one depth and request
 
     @classmethod
     def build(cls, drafts: DraftTokens, rows: SamplingRows) -> TreeBatch:
@@ -46,9 +49,12 @@ class TreeBatch:
             for depth, own in zip((0, *shape.depths), shape.children, strict=True):
                 if own:
                     widths[depth] = max(widths[depth], len(own))
+        in_level = [s.depths[:node].count(depth) for s in shapes for node, depth in enumerate(s.depths)]
         # Rows of request b follow b rows of earlier pending tokens and its own, so draft d has row d + b + 1.
         per_draft = to_device(
-            [request_idx, [d + b + 1 for d, b in enumerate(request_idx)], parent_row_idx], torch.int64, device
+            [request_idx, [d + b + 1 for d, b in enumerate(request_idx)], parent_row_idx, in_level],
+            torch.int64,
+            device,
         )
         per_request = to_device([first_row_idx, cu[:-1]], torch.int64, device)
         return cls(
@@ -61,9 +67,12 @@ class TreeBatch:
             paths=draft_paths(drafts, device),
             first_row_idx=per_request[0],
             first_draft_idx=per_request[1],
+            place_in_level=per_draft[3],
             widths=widths,
             is_greedy=[rows.is_greedy[row] for row in first_row_idx],
             is_chain=[shape.is_chain for shape in shapes],
+            most_drafts=max(drafts.num_draft_tokens),
+            widest_level=max(in_level) + 1,
         )
 
     def tokens_on(self, paths: Tensor) -> Tensor:

@@ -44,13 +44,18 @@ def prefix_probabilities(p_draft: Tensor, q_draft: Tensor | None) -> Tensor:
 
     p_draft, q_draft: [num_requests, K]; p 0 where there is no token. q None = one-hot, q(x) = 1.
     """
-    p_draft = p_draft.to(torch.float64)
-    q_draft = torch.ones_like(p_draft) if q_draft is None else q_draft.to(torch.float64)
-    prefix = [torch.ones_like(p_draft[:, 0])]
-    for p, q in zip(p_draft.unbind(1), q_draft.unbind(1), strict=True):
-        joint = prefix[-1] * p
-        prefix.append(torch.where(joint < q, joint / q, (joint > 0).to(torch.float64)))
+    q_drafts = [None] * p_draft.shape[1] if q_draft is None else q_draft.unbind(1)
+    prefix = [torch.ones_like(p_draft[:, 0], dtype=torch.float64)]
+    for p, q in zip(p_draft.unbind(1), q_drafts, strict=True):
+        prefix.append(following_chance(prefix[-1], p, q))
     return torch.stack(prefix, dim=1)
+
+
+def following_chance(chance: Tensor, p_draft: Tensor, q_draft: Tensor | None) -> Tensor:
+    """min(chance * p(x) / q(x), 1), 0 where p(x) is; all [num_drafts], the result float64. q None = one-hot."""
+    joint = chance * p_draft.to(torch.float64)
+    q = torch.ones_like(joint) if q_draft is None else q_draft.to(torch.float64)
+    return torch.where(joint < q, joint / q, (joint > 0).to(torch.float64))
 
 
 def accept_block(

@@ -126,16 +126,6 @@ class MethodConfig(Node):
         return self
 
     @model_validator(mode="after")
-    def _check_tree_rule(self) -> MethodConfig:
-        tree = getattr(self, "speculative_token_tree", None)  # a key of the methods that can draft trees
-        if tree is not None and self.rejection_sample_method == "block":
-            raise ValueError(
-                "speculative_token_tree must be null under rejection_sample_method=block, which judges chains; "
-                "choose rejection_sample_method=strict or probabilistic"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_synthetic(self) -> MethodConfig:
         given = [key for key in SYNTHETIC_KEYS if getattr(self, key) is not None]
         if self.rejection_sample_method != "synthetic":

@@ -81,10 +81,10 @@ class DraftTokens:
     tell the host how many tokens it found, gives every request the slots it may have and fills the last ones with -1.
 
     A tree's parents are on the host, for the layout of the launch follows from them. They come before their children,
-    siblings are distinct tokens, and no slot is without a draft. Under the rule probabilistic, siblings with laws are
-    verified one after another: node j's law is the one it was drawn from given its earlier siblings, q renormalised
-    without them, and no sibling may have been dropped for what was drawn (arXiv 2402.14160). Candidates that were not
-    drawn, such as the k most probable ones, have no laws.
+    siblings are distinct tokens, and no slot is without a draft. Siblings with laws are judged one after another: node
+    j's law is the one it was drawn from given its earlier siblings, q renormalised without them, and neither a sibling
+    nor the shape may have been chosen by what was drawn (arXiv 2402.14160). Candidates that were not drawn, such as the
+    k most probable ones, have no laws: the target's own draw is looked for among them.
     """
 
     token_ids: torch.Tensor  # [num_draft_tokens] int64
