@@ -45,6 +45,7 @@ class HeadRecipe:
     num_steps: int
     num_rows: int = 8
     micro_rows: int = 8
+    greedy_only: bool = False  # the texts that the target wrote greedily, or all texts
     optimizer: OptimizerSettings
     options: Mapping[str, int | float]  # what the head's class is built with
 
