@@ -68,17 +68,20 @@ HEADS: dict[str, HeadRecipe] = {
         num_steps=120, optimizer=HEAD_OPTIMIZER, options={"num_heads": 3, "num_layers": 1, "head_decay": 0.8}
     ),
     "mlp_speculator": HeadRecipe(
-        num_steps=250,
+        num_steps=230,
+        greedy_only=True,
         optimizer=replace(HEAD_OPTIMIZER, embedding_lr=1e-2),
-        options={"inner_dim": 128, "n_predict": 4, "step_decay": 0.8},
+        options={"inner_dim": 112, "n_predict": 4, "step_decay": 0.8},
     ),
     "pard": HeadRecipe(
-        num_steps=160,
-        optimizer=replace(HEAD_OPTIMIZER, matrix_lr=4e-3, embedding_lr=4e-3),
+        num_steps=240,
+        greedy_only=True,
+        optimizer=replace(HEAD_OPTIMIZER, matrix_lr=6e-3, embedding_lr=4e-3),
         options={"num_tokens": 5, "num_anchors": 48, "place_decay": 0.8},
     ),
     "dflash": HeadRecipe(
-        num_steps=450,
+        num_steps=420,
+        greedy_only=True,
         optimizer=HEAD_OPTIMIZER,
         options={"num_layers": 2, "block_size": 8, "num_anchors": 24, "place_scale": 4.0},
     ),

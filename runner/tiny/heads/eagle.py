@@ -17,8 +17,6 @@ from runner.tiny.heads.llama_config import block_config, published_keys
 from runner.tiny.heads.states import FrozenTarget, TargetStates
 from runner.tiny.heads.unrolled import UnrolledHead
 
-SHARPER_START = 6.0
-
 
 class EagleHead(UnrolledHead):
     def __init__(self, target: FrozenTarget, *, num_steps: int, num_anchors: int, step_decay: float) -> None:
@@ -27,9 +25,6 @@ class EagleHead(UnrolledHead):
         hidden = self.config.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([DecoderBlock(self.config)])
-        with torch.no_grad():  # features are short here and nothing norms them: as drawn, attention would see no difference
-            for projection in (self.block.self_attn.q_proj, self.block.self_attn.k_proj):
-                projection.weight.mul_(SHARPER_START)
 
     @property
     def block(self) -> DecoderBlock:
