@@ -199,7 +199,7 @@ def row_batches(settings: HeadRecipe, rows: Tensor, generator: torch.Generator) 
 def agreement(head: Head, texts: HeadTexts, num_speculative_tokens: int) -> dict[str, Any]:
     """Acceptance of the stored weights on greedy continuations of held-out text."""
     states = texts.held_out
-    rows = torch.arange(len(states.token_ids)).split(8)
+    rows = torch.split(torch.arange(len(states.token_ids)), 8)
     drafts = torch.cat([head.draft(states.rows(part), num_speculative_tokens) for part in rows])
     begins, ends = [texts.half] * len(drafts), [states.length] * len(drafts)
     length = mean_acceptance_length(drafts, states.token_ids, begins, ends)

@@ -80,8 +80,7 @@ HEADS: dict[str, HeadRecipe] = {
         options={"num_tokens": 5, "num_anchors": 48, "place_decay": 0.8},
     ),
     "dflash": HeadRecipe(
-        num_steps=420,
-        greedy_only=True,
+        num_steps=450,
         optimizer=HEAD_OPTIMIZER,
         options={"num_layers": 2, "block_size": 8, "num_anchors": 24, "place_scale": 4.0},
     ),
