@@ -118,7 +118,7 @@ def test_target_is_clearly_better_than_the_draft(corpus: Corpus, tokenizer: PreT
 
 # The heads, in the layouts in which such heads are published.
 
-HIDDEN, KV, INTERMEDIATE, VOCAB, DRAFT_VOCAB, INNER = 256, 128, 512, 2048, 1536, 128
+HIDDEN, KV, INTERMEDIATE, VOCAB, DRAFT_VOCAB, INNER = 256, 128, 512, 2048, 1536, 112
 
 
 def block_shapes(prefix: str, *, input_size: int = HIDDEN, qk_norm: bool = False) -> dict[str, tuple[int, ...]]:
@@ -395,9 +395,11 @@ def test_a_guess_depends_on_nothing_behind_the_pending_token(method: str, micro_
     states = target_states(target, tokens, tap_layers=MICRO_RECIPE.tap_layers, batch_size=2)
     texts = HeadTexts(train=states, held_out=states)
     head = build_head(MICRO_RECIPE, micro_family, method, target=target, texts=texts, device=CPU)
+    generator = torch.Generator().manual_seed(2)
     for parameter in head.parameters():  # as built, most guesses are alike
         if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(2))
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    head.target.lm_head = torch.randn(320, 64, generator=generator)
     pending = 12
     taps, normed = states.taps.clone(), states.normed.clone()
     taps[:, pending:], normed[:, pending:] = 7.0, 7.0

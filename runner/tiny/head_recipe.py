@@ -86,6 +86,7 @@ def read_texts(
             for tokens in (torch.cat([own, windows]), greedy)
         ]
         record["tokens"] = own.numel() + windows.numel()
+    record |= computed_on(target.device)
     return HeadTexts(train=states[0], held_out=states[1])
 
 
@@ -125,7 +126,7 @@ def train_head(
         )
         stage |= run_steps(
             trainer,
-            row_batches(settings, len(texts.train.token_ids), generator),
+            row_batches(settings, text_rows(recipe, settings), generator),
             lambda rows: head.loss(texts.train.rows(rows), generator),
             device=device,
             report=report,
@@ -135,8 +136,7 @@ def train_head(
     with manifest.replaced_directory(root / name) as directory:
         head.save(directory)
     measured = {"parameters": num_parameters(head), **agreement(head, texts, NUM_SPECULATIVE_TOKENS[name])}
-    environment = manifest.environment(str(device), torch.get_num_threads())
-    stage |= {key: environment[key] for key in ("device", "num_threads", "torch")}
+    stage |= computed_on(device)
     add_to_manifest(recipe, root, name, stages={"texts": record, name: stage}, measured=measured)
 
 
@@ -179,24 +179,37 @@ def mask_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
     return token_id
 
 
-def row_batches(settings: HeadRecipe, num_texts: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
-    """Row numbers of the texts, every text once before any comes again; one tuple of micro-batches per step."""
+def text_rows(recipe: Recipe, settings: HeadRecipe) -> Tensor:
+    """Row numbers of the texts that a head learns from: the target's own come first, every other of them greedy."""
+    if settings.greedy_only:
+        return torch.arange(0, recipe.num_head_texts, 2)
+    return torch.arange(recipe.num_head_texts + recipe.num_head_windows)
+
+
+def row_batches(settings: HeadRecipe, rows: Tensor, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
+    """Every one of `rows` once before any comes again; one tuple of micro-batches per optimizer step."""
     order = torch.empty(0, dtype=torch.int64)
     for _ in range(settings.num_steps):
         if len(order) < settings.num_rows:
-            order = torch.randperm(num_texts, generator=generator)
-        rows, order = order[: settings.num_rows], order[settings.num_rows :]
-        yield torch.split(rows, settings.micro_rows)
+            order = rows[torch.randperm(len(rows), generator=generator)]
+        batch, order = order[: settings.num_rows], order[settings.num_rows :]
+        yield torch.split(batch, settings.micro_rows)
 
 
 def agreement(head: Head, texts: HeadTexts, num_speculative_tokens: int) -> dict[str, Any]:
     """Acceptance of the stored weights on greedy continuations of held-out text."""
     states = texts.held_out
-    rows = torch.arange(len(states.token_ids)).split(8)
+    rows = torch.split(torch.arange(len(states.token_ids)), 8)
     drafts = torch.cat([head.draft(states.rows(part), num_speculative_tokens) for part in rows])
     begins, ends = [texts.half] * len(drafts), [states.length] * len(drafts)
     length = mean_acceptance_length(drafts, states.token_ids, begins, ends)
     return {"held_out_acceptance_length": round(length, 4), "num_speculative_tokens": num_speculative_tokens}
+
+
+def computed_on(device: torch.device) -> dict[str, Any]:
+    """A head may be trained elsewhere than its target was, so its stage says where."""
+    environment = manifest.environment(str(device), torch.get_num_threads())
+    return {key: environment[key] for key in ("device", "num_threads", "torch")}
 
 
 def add_to_manifest(recipe: Recipe, root: Path, name: str, *, stages: dict[str, Any], measured: dict[str, Any]) -> None:

@@ -50,7 +50,8 @@ class Trainer:
         self.settings = settings
         self.num_steps = num_steps
         self.step_idx = 0
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             is_matrix = parameter.ndim == 2 and "embed" not in name and name not in vocabulary_names
             (matrices if is_matrix else others).append(parameter)
@@ -94,7 +95,7 @@ class Float32Muon(Muon):
     """torch's Muon, its Newton-Schulz iteration in float32 instead of bfloat16."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -116,4 +117,5 @@ def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], num
     for _ in range(num_steps):
         gram = x @ x.T
         x = a * x + torch.addmm(gram, gram, gram, beta=b, alpha=c) @ x
-    return x.T if is_tall else x
+    result: Tensor = x.T if is_tall else x
+    return result

@@ -45,6 +45,7 @@ class HeadRecipe:
     num_steps: int
     num_rows: int = 8
     micro_rows: int = 8
+    greedy_only: bool = False  # the texts that the target wrote greedily, or all texts
     optimizer: OptimizerSettings
     options: Mapping[str, int | float]  # what the head's class is built with
 
@@ -67,13 +68,15 @@ HEADS: dict[str, HeadRecipe] = {
         num_steps=120, optimizer=HEAD_OPTIMIZER, options={"num_heads": 3, "num_layers": 1, "head_decay": 0.8}
     ),
     "mlp_speculator": HeadRecipe(
-        num_steps=250,
+        num_steps=230,
+        greedy_only=True,
         optimizer=replace(HEAD_OPTIMIZER, embedding_lr=1e-2),
-        options={"inner_dim": 128, "n_predict": 4, "step_decay": 0.8},
+        options={"inner_dim": 112, "n_predict": 4, "step_decay": 0.8},
     ),
     "pard": HeadRecipe(
-        num_steps=160,
-        optimizer=replace(HEAD_OPTIMIZER, matrix_lr=4e-3, embedding_lr=4e-3),
+        num_steps=240,
+        greedy_only=True,
+        optimizer=replace(HEAD_OPTIMIZER, matrix_lr=6e-3, embedding_lr=4e-3),
         options={"num_tokens": 5, "num_anchors": 48, "place_decay": 0.8},
     ),
     "dflash": HeadRecipe(

@@ -60,10 +60,11 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             self._rotate(queries, positions), keys, values, mask, is_causal=mask is None, enable_gqa=True
         )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        merged: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return merged
 
     def _heads(self, flat: Tensor) -> Tensor:
-        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return flat.view(*flat.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self.rotary(heads, positions.unsqueeze(0))
@@ -77,7 +78,7 @@ class DecoderBlock(nn.Module):
     def __init__(self, config: LlamaConfig, *, input_size: int | None = None, qk_norm: bool = False) -> None:
         super().__init__()
         self.self_attn = Attention(config, input_size=input_size or config.hidden_size, qk_norm=qk_norm)
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(

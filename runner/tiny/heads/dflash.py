@@ -76,14 +76,14 @@ class DFlashHead(Head):
                 attention.keys_values(context, context_positions), attention.keys_values(inputs, positions)
             )
             hidden = layer(inputs, hidden, positions, keys, mask)
-        guesses = hidden.unflatten(1, (num_anchors, block_size))[:, :, 1:]
+        guesses = hidden.view(num_texts, num_anchors, block_size, -1)[:, :, 1:]
         return self.target.logits(self.norm(guesses))
 
     @torch.no_grad()
     def draft(self, states: TargetStates, num_speculative_tokens: int, *, chunk: int = 32) -> Tensor:
         num_texts, length = states.token_ids.shape
         drafts = states.token_ids.new_zeros(num_texts, length, num_speculative_tokens)
-        for anchors in torch.arange(length, device=states.token_ids.device).split(chunk):
+        for anchors in torch.split(torch.arange(length, device=states.token_ids.device), chunk):
             drafts[:, anchors] = self.logits(states, anchors, num_speculative_tokens + 1).argmax(dim=-1)
         return drafts
 

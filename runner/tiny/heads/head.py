@@ -26,7 +26,7 @@ START_NORM = 0.02
 
 class Head(nn.Module, ABC):
     tensor_prefix: ClassVar[str] = ""
-    vocabulary_names: ClassVar[tuple[str, ...]] = ()
+    vocabulary_names: tuple[str, ...] = ()
     """Weights with a row per token beside the embeddings: they are no matrices to Muon."""
 
     def __init__(self, target: FrozenTarget) -> None:

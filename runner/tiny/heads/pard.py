@@ -69,7 +69,7 @@ class PardHead(Head):
     def draft(self, states: TargetStates, num_speculative_tokens: int, *, chunk: int = 32) -> Tensor:
         num_texts, length = states.token_ids.shape
         drafts = states.token_ids.new_zeros(num_texts, length, num_speculative_tokens)
-        for anchors in torch.arange(length, device=states.token_ids.device).split(chunk):
+        for anchors in torch.split(torch.arange(length, device=states.token_ids.device), chunk):
             text, masks = self.logits(states, anchors, num_speculative_tokens)
             drafts[:, anchors, 0] = text[:, anchors].argmax(dim=-1)
             drafts[:, anchors, 1:] = masks.argmax(dim=-1)

@@ -57,7 +57,7 @@ class FrozenTarget:
         self.model = model
         self.config = model.config
         self.embedding: Tensor = _weight(model.get_input_embeddings())  # [vocab, hidden]
-        self.lm_head: Tensor = _weight(model.get_output_embeddings())  # [vocab, hidden]
+        self.lm_head: Tensor = _weight(model.get_output_embeddings())  # type: ignore[no-untyped-call]  # [vocab, hidden]
 
     @property
     def last_layer(self) -> nn.Module:
