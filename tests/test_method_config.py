@@ -236,9 +236,19 @@ def test_a_tree_is_told_what_it_should_be(tree: Any, message: str) -> None:
     assert text.startswith(f"method.speculative_token_tree {message}")
 
 
-def test_block_judges_chains_only() -> None:
-    method = {"method": "eagle", "model": "h", "speculative_token_tree": "dynamic", "rejection_sample_method": "block"}
-    assert "method.speculative_token_tree must be null under rejection_sample_method=block" in problems(method=method)
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+@pytest.mark.parametrize("method", ["eagle", "medusa", "dflash"])
+def test_a_tree_whose_shape_follows_from_draws_is_refused_by_a_rule_that_reads_laws(method: str, rule: str) -> None:
+    values = {"method": method, "model": "h", "speculative_token_tree": "dynamic", "rejection_sample_method": rule}
+    config = SpeculativeConfig.parse({"model": {"model": "t"}, "method": values})
+    assert config.method.draft_sample_method == "greedy"
+    text = problems(method={**values, "draft_sample_method": "probabilistic"})
+    assert (
+        f"draft_sample_method must be greedy for speculative_token_tree=dynamic under rejection_sample_method={rule}"
+        in text
+    )
+    paths = {**values, "speculative_token_tree": [[0], [1]]}
+    assert SpeculativeConfig.parse({"model": {"model": "t"}, "method": paths}).method.draft_sample_method != "greedy"
 
 
 def test_the_draft_inherits_how_the_target_is_loaded() -> None:

@@ -125,8 +125,11 @@ def speculative_configs(draw: st.DrawFn, *, exact: bool = False) -> dict[str, An
             "suffix_decoding_corpus": None if exact else draw(st.none() | st.just("earlier.jsonl")),
         }
     keys = FIELDS[method]
-    if "speculative_token_tree" in keys and not exact and rule != "block":
-        values["speculative_token_tree"] = draw(st.sampled_from(TREES))
+    if "speculative_token_tree" in keys and not exact:
+        # A dynamic tree of drawn candidates is refused under a rule that judges by their laws.
+        is_judged = rule in ("probabilistic", "block") and values["draft_sample_method"] in ("probabilistic", "coupled")
+        trees = [t for t in TREES if not is_judged or t != "dynamic"] if method != "suffix" else [None, "dynamic"]
+        values["speculative_token_tree"] = draw(st.sampled_from(trees))
     if "aux_hidden_state_layer_ids" in keys and not exact:
         values["aux_hidden_state_layer_ids"] = draw(st.sampled_from([None, [1, 2, 3]]))
     if "revision" in keys:

@@ -86,17 +86,18 @@ class TreeDrafterMethod(DrafterMethod):
         if not isinstance(values, dict) or values.get("speculative_token_tree") != "dynamic":
             return values
         is_open = values.get("draft_sample_method") is None
-        reads_laws = values.get("rejection_sample_method") in ("probabilistic", "standard")
+        reads_laws = values.get("rejection_sample_method") in ("probabilistic", "standard", "block")
         return {**values, "draft_sample_method": "greedy"} if is_open and reads_laws else values
 
     @model_validator(mode="after")
     def _check_candidates(self) -> TreeDrafterMethod:
-        is_dynamic = self.speculative_token_tree == "dynamic" and self.rejection_sample_method == "probabilistic"
-        if is_dynamic and self.draft_sample_method != "greedy":
+        rule, drafting = self.rejection_sample_method, self.draft_sample_method
+        is_judged = self.speculative_token_tree == "dynamic" and rule in ("probabilistic", "block")
+        if is_judged and drafting != "greedy":
             raise ValueError(
                 "draft_sample_method must be greedy for speculative_token_tree=dynamic under "
-                f"rejection_sample_method=probabilistic, got {self.draft_sample_method!r}: the shape of the tree would "
-                "depend on what was drawn; leave it null, or give the tree as paths"
+                f"rejection_sample_method={rule}, got {drafting!r}: the shape of the tree would depend on what was "
+                "drawn; leave it null, or give the tree as paths"
             )
         return self
 
