@@ -236,7 +236,9 @@ def _build_proposer(config: SpeculativeConfig, context: ProposerContext, tokeniz
                 read_spelling(_own_tokenizer(source).backend, f"the draft {source.model}"),
             )
         else:
-            _require_same_tokens(target_source, source)
+            _require_same_tokens(
+                target_source, source, takes_another="use_heterogeneous_vocab" in type(method).model_fields
+            )
     if isinstance(method, SuffixMethod):
         path = own_keys.pop("suffix_decoding_corpus")
         if path is not None:
@@ -245,10 +247,11 @@ def _build_proposer(config: SpeculativeConfig, context: ProposerContext, tokeniz
     return proposer_class(method.method)(num_speculative_tokens=num_tokens, context=context, **own_keys)
 
 
-def _require_same_tokens(target: ModelSource, draft: ModelSource) -> None:
+def _require_same_tokens(target: ModelSource, draft: ModelSource, *, takes_another: bool) -> None:
     """Raises UserError when both have a tokenizer.json and they number the tokens differently.
 
     Vocabularies of one size may still be two (Llama 2 and Mistral); a draft of the other one is never right.
+    takes_another: whether the method has a way to draft with another vocabulary all the same.
     """
     if target.is_dummy or draft.is_dummy:
         return
@@ -259,7 +262,8 @@ def _require_same_tokens(target: ModelSource, draft: ModelSource) -> None:
     if ours != theirs:
         raise UserError(
             f"method.model={draft.model} must number its tokens as {target.model} does, and its tokenizer.json "
-            "differs; choose a draft of the same family as the target, or set method.use_heterogeneous_vocab=true"
+            "differs; choose a draft of the same family as the target"
+            + (", or set method.use_heterogeneous_vocab=true" if takes_another else "")
         )
 
 

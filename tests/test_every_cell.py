@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -96,9 +97,18 @@ def p_value(requests: list[Request], law: torch.Tensor) -> float:
     return float(stats.chisquare(observed, [value * scale for value in hoped]).pvalue)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("method", METHODS)
+def cells() -> Iterator[tuple[str, str, str]]:
+    """All of them where tokens are compared. A law takes many requests: all samplers where drafts come from a model or
+    from nowhere, and one sampler a rule, in turns, for the other methods."""
+    sampled = [sampler for sampler in SAMPLERS if not sampler.startswith("greedy")]
+    for number, method in enumerate(METHODS):
+        for place, rule in enumerate(RULES):
+            turn = sampled[(number + place) % len(sampled)]
+            is_whole = rule == "strict" or method in ("draft_model", "custom_class")
+            yield from ((method, rule, s) for s in SAMPLERS if is_whole or s not in sampled or s == turn)
+
+
+@pytest.mark.parametrize(("method", "rule", "sampler"), cells())
 def test_a_cell_keeps_what_its_rule_promises(engines: Engines, method: str, rule: str, sampler: str) -> None:
     config = method_config(method, 2, rejection_sample_method=rule)
     if "prompt_lookup_min" in config:  # of six tokens something always matches; the longer n-grams match less
