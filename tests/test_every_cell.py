@@ -108,7 +108,7 @@ def cells() -> Iterator[tuple[str, str, str]]:
             yield from ((method, rule, s) for s in SAMPLERS if is_whole or s not in sampled or s == turn)
 
 
-@pytest.mark.parametrize(("method", "rule", "sampler"), cells())
+@pytest.mark.parametrize(("method", "rule", "sampler"), list(cells()))
 def test_a_cell_keeps_what_its_rule_promises(engines: Engines, method: str, rule: str, sampler: str) -> None:
     config = method_config(method, 2, rejection_sample_method=rule)
     if "prompt_lookup_min" in config:  # of six tokens something always matches; the longer n-grams match less

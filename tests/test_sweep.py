@@ -17,6 +17,7 @@ from runner.__main__ import main
 from runner.cli.compose import Composer
 from runner.cli.sweep import BASIC_SWEEPER, SweepError, hydra_node, read_sweep
 from runner.config import ConfigError, Problem, SpeculativeConfig
+from runner.config.method_union import METHODS
 from runner.engine.errors import UserError
 from tests.command_line import CommandLine, Ending
 
@@ -55,7 +56,7 @@ def test_the_screen_of_a_sweep_names_the_points_and_their_problems(cli: CommandL
         "        tokens drafted per request and step at most, in [0, 128]; 0: none",
         "",
         "  method=ngrm method.num_speculative_tokens=2 tracking=none   (and 1 more)",
-        "    method must be one of custom_class, draft_model, ngram, ngram_gpu, none, suffix, got 'ngrm'",
+        f"    method must be one of {', '.join(sorted(METHODS))}, got 'ngrm'",
         "        did you mean 'ngram'?",
     ]
 
