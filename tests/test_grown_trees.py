@@ -17,7 +17,7 @@ from tests.conftest import Engines, complete
 from tests.eagle_reference import ReferenceHead
 from tests.test_eagle import LAYOUTS, PARAMS, PROMPTS, SCHEDULES, make_head, target_states
 from tests.test_eagle import target as target
-from tests.test_every_cell import NUM_REQUESTS, PROMPT, SAMPLERS, exact_law, p_value, sampling_params
+from tests.test_every_cell import NUM_REQUESTS, PROMPT, exact_law, p_value, sampling_params
 from tests.test_every_cell import engine as small_engine
 from tests.test_losslessness import PARAMS as MIXED_PARAMS
 from tests.test_losslessness import PROMPTS as MIXED_PROMPTS
@@ -141,7 +141,7 @@ def test_trees_change_no_token(engines: Engines, plain: list[tuple[Any, ...]], m
         assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("schedule", ["three at a time", "odd chunks", "blocks of 32", "few blocks"])
+@pytest.mark.parametrize("schedule", ["odd chunks", "few blocks"])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_under_no_schedule_do_trees_change_a_token(
@@ -155,7 +155,7 @@ def test_under_no_schedule_do_trees_change_a_token(
     assert counts(metrics)[1] > 0
 
 
-@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if not name.startswith("greedy")])
+@pytest.mark.parametrize("sampler", ["penalties, bias"])
 @pytest.mark.parametrize(("tree", "draft_sample_method"), [("static", None), ("static", "coupled"), ("dynamic", None)])
 def test_under_the_probabilistic_rule_trees_keep_the_law(
     engines: Engines, tree: str, draft_sample_method: str | None, sampler: str

@@ -164,7 +164,7 @@ def test_a_tree_changes_no_token(
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("schedule", ["one request at a time", "odd chunks", "few blocks of 32, small chunks"])
+@pytest.mark.parametrize("schedule", ["one request at a time", "few blocks of 32, small chunks"])
 @pytest.mark.parametrize("tree", TREES)
 def test_under_no_schedule_does_a_tree_change_a_token(
     engines: Engines, plain: list[Request], tree: str, schedule: str
