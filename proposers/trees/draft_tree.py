@@ -22,10 +22,6 @@ class DraftTree:
     token_ids: list[int]
     parents: list[int]
 
-    @classmethod
-    def chain(cls, token_ids: Sequence[int]) -> DraftTree:
-        return cls(token_ids=list(token_ids), parents=list(range(-1, len(token_ids) - 1)))
-
     def depth_first(self) -> DraftTree:
         """The same tree, its nodes in depth-first order; siblings keep their order."""
         order, parents = depth_first(self.parents)
