@@ -88,7 +88,8 @@ def test_ranks_become_the_candidates_of_their_depth() -> None:
 
 
 def test_trees_of_the_host_become_drafts() -> None:
-    trees = [DraftTree(token_ids=[5, 6, 7], parents=[-1, -1, 0]).depth_first(), DraftTree.chain([8, 9])]
+    tree = DraftTree(token_ids=[5, 6, 7], parents=[-1, -1, 0]).depth_first()
+    trees = [tree, DraftTree(token_ids=[8, 9], parents=[-1, 0])]
     drafts = draft_tokens_from_trees(trees, CPU)
     assert drafts.token_ids.tolist() == [5, 7, 6, 8, 9] and drafts.parent_indices == [-1, 0, -1, -1, 0]
     assert drafts.cu_num_draft_tokens == [0, 3, 5] and drafts.depths == [2, 2] and drafts.has_branches
