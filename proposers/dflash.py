@@ -18,10 +18,10 @@ from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.drafting.ranked_trees import Choices, RankedTrees
 from proposers.heads.dflash import load_dflash_head
 from runner.engine.checkpoint import ModelSource
-from runner.engine.forward_batch import Family, Segment
 from runner.engine.head_runner import HeadRunner
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import Schedule
+from runner.engine.segment import Family, Segment
 from runner.engine.upload import to_device
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.engine.forward_batch import ROW_INVARIANT_TILES, Family, ForwardBatch, Segment
+from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import BlockManager, PagedKVCache
+from runner.engine.segment import Family, Segment
+from runner.engine.tile_shape import ROW_INVARIANT_TILES
 
 CPU = torch.device("cpu")
 

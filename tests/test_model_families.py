@@ -12,9 +12,9 @@ import torch
 from kernels.reference.linear import linear
 from runner.engine.architecture import read_architecture
 from runner.engine.decoder import Decoder
-from runner.engine.forward_batch import ROW_INVARIANT_TILES
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, Shard
 from runner.engine.loader import load_model
+from runner.engine.tile_shape import ROW_INVARIANT_TILES
 from tests.transformers_reference import (
     CPU,
     assert_as_accurate,

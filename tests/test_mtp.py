@@ -10,10 +10,10 @@ import torch
 from proposers.base import ProposerContext
 from proposers.heads.mtp import MtpHead, load_mtp_head
 from runner.engine.checkpoint import ModelSource
-from runner.engine.forward_batch import Segment
 from runner.engine.head_runner import HeadRunner
 from runner.engine.request import DraftTokens
 from runner.engine.scheduler import Schedule
+from runner.engine.segment import Segment
 from runner.llm import LLM, SamplingParams
 from tests.mtp_checkpoints import PUBLISHED, VOCAB_SIZE, Written, write
 from tests.transformers_reference import BLOCK_SIZE, CPU, KeepFloat64, assert_as_accurate, load, random_sequences

@@ -19,20 +19,15 @@ from kernels.reference.paged_attention import paged_attention, places_keep_their
 from kernels.reference.rms_norm import add_rms_norm, rms_norm
 from kernels.reference.rope import apply_rope
 from kernels.reference.silu_and_mul import silu_and_mul
-from runner.engine.forward_batch import (
-    ROW_INVARIANT_TILES,
-    SMALL_ROW_INVARIANT_TILES,
-    Family,
-    ForwardBatch,
-    Segment,
-    TileShape,
-)
+from runner.engine.forward_batch import ForwardBatch
 from runner.engine.launch import Part
 from runner.engine.model_runner import ModelOutput, ModelRunner
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
+from runner.engine.segment import Family, Segment
 from runner.engine.stopping import StopRules
+from runner.engine.tile_shape import ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES, TileShape
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests

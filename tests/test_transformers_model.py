@@ -11,7 +11,7 @@ import torch
 
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
-from runner.engine.forward_batch import ANY_SHAPE_TILES
+from runner.engine.tile_shape import ANY_SHAPE_TILES
 from runner.engine.transformers_model import TransformersModel
 from runner.llm import LLM, SamplingParams
 from tests.transformers_reference import (

@@ -15,13 +15,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from runner.engine.checkpoint import ModelSource
-from runner.engine.forward_batch import ForwardBatch, Segment, TileShape
+from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import BlockManager, PagedKVCache
 from runner.engine.launch import Part
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.segment import Segment
+from runner.engine.tile_shape import TileShape
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

@@ -16,10 +16,10 @@ import torch
 
 from proposers.base import ProposerContext
 from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
-from runner.engine.forward_batch import Family, Segment
 from runner.engine.head_runner import DraftHead, HeadRunner
 from runner.engine.request import Request, VerifyOutput
 from runner.engine.scheduler import Schedule
+from runner.engine.segment import Family, Segment
 from runner.engine.upload import to_device
 
 MAX_STEPS_BEHIND = 16

@@ -1,78 +1,47 @@
-"""What one launch of a model computes: rows of tokens, their positions, cache slots and attention tiles.
+"""What one launch of a model computes: rows of tokens, their positions, cache slots and the plan of their attention.
 
 A launch holds rows of one family only, prompt tokens (prefill) or generated tokens (decode): which arithmetic
-computes a token depends on the token, never on the schedule. Rows are padded to whole tiles; padding rows read
-and write the null block (block 0), whose content nobody sees.
+computes a token depends on the token, never on the schedule. Rows may be padded; padding rows read and write the null
+block (block 0), whose content nobody sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Protocol
 
 import torch
 
-from kernels.reference.paged_attention import AttentionPlan, AttentionTiles
-
-Family = Literal["prefill", "decode"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TileShape:
-    """Shapes of products and of attention calls; they are part of a token's arithmetic."""
-
-    linear: int | None  # rows of one product; None = products of any shape, not row-invariant
-    attention: int  # rows of one attention tile
-    context: int | None  # a row at position p looks at the next multiple of this; None = at as much as is convenient
-    is_aligned: bool = False  # attention tiles begin at multiples of their rows, so a row's place is its own too
-
-
-# Decode: K + 1 rows of the default K = 4, so that verifying costs what one token costs; five rows take a CPU a few
-# percent longer than one. Prefill: 64 rows run within 15 % of an untiled product.
-ROW_INVARIANT_TILES: dict[Family, TileShape] = {
-    "decode": TileShape(linear=5, attention=5, context=64),
-    "prefill": TileShape(linear=64, attention=64, context=64, is_aligned=True),
-}
-# For a CPU that ends those tiles with another kernel than it begins them with (measured: AVX2 on 2 and more threads).
-SMALL_ROW_INVARIANT_TILES: dict[Family, TileShape] = {
-    "decode": TileShape(linear=4, attention=4, context=64),
-    "prefill": TileShape(linear=48, attention=64, context=64, is_aligned=True),
-}
-MAX_GATHERED_BLOCKS = 4096  # of a cache, copied side by side for one call of the attention
-ANY_SHAPE_TILES: dict[Family, TileShape] = {
-    "decode": TileShape(linear=None, attention=5, context=None),
-    "prefill": TileShape(linear=None, attention=64, context=None),
-}
+from runner.engine.segment import Family, Segment
+from runner.engine.upload import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Consecutive tokens of one request that enter one launch.
+class PlannedAttention:
+    """A plan on the host: lists that travel to the device with the launch, and what is made of them there."""
 
-    A position's KV is stored at the place of the same number, but for those of a branch of a draft tree.
-    """
+    lists: Sequence[Sequence[int]]
+    assemble: Callable[[Sequence[torch.Tensor]], Any]  # the lists on the device [len] int64 -> ForwardBatch.attention
 
-    start: int  # absolute position of the first token
-    num_tokens: int
-    block_table: Sequence[int]
-    branch_start: int = 0
-    branch: Sequence[int] | None = None  # places of the positions branch_start, branch_start + 1, ... to the last token
 
-    def slots(self, first: int, end: int, block_size: int) -> list[int]:
-        """Cache slots of the positions first..end-1."""
-        places: Sequence[int] = range(first, end)
-        if self.branch is not None:
-            places = [p if p < self.branch_start else self.branch[p - self.branch_start] for p in places]
-        return [self.block_table[p // block_size] * block_size + p % block_size for p in places]
+class LaunchShape(Protocol):
+    """The shapes of a family's arithmetic."""
 
-    def stored_apart(self, end: int, block_size: int) -> list[tuple[int, int]]:
-        """(position, cache slot) of those before `end` that are not stored at the place of their number."""
-        if self.branch is None:
-            return []
-        own = range(self.branch_start, end)
-        slots = zip(own, self.slots(own.start, own.stop, block_size), strict=True)
-        return [pair for pair, place in zip(slots, self.branch, strict=False) if pair[0] != place]
+    @property
+    def linear(self) -> int | None:
+        """Rows of one product; launches are padded to whole ones. None = products of any shape, not row-invariant."""
+
+    def plan(
+        self,
+        family: Family,
+        segments: Sequence[Segment],
+        positions: Sequence[int],
+        *,
+        num_rows: int,
+        block_size: int,
+        is_causal: bool,
+    ) -> PlannedAttention: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +52,7 @@ class ForwardBatch:
     token_ids: torch.Tensor  # [num_rows] int64
     positions: torch.Tensor  # [num_rows] int64
     slot_mapping: torch.Tensor  # [num_rows] int64: cache slot each row's KV is written to
-    attention: AttentionPlan
+    attention: Any  # what the attention of the launch's shape takes: runner/engine/operations.py
     linear_tile: int | None
 
     @classmethod
@@ -93,151 +62,35 @@ class ForwardBatch:
         segments: Sequence[Segment],
         token_ids: Sequence[int],  # of all segments, concatenated; placeholders may be overwritten on the device
         *,
-        shape: TileShape,
+        shape: LaunchShape,
         block_size: int,
         device: torch.device,
         is_causal: bool = True,  # False: rows see their whole segment in layers that are not causal (DFlash's blocks)
     ) -> ForwardBatch:
         padding = [0] * (-len(token_ids) % (shape.linear or 1))
-        num_rows, tile_rows = len(token_ids) + len(padding), shape.attention
         positions: list[int] = []
         slots: list[int] = []
         for segment in segments:
             end = segment.start + segment.num_tokens
             positions += range(segment.start, end)
             slots += segment.slots(segment.start, end, block_size)
-        tiles = _cut(segments, shape, block_size, is_causal)
-        output_rows = [0] * num_rows
-        query_rows: list[int] = []
-        query_positions: list[int] = []
-        last_keys: list[int] = []
-        for tile in tiles:
-            rows = range(tile.first_row, tile.first_row + tile.num_rows)
-            above, below = [0] * tile.place, [0] * (tile_rows - tile.place - tile.num_rows)
-            first = len(query_rows) + tile.place
-            output_rows[rows.start : rows.stop] = range(first, first + tile.num_rows)
-            query_rows += [*above, *rows, *below]
-            query_positions += [*above, *positions[rows.start : rows.stop], *below]
-            last_keys += [] if is_causal else [*above, *[tile.last_key] * tile.num_rows, *below]
-        groups = _groups(family, tiles, shape, block_size)
-        # One upload for everything the launch needs to know, then views of it.
-        lists = [[*token_ids, *padding], positions + padding, slots + padding, output_rows]
-        lists += [query_rows, query_positions, last_keys]
-        for group in groups:
-            lists += [_padded_tables(group, block_size), *_stored_apart(group, block_size)]
-        packed = torch.tensor([number for numbers in lists for number in numbers]).to(device, non_blocking=True)
-        ids, positions_, slots_, output_rows_, rows_, places_, last_keys_, *of_groups = packed.split_with_sizes(
-            [len(part) for part in lists]
+        planned = shape.plan(
+            family,
+            segments,
+            positions,
+            num_rows=len(token_ids) + len(padding),
+            block_size=block_size,
+            is_causal=is_causal,
         )
-        # Launch rows and tile rows are the same.
-        is_lone_tile = len(tiles) == 1 and tiles[0].place == 0 and tile_rows == num_rows
-        calls = []
-        start = 0
-        for index, group in enumerate(groups):
-            table, apart_columns, apart_slots = of_groups[3 * index : 3 * index + 3]
-            of = slice(start, start + len(group) * tile_rows)
-            start = of.stop
-            calls.append(
-                AttentionTiles(
-                    query_rows=None if is_lone_tile else rows_[of],
-                    query_positions=places_[of].view(-1, tile_rows),
-                    block_table=table.view(len(group), -1),
-                    context=max(tile.context for tile in group),
-                    contiguous_from=_contiguous_from(group[0]) if len(group) == 1 else None,
-                    apart_columns=apart_columns if len(apart_columns) else None,
-                    apart_slots=apart_slots,
-                    last_keys=None if is_causal else last_keys_[of].view(-1, tile_rows),
-                )
-            )
+        # One upload for everything the launch needs to know, then views of it.
+        lists = [[*token_ids, *padding], positions + padding, slots + padding, *planned.lists]
+        packed = to_device([number for numbers in lists for number in numbers], torch.int64, device)
+        ids, positions_, slots_, *of_attention = packed.split_with_sizes([len(part) for part in lists])
         return cls(
             family=family,
             token_ids=ids,
             positions=positions_,
             slot_mapping=slots_,
-            attention=AttentionPlan(tiles=calls, output_rows=None if is_lone_tile else output_rows_),
+            attention=planned.assemble(of_attention),
             linear_tile=shape.linear,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tile:
-    """Rows of one request that share an attention tile."""
-
-    first_row: int  # of the launch
-    num_rows: int
-    place: int  # of the first row in the tile; places above and below stay unfilled
-    block_table: Sequence[int]  # as far as any row sees
-    last_key: int  # position of it, of those that any row sees
-    context: int
-    apart: Sequence[tuple[int, int]]  # (position, cache slot) of keys that the block table does not lead to
-
-
-def _cut(segments: Sequence[Segment], shape: TileShape, block_size: int, is_causal: bool) -> list[_Tile]:
-    """Segments as tiles, short contexts first; a tile ends where the context of its rows does."""
-    step = shape.context or 2**31
-    tiles = []
-    row = 0
-    for segment in segments:
-        first, end = segment.start, segment.start + segment.num_tokens
-        while first < end:
-            place = first % shape.attention if shape.is_aligned else 0
-            last = min(first + shape.attention - place, end, (first // step + 1) * step)
-            seen = last if is_causal else end
-            table = segment.block_table[: (seen - 1) // block_size + 1]
-            tiles.append(
-                _Tile(
-                    first_row=row,
-                    num_rows=last - first,
-                    place=place,
-                    block_table=table,
-                    last_key=seen - 1,
-                    context=len(table) * block_size if shape.context is None else -(-seen // step) * step,
-                    apart=segment.stored_apart(seen, block_size),
-                )
-            )
-            row += last - first
-            first = last
-    return sorted(tiles, key=lambda tile: tile.context)
-
-
-def _groups(family: Family, tiles: list[_Tile], shape: TileShape, block_size: int) -> list[list[_Tile]]:
-    """Which tiles share a call of the attention.
-
-    Tiles of generated tokens share one, as many as may be gathered at once, of one context where contexts are fixed.
-    A tile of a prompt has a call of its own, so that it sees no more context than its last row does.
-    """
-    if family == "prefill":
-        return [[tile] for tile in tiles]
-    widest = tiles[-1].context
-    groups: list[list[_Tile]] = []
-    for tile in tiles:
-        context = widest if shape.context is None else tile.context
-        is_full = not groups or (len(groups[-1]) + 1) * context > MAX_GATHERED_BLOCKS * block_size
-        if is_full or (shape.context is not None and groups[-1][0].context != context):
-            groups.append([])
-        groups[-1].append(tile)
-    return groups
-
-
-def _padded_tables(group: list[_Tile], block_size: int) -> list[int]:
-    """Block tables of a group, one after another, padded to its context with the null block."""
-    num_blocks = _num_blocks(group, block_size)
-    return [block for tile in group for block in [*tile.block_table, *[0] * (num_blocks - len(tile.block_table))]]
-
-
-def _stored_apart(group: list[_Tile], block_size: int) -> tuple[list[int], list[int]]:
-    """Columns, over the gathered tables of a group, whose keys are stored apart, and the slots of these."""
-    width = _num_blocks(group, block_size) * block_size
-    pairs = [(index * width + position, slot) for index, tile in enumerate(group) for position, slot in tile.apart]
-    return [column for column, _ in pairs], [slot for _, slot in pairs]
-
-
-def _num_blocks(group: list[_Tile], block_size: int) -> int:
-    return -(-max(tile.context for tile in group) // block_size)
-
-
-def _contiguous_from(tile: _Tile) -> int | None:
-    """The first block of a table whose blocks are neighbours in the cache, as they are for a lone request."""
-    table = tile.block_table
-    is_contiguous = not tile.apart and all(block == table[0] + index for index, block in enumerate(table))
-    return table[0] if is_contiguous else None

@@ -13,15 +13,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from runner.engine.forward_batch import (
-    ANY_SHAPE_TILES,
-    ROW_INVARIANT_TILES,
-    Family,
-    ForwardBatch,
-    Segment,
-    TileShape,
-)
+from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
+from runner.engine.segment import Family, Segment
+from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, TileShape
 
 
 class DraftHead(Protocol):

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from runner.engine.draft_trees import tree_shape
-from runner.engine.forward_batch import Family, Segment
 from runner.engine.request import Request
+from runner.engine.segment import Family, Segment
 
 
 @dataclass(frozen=True, kw_only=True)

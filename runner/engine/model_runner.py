@@ -14,17 +14,12 @@ import torch
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.decoder import Decoder
-from runner.engine.forward_batch import (
-    ANY_SHAPE_TILES,
-    ROW_INVARIANT_TILES,
-    SMALL_ROW_INVARIANT_TILES,
-    Family,
-    ForwardBatch,
-    TileShape,
-)
+from runner.engine.forward_batch import ForwardBatch
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
+from runner.engine.segment import Family
+from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES, TileShape
 from runner.engine.transformers_model import TransformersModel
 
 SCORED_ROWS = 240  # logits rows of prompt tokens at a time; whole tiles of either size
