@@ -7,6 +7,8 @@ form, which slices heads and halves; the arithmetic of each element is the same.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 
@@ -29,9 +31,9 @@ class RopeTable:
         num_rotated_heads: int,
         num_value_columns: int,
     ) -> None:
-        head_dim, rotated = cos.shape[1], num_rotated_heads * cos.shape[1]
-        one, zero = torch.ones_like(cos[:, :1]), torch.zeros_like(cos[:, :1])
-        self._table = torch.cat((cos, one, signed_sin, zero), dim=1)
+        self.rotations = torch.cat((cos, signed_sin), dim=1)  # [max_model_len, 2 * head_dim]
+        self.head_dim = head_dim = cos.shape[1]
+        rotated = num_rotated_heads * head_dim
         columns = torch.arange(head_dim, device=cos.device).repeat(num_rotated_heads)
         columns = torch.cat((columns, columns.new_full((num_value_columns,), head_dim)))
         self._columns = torch.cat((columns, columns + head_dim + 1))
@@ -39,7 +41,13 @@ class RopeTable:
         values = torch.arange(rotated, rotated + num_value_columns, device=cos.device)
         self.partner = torch.cat((heads.flip(1).flatten(), values))  # [width]; a value's partner is itself
 
+    @cached_property
+    def _padded(self) -> torch.Tensor:
+        """[max_model_len, 2 * head_dim + 2]: rotations, and behind each half the 1 or 0 that values are passed by."""
+        cos, signed_sin = self.rotations.chunk(2, dim=1)
+        return torch.cat((cos, torch.ones_like(cos[:, :1]), signed_sin, torch.zeros_like(cos[:, :1])), dim=1)
+
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and signed_sin [num_rows, width] of a launch, shared by all its layers."""
-        cos, signed_sin = self._table.index_select(0, positions).index_select(1, self._columns).chunk(2, dim=1)
+        cos, signed_sin = self._padded.index_select(0, positions).index_select(1, self._columns).chunk(2, dim=1)
         return cos, signed_sin

@@ -12,7 +12,6 @@ from collections.abc import Collection
 
 import torch
 
-from kernels.reference.linear import linear
 from proposers.base import ProposerContext
 from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
 from proposers.heads.draft_vocabulary import target_ids
@@ -22,9 +21,10 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer, RMSNorm, Rope
+from runner.engine.layers import DecoderLayer, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.operations import head_logits
 
 EMBEDDING, LM_HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
@@ -54,7 +54,7 @@ class DFlashHead:
         for layer, is_causal in zip(self.layers, config.causal_layers, strict=True):
             layer.attention.is_causal = is_causal
         self.norm = RMSNorm(width, arch.rms_norm_eps, dtype)
-        self._rope = Rope(config.hf_config, self.layers[0].attention, max_model_len)
+        self._rope = self.layers[0].attention.rope(config.hf_config, max_model_len)
 
     @property
     def kv_widths(self) -> list[int]:
@@ -86,7 +86,7 @@ class DFlashHead:
         """[num_rows, hidden], num_rows a multiple of tile -> [num_rows, vocab of the target] float32."""
         if self.lm_head is None:
             return self.target.logits(output, tile)
-        logits = linear(output, self.lm_head, None, tile).float()
+        logits = head_logits(output, self.lm_head, tile)
         return logits if self.target_ids is None else over_target_vocabulary(logits, self.target_ids, self.vocab_size)
 
     def weight_targets(self) -> dict[str, WeightTarget]:

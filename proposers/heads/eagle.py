@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from kernels.reference.linear import linear
 from proposers.base import ProposerContext
 from proposers.heads.head_sizes import longest_text, require_target_sizes
 from runner.engine.architecture import Architecture
@@ -29,9 +28,10 @@ from runner.engine.head_checkpoint import (
 )
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer, Rope
+from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.operations import head_logits
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -59,7 +59,7 @@ class EagleHead:
         self.layers = [
             DecoderLayer(arch, index, shard, dtype, has_input_norm=index > 0) for index in range(arch.num_layers)
         ]
-        self._rope = Rope(hf_config, self.layers[0].attention, max_model_len)
+        self._rope = self.layers[0].attention.rope(hf_config, max_model_len)
 
     @property
     def kv_widths(self) -> list[int]:
@@ -81,7 +81,7 @@ class EagleHead:
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         if self.lm_head is None:
             return self.target.logits(output, tile)
-        return linear(output, self.lm_head, None, tile).float()
+        return head_logits(output, self.lm_head, tile)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = self.fc.weight_targets("")

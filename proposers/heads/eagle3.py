@@ -13,7 +13,6 @@ from collections.abc import Collection
 
 import torch
 
-from kernels.reference.linear import linear
 from proposers.base import ProposerContext
 from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
@@ -28,9 +27,10 @@ from runner.engine.head_checkpoint import (
     read_head_tensors,
 )
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer, RMSNorm, Rope
+from runner.engine.layers import DecoderLayer, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.operations import head_logits
 
 EMBEDDING, LM_HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 MASK_HIDDEN = "mask_hidden"
@@ -73,7 +73,7 @@ class Eagle3Head:
             for index in range(arch.num_layers)
         ]
         self.norm = RMSNorm(size, eps, dtype)
-        self._rope = Rope(config.hf_config, self.layers[0].attention, max_model_len)
+        self._rope = self.layers[0].attention.rope(config.hf_config, max_model_len)
 
     @property
     def kv_widths(self) -> list[int]:
@@ -112,7 +112,7 @@ class Eagle3Head:
         normed = output if self.norm_output else self.norm(output)
         if self.lm_head is None:
             return self.target.logits(normed, tile)
-        logits = linear(normed, self.lm_head, None, tile).float()
+        logits = head_logits(normed, self.lm_head, tile)
         return logits if self.target_ids is None else over_target_vocabulary(logits, self.target_ids, self.vocab_size)
 
     def weight_targets(self) -> dict[str, WeightTarget]:

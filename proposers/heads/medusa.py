@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from kernels.reference.linear import linear
 from proposers.heads.head_sizes import head_size, require_target_sizes
 from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
@@ -24,6 +23,7 @@ from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
 from runner.engine.linear import WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.operations import head_logits, linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class MedusaHeads:
             logits = self.target.logits(states, tile)
         else:
             projection = self.projections[head if self.shape.lm_head == "each" else 0]
-            logits = linear(states, projection, None, tile).float()
+            logits = head_logits(states, projection, tile)
         logits = logits if self.shape.logit_scale == 1.0 else logits * self.shape.logit_scale
         if self.token_map is None:
             return logits

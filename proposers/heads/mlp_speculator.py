@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernels.reference.linear import linear
 from proposers.heads.head_sizes import head_size, require_target_sizes
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -23,6 +22,7 @@ from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_he
 from runner.engine.layers import RMSNorm
 from runner.engine.linear import WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.operations import head_logits, linear
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 EPS = 1e-6
@@ -71,7 +71,7 @@ class MlpSpeculator:
 
     def logits(self, step: int, state: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, inner] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
-        return linear(state, self.heads[0 if self.is_tied else step], None, tile).float()
+        return head_logits(state, self.heads[0 if self.is_tied else step], tile)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         lists: dict[str, list[torch.Tensor]] = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from kernels.reference.linear import linear
 from proposers.base import ProposerContext
 from proposers.heads.head_sizes import longest_text
 from proposers.heads.mtp_block import DenseBlock, MtpBlock, TransformersBlock
@@ -22,6 +21,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.operations import head_logits
 from runner.engine.transformers_model import TransformersModel
 
 
@@ -68,7 +68,7 @@ class MtpHead:
         normed = output if self.layout.feeds_back_normed else self.final_norm(output)
         if self.lm_head is None:
             return self.target.logits(normed, tile)
-        return linear(normed, self.lm_head, None, tile).float()
+        return head_logits(normed, self.lm_head, tile)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         layout, prefix = self.layout, self._names.prefix

@@ -17,7 +17,7 @@ from runner.engine.architecture import Architecture
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer, Rope
+from runner.engine.layers import DecoderLayer
 from runner.engine.linear import Shard, WeightTarget
 from runner.engine.memory import require_memory
 from runner.engine.transformers_attention import Launch, Probe
@@ -41,7 +41,7 @@ class DenseBlock:
         window = None if None in arch.sliding_windows else arch.sliding_windows[-1]
         self.layer = DecoderLayer(replace(arch, num_layers=1, sliding_windows=(window,)), 0, Shard(), dtype)
         self.kv_width = self.layer.attention.kv_width
-        self._rope = Rope(hf_config, self.layer.attention, max_model_len)
+        self._rope = self.layer.attention.rope(hf_config, max_model_len)
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         output, residual = self.layer(None, hidden, self._rope(batch.positions, hidden), batch, cache)

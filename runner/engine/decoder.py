@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from kernels.reference.linear import linear
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer, RMSNorm, Rope
+from runner.engine.layers import DecoderLayer, RMSNorm
 from runner.engine.linear import Shard, WeightTarget
+from runner.engine.operations import head_logits
 
 
 class Decoder:
@@ -38,7 +38,7 @@ class Decoder:
             if arch.tie_word_embeddings
             else torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
         )
-        self._rope = Rope(hf_config, self.layers[0].attention, max_model_len)
+        self._rope = self.layers[0].attention.rope(hf_config, max_model_len)
 
     @property
     def kv_widths(self) -> list[int]:
@@ -73,7 +73,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
-        return linear(hidden, self.lm_head, None, tile).float()
+        return head_logits(hidden, self.lm_head, tile)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Checkpoint names and weights, each weight once; views, to be written in place."""

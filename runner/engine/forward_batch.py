@@ -7,7 +7,7 @@ block (block 0), whose content nobody sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ class PlannedAttention:
 
     lists: Sequence[Sequence[int]]
     assemble: Callable[[Sequence[torch.Tensor]], Any]  # the lists on the device [len] int64 -> ForwardBatch.attention
+    key: Hashable = None  # plans of one key have lists of the same lengths, and differ in them alone; None = do not
 
 
 class LaunchShape(Protocol):
@@ -30,15 +31,18 @@ class LaunchShape(Protocol):
 
     @property
     def linear(self) -> int | None:
-        """Rows of one product; launches are padded to whole ones. None = products of any shape, not row-invariant."""
+        """Rows of one product, for those who compute some outside a launch; None = any number, not row-invariant."""
+
+    def padded_rows(self, num_rows: int) -> int:
+        """Rows that a launch of so many has, padding included."""
 
     def plan(
         self,
         family: Family,
         segments: Sequence[Segment],
-        positions: Sequence[int],
+        positions: Sequence[int],  # of all rows, padding excluded
         *,
-        num_rows: int,
+        num_rows: int,  # of the launch, padding included
         block_size: int,
         is_causal: bool,
     ) -> PlannedAttention: ...
@@ -60,37 +64,64 @@ class ForwardBatch:
         cls,
         family: Family,
         segments: Sequence[Segment],
-        token_ids: Sequence[int],  # of all segments, concatenated; placeholders may be overwritten on the device
+        token_ids: Sequence[int],
         *,
         shape: LaunchShape,
         block_size: int,
         device: torch.device,
-        is_causal: bool = True,  # False: rows see their whole segment in layers that are not causal (DFlash's blocks)
+        is_causal: bool = True,
     ) -> ForwardBatch:
-        padding = [0] * (-len(token_ids) % (shape.linear or 1))
+        """The launch on the device; arguments as in PackedLaunch.of."""
+        packed = PackedLaunch.of(family, segments, token_ids, shape=shape, block_size=block_size, is_causal=is_causal)
+        return packed.unpack(to_device(packed.numbers, torch.int64, device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLaunch:
+    """A launch as one list of numbers, so that it travels in one upload; the token ids come first."""
+
+    numbers: list[int]
+    unpack: Callable[[torch.Tensor], ForwardBatch]  # takes the numbers on the device; what it makes are views of them
+    num_rows: int  # padding included
+    key: Hashable  # launches of one key unpack alike; None = this one is like no other
+
+    @classmethod
+    def of(
+        cls,
+        family: Family,
+        segments: Sequence[Segment],
+        token_ids: Sequence[int],  # of all segments, concatenated; placeholders may be overwritten on the device
+        *,
+        shape: LaunchShape,
+        block_size: int,
+        is_causal: bool = True,  # False: rows see their whole segment in layers that are not causal (DFlash's blocks)
+    ) -> PackedLaunch:
+        num_rows = shape.padded_rows(len(token_ids))
+        padding = [0] * (num_rows - len(token_ids))
         positions: list[int] = []
         slots: list[int] = []
         for segment in segments:
             end = segment.start + segment.num_tokens
             positions += range(segment.start, end)
             slots += segment.slots(segment.start, end, block_size)
-        planned = shape.plan(
-            family,
-            segments,
-            positions,
-            num_rows=len(token_ids) + len(padding),
-            block_size=block_size,
-            is_causal=is_causal,
-        )
-        # One upload for everything the launch needs to know, then views of it.
+        planned = shape.plan(family, segments, positions, num_rows=num_rows, block_size=block_size, is_causal=is_causal)
         lists = [[*token_ids, *padding], positions + padding, slots + padding, *planned.lists]
-        packed = to_device([number for numbers in lists for number in numbers], torch.int64, device)
-        ids, positions_, slots_, *of_attention = packed.split_with_sizes([len(part) for part in lists])
+        sizes = [len(part) for part in lists]
+
+        def unpack(numbers: torch.Tensor) -> ForwardBatch:
+            ids, positions_, slots_, *of_attention = numbers.split_with_sizes(sizes)
+            return ForwardBatch(
+                family=family,
+                token_ids=ids,
+                positions=positions_,
+                slot_mapping=slots_,
+                attention=planned.assemble(of_attention),
+                linear_tile=shape.linear,
+            )
+
         return cls(
-            family=family,
-            token_ids=ids,
-            positions=positions_,
-            slot_mapping=slots_,
-            attention=planned.assemble(of_attention),
-            linear_tile=shape.linear,
+            numbers=[number for numbers in lists for number in numbers],
+            unpack=unpack,
+            num_rows=num_rows,
+            key=None if planned.key is None else (family, is_causal, num_rows, planned.key),
         )

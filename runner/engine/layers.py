@@ -6,21 +6,16 @@ weights are allocated empty, and weight_targets() says which checkpoint tensor f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kernels.reference.linear import linear
-from kernels.reference.paged_attention import paged_attention
-from kernels.reference.rms_norm import add_rms_norm, rms_norm
-from kernels.reference.rope import RopeTable, apply_rope
-from kernels.reference.silu_and_mul import silu_and_mul
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, Shard, WeightTarget
-from runner.engine.rope import rope_tables
+from runner.engine.operations import add_rms_norm, gated_linear, linear, paged_attention, rms_norm, rotate_and_store
+from runner.engine.rope import Rope, RopeRows
 
 
 class RMSNorm:
@@ -33,33 +28,6 @@ class RMSNorm:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return add_rms_norm(x, residual, self.weight, self.eps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeRows:
-    """A launch's rotations, for whole rows of the fused projection; the same for every layer."""
-
-    cos: torch.Tensor  # [num_rows, qkv width]
-    signed_sin: torch.Tensor  # [num_rows, qkv width]
-    partner: torch.Tensor  # [qkv width] int64
-
-
-class Rope:
-    """A model's rotations; the table is built at the first launch, when it is known where the weights live."""
-
-    def __init__(self, hf_config: Any, attention: Attention, max_model_len: int) -> None:
-        self._source = (hf_config, attention.head_dim, max_model_len)
-        self._num_rotated_heads = attention.num_heads + attention.num_kv_heads
-        self._num_value_columns = attention.num_kv_heads * attention.head_dim
-        self._table: RopeTable | None = None
-
-    def __call__(self, positions: torch.Tensor, like: torch.Tensor) -> RopeRows:
-        """Rotations of the rows at positions [num_rows] int64, on the device and in the dtype of `like`."""
-        if self._table is None:
-            cos, signed_sin = (table.to(like) for table in rope_tables(*self._source))
-            self._table = RopeTable(cos, signed_sin, self._num_rotated_heads, self._num_value_columns)
-        cos, signed_sin = self._table.rows(positions)
-        return RopeRows(cos=cos, signed_sin=signed_sin, partner=self._table.partner)
 
 
 class Attention:
@@ -88,22 +56,23 @@ class Attention:
         self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
 
     def __call__(self, hidden: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
-        num_heads, num_kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        qkv = self.qkv_proj(hidden, batch.linear_tile)
-        if self.q_norm is not None and self.k_norm is not None:
-            heads = qkv.view(-1, num_heads + 2 * num_kv_heads, dim)
-            q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
-            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1).flatten(1)
-        qkv = apply_rope(qkv, rope.cos, rope.signed_sin, rope.partner)
-        query, kv = qkv.split_with_sizes((num_heads * dim, 2 * num_kv_heads * dim), dim=1)
-        cache.write(self.layer, batch.slot_mapping, kv)
+        query = rotate_and_store(
+            self.qkv_proj(hidden, batch.linear_tile),
+            rope,
+            batch.slot_mapping,
+            cache.layers[self.layer],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            q_norm=self._weight_and_eps(self.q_norm),
+            k_norm=self._weight_and_eps(self.k_norm),
+        )
         out = paged_attention(
-            query.view(-1, num_heads, dim),
+            query,
             cache.layers[self.layer],
             batch.attention,
-            num_kv_heads=num_kv_heads,
-            value_dim=dim,
-            scale=dim**-0.5,
+            num_kv_heads=self.num_kv_heads,
+            value_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
             sliding_window=self.sliding_window,
             is_causal=self.is_causal,
         )
@@ -111,14 +80,31 @@ class Attention:
 
     def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
         """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""
-        num_kv_heads, dim, queries = self.num_kv_heads, self.head_dim, self.num_heads * self.head_dim
+        queries = self.num_heads * self.head_dim
         bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[queries:]
-        kv = linear(states, self.qkv_proj.weight[queries:], bias, batch.linear_tile)
-        if self.k_norm is not None:
-            k, v = kv.view(-1, 2 * num_kv_heads, dim).chunk(2, dim=1)
-            kv = torch.cat((self.k_norm(k), v), dim=1).flatten(1)
-        rope_of_keys = rope.cos[:, queries:], rope.signed_sin[:, queries:], rope.partner[queries:] - queries
-        cache.write(self.layer, batch.slot_mapping, apply_rope(kv, *rope_of_keys))
+        rotate_and_store(
+            linear(states, self.qkv_proj.weight[queries:], bias, batch.linear_tile),
+            rope,
+            batch.slot_mapping,
+            cache.layers[self.layer],
+            num_heads=0,
+            num_kv_heads=self.num_kv_heads,
+            k_norm=self._weight_and_eps(self.k_norm),
+        )
+
+    @staticmethod
+    def _weight_and_eps(norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if norm is None else (norm.weight, norm.eps)
+
+    def rope(self, hf_config: Any, max_model_len: int) -> Rope:
+        """The rotations of this and of every like layer of a model."""
+        return Rope(
+            hf_config,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_model_len=max_model_len,
+        )
 
     @property
     def kv_width(self) -> int:
@@ -142,7 +128,8 @@ class MLP:
         )
 
     def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden, tile)), tile)
+        fused = self.gate_up_proj
+        return self.down_proj(gated_linear(hidden, fused.weight, fused.bias, tile), tile)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         return self.gate_up_proj.weight_targets(prefix) | self.down_proj.weight_targets(prefix)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.reference.linear import linear
+from runner.engine.operations import linear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,52 @@ sequence present, which would make a request's tokens depend on its neighbours. 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from kernels.reference.rope import RopeTable
 from runner.engine.errors import UserError
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeRows:
+    """A launch's rotations; the same for every layer."""
+
+    table: RopeTable
+    positions: torch.Tensor  # [num_rows] int64
+
+    @cached_property
+    def whole_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What kernels.reference.rope.apply_rope takes for whole rows of the fused projection."""
+        return (*self.table.rows(self.positions), self.table.partner)
+
+    def behind(self, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same for rows that lack the first columns."""
+        cos, signed_sin, partner = self.whole_rows
+        return (cos[:, columns:], signed_sin[:, columns:], partner[columns:] - columns) if columns else self.whole_rows
+
+
+class Rope:
+    """A model's rotations; the table is built at the first launch, when it is known where the weights live."""
+
+    def __init__(self, hf_config: Any, *, num_heads: int, num_kv_heads: int, head_dim: int, max_model_len: int) -> None:
+        self._source = (hf_config, head_dim, max_model_len)
+        self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._table: RopeTable | None = None
+
+    def __call__(self, positions: torch.Tensor, like: torch.Tensor) -> RopeRows:
+        """Rotations of the rows at positions [num_rows] int64, on the device and in the dtype of `like`."""
+        if self._table is None:
+            cos, signed_sin = (table.to(like) for table in rope_tables(*self._source))
+            values = self._num_kv_heads * cos.shape[1]
+            self._table = RopeTable(cos, signed_sin, self._num_heads + self._num_kv_heads, values)
+        return RopeRows(table=self._table, positions=positions)
 
 
 def rope_types(config: Any) -> list[str]:

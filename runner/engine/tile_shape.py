@@ -21,13 +21,17 @@ class TileShape:
     context: int | None  # a row at position p looks at the next multiple of this; None = at as much as is convenient
     is_aligned: bool = False  # attention tiles begin at multiples of their rows, so a row's place is its own too
 
+    def padded_rows(self, num_rows: int) -> int:
+        tile = self.linear or 1
+        return -(-num_rows // tile) * tile
+
     def plan(
         self,
         family: Family,
         segments: Sequence[Segment],
-        positions: Sequence[int],  # of all rows, padding excluded
+        positions: Sequence[int],
         *,
-        num_rows: int,  # of the launch, padding included
+        num_rows: int,
         block_size: int,
         is_causal: bool,
     ) -> PlannedAttention:

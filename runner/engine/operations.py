@@ -1,0 +1,127 @@
+"""A decoder's operations, computed where their arguments are: by Triton kernels on a GPU, by torch elsewhere.
+
+`tile` says how products are computed: None = as is fastest for the shape at hand, which need not be row-invariant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.reference.linear import linear as linear_in_tiles
+from kernels.reference.paged_attention import AttentionPlan
+from kernels.reference.paged_attention import paged_attention as attention_over_tiles
+from kernels.reference.rms_norm import add_rms_norm as add_rms_norm_in_torch
+from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
+from kernels.reference.rope import apply_rope
+from kernels.reference.silu_and_mul import silu_and_mul
+from runner.engine.rope import RopeRows
+
+
+def runs_kernels(tensor: torch.Tensor) -> bool:
+    """Whether operations on this tensor are Triton kernels."""
+    return tensor.is_cuda
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
+    """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features]."""
+    if tile is None or not runs_kernels(x):
+        return linear_in_tiles(x, weight, bias, tile)
+    from kernels.linear import linear as kernel
+
+    return kernel(x, weight, bias)
+
+
+def head_logits(hidden: torch.Tensor, weight: torch.Tensor, tile: int | None) -> torch.Tensor:
+    """[num_rows, hidden] x [vocab, hidden] -> [num_rows, vocab] float32; num_rows a multiple of tile."""
+    if tile is None or not runs_kernels(hidden):
+        return linear_in_tiles(hidden, weight, None, tile).float()
+    from kernels.linear import linear as kernel
+
+    return kernel(hidden, weight, out_dtype=torch.float32)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
+    """silu(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
+    if tile is None or not runs_kernels(x):
+        return silu_and_mul(linear_in_tiles(x, weight, bias, tile))
+    from kernels.linear import gated_linear as kernel
+
+    return kernel(x, weight, bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension."""
+    if not runs_kernels(x):
+        return rms_norm_in_torch(x, weight, eps)
+    from kernels.rms_norm import rms_norm as kernel
+
+    return kernel(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual), all [num_rows, hidden]."""
+    if not runs_kernels(x):
+        return add_rms_norm_in_torch(x, residual, weight, eps)
+    from kernels.rms_norm import add_rms_norm as kernel
+
+    return kernel(x, residual, weight, eps)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]; may be overwritten
+    rope: RopeRows,
+    slot_mapping: torch.Tensor,  # [num_rows] int64
+    kv_cache: torch.Tensor,  # [num_blocks, block_size, 2 * num_kv_heads * head_dim]
+    *,
+    num_heads: int,  # 0: rows are keys and values only
+    num_kv_heads: int,
+    q_norm: tuple[torch.Tensor, torch.Tensor] | None = None,  # weight [head_dim] and eps [] float32
+    k_norm: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:  # [num_rows, num_heads, head_dim]
+    """Norm queries and keys head by head where a model does, rotate them, store keys and values; the queries."""
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    columns = num_heads * head_dim
+    if runs_kernels(qkv):
+        from kernels.rope import rope_and_write
+
+        norm_weights: dict[str, Any] = {}
+        if k_norm is not None:
+            norm_weights = {"q_norm": None if q_norm is None else q_norm[0], "k_norm": k_norm[0], "eps": k_norm[1]}
+        rope_and_write(
+            qkv,
+            rope.table.rotations,
+            rope.positions,
+            slot_mapping,
+            kv_cache,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            **norm_weights,
+        )
+        return qkv[:, :columns].view(-1, num_heads, head_dim)
+    if k_norm is not None:
+        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        normed_q = q if q_norm is None else rms_norm_in_torch(q, *q_norm)
+        qkv = torch.cat((normed_q, rms_norm_in_torch(k, *k_norm), v), dim=1).flatten(1)
+    missing = rope.table.partner.shape[0] - qkv.shape[1]
+    query, kv = apply_rope(qkv, *rope.behind(missing)).split_with_sizes((columns, qkv.shape[1] - columns), dim=1)
+    kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, kv)
+    return query.view(-1, num_heads, head_dim)
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_rows, num_heads, head_dim]
+    kv_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads * (head_dim + value_dim)]
+    plan: Any,  # ForwardBatch.attention
+    **layer: Any,  # keyword arguments of kernels/reference/paged_attention.py
+) -> torch.Tensor:  # [num_rows, num_heads * value_dim]
+    if isinstance(plan, AttentionPlan):
+        return attention_over_tiles(query, kv_cache, plan, **layer)
+    from kernels.paged_attention import paged_attention as kernel
+
+    return kernel(query, kv_cache, plan, **layer)

@@ -1,0 +1,110 @@
+"""A launch's rows as tiles over block tables: how the Triton kernels compute them, with equal bits in any company.
+
+Every list has a fixed length for its bucket, so that launches of one bucket share a layout, and a captured graph serves
+them all: tiles and segments are padded with empty ones, tables with the null block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.engine.forward_batch import PlannedAttention
+from runner.engine.segment import Family, Segment
+
+NO_BRANCH = 2**31 - 1  # a position that nobody reaches
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedShape:
+    """Shapes of the Triton kernels; rows_per_tile and split_keys are part of a token's arithmetic."""
+
+    rows_per_tile: int  # launch rows that share an attention tile
+    split_keys: int | None  # keys of one split, at absolute positions; None = one program goes over all keys
+    max_context: int  # positions there can be
+    is_bucketed: bool = False  # launches are padded to few sizes, so that few graphs serve them all
+    linear: int | None = 1  # a product gives a row the same bits whatever its number of rows
+
+    def padded_rows(self, num_rows: int) -> int:
+        return bucket(num_rows) if self.is_bucketed else num_rows
+
+    def plan(
+        self,
+        family: Family,
+        segments: Sequence[Segment],
+        positions: Sequence[int],
+        *,
+        num_rows: int,
+        block_size: int,
+        is_causal: bool,
+    ) -> PlannedAttention:
+        """The launch's rows as tiles, for kernels/paged_attention.py."""
+        tiles: list[tuple[int, int, int, int, int]] = []  # segment, first row, rows, first position, last key
+        tables: list[Sequence[int]] = []
+        branches: list[tuple[int, list[int]]] = []
+        row = 0
+        for index, segment in enumerate(segments):
+            end = segment.start + segment.num_tokens
+            for first in range(segment.start, end, self.rows_per_tile):
+                count = min(self.rows_per_tile, end - first)
+                tiles.append((index, row, count, first, first + count - 1 if is_causal else end - 1))
+                row += count
+            tables.append(segment.block_table[: (end - 1) // block_size + 1])
+            branches.append(
+                (NO_BRANCH, [])
+                if segment.branch is None
+                else (segment.branch_start, segment.slots(segment.branch_start, end, block_size))
+            )
+        context = max(tile[4] for tile in tiles) + 1
+        num_tiles, num_segments = len(tiles), len(segments)
+        width, branch_width = max(map(len, tables)), max(len(slots) for _, slots in branches)
+        if self.is_bucketed:
+            # A segment has rows of its own, so rows bound segments, and segments and rows bound tiles.
+            num_segments = bucket(num_segments)
+            num_tiles = num_segments + num_rows // self.rows_per_tile
+            context = min(1 << (context - 1).bit_length(), self.max_context)
+            width, branch_width = -(-context // block_size), bucket(branch_width)
+        columns = [list(column) for column in zip(*tiles, strict=True)]
+        lists = [
+            *(_padded(column, num_tiles) for column in columns),
+            [block for table in tables for block in _padded(table, width)]
+            + [0] * ((num_segments - len(tables)) * width),
+            _padded([start for start, _ in branches], num_segments, NO_BRANCH),
+            [slot for _, slots in branches for slot in _padded(slots, branch_width)]
+            + [0] * ((num_segments - len(branches)) * branch_width),
+        ]
+
+        def assemble(uploaded: Sequence[torch.Tensor]) -> Any:
+            from kernels.paged_attention import PagedSegments  # where there is no Triton, nobody assembles
+
+            segments_, rows_, sizes_, positions_, last_keys_, tables_, starts_, slots_ = uploaded
+            return PagedSegments(
+                tile_segments=segments_,
+                tile_rows=rows_,
+                tile_sizes=sizes_,
+                tile_positions=positions_,
+                last_keys=last_keys_,
+                block_tables=tables_.view(num_segments, width),
+                branch_starts=starts_,
+                branch_slots=slots_.view(num_segments, branch_width),
+                max_context=context,
+                split_keys=self.split_keys,
+            )
+
+        key: Hashable = (num_tiles, num_segments, width, branch_width, context)
+        return PlannedAttention(lists=lists, assemble=assemble, key=key)
+
+
+def bucket(number: int) -> int:
+    """The next size up, at most a quarter above: 0 to 8, then four sizes to each doubling."""
+    if number <= 8:
+        return number
+    step = 1 << (number - 1).bit_length() - 3
+    return -(-number // step) * step
+
+
+def _padded(values: Sequence[int], length: int, filler: int = 0) -> list[int]:
+    return [*values, *[filler] * (length - len(values))]
