@@ -102,7 +102,7 @@ def rotate_and_store(
             head_dim=head_dim,
             **norm_weights,
         )
-        return qkv[:, :columns].view(-1, num_heads, head_dim)
+        return qkv[:, :columns].view(len(qkv), num_heads, head_dim)
     if k_norm is not None:
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -111,7 +111,7 @@ def rotate_and_store(
     missing = rope.table.partner.shape[0] - qkv.shape[1]
     query, kv = apply_rope(qkv, *rope.behind(missing)).split_with_sizes((columns, qkv.shape[1] - columns), dim=1)
     kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, kv)
-    return query.view(-1, num_heads, head_dim)
+    return query.view(len(qkv), num_heads, head_dim)
 
 
 def paged_attention(
