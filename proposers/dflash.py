@@ -57,6 +57,7 @@ class DFlashProposer(OnePassProposer):
             device=context.device,
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
+            captures_graphs=context.captures_graphs,
         )
         self.trees: RankedTrees | None = None
         if speculative_token_tree is not None:

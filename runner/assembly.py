@@ -69,12 +69,14 @@ def assemble(config: SpeculativeConfig) -> Assembly:
     source = model_source(config.model, "model.model")
     dtype = _resolve_dtype(hardware.dtype, device, source)
     info = load_model(source, device=device, dtype=dtype, max_model_len=config.model.max_model_len)
+    captures_graphs = device.type == "cuda" and not hardware.enforce_eager
     target = ModelRunner(
         info.model,
         block_size=hardware.block_size,
         device=device,
         dtype=dtype,
         batch_invariant=hardware.batch_invariant,
+        captures_graphs=captures_graphs,
     )
     if not hardware.enable_chunked_prefill and hardware.max_num_batched_tokens < info.max_model_len:
         raise UserError(
@@ -99,6 +101,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         batch_invariant=hardware.batch_invariant,
         needs_draft_probs=rejection_sampler.rule.reads_draft_probs,
         keys_by_draft_step=rejection_sampler.rule.keys_by_draft_step,
+        captures_graphs=captures_graphs,
         grammars=grammars,
         target=info,
     )

@@ -87,6 +87,7 @@ class HeadProposer(LevelByLevelProposer):
             device=context.device,
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
+            captures_graphs=context.captures_graphs,
         )
         self._known: dict[str, _Known] = {}
         self._output = torch.empty(0)  # of the last call, a row for each request that drafts, or node of its tree

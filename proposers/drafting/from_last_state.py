@@ -13,8 +13,9 @@ import torch
 from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from runner.engine.checkpoint import ModelSource
-from runner.engine.head_runner import head_tiles, pad_to_tiles
+from runner.engine.head_runner import pad_to_tiles
 from runner.engine.hidden_states import NORMED
+from runner.engine.launch_shapes import product_tile
 from runner.engine.request import Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 
@@ -50,7 +51,7 @@ class LastStateProposer(TokenByTokenProposer):
         )
         self.max_depth = max_depth
         self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
-        self.tile = head_tiles(context.device, batch_invariant=context.batch_invariant)["decode"].linear
+        self.tile = product_tile(context.device, batch_invariant=context.batch_invariant)
         self._states: dict[str, torch.Tensor] = {}  # request_id -> [hidden]
 
     @property

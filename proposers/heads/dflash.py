@@ -21,7 +21,7 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer, RMSNorm
+from runner.engine.layers import Attention, DecoderLayer, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.operations import head_logits
@@ -59,6 +59,10 @@ class DFlashHead:
     @property
     def kv_widths(self) -> list[int]:
         return [layer.attention.kv_width for layer in self.layers]
+
+    @property
+    def attention(self) -> Attention:
+        return self.layers[0].attention
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_rows] int64 -> [num_rows, hidden]."""

@@ -28,7 +28,7 @@ from runner.engine.head_checkpoint import (
 )
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer
+from runner.engine.layers import Attention, DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.operations import head_logits
@@ -64,6 +64,10 @@ class EagleHead:
     @property
     def kv_widths(self) -> list[int]:
         return [layer.attention.kv_width for layer in self.layers]
+
+    @property
+    def attention(self) -> Attention:
+        return self.layers[0].attention
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         return states

@@ -27,7 +27,7 @@ from runner.engine.head_checkpoint import (
     read_head_tensors,
 )
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer, RMSNorm
+from runner.engine.layers import Attention, DecoderLayer, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.operations import head_logits
@@ -78,6 +78,10 @@ class Eagle3Head:
     @property
     def kv_widths(self) -> list[int]:
         return [layer.attention.kv_width for layer in self.layers]
+
+    @property
+    def attention(self) -> Attention:
+        return self.layers[0].attention
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         if self.fc is None:

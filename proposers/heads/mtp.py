@@ -18,7 +18,7 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import RMSNorm
+from runner.engine.layers import Attention, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.operations import head_logits
@@ -53,6 +53,10 @@ class MtpHead:
     @property
     def kv_widths(self) -> list[int]:
         return [self.block.kv_width]
+
+    @property
+    def attention(self) -> Attention | None:
+        return self.block.attention
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         return states

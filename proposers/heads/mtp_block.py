@@ -17,7 +17,7 @@ from runner.engine.architecture import Architecture
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer
+from runner.engine.layers import Attention, DecoderLayer
 from runner.engine.linear import Shard, WeightTarget
 from runner.engine.memory import require_memory
 from runner.engine.transformers_attention import Launch, Probe
@@ -26,6 +26,7 @@ from runner.engine.transformers_model import PROBE_ROWS, TransformersModel
 
 class MtpBlock(Protocol):
     kv_width: int  # elements a token takes in the cache
+    attention: Attention | None  # None where transformers' own code attends
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         """[num_rows, hidden] -> [num_rows, hidden]."""
@@ -40,6 +41,7 @@ class DenseBlock:
         # Where layers differ, modules are trained with the kind that sees everything.
         window = None if None in arch.sliding_windows else arch.sliding_windows[-1]
         self.layer = DecoderLayer(replace(arch, num_layers=1, sliding_windows=(window,)), 0, Shard(), dtype)
+        self.attention: Attention | None = self.layer.attention
         self.kv_width = self.layer.attention.kv_width
         self._rope = self.layer.attention.rope(hf_config, max_model_len)
 
@@ -63,6 +65,7 @@ class TransformersBlock:
         parameter = next(target.last_layer.parameters())
         num_bytes = sum(p.numel() * p.element_size() for p in target.last_layer.parameters())
         require_memory(num_bytes, parameter.device, f"the MTP module of {name}", "choose a smaller model")
+        self.attention: Attention | None = None
         self._target = target
         self._layer = copy.deepcopy(target.last_layer)
         modules: Iterator[Any] = self._layer.modules()

@@ -29,6 +29,7 @@ class Decoder:
     ) -> None:
         shard = shard or Shard()
         self.vocab_size, self.num_layers, self.hidden_size = arch.vocab_size, arch.num_layers, arch.hidden_size
+        self.max_model_len = max_model_len
         # Embedding and head are replicated: every rank samples the same token from the same logits.
         self.embed_tokens = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
         self.layers = [DecoderLayer(arch, index, shard, dtype) for index in range(arch.num_layers)]
@@ -74,6 +75,12 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
         return head_logits(hidden, self.lm_head, tile)
+
+    def distinct_weights(self) -> list[torch.Tensor]:
+        """One matrix of every shape that rows are multiplied with."""
+        attention, mlp = self.layers[0].attention, self.layers[0].mlp
+        layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        return [*(layer.weight for layer in layers), self.lm_head]
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Checkpoint names and weights, each weight once; views, to be written in place."""

@@ -7,24 +7,33 @@ cache, whose blocks are those of the target's block tables; knows nothing of sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from runner.engine.forward_batch import ForwardBatch
+from runner.engine.forward_batch import ForwardBatch, PackedLaunch
+from runner.engine.graphs import GraphStore
 from runner.engine.kv_cache import PagedKVCache
+from runner.engine.launch_shapes import Shapes, decoder_shapes
+from runner.engine.layers import Attention
 from runner.engine.segment import Family, Segment
-from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, TileShape
+from runner.engine.tile_shape import ANY_SHAPE_TILES
+from runner.engine.upload import to_device
 
 
 class DraftHead(Protocol):
     """Layers over the hidden states of a target."""
 
+    max_model_len: int
+
     @property
     def kv_widths(self) -> list[int]:
         """Elements a token takes in each layer's cache."""
+
+    @property
+    def attention(self) -> Attention | None:
+        """Of one of its layers; None where transformers' own code attends."""
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         """hidden: [num_rows, hidden] of the position before each row -> [num_rows, hidden], what is fed back."""
@@ -32,10 +41,26 @@ class DraftHead(Protocol):
 
 class HeadRunner:
     def __init__(
-        self, head: DraftHead, *, block_size: int, device: torch.device, dtype: torch.dtype, batch_invariant: bool
+        self,
+        head: DraftHead,
+        *,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_invariant: bool,
+        captures_graphs: bool = False,
     ) -> None:
+        """captures_graphs: passes over generated tokens become CUDA graphs; else each kernel is launched alone."""
         self.head, self.block_size, self.device, self.dtype = head, block_size, device, dtype
-        self.tiles = head_tiles(device, batch_invariant=batch_invariant)
+        self.graphs = GraphStore() if captures_graphs else None
+        self.shapes: Shapes = dict(ANY_SHAPE_TILES)
+        if head.attention is not None:
+            self.shapes = decoder_shapes(
+                head.attention,
+                batch_invariant=batch_invariant,
+                max_model_len=head.max_model_len,
+                is_bucketed=captures_graphs,
+            )
         self.cache: PagedKVCache | None = None
 
     @property
@@ -56,36 +81,42 @@ class HeadRunner:
         is_causal: bool = True,
     ) -> torch.Tensor:  # [num_rows, hidden]
         """Compute the rows of the segments, one after another; their blocks are reserved."""
-        assert self.cache is not None, "allocate_cache comes first"
-        num_rows = len(token_ids)
-        batch = self.launch(family, segments, num_rows, is_causal=is_causal)
-        padding = len(batch.token_ids) - num_rows
-        batch = replace(batch, token_ids=F.pad(token_ids, (0, padding)))
-        return self.head(batch, F.pad(hidden, (0, 0, 0, padding)), self.cache)[:num_rows]
+        cache = self.cache
+        assert cache is not None, "allocate_cache comes first"
+        packed = self._packed(family, segments, len(token_ids), is_causal=is_causal)
+        numbers = to_device(packed.numbers, torch.int64, self.device)
+        numbers[: len(token_ids)].copy_(token_ids)
+        padded = F.pad(hidden, (0, 0, 0, packed.num_rows - len(token_ids)))
+
+        def compute(numbers: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor]:
+            return (self.head(packed.unpack(numbers), hidden, cache),)
+
+        if self.graphs is None or packed.key is None or family == "prefill":
+            return compute(numbers, padded)[0][: len(token_ids)]
+        # Copied: the next replay writes where this one did, and outputs are fed back or kept.
+        return self.graphs(packed.key, compute, numbers, padded)[0][: len(token_ids)].clone()
 
     def launch(
         self, family: Family, segments: Sequence[Segment], num_rows: int, *, is_causal: bool = True
     ) -> ForwardBatch:
         """A launch of the segments' num_rows rows, and padding; its token ids are placeholders."""
-        return ForwardBatch.build(
-            family,
-            segments,
-            [0] * num_rows,
-            shape=self.tiles[family],
-            block_size=self.block_size,
-            device=self.device,
-            is_causal=is_causal,
-        )
+        packed = self._packed(family, segments, num_rows, is_causal=is_causal)
+        return packed.unpack(to_device(packed.numbers, torch.int64, self.device))
 
     def in_tiles(self, rows: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """Rows [num_rows, width] padded to whole tiles of the decode family, and the tile, as `logits` takes them."""
-        tile = self.tiles["decode"].linear
+        tile = self.shapes["decode"].linear
         return pad_to_tiles(rows, tile), tile
 
-
-def head_tiles(device: torch.device, *, batch_invariant: bool) -> dict[Family, TileShape]:
-    """How a head's rows are cut."""
-    return ROW_INVARIANT_TILES if batch_invariant and device.type == "cpu" else ANY_SHAPE_TILES
+    def _packed(self, family: Family, segments: Sequence[Segment], num_rows: int, *, is_causal: bool) -> PackedLaunch:
+        return PackedLaunch.of(
+            family,
+            segments,
+            [0] * num_rows,
+            shape=self.shapes[family],
+            block_size=self.block_size,
+            is_causal=is_causal,
+        )
 
 
 def pad_to_tiles(rows: torch.Tensor, tile: int | None) -> torch.Tensor:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.reference.linear import rows_keep_their_bits
-from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.decoder import Decoder
-from runner.engine.forward_batch import ForwardBatch
+from runner.engine.forward_batch import PackedLaunch
+from runner.engine.graphs import GraphStore
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
-from runner.engine.segment import Family
-from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES, TileShape
+from runner.engine.launch_shapes import Shapes, decoder_shapes, row_invariant_shapes
+from runner.engine.tile_shape import ANY_SHAPE_TILES
 from runner.engine.transformers_model import TransformersModel
+from runner.engine.upload import to_device
 
 SCORED_ROWS = 240  # logits rows of prompt tokens at a time; whole tiles of either size
 
@@ -43,19 +43,27 @@ class ModelRunner:
         dtype: torch.dtype,
         batch_invariant: bool,
         token_map: torch.Tensor | None = None,
+        captures_graphs: bool = False,
     ) -> None:
-        """token_map: [vocabulary of the texts] int64, the model's own token for each; None where it is the same one."""
-        self.token_map = token_map
+        """
+        Args:
+            token_map: [vocabulary of the texts] int64, the model's own token for each; None where it is the same one.
+            captures_graphs: passes over generated tokens become CUDA graphs; else each kernel is launched alone.
+        """
+        self.token_map, self.graphs = token_map, GraphStore() if captures_graphs else None
         self.model, self.block_size, self.device, self.dtype = model, block_size, device, dtype
-        # Fixed tiles keep a row's bits on the CPU; torch's CUDA products promise nothing of the kind.
-        if isinstance(model, Decoder) and batch_invariant and device.type == "cpu":
-            choices = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)
-            kept = next((tiles for tiles in choices if _keeps_bits(model, tiles, dtype)), None)
-            self.tiles = kept or ROW_INVARIANT_TILES
-            self.is_row_invariant = kept is not None
-        else:
-            self.tiles = ANY_SHAPE_TILES
-            self.is_row_invariant = False
+        self.shapes: Shapes = dict(ANY_SHAPE_TILES)
+        self.is_row_invariant = False
+        if isinstance(model, Decoder):
+            self.shapes = decoder_shapes(
+                model.layers[0].attention,
+                batch_invariant=batch_invariant,
+                max_model_len=model.max_model_len,
+                is_bucketed=captures_graphs,
+            )
+            if batch_invariant:
+                kept = row_invariant_shapes(self.shapes, model.layers[0].attention, model.distinct_weights())
+                self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
         self.cache: PagedKVCache | None = None
 
     @property
@@ -97,13 +105,13 @@ class ModelRunner:
         tapped = []
         for launch in (step.prefill, step.decode):
             if launch.segments:
-                hidden, taps = self._launch(launch, draft_token_ids, tap_layers)
+                hidden, all_logits, taps = self._launch(launch, draft_token_ids, tap_layers)
                 if taps:
                     tapped.append(torch.cat(taps, dim=1)[: len(launch.token_ids)])
                 for first in range(0, len(launch.scored_rows), SCORED_ROWS):
                     assert take_prompt_logits is not None, "scored rows need a taker"
                     take_prompt_logits(self._logits(hidden, launch.scored_rows[first : first + SCORED_ROWS]))
-                logits.append(self._logits(hidden, launch.logits_rows))
+                logits.append(self._logits(hidden, launch.logits_rows) if all_logits is None else all_logits)
         return ModelOutput(
             logits=_in_order(logits, step.logits_order),
             hidden_states=_in_order(tapped, step.token_order) if tapped else None,
@@ -111,38 +119,57 @@ class ModelRunner:
 
     def _launch(
         self, launch: Launch, draft_token_ids: torch.Tensor | None, tap_layers: tuple[int, ...]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(normed hidden states, tapped ones) of a launch's rows, padding included."""
-        assert self.cache is not None, "allocate_cache comes first"
-        batch = ForwardBatch.build(
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+        """(normed hidden states, logits, tapped states): of all rows, padding included, but logits without it.
+
+        Logits come along where a graph computes them: of a launch that wants those of every token.
+        """
+        cache = self.cache
+        assert cache is not None, "allocate_cache comes first"
+        packed = PackedLaunch.of(
             launch.family,
             launch.segments,
             launch.token_ids,
-            shape=self.tiles[launch.family],
+            shape=self.shapes[launch.family],
             block_size=self.block_size,
-            device=self.device,
         )
+        size, num_tokens = len(packed.numbers), len(launch.token_ids)
+        uploaded = to_device(packed.numbers + launch.draft_rows, torch.int64, self.device)
+        numbers = uploaded[:size]
         if launch.draft_rows:
             assert draft_token_ids is not None
             # A slot without a draft computes some token, whose result nobody keeps.
-            known_ids = draft_token_ids.clamp(min=0)
-            batch.token_ids.index_copy_(0, torch.tensor(launch.draft_rows, device=self.device), known_ids)
-        if self.token_map is not None:
-            batch = replace(batch, token_ids=self.token_map.index_select(0, batch.token_ids))
+            numbers.index_copy_(0, uploaded[size:], draft_token_ids.clamp(min=0))
         inner = tuple(tap for tap in tap_layers if tap != NORMED)
-        hidden, taps = self.model(batch, self.cache, inner)
-        by_layer = {NORMED: hidden, **dict(zip(inner, taps, strict=True))}
-        return hidden, [by_layer[tap] for tap in tap_layers]
+        captures = self.graphs is not None and packed.key is not None
+        with_logits = captures and launch.family == "decode" and len(launch.logits_rows) == num_tokens
+
+        def compute(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            batch = packed.unpack(numbers)
+            if self.token_map is not None:
+                batch = replace(batch, token_ids=self.token_map.index_select(0, batch.token_ids))
+            hidden, taps = self.model(batch, cache, inner)
+            logits = [self.model.logits(hidden, batch.linear_tile)] if with_logits else []
+            return (hidden, *logits, *taps)
+
+        if captures:
+            assert self.graphs is not None
+            hidden, *others = self.graphs((packed.key, inner, with_logits), compute, numbers)
+        else:
+            hidden, *others = compute(numbers)
+        logits = others.pop(0)[:num_tokens] if with_logits else None
+        by_layer = {NORMED: hidden, **dict(zip(inner, others, strict=True))}
+        return hidden, logits, [by_layer[tap] for tap in tap_layers]
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         # Always in the decode family's tiles: the head has one arithmetic, whichever launch a row comes from.
         if not rows:
             return torch.empty(0, self.model.vocab_size, device=self.device)
-        tile = self.tiles["decode"].linear
+        tile = self.shapes["decode"].linear
         if len(hidden) == tile and rows[-1] - rows[0] == len(rows) - 1:  # one tile, and neighbours in it: no gather
             return self.model.logits(hidden, tile)[rows[0] : rows[-1] + 1]
         padding = -len(rows) % (tile or 1)
-        index = torch.tensor(rows + rows[:1] * padding, device=self.device)
+        index = to_device(rows + rows[:1] * padding, torch.int64, self.device)
         return self.model.logits(hidden.index_select(0, index), tile)[: len(rows)]
 
 
@@ -150,28 +177,4 @@ def _in_order(rows: list[torch.Tensor], order: list[int] | None) -> torch.Tensor
     """Rows of the launches as one tensor by part; without an order, of the one launch that has some."""
     if order is None:
         return next((own for own in rows if len(own)), rows[0])
-    return torch.cat(rows).index_select(0, torch.tensor(order, device=rows[0].device))
-
-
-def _keeps_bits(model: Decoder, tiles: dict[Family, TileShape], dtype: torch.dtype) -> bool:
-    """Asked of this machine's BLAS at the start, with the weights of one layer and the head."""
-    attention, mlp = model.layers[0].attention, model.layers[0].mlp
-    layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    weights = [*(layer.weight for layer in layers), model.lm_head]
-    return all(
-        rows_keep_their_bits(weight, shape.linear)
-        for shape in tiles.values()
-        for weight in weights
-        if shape.linear is not None
-    ) and all(
-        places_keep_their_bits(
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            tile_rows=shape.attention,
-            context=shape.context,
-            dtype=dtype,
-        )
-        for shape in tiles.values()
-        if shape.context is not None and not shape.is_aligned
-    )
+    return torch.cat(rows).index_select(0, to_device(order, torch.int64, rows[0].device))
