@@ -8,23 +8,60 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kernels.linear_plan import plan_linear
 
 COMPUTE_CAPABILITIES = (80, 90)
+OPCODES = r"(?:wgmma\.mma_async|\bmma)\.sync[\w.]*|cp\.async\.c[ag]|griddepcontrol\.wait"  # of interest in PTX
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     module: str
     name: str
-    signature: str  # Triton's types of the arguments that are not constants, in order
-    constants: Mapping[str, int] = field(default_factory=dict)  # the constexpr arguments, which come last
+    signature: str  # Triton's types of the arguments that are not constants, in order; ":16" promises a multiple of 16
+    constants: Mapping[str, int | None] = field(default_factory=dict)  # the constexpr arguments, and None for pointers
+    options: Mapping[str, int] = field(default_factory=dict)  # of the launch: num_warps, num_stages
     max_shared: int = 0  # bytes of shared memory a program may take
+    compute_capabilities: tuple[int, ...] = COMPUTE_CAPABILITIES
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}({self.signature}, {dict(self.constants)})"
+        return f"{self.module}.{self.name}({self.signature}, {dict(self.constants)}, {dict(self.options)})"
+
+
+def linear_kernel(
+    num_rows: int, out_features: int, in_features: int, *, gated: bool, out: str, capability: int
+) -> Kernel:
+    """A bfloat16 product as kernels/linear.py launches it, with all that may come with it but a bias."""
+    plan = plan_linear(num_rows, out_features, in_features, element_size=2, gated=gated)
+    residual, workspace = "" if gated else "*bf16:16", "*fp32:16 *i32:16" if plan.is_spread else ""
+    absent = ["bias_ptr", *["residual_ptr"] * gated, *["partials_ptr", "arrivals_ptr"] * (not plan.is_spread)]
+    return Kernel(
+        module="kernels.linear",
+        name="linear_kernel",
+        signature=f"*bf16:16 *bf16:16 {residual} *{out}:16 {workspace} i32 i32:16 i32:16 i32:16 i32:16",
+        constants={
+            **dict.fromkeys(absent),
+            "SPLITS": plan.splits,
+            "IS_SPREAD": plan.is_spread,
+            "GATED": gated,
+            "EVEN_K": True,
+            "TOKENS": plan.tokens,
+            "FEATURES": plan.features,
+            "BLOCK_K": plan.block_k,
+            "PREFETCHED": 8 if capability >= 90 else 0,
+        },
+        options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        max_shared=(227 if capability >= 90 else 163) * 1024,
+        compute_capabilities=(capability,),
+    )
 
 
 KERNELS = [
@@ -51,34 +88,87 @@ KERNELS = [
         )
         for dtype in ("bf16", "fp16", "fp32")
     ),
+    # Llama-3-8B's down projection for every tile of tokens, its gated one and its head.
+    *(
+        linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90)
+        for num_rows in (1, 32, 64, 128, 1088)
+    ),
+    linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=90),
+    linear_kernel(1088, 14336, 4096, gated=True, out="bf16", capability=90),
+    linear_kernel(8, 128256, 4096, gated=False, out="fp32", capability=90),
+    linear_kernel(8, 4096, 14336, gated=False, out="bf16", capability=80),
+    linear_kernel(1088, 14336, 4096, gated=True, out="bf16", capability=80),
+    Kernel(
+        module="kernels.linear",
+        name="linear_kernel",
+        signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32",
+        constants=dict.fromkeys(["residual_ptr", "partials_ptr", "arrivals_ptr"])
+        | {"SPLITS": 1, "IS_SPREAD": False, "GATED": False, "EVEN_K": False}
+        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "PREFETCHED": 0},
+        max_shared=96 * 1024,
+        compute_capabilities=(90,),
+    ),
+    *(
+        Kernel(
+            module="kernels.rms_norm",
+            name="rms_norm_kernel",
+            signature=f"*bf16:16 {residuals[0]} *bf16:16 *fp32:16 *bf16:16 {residuals[1]} i32 i32:16 i32:16",
+            constants={**without, "HIDDEN": hidden, "BLOCK": block, "OVERLAPS": False},
+            options={"num_warps": num_warps},
+            max_shared=1024,
+        )
+        for residuals, without, hidden, block, num_warps in [
+            (("", ""), {"residual_ptr": None, "new_residual_ptr": None}, 128, 128, 1),
+            (("*bf16:16", "*bf16:16"), {}, 14000, 16384, 16),
+        ]
+    ),
 ]
 
 
-def compile_kernel(kernel: Kernel, compute_capability: int) -> int:
-    """Shared memory of a program, in bytes.
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    shared: int  # bytes of a program
+    stack: int  # bytes of a thread: registers that were spilled
+    opcodes: list[str]  # in the order of the PTX
 
-    Raises whatever Triton or ptxas raise where the kernel is no program for that GPU.
-    """
+
+def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
+    """Raises whatever Triton or ptxas raise where the kernel is no program for that GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     function = getattr(importlib.import_module(kernel.module), kernel.name)
-    types = [*kernel.signature.split(), *["constexpr"] * len(kernel.constants)]
+    variables = [name for name in function.arg_names if name not in kernel.constants]
+    types = dict(zip(variables, kernel.signature.split(), strict=True))
     source = ASTSource(
         fn=function,
-        signature=dict(zip(function.arg_names, types, strict=True)),
+        signature={name: types.get(name, "constexpr").split(":")[0] for name in function.arg_names},
         constexprs={(function.arg_names.index(name),): value for name, value in kernel.constants.items()},
+        attrs={
+            (function.arg_names.index(name),): [["tt.divisibility", 16]]
+            for name in variables
+            if types[name].endswith(":16")
+        },
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", compute_capability, 32))
-    assert compiled.asm["cubin"]
-    return int(compiled.metadata.shared)
+    target = GPUTarget("cuda", compute_capability, 32)
+    compiled = triton.compile(source, target=target, options=dict(kernel.options))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True)
+    stack = re.search(r"STACK:(\d+)", usage.stdout)
+    assert stack
+    return Compiled(
+        shared=compiled.metadata.shared, stack=int(stack[1]), opcodes=re.findall(OPCODES, compiled.asm["ptx"])
+    )
 
 
 if __name__ == "__main__":
-    shared = {
-        f"{kernel} sm_{capability}": compile_kernel(kernel, capability)
+    found: dict[str, Any] = {
+        f"{kernel} sm_{capability}": asdict(compile_kernel(kernel, capability))
         for kernel in KERNELS
-        for capability in COMPUTE_CAPABILITIES
+        for capability in kernel.compute_capabilities
     }
-    json.dump(shared, sys.stdout)
+    json.dump(found, sys.stdout)

@@ -1,0 +1,232 @@
+"""y = x W^T, and silu(x Wg^T) * (x Wu^T), with a row's bits independent of the other rows, their number and its place.
+
+The weight is the first operand of the product, 64 of its rows to four warps, and the tokens are the second: on Hopper
+every launch, of one row or of thousands, is made of the same wgmma m64nNk16, whose N alone grows. What decides the
+order of a sum, the step along in_features and where it is cut into partial sums, follows from the weight's shape and
+dtype. The number of rows decides what moves no bits (kernels/linear_plan.py): how many tokens and features a program
+owns, and whether the partial sums of a tile are found by one program or by several. Either way they are added as
+((0 + p0) + p1) + ... in float32; of several programs the last to arrive does it, so a product stays one launch.
+(Batch-invariant kernels: He et al., Thinking Machines Lab, 2025; tiles shared along the sum: Stream-K, Osama et al.,
+arXiv 2301.03598.)
+
+What follows the sum is float32 too: bias, residual, gate and activation come before the one rounding.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.dependent_launch import await_input, can_overlap, prefetch
+from kernels.linear_plan import MOST_SPREAD_TILES, plan_linear
+
+PREFETCHED = 8  # steps whose weight lines a program asks for while the launch before it runs
+
+
+@triton.jit
+def load_columns(ptrs, start, in_features, EVEN_K: tl.constexpr):
+    """Columns start.. of weight rows, zeros behind the last; ptrs [FEATURES, BLOCK_K] point at column 0."""
+    if EVEN_K:
+        values = tl.load(ptrs + start)
+    else:
+        is_column = (start + tl.arange(0, ptrs.shape[1]) < in_features)[None, :]
+        values = tl.load(ptrs + start, mask=is_column, other=0.0)
+    return values
+
+
+@triton.jit
+def finish_tile(
+    sums,  # [FEATURES, TOKENS]
+    up_sums,  # of the up rows, if GATED
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    features,
+    tokens,
+    num_rows,
+    out_features,
+    GATED: tl.constexpr,
+):
+    is_feature = features < out_features
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up_bias = tl.load(bias_ptr + out_features + features, mask=is_feature, other=0.0)
+            up_sums += up_bias.to(tl.float32)[:, None]
+    if GATED:
+        sums = sums / (1.0 + tl.exp(-sums)) * up_sums
+    places = tokens.to(tl.int64)[None, :] * out_features + features[:, None]
+    is_place = (tokens < num_rows)[None, :] & is_feature[:, None]
+    if residual_ptr is not None:
+        sums += tl.load(residual_ptr + places, mask=is_place, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, sums.to(out_ptr.dtype.element_ty), mask=is_place)
+
+
+# Not specialized on num_rows: Triton would compile other programs for 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    x_ptr,  # [num_rows, in_features], rows x_stride apart
+    weight_ptr,  # [out_features, in_features]; if GATED as many up rows follow
+    bias_ptr,  # one for each weight row, or None
+    residual_ptr,  # [num_rows, out_features] or None
+    out_ptr,  # [num_rows, out_features]
+    partials_ptr,  # if IS_SPREAD [tiles, SPLITS, FEATURES, TOKENS] float32
+    arrivals_ptr,  # if IS_SPREAD [tiles] int32, zeros before and after
+    num_rows,
+    out_features,
+    in_features,
+    x_stride,
+    split_width,  # columns of a partial sum, a multiple of BLOCK_K
+    SPLITS: tl.constexpr,
+    IS_SPREAD: tl.constexpr,  # each partial sum of a tile has a program; else one finds them all
+    GATED: tl.constexpr,
+    EVEN_K: tl.constexpr,  # in_features is a multiple of BLOCK_K
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PREFETCHED: tl.constexpr,  # 0: the launch does not overlap with the one before
+):
+    # Neighbours take the tokens of one weight tile, which so comes from memory once.
+    num_token_tiles = tl.cdiv(num_rows, TOKENS)
+    token_tile = tl.program_id(0) % num_token_tiles
+    feature_tile = tl.program_id(0) // num_token_tiles
+    first_split, num_splits = 0, SPLITS
+    if IS_SPREAD:
+        first_split, num_splits = feature_tile % SPLITS, 1
+        feature_tile = feature_tile // SPLITS
+    tokens = token_tile * TOKENS + tl.arange(0, TOKENS)
+    features = feature_tile * FEATURES + tl.arange(0, FEATURES)
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + columns
+    is_token = (tokens < num_rows)[:, None]
+    # Features behind the last are computed as the last and not stored: the loop has no mask for them.
+    row_ptrs = weight_ptr + tl.minimum(features, out_features - 1).to(tl.int64)[:, None] * in_features
+    up_distance = tl.cast(out_features, tl.int64) * in_features
+
+    if PREFETCHED > 0:
+        starts = first_split * split_width + tl.arange(0, PREFETCHED)[None, :] * BLOCK_K
+        line_ptrs = row_ptrs + tl.minimum(starts, in_features - 1)
+        prefetch(line_ptrs)
+        if GATED:
+            prefetch(line_ptrs + up_distance)
+        await_input()
+
+    total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+    up_total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+    for split in range(first_split, first_split + num_splits):
+        sums = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+        up_sums = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+        begin = split * split_width
+        for start in range(begin, tl.minimum(begin + split_width, in_features), BLOCK_K):
+            if EVEN_K:
+                x = tl.load(x_ptrs + start, mask=is_token, other=0.0)
+            else:
+                x = tl.load(x_ptrs + start, mask=is_token & (start + columns < in_features), other=0.0)
+            weight = load_columns(row_ptrs + columns, start, in_features, EVEN_K)
+            sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+            if GATED:
+                up = load_columns(row_ptrs + up_distance + columns, start, in_features, EVEN_K)
+                up_sums = tl.dot(up, tl.trans(x), up_sums, input_precision="ieee")
+        total += sums
+        up_total += up_sums
+
+    if IS_SPREAD:
+        tile = feature_tile * num_token_tiles + token_tile
+        places = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        partial_ptrs = partials_ptr + tile.to(tl.int64) * (SPLITS * FEATURES * TOKENS) + places
+        tl.store(partial_ptrs + first_split * (FEATURES * TOKENS), total)
+        tl.debug_barrier()  # all threads have stored before one announces it
+        if tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+            for place in tl.static_range(SPLITS):
+                # Past the first-level cache, which knows nothing of what other SMs stored.
+                total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
+            tl.store(arrivals_ptr + tile, 0)
+            finish_tile(total, None, bias_ptr, residual_ptr, out_ptr, features, tokens, num_rows, out_features, False)
+    else:
+        finish_tile(total, up_total, bias_ptr, residual_ptr, out_ptr, features, tokens, num_rows, out_features, GATED)
+
+
+def linear(
+    x: Tensor,  # [num_rows, in_features], rows may lie further apart
+    weight: Tensor,  # [out_features, in_features]
+    bias: Tensor | None = None,  # [out_features]
+    *,
+    residual: Tensor | None = None,  # [num_rows, out_features]
+    out_dtype: torch.dtype | None = None,  # None: that of x
+) -> Tensor:  # [num_rows, out_features]
+    """x W^T + bias + residual, summed in float32 and rounded once, to out_dtype.
+
+    x, weight and bias share a dtype: bfloat16, float16 or float32. Launches on one device follow one another (the
+    arrival counters are shared): one stream, or streams that wait for each other.
+    """
+    return _launch(x, weight, bias, residual, out_dtype or x.dtype, gated=False)
+
+
+def gated_linear(
+    x: Tensor,  # [num_rows, in_features], rows may lie further apart
+    weight: Tensor,  # [2 * intermediate, in_features], gate rows first
+    bias: Tensor | None = None,  # [2 * intermediate]
+) -> Tensor:  # [num_rows, intermediate]
+    """silu(x Wg^T + bg) * (x Wu^T + bu) in float32, rounded once, to the dtype of x; as linear otherwise."""
+    return _launch(x, weight, bias, None, x.dtype, gated=True)
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """One counter a tile for every spread launch on the device; the last to arrive puts it back to zero."""
+    return torch.zeros(MOST_SPREAD_TILES, dtype=torch.int32, device=device)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *, gated: bool
+) -> Tensor:
+    num_rows, in_features = x.shape
+    out_features = len(weight) // (1 + gated)
+    assert weight.shape == ((1 + gated) * out_features, in_features) and weight.is_contiguous()
+    assert x.stride(1) == 1 and x.dtype == weight.dtype
+    assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
+    assert residual is None or (residual.shape == (num_rows, out_features) and residual.is_contiguous())
+    out = torch.empty(num_rows, out_features, dtype=out_dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    plan = plan_linear(num_rows, out_features, in_features, element_size=x.element_size(), gated=gated)
+    num_programs, partials, arrivals = plan.num_tiles, None, None
+    if plan.is_spread:
+        num_programs *= plan.splits
+        num_partials = num_programs * plan.features * plan.tokens
+        partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
+        arrivals = _arrivals(x.device)
+    overlaps = can_overlap(x.device)
+    linear_kernel[(num_programs,)](
+        x,
+        weight,
+        bias,
+        residual,
+        out,
+        partials,
+        arrivals,
+        num_rows,
+        out_features,
+        in_features,
+        x.stride(0),
+        plan.split_width,
+        SPLITS=plan.splits,
+        IS_SPREAD=plan.is_spread,
+        GATED=gated,
+        EVEN_K=in_features % plan.block_k == 0,
+        TOKENS=plan.tokens,
+        FEATURES=plan.features,
+        BLOCK_K=plan.block_k,
+        PREFETCHED=PREFETCHED if overlaps else 0,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        launch_pdl=overlaps,
+    )
+    return out

@@ -1,0 +1,59 @@
+"""How kernels/linear.py cuts a product into steps, partial sums, tiles and programs.
+
+Nothing was measured on a GPU to choose these numbers. They follow from what an H100 or H200 holds, 132 SMs of 227 KB of
+shared memory, and from the few megabytes that must be on their way for its memory to be busy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LINE = 128  # bytes of a row that a step reads: a cache line
+FEATURES = 64  # weight rows of a tile: the M of wgmma
+PROGRAMS = 192  # a weight with fewer tiles is cut along in_features, until it has as many programs
+MIN_STEPS = 8  # steps of a partial sum, at least
+MOST_SPREAD_TILES = PROGRAMS - 1  # with more, the tiles are programs enough
+
+WIDE_ROWS = 512  # of more rows a program owns two feature tiles, to read the tokens half as often
+SHARED, WIDE_SHARED = 96 * 1024, 160 * 1024  # bytes of shared memory of a program: two or one to an SM
+MAX_STAGES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPlan:
+    """The first three decide the bits of a product; the others only who computes what."""
+
+    block_k: int  # columns of a step
+    splits: int  # partial sums
+    split_width: int  # columns of a partial sum
+    is_spread: bool  # each partial sum of a tile has a program
+    tokens: int  # of a tile
+    features: int
+    num_tiles: int
+    num_warps: int
+    num_stages: int  # steps whose loads are in flight
+
+
+def plan_linear(num_rows: int, out_features: int, in_features: int, *, element_size: int, gated: bool) -> LinearPlan:
+    """For [num_rows, in_features] by [out_features, in_features], or twice as many weight rows if gated."""
+    block_k = LINE // element_size
+    steps, splits = -(-in_features // block_k), 1
+    while not gated and -(-out_features // FEATURES) * splits < PROGRAMS and steps >= 2 * splits * MIN_STEPS:
+        splits *= 2
+    has_tensor_cores = element_size == 2  # float32 sums by plain multiply-adds, and would run out of registers
+    is_wide = has_tensor_cores and num_rows > WIDE_ROWS
+    features = FEATURES * (1 + is_wide)
+    tokens = min(max(1 << (num_rows - 1).bit_length(), 16), 128 if has_tensor_cores else 64)
+    num_tiles = -(-out_features // features) * -(-num_rows // tokens)
+    step_bytes = (features * (1 + gated) + tokens) * LINE
+    return LinearPlan(
+        block_k=block_k,
+        splits=splits,
+        split_width=-(-steps // splits) * block_k,
+        is_spread=splits > 1 and num_tiles < PROGRAMS,
+        tokens=tokens,
+        features=features,
+        num_tiles=num_tiles,
+        num_warps=4 * (1 + is_wide),
+        num_stages=min((WIDE_SHARED if is_wide else SHARED) // step_bytes, MAX_STAGES),
+    )

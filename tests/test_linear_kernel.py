@@ -1,0 +1,197 @@
+"""Linear layers on the GPU: their error is torch's, and a row's bits are its own; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import linear_plan
+from kernels.reference.silu_and_mul import silu_and_mul
+
+kernel = pytest.importorskip("kernels.linear")
+
+ROWS = (1, 2, 5, 16, 17, 33, 130)
+
+
+@pytest.fixture
+def small_cuts() -> Iterator[None]:
+    """Of up to 64 features the sums are cut in two, which are spread while there is one tile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_plan, "MIN_STEPS", 1)
+        patch.setattr(linear_plan, "PROGRAMS", 2)
+        yield
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rounding_between_steps(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Rows whose products with a weight of small integers are exact within a step, in whatever order it adds.
+
+    The interpreter's step is one BLAS product, whose order may change with its shape; the kernel's own order, from
+    step to step and from cut to cut, shows because what one step brings lies below what the next can hold.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    step = linear_plan.LINE // dtype.itemsize
+    scale = torch.tensor([2.0**10, 2.0**-10]).repeat_interleave(step).repeat(shape[-1])[: shape[-1]]
+    return (torch.randint(-7, 8, shape, generator=generator) * scale).to(dtype)
+
+
+def small_integers(*shape: int, dtype: torch.dtype) -> Tensor:
+    return (torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(1)) / 1024).to(dtype)
+
+
+def assert_error_is_torchs(out: Tensor, by_torch: Tensor, exact: Tensor) -> None:
+    """At most twice torch's in the same dtype, and a rounding of the largest value."""
+    largest = exact.abs().max().to(out.dtype)
+    ulp = float(torch.nextafter(largest, largest.new_tensor(float("inf"))) - largest)
+    error, error_of_torch = ((values.double() - exact).abs().max().item() for values in (out.cpu(), by_torch))
+    assert out.dtype == by_torch.dtype and out.shape == by_torch.shape
+    assert error <= 2 * error_of_torch + ulp
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "extras"),  # rows, out_features, in_features
+    [((1, 70, 101), ""), ((17, 130, 352), "bias"), ((33, 64, 256), "residual"), ((3, 65, 512), "bias residual")],
+)
+def test_the_error_of_a_product_is_that_of_torch(
+    kernel_device: torch.device, small_cuts: None, dtype: torch.dtype, shape: tuple[int, int, int], extras: str
+) -> None:
+    if dtype == torch.bfloat16 and kernel_device.type == "cpu":
+        pytest.skip("Triton's interpreter knows no bfloat16")
+    num_rows, out_features, in_features = shape
+    weight = normal(out_features, in_features, dtype=dtype)
+    x = normal(num_rows, in_features, dtype=dtype, seed=1)
+    bias = normal(out_features, dtype=dtype, seed=2) if "bias" in extras else None
+    residual = normal(num_rows, out_features, dtype=dtype, seed=3) if "residual" in extras else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    by_torch = F.linear(x, weight, bias)
+    if residual is not None:
+        exact, by_torch = exact + residual.double(), by_torch + residual
+    x, weight = x.to(kernel_device), weight.to(kernel_device)
+    bias, residual = (None if extra is None else extra.to(kernel_device) for extra in (bias, residual))
+    assert_error_is_torchs(kernel.linear(x, weight, bias, residual=residual), by_torch, exact)
+    if residual is None:
+        logits = kernel.linear(x, weight, bias, out_dtype=torch.float32)
+        assert_error_is_torchs(logits, by_torch.float(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_error_of_a_gated_product_is_that_of_torch(
+    kernel_device: torch.device, dtype: torch.dtype, has_bias: bool
+) -> None:
+    weight, x = normal(2 * 72, 101, dtype=dtype) / 4, normal(5, 101, dtype=dtype, seed=1)
+    bias = normal(2 * 72, dtype=dtype, seed=2) if has_bias else None
+    gate, up = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, dim=1)
+    out = kernel.gated_linear(*(None if t is None else t.to(kernel_device) for t in (x, weight, bias)))
+    assert_error_is_torchs(out, silu_and_mul(F.linear(x, weight, bias)), F.silu(gate) * up)
+
+
+def assert_rows_keep_their_bits(product: Any, rows: Tensor, row: Tensor, sizes: tuple[int, ...]) -> None:
+    """product(rows) gives `row` the same bits alone and first, in the middle and last among others."""
+    alone = product(row.unsqueeze(0))[0]
+    for num_rows in sizes:
+        places = [0, num_rows // 2, num_rows - 1]
+        launch = rows[:num_rows].clone()
+        launch[places] = row
+        for result in product(launch)[places]:
+            assert torch.equal(result, alone), f"another result among {num_rows} rows"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide_rows"),
+    [(torch.float32, 512), (torch.float16, 512), (torch.float16, 100)],
+    ids=["float32", "float16", "float16, two tiles of features to a program"],
+)
+def test_a_row_keeps_its_bits_among_any_number_of_rows(
+    kernel_device: torch.device, small_cuts: None, dtype: torch.dtype, wide_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """130 rows are more than one tile, so a program finds both partial sums; of fewer there are two programs."""
+    monkeypatch.setattr(linear_plan, "WIDE_ROWS", wide_rows)
+    width = 4 * linear_plan.LINE // dtype.itemsize - 3
+    weight = small_integers(64, width, dtype=dtype).to(kernel_device)
+    rows = rounding_between_steps(max(ROWS) + 1, width, dtype=dtype, seed=0).to(kernel_device)
+
+    def product(x: Tensor) -> Tensor:
+        result: Tensor = kernel.linear(x, weight, out_dtype=torch.float32)
+        return result
+
+    cut = product(rows[:5])
+    assert_rows_keep_their_bits(product, rows, rows[-1], ROWS if wide_rows == 512 else (5, 120, 130))
+    monkeypatch.setattr(linear_plan, "PROGRAMS", 1)  # one sum from end to end: the data tell orders apart
+    assert not torch.equal(product(rows[:5]), cut)
+
+
+def test_a_row_of_a_gated_product_keeps_its_bits(kernel_device: torch.device) -> None:
+    weight = small_integers(2 * 64, 96, dtype=torch.float32).to(kernel_device) / 64
+    rows = rounding_between_steps(max(ROWS) + 1, 96, dtype=torch.float32, seed=0).to(kernel_device)
+    assert_rows_keep_their_bits(lambda x: kernel.gated_linear(x, weight), rows, rows[-1], ROWS)
+
+
+def test_rows_may_lie_apart(kernel_device: torch.device) -> None:
+    weight = normal(64, 40, dtype=torch.float32).to(kernel_device)
+    packed = normal(3, 100, dtype=torch.float32, seed=1).to(kernel_device)
+    x = packed[:, 30:70]
+    assert torch.equal(kernel.linear(x, weight), kernel.linear(x.contiguous(), weight))
+
+
+def test_the_counters_of_a_cut_product_are_zero_again(kernel_device: torch.device, small_cuts: None) -> None:
+    """The next launch, which may be a replay of a graph, counts with them."""
+    weight = normal(64, 128, dtype=torch.float32).to(kernel_device)
+    x = normal(2, 128, dtype=torch.float32, seed=1).to(kernel_device)
+    first = kernel.linear(x, weight)
+    assert not kernel._arrivals(weight.device).any()
+    assert torch.equal(kernel.linear(x, weight), first)
+
+
+def test_no_rows_give_no_rows(kernel_device: torch.device) -> None:
+    weight = torch.ones(6, 8, device=kernel_device)
+    assert kernel.linear(weight.new_empty(0, 8), weight).shape == (0, 6)
+    assert kernel.gated_linear(weight.new_empty(0, 8), weight).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "gated", "element_size", "splits"),
+    [
+        (6144, 4096, False, 2, 2),  # qkv, o, gate and up, down and head of Llama-3-8B
+        (4096, 4096, False, 2, 4),
+        (14336, 4096, True, 2, 1),
+        (4096, 14336, False, 2, 4),
+        (128256, 4096, False, 2, 1),
+        (64, 1100, False, 4, 4),
+    ],
+)
+def test_the_order_of_a_sum_is_a_matter_of_the_weight(
+    out_features: int, in_features: int, gated: bool, element_size: int, splits: int
+) -> None:
+    """And spread tiles are never more than there are counters."""
+    plans = [
+        linear_plan.plan_linear(num_rows, out_features, in_features, element_size=element_size, gated=gated)
+        for num_rows in (*range(1, 1200), 8192)
+    ]
+    (order,) = {(plan.block_k, plan.splits, plan.split_width) for plan in plans}
+    assert order[1] == splits and order[2] * (splits - 1) < in_features <= order[2] * splits
+    assert all(plan.num_tiles <= linear_plan.MOST_SPREAD_TILES for plan in plans if plan.is_spread)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("op", "out_features", "in_features"),
+    [("linear", 6144, 4096), ("linear", 4096, 14336), ("gated_linear", 28672, 4096), ("linear", 128256, 4096)],
+)
+def test_rows_of_an_8b_model_keep_their_bits(op: str, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    """The instructions for few and for many tokens agree in every bit; no interpreter can tell."""
+    weight = (torch.randn(out_features, in_features, device="cuda") / in_features**0.5).to(dtype)
+    rows = torch.randn(1089, in_features, device="cuda").to(dtype)
+    product = getattr(kernel, op)
+    assert_rows_keep_their_bits(lambda x: product(x, weight), rows, rows[-1], (1, 2, 8, 17, 33, 64, 65, 130, 520, 1088))
