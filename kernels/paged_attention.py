@@ -1,0 +1,365 @@
+"""kernels/reference/paged_attention.py on a GPU: flash attention over a paged cache whose rows do not know each other.
+
+A program takes BLOCK_M packed rows, the query heads of one KV head times a tile's launch rows, so that keys and values
+are read once for all of them. Split form (decode and verification, after Flash-Decoding): a program sees the keys of
+one split, and a second kernel merges each row's own splits. Whole form (prompts): a program walks all keys of its tile.
+
+A row's bits depend on its query and its visible keys alone. Keys sit at their absolute positions in blocks of BLOCK_N
+and in splits, so every product and every sum has the same shape wherever a row is; a block that only a neighbour needs
+multiplies by exactly 1 and adds exact zeros; splits that only a neighbour needs are not merged. Nothing is contracted
+but by tl.fma (enable_fp_fusion=False), so programs compiled for other arguments round alike.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_M = 64  # packed rows of a tile: with 4 warps, what Hopper's wgmma takes, for one row as for many
+BLOCK_N = 64  # keys of a step
+SPLIT_KEYS = 512  # keys of a split; a multiple of BLOCK_N
+MERGED_SPLITS = 16  # splits that the second kernel reads at once; at absolute places, as blocks are
+STAGE_BYTES = 96 * 1024  # shared memory for keys and values on their way; sm_80 has 163 KB, the queries need some too
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedSegments:
+    """Tiles of a launch, all on the device: padded entries do nothing, so a captured launch serves any smaller batch.
+
+    Rows of a tile follow one another, in the launch and in their segment. Rows in no tile keep what their output's
+    memory held.
+    """
+
+    tile_segments: Tensor  # [num_tiles] int32: segment a tile's rows belong to
+    tile_rows: Tensor  # [num_tiles] int32: first launch row of a tile
+    tile_sizes: Tensor  # [num_tiles] int32: its rows, at most rows_per_tile(...); 0 = padding
+    tile_positions: Tensor  # [num_tiles] int32: absolute position of its first row
+    last_keys: Tensor  # [num_tiles] int32: position of the last key that its rows see in layers that are not causal
+    block_tables: Tensor  # [num_segments, max_blocks] int32
+    branch_starts: Tensor  # [num_segments] int32: positions from here on are stored in branch_slots; 2**31 - 1: none
+    branch_slots: Tensor  # [num_segments, max_branch] int32: cache slot of position branch_start + i
+    max_context: int  # keys that a row sees lie before it: on the host, for the grid
+    max_tile_size: int  # of tile_sizes, likewise
+
+
+def rows_per_tile(num_heads: int, num_kv_heads: int) -> int:
+    """Launch rows that fill a tile."""
+    group = num_heads // num_kv_heads
+    assert group * num_kv_heads == num_heads and group <= BLOCK_M, "query heads are groups of at most BLOCK_M"
+    return BLOCK_M // group
+
+
+@triton.jit
+def _tanh(x):
+    """Near zero by Cephes' polynomial, where 1 - 2 / (e^2x + 1) loses its digits."""
+    z = x * x
+    p = tl.fma(z, -5.70498872745e-3, 2.06390887954e-2)
+    p = tl.fma(z, p, -5.37397155531e-2)
+    p = tl.fma(z, p, 1.33314422036e-1)
+    p = tl.fma(z, p, -3.33332819422e-1)
+    return tl.where(tl.abs(x) < 0.625, tl.fma(p * z, x, x), 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
+
+
+@triton.jit
+def _with_sink(maximum, total, sink):
+    """(what values are to be scaled by, sum) after one more logit that brings no value."""
+    larger = tl.maximum(maximum, sink)
+    alpha = tl.exp2(maximum - larger)
+    return alpha, tl.fma(total, alpha, tl.exp2(sink - larger))
+
+
+@triton.jit
+def _visible(position, last_key, WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr):
+    """First and last key position that the row at `position` sees."""
+    first = position * 0
+    last = position
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    if not IS_CAUSAL:
+        last = last * 0 + last_key
+        if WINDOW > 0:
+            last = tl.minimum(last, position + WINDOW - 1)
+    return first, last
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "branch_stride", "num_splits"],
+    do_not_specialize_on_alignment=["segments_ptr", "rows_ptr", "sizes_ptr", "positions_ptr", "last_keys_ptr"],
+)
+def attend_kernel(
+    query_ptr,  # [num_rows, num_heads, head_dim], strided
+    kv_ptr,  # [num_slots, NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)]
+    output_ptr,  # whole: [num_rows, num_heads, VALUE_DIM]; split: [num_rows, num_heads, num_splits, VALUE_DIM] float32
+    maxima_ptr,  # split: [num_rows, num_heads, num_splits] float32; whole: None
+    sums_ptr,  # as maxima_ptr
+    sinks_ptr,  # whole: [num_heads] or None
+    segments_ptr,  # [num_tiles], and so on: PagedSegments
+    rows_ptr,
+    sizes_ptr,
+    positions_ptr,
+    last_keys_ptr,
+    tables_ptr,
+    branch_starts_ptr,
+    branch_slots_ptr,
+    scale,  # of the logits; times log2(e) unless they are capped
+    query_row_stride,
+    query_head_stride,
+    table_stride,
+    branch_stride,
+    num_splits,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,  # >= HEAD_DIM
+    VALUE_BLOCK: tl.constexpr,  # >= VALUE_DIM
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,  # 0: whole
+    WINDOW: tl.constexpr,  # 0: none
+    IS_CAUSAL: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # 0: none
+    HAS_BRANCHES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile, KV head and split: the attention, or, split, its numerators and their sums and maxima."""
+    WIDTH: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    size = tl.load(sizes_ptr + tile)
+    position = tl.load(positions_ptr + tile)
+    last_key = tl.load(last_keys_ptr + tile)
+    first_seen, _ = _visible(position, last_key, WINDOW, IS_CAUSAL)
+    _, last_seen = _visible(position + size - 1, last_key, WINDOW, IS_CAUSAL)
+    start, stop = first_seen // BLOCK_N * BLOCK_N, last_seen + 1
+    if SPLIT_KEYS > 0:
+        start, stop = tl.maximum(start, split * SPLIT_KEYS), tl.minimum(stop, (split + 1) * SPLIT_KEYS)
+    if size == 0 or start >= stop:
+        return
+
+    segment = tl.load(segments_ptr + tile).to(tl.int64)
+    table_ptr = tables_ptr + segment * table_stride
+    branch_start = tl.load(branch_starts_ptr + segment)
+    branch_ptr = branch_slots_ptr + segment * branch_stride
+    packed = tl.arange(0, BLOCK_M)
+    row_in_tile = packed // GROUP
+    row = (tl.load(rows_ptr + tile) + row_in_tile).to(tl.int64)
+    head = kv_head * GROUP + packed % GROUP
+    is_row = row_in_tile < size
+    # Places without a row see what the last row sees: were it nothing, they would divide zero by zero.
+    first, last = _visible(position + tl.minimum(row_in_tile, size - 1), last_key, WINDOW, IS_CAUSAL)
+    head_columns, value_columns = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
+    is_head_column, is_value_column = head_columns < HEAD_DIM, value_columns < VALUE_DIM
+    query = tl.load(
+        query_ptr + (row * query_row_stride + head * query_head_stride)[:, None] + head_columns[None, :],
+        mask=is_row[:, None] & is_head_column[None, :],
+        other=0.0,
+    )
+    key_ptr = kv_ptr + kv_head * HEAD_DIM
+    value_ptr = kv_ptr + NUM_KV_HEADS * HEAD_DIM + kv_head * VALUE_DIM
+
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    numerator = tl.zeros((BLOCK_M, VALUE_BLOCK), tl.float32)
+    for block in range(start, stop, BLOCK_N):
+        keys = block + tl.arange(0, BLOCK_N)
+        # What no row of the tile sees is not read: it may be anything, even no number.
+        is_key = (keys >= first_seen) & (keys <= last_seen)
+        slots = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64) * BLOCK_SIZE
+        slots += keys % BLOCK_SIZE
+        if HAS_BRANCHES:
+            is_apart = is_key & (keys >= branch_start)
+            slots = tl.where(is_apart, tl.load(branch_ptr + keys - branch_start, mask=is_apart, other=0), slots)
+        key = tl.load(
+            key_ptr + slots[None, :] * WIDTH + head_columns[:, None],
+            mask=is_key[None, :] & is_head_column[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(query, key, input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            logits = _tanh(logits) * (SOFTCAP * LOG2_E)
+        is_visible = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+        logits = tl.where(is_visible, logits, float("-inf"))
+        larger = tl.maximum(maximum, tl.max(logits, axis=1))
+        # A row that has seen nothing yet keeps its zeros; -inf minus -inf would be no number.
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        alpha = tl.exp2(maximum - base)
+        weights = tl.exp2(logits - base[:, None])
+        total = tl.fma(total, alpha, tl.sum(weights, axis=1))
+        value = tl.load(
+            value_ptr + slots[:, None] * WIDTH + value_columns[None, :],
+            mask=is_key[:, None] & is_value_column[None, :],
+            other=0.0,
+        )
+        numerator = tl.dot(weights.to(value.dtype), value, numerator * alpha[:, None], input_precision="ieee")
+        maximum = larger
+
+    result_row = row * (NUM_KV_HEADS * GROUP) + head
+    if SPLIT_KEYS > 0:
+        result_row = result_row * num_splits + split
+        tl.store(maxima_ptr + result_row, maximum, mask=is_row)
+        tl.store(sums_ptr + result_row, total, mask=is_row)
+    else:
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+            alpha, total = _with_sink(maximum, total, sink)
+            numerator *= alpha[:, None]
+        numerator /= total[:, None]
+    tl.store(
+        output_ptr + result_row[:, None] * VALUE_DIM + value_columns[None, :],
+        numerator.to(output_ptr.dtype.element_ty),
+        mask=is_row[:, None] & is_value_column[None, :],
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["rows_ptr", "sizes_ptr", "positions_ptr", "last_keys_ptr"],
+)
+def merge_kernel(
+    numerators_ptr,  # [num_rows, num_heads, num_splits, VALUE_DIM] float32
+    maxima_ptr,  # [num_rows, num_heads, num_splits] float32
+    sums_ptr,  # as maxima_ptr
+    output_ptr,  # [num_rows, num_heads, VALUE_DIM]
+    sinks_ptr,  # [num_heads] or None
+    rows_ptr,
+    sizes_ptr,
+    positions_ptr,
+    last_keys_ptr,
+    num_splits,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,  # >= VALUE_DIM
+    SPLIT_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr,
+):
+    """One row and head: its own splits, MERGED_SPLITS at a time, from the first key it sees to the last."""
+    tile, row_in_tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if row_in_tile >= tl.load(sizes_ptr + tile):
+        return
+    row = (tl.load(rows_ptr + tile) + row_in_tile).to(tl.int64) * tl.num_programs(2) + head
+    position = tl.load(positions_ptr + tile) + row_in_tile
+    first, last = _visible(position, tl.load(last_keys_ptr + tile), WINDOW, IS_CAUSAL)
+    first, last = first // SPLIT_KEYS, last // SPLIT_KEYS
+    columns = tl.arange(0, VALUE_BLOCK)
+    is_column = columns < VALUE_DIM
+    maximum = float("-inf")
+    total = 0.0
+    numerator = tl.zeros((VALUE_BLOCK,), tl.float32)
+    for chunk in range(first // MERGED_SPLITS * MERGED_SPLITS, last + 1, MERGED_SPLITS):
+        split = chunk + tl.arange(0, MERGED_SPLITS)
+        is_own = (split >= first) & (split <= last)
+        entry = row * num_splits + split
+        maxima = tl.load(maxima_ptr + entry, mask=is_own, other=float("-inf"))
+        sums = tl.load(sums_ptr + entry, mask=is_own, other=0.0)
+        numerators = tl.load(
+            numerators_ptr + entry[:, None] * VALUE_DIM + columns[None, :],
+            mask=is_own[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        larger = tl.maximum(maximum, tl.max(maxima, axis=0))  # finite: a row sees something of each of its splits
+        alpha = tl.exp2(maximum - larger)
+        weights = tl.exp2(maxima - larger)
+        total = tl.fma(total, alpha, tl.sum(weights * sums, axis=0))
+        numerator = numerator * alpha + tl.sum(weights[:, None] * numerators, axis=0)
+        maximum = larger
+    if sinks_ptr is not None:
+        alpha, total = _with_sink(maximum, total, tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E)
+        numerator *= alpha
+    output = (numerator / total).to(output_ptr.dtype.element_ty)
+    tl.store(output_ptr + row * VALUE_DIM + columns, output, mask=is_column)
+
+
+def paged_attention(
+    query: Tensor,  # [num_rows, num_heads, head_dim]; heads and rows may be strided
+    kv_cache: Tensor,  # [num_blocks, block_size, num_kv_heads * (head_dim + value_dim)], keys before values
+    segments: PagedSegments,
+    *,
+    num_kv_heads: int,
+    value_dim: int,
+    scale: float,
+    split_keys: int | None,  # None: whole. Part of a token's arithmetic, so one choice for a model and kind of launch
+    sliding_window: int | None = None,
+    is_causal: bool = True,  # False: a row sees up to its tile's last_keys
+    softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
+    sinks: Tensor | None = None,  # [num_heads]: a logit that takes mass and yields nothing (gpt-oss)
+) -> Tensor:  # [num_rows, num_heads * value_dim]
+    """kernels.reference.paged_attention.paged_attention by the kernels above; float32, float16 or bfloat16."""
+    num_rows, num_heads, head_dim = query.shape
+    num_tiles = len(segments.tile_rows)
+    assert query.stride(2) == 1 and kv_cache.is_contiguous() and query.dtype == kv_cache.dtype
+    assert kv_cache.shape[2] == num_kv_heads * (head_dim + value_dim)
+    assert segments.max_tile_size <= rows_per_tile(num_heads, num_kv_heads)
+    assert split_keys is None or split_keys % BLOCK_N == 0
+    output = query.new_empty(num_rows, num_heads * value_dim)
+    if num_tiles == 0:
+        return output
+    is_split = split_keys is not None and segments.max_context > split_keys
+    tiles = (segments.tile_rows, segments.tile_sizes, segments.tile_positions, segments.last_keys)
+    head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    seen: dict[str, Any] = {"WINDOW": sliding_window or 0, "IS_CAUSAL": is_causal}
+    seen |= {"SPLIT_KEYS": split_keys if is_split else 0, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
+    num_splits = triton.cdiv(segments.max_context, split_keys) if is_split and split_keys is not None else 1
+    attended, maxima, sums = output, None, None
+    if is_split:
+        maxima, sums = query.new_empty(2, num_rows, num_heads, num_splits, dtype=torch.float32)
+        attended = query.new_empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32)
+    attend_kernel[(num_tiles, num_kv_heads, num_splits)](
+        query,
+        kv_cache,
+        attended,
+        maxima,
+        sums,
+        None if is_split else sinks,
+        segments.tile_segments,
+        *tiles,
+        segments.block_tables,
+        segments.branch_starts,
+        segments.branch_slots,
+        scale * LOG2_E.value if softcap is None else scale / softcap,
+        query.stride(0),
+        query.stride(1),
+        segments.block_tables.stride(0),
+        segments.branch_slots.stride(0),
+        num_splits,
+        GROUP=num_heads // num_kv_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HEAD_BLOCK=head_block,
+        BLOCK_SIZE=kv_cache.shape[1],
+        SOFTCAP=softcap or 0.0,
+        HAS_BRANCHES=segments.branch_slots.shape[1] > 0,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        **seen,
+        **launch_options(head_block + value_block, query.element_size()),
+    )
+    if is_split:
+        merge_kernel[(num_tiles, segments.max_tile_size, num_heads)](
+            attended,
+            maxima,
+            sums,
+            output,
+            sinks,
+            *tiles,
+            num_splits,
+            MERGED_SPLITS=MERGED_SPLITS,
+            **seen,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return output
+
+
+def launch_options(columns: int, element_size: int) -> dict[str, Any]:
+    """How attend_kernel is compiled; as many blocks of `columns` wide keys and values under way as memory holds."""
+    num_stages = min(3, max(1, STAGE_BYTES // (BLOCK_N * columns * element_size)))
+    return {"num_warps": 4, "num_stages": num_stages, "enable_fp_fusion": False}

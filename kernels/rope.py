@@ -1,0 +1,141 @@
+"""What lies between the fused projection and the attention, in one launch: head norms, rotation, the cache's new rows.
+
+kernels/reference/rope.py and kernels/reference/rms_norm.py are the definition. Arithmetic is float32 and rounded once,
+at the end. A program takes one row and some of its heads, so a row's bits depend on that row alone.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS = 8  # of a program; how many they are moves no bits
+
+
+@triton.jit
+def rope_kernel(
+    qkv_ptr,  # [num_rows, (num_heads + 2 * num_kv_heads) * HEAD_DIM], rows strided
+    table_ptr,  # [max_model_len, HEAD_DIM] float32
+    positions_ptr,  # [num_rows] int64
+    slots_ptr,  # [num_rows] int64
+    kv_ptr,  # [num_slots, 2 * num_kv_heads * HEAD_DIM]
+    q_norm_ptr,  # [HEAD_DIM] or None
+    k_norm_ptr,  # [HEAD_DIM] or None
+    eps_ptr,  # [] float32; None without norms
+    row_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,  # >= HEAD_DIM // 2
+    HEADS: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
+    columns = tl.arange(0, HALF_BLOCK)
+    is_column = columns < HALF
+    is_element = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_column[None, :]
+    places = head[:, None] * HEAD_DIM + columns[None, :]
+    row_ptr = qkv_ptr + row * row_stride
+    first_stored = tl.load(row_ptr + places, mask=is_element, other=0.0)
+    second_stored = tl.load(row_ptr + places + HALF, mask=is_element, other=0.0)
+    first, second = first_stored.to(tl.float32), second_stored.to(tl.float32)
+    if k_norm_ptr is not None:
+        mean = tl.sum(first * first + second * second, axis=1) / HEAD_DIM
+        scale = tl.rsqrt(mean + tl.load(eps_ptr))[:, None]
+        first *= scale * _weights(q_norm_ptr, k_norm_ptr, columns, is_column, is_query)
+        second *= scale * _weights(q_norm_ptr, k_norm_ptr, columns + HALF, is_column, is_query)
+    table_row_ptr = table_ptr + tl.load(positions_ptr + row) * HEAD_DIM
+    cos = tl.load(table_row_ptr + columns, mask=is_column, other=0.0)[None, :]
+    sin = tl.load(table_row_ptr + columns + HALF, mask=is_column, other=0.0)[None, :]
+    rotated_first = (first * cos - second * sin).to(first_stored.dtype)
+    rotated_second = (second * cos + first * sin).to(first_stored.dtype)
+    first = tl.where(is_value[:, None], first_stored, rotated_first)
+    second = tl.where(is_value[:, None], second_stored, rotated_second)
+    in_place = is_element & is_query[:, None]
+    tl.store(row_ptr + places, first, mask=in_place)
+    tl.store(row_ptr + places + HALF, second, mask=in_place)
+    slot = tl.load(slots_ptr + row)
+    cached_ptr = kv_ptr + slot * (2 * NUM_KV_HEADS * HEAD_DIM) + (places - NUM_HEADS * HEAD_DIM)
+    is_cached = is_element & (head >= NUM_HEADS)[:, None]
+    tl.store(cached_ptr, first, mask=is_cached)
+    tl.store(cached_ptr + HALF, second, mask=is_cached)
+
+
+@triton.jit
+def _weights(q_norm_ptr, k_norm_ptr, columns, is_column, is_query):
+    """[HEADS, HALF_BLOCK] float32: of query heads the first, of all others the second."""
+    of_keys = tl.load(k_norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if q_norm_ptr is None:
+        return of_keys
+    of_queries = tl.load(q_norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    return tl.where(is_query[:, None], of_queries, of_keys)
+
+
+def rope_table(cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """[max_model_len, head_dim] float32, cosines then sines, of the tables that RopeTable takes.
+
+    Both halves of a head turn by the same angles, so half of either table says it all.
+    """
+    half = cos.shape[1] // 2
+    return torch.cat((cos[:, :half], signed_sin[:, half:]), dim=1).float()
+
+
+def rope_and_write(
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: Tensor | None = None,
+) -> None:
+    """Turns a launch's queries in place, and puts its turned keys and its values into the cache.
+
+    Args:
+        qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], rows may be strided. Its keys stay as they are.
+        table: rope_table's.
+        positions: [num_rows] int64.
+        slot_mapping: [num_rows] int64, block * block_size + offset; of rows that share a slot (padding) any one wins.
+        kv_cache: [num_blocks, block_size, 2 * num_kv_heads * head_dim], keys before values.
+        num_heads: 0 for rows of keys and values alone (DFlash's context).
+        q_norm, k_norm: [head_dim], weights of the norms that come first (Qwen3); both, or the latter if there are no
+            queries, or neither.
+        eps: [] float32, of the norms.
+    """
+    num_rows, width = qkv.shape
+    num_all_heads = num_heads + 2 * num_kv_heads
+    assert width == num_all_heads * head_dim and qkv.stride(1) == 1 and kv_cache.is_contiguous()
+    assert kv_cache.shape[2] == 2 * num_kv_heads * head_dim and kv_cache.dtype == qkv.dtype
+    assert table.dtype == torch.float32 and table.is_contiguous() and table.shape[1] == head_dim
+    assert positions.dtype == slot_mapping.dtype == torch.int64
+    assert (k_norm is None) == (eps is None) and (q_norm is None) == (k_norm is None or num_heads == 0)
+    if num_rows:
+        rope_kernel[(num_rows, triton.cdiv(num_all_heads, HEADS))](
+            qkv,
+            table,
+            positions,
+            slot_mapping,
+            kv_cache,
+            q_norm,
+            k_norm,
+            eps,
+            qkv.stride(0),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            HEADS=HEADS,
+            num_warps=4,
+            enable_fp_fusion=False,  # as torch rounds: products, then their sum
+        )

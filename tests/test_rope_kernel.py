@@ -1,0 +1,157 @@
+"""The Triton launch between projection and attention: against the torch ops it joins, and against float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.reference.rms_norm import rms_norm
+from kernels.reference.rope import RopeTable, apply_rope
+
+triton_ops = pytest.importorskip("kernels.rope")
+
+MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE, EPS = 50, 6, 4, 1e-5
+POSITIONS, SLOTS = torch.tensor([49, 0, 7, 8, 31]), torch.tensor([5, 21, 6, 23, 4])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def queries(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def width(self) -> int:
+        return self.queries + 2 * self.num_kv_heads * self.head_dim
+
+    def sizes(self) -> dict[str, int]:
+        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+
+
+SHAPES = [
+    Shape(num_heads=4, num_kv_heads=2, head_dim=16),  # one program's heads
+    Shape(
+        num_heads=9, num_kv_heads=3, head_dim=96
+    ),  # a border of programs in the queries, a head that is no power of 2
+    Shape(num_heads=0, num_kv_heads=5, head_dim=32),  # DFlash's context
+]
+
+
+def angles(head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos and signed_sin [MAX_MODEL_LEN, head_dim] float32."""
+    frequencies = 1e4 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    turned = torch.arange(MAX_MODEL_LEN)[:, None] * frequencies
+    return torch.cat((turned.cos(), turned.cos()), dim=1), torch.cat((-turned.sin(), turned.sin()), dim=1)
+
+
+def norms(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights that differ between queries and keys, and from column to column."""
+    columns = torch.arange(shape.head_dim) / shape.head_dim
+    weights = {"q_norm": 1.5 - columns, "k_norm": 0.3 + columns}
+    if shape.num_heads == 0:
+        del weights["q_norm"]
+    return {name: weight.to(dtype) for name, weight in weights.items()} | {"eps": torch.tensor(EPS)}
+
+
+def joined(qkv: Tensor, shape: Shape, weights: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Rows [num_rows, width] after norms and rotation by the torch ops, in `dtype`."""
+    qkv = qkv.to(dtype)
+    if weights:
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        parts = list(heads.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1))
+        for index, name in enumerate(("q_norm", "k_norm")):
+            if name in weights:
+                parts[index] = normed(parts[index], weights[name].to(dtype))
+        qkv = torch.cat(parts, dim=1).flatten(1)
+    cos, signed_sin = (table.to(dtype) for table in angles(shape.head_dim))
+    num_value_columns = shape.num_kv_heads * shape.head_dim
+    table = RopeTable(cos, signed_sin, shape.num_heads + shape.num_kv_heads, num_value_columns)
+    return apply_rope(qkv, *table.rows(POSITIONS), table.partner)
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype != torch.float64:
+        return rms_norm(x, weight, torch.tensor(EPS))
+    return x * (x.square().mean(dim=-1, keepdim=True) + torch.tensor(EPS).double()).rsqrt() * weight
+
+
+def rows_of(shape: Shape, dtype: torch.dtype) -> Tensor:
+    return torch.randn(len(POSITIONS), shape.width, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def run(
+    qkv: Tensor, shape: Shape, weights: dict[str, Tensor], device: torch.device, rows: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
+    """(rows, slots of the cache) after the kernel; a row lies in a wider one, which is checked to stay as it is."""
+    wide = torch.full((len(qkv), shape.width + 24), 7.0, dtype=qkv.dtype)
+    wide[:, : shape.width] = qkv
+    wide = wide.to(device)
+    cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, shape.width - shape.queries), -5.0, dtype=qkv.dtype, device=device)
+    on_device: dict[str, Any] = {name: weight.to(device) for name, weight in weights.items()}
+    table = triton_ops.rope_table(*angles(shape.head_dim)).to(device)
+    positions, slots = POSITIONS[rows].to(device), SLOTS[rows].to(device)
+    triton_ops.rope_and_write(wide[rows, : shape.width], table, positions, slots, cache, **shape.sizes(), **on_device)
+    assert bool((wide[:, shape.width :] == 7.0).all())
+    return wide[:, : shape.width].cpu(), cache.flatten(0, 1).cpu()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float32_without_norms_has_the_bits_of_the_torch_ops(kernel_device: torch.device, shape: Shape) -> None:
+    """And nothing else is written: other slots, and the row's own keys and values."""
+    qkv = rows_of(shape, torch.float32)
+    turned, held = run(qkv, shape, {}, kernel_device)
+    expected = joined(qkv, shape, {}, torch.float32)
+    assert torch.equal(turned, torch.cat((expected[:, : shape.queries], qkv[:, shape.queries :]), dim=1))
+    wanted = torch.full_like(held, -5.0)
+    wanted[SLOTS] = expected[:, shape.queries :]
+    assert torch.equal(held, wanted)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rounding_is_no_worse_than_that_of_the_torch_ops(
+    kernel_device: torch.device, shape: Shape, dtype: torch.dtype, has_norms: bool
+) -> None:
+    qkv, weights = rows_of(shape, dtype), norms(shape, dtype) if has_norms else {}
+    turned, held = run(qkv, shape, weights, kernel_device)
+    found = torch.cat((turned[:, : shape.queries], held[SLOTS]), dim=1)
+    exact, plain = (joined(qkv, shape, weights, kind).double() for kind in (torch.float64, dtype))
+    limit = 2 * (plain - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+    assert (found.double() - exact).abs().max() <= limit
+    values = shape.num_kv_heads * shape.head_dim
+    assert torch.equal(found[:, -values:], qkv[:, -values:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_has_the_bits_it_has_alone(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    shape = SHAPES[1]
+    qkv, weights = rows_of(shape, dtype), norms(shape, dtype)
+    turned, held = run(qkv, shape, weights, kernel_device)
+    for row in (0, 3):
+        one_turned, one_held = run(qkv, shape, weights, kernel_device, slice(row, row + 1))
+        assert torch.equal(one_turned[row], turned[row]) and torch.equal(one_held[SLOTS[row]], held[SLOTS[row]])
+
+
+def test_keys_and_values_alone_have_the_bits_they_have_beside_queries(kernel_device: torch.device) -> None:
+    with_queries = Shape(num_heads=3, num_kv_heads=2, head_dim=32)
+    alone = Shape(num_heads=0, num_kv_heads=2, head_dim=32)
+    qkv = rows_of(with_queries, torch.float32)
+    _, held = run(qkv, with_queries, norms(with_queries, torch.float32), kernel_device)
+    kv = qkv[:, with_queries.queries :]
+    _, held_alone = run(kv, alone, norms(alone, torch.float32), kernel_device)
+    assert torch.equal(held, held_alone)
+
+
+def test_a_launch_of_no_rows_does_nothing(kernel_device: torch.device) -> None:
+    qkv = rows_of(SHAPES[0], torch.float32)
+    turned, held = run(qkv, SHAPES[0], {}, kernel_device, slice(0, 0))
+    assert torch.equal(turned, qkv) and bool((held == -5.0).all())
