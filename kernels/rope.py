@@ -77,15 +77,6 @@ def _weights(q_norm_ptr, k_norm_ptr, columns, is_column, is_query):
     return tl.where(is_query[:, None], of_queries, of_keys)
 
 
-def rope_table(cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """[max_model_len, head_dim] float32, cosines then sines, of the tables that RopeTable takes.
-
-    Both halves of a head turn by the same angles, so half of either table says it all.
-    """
-    half = cos.shape[1] // 2
-    return torch.cat((cos[:, :half], signed_sin[:, half:]), dim=1).float()
-
-
 def rope_and_write(
     qkv: Tensor,
     table: Tensor,
@@ -104,7 +95,7 @@ def rope_and_write(
 
     Args:
         qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], rows may be strided. Its keys stay as they are.
-        table: rope_table's.
+        table: [max_model_len, head_dim] float32, RopeTable.compact.
         positions: [num_rows] int64.
         slot_mapping: [num_rows] int64, block * block_size + offset; of rows that share a slot (padding) any one wins.
         kv_cache: [num_blocks, block_size, 2 * num_kv_heads * head_dim], keys before values.

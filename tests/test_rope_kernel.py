@@ -96,7 +96,7 @@ def run(
     wide = wide.to(device)
     cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, shape.width - shape.queries), -5.0, dtype=qkv.dtype, device=device)
     on_device: dict[str, Any] = {name: weight.to(device) for name, weight in weights.items()}
-    table = triton_ops.rope_table(*angles(shape.head_dim)).to(device)
+    table = RopeTable(*angles(shape.head_dim), 1, 0).compact.to(device)
     positions, slots = POSITIONS[rows].to(device), SLOTS[rows].to(device)
     triton_ops.rope_and_write(wide[rows, : shape.width], table, positions, slots, cache, **shape.sizes(), **on_device)
     assert bool((wide[:, shape.width :] == 7.0).all())

@@ -31,9 +31,8 @@ class RopeTable:
         num_rotated_heads: int,
         num_value_columns: int,
     ) -> None:
-        self.rotations = torch.cat((cos, signed_sin), dim=1)  # [max_model_len, 2 * head_dim]
-        self.head_dim = head_dim = cos.shape[1]
-        rotated = num_rotated_heads * head_dim
+        self._cos, self._signed_sin = cos, signed_sin
+        head_dim, rotated = cos.shape[1], num_rotated_heads * cos.shape[1]
         columns = torch.arange(head_dim, device=cos.device).repeat(num_rotated_heads)
         columns = torch.cat((columns, columns.new_full((num_value_columns,), head_dim)))
         self._columns = torch.cat((columns, columns + head_dim + 1))
@@ -42,10 +41,19 @@ class RopeTable:
         self.partner = torch.cat((heads.flip(1).flatten(), values))  # [width]; a value's partner is itself
 
     @cached_property
+    def compact(self) -> torch.Tensor:
+        """[max_model_len, head_dim] float32, cosines then sines: what kernels/rope.py reads.
+
+        Both halves of a head turn by the same angles, so half of either table says it all.
+        """
+        half = self._cos.shape[1] // 2
+        return torch.cat((self._cos[:, :half], self._signed_sin[:, half:]), dim=1).float()
+
+    @cached_property
     def _padded(self) -> torch.Tensor:
-        """[max_model_len, 2 * head_dim + 2]: rotations, and behind each half the 1 or 0 that values are passed by."""
-        cos, signed_sin = self.rotations.chunk(2, dim=1)
-        return torch.cat((cos, torch.ones_like(cos[:, :1]), signed_sin, torch.zeros_like(cos[:, :1])), dim=1)
+        """[max_model_len, 2 * head_dim + 2]: behind each table the 1 or 0 that values are passed by."""
+        one, zero = torch.ones_like(self._cos[:, :1]), torch.zeros_like(self._cos[:, :1])
+        return torch.cat((self._cos, one, self._signed_sin, zero), dim=1)
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and signed_sin [num_rows, width] of a launch, shared by all its layers."""

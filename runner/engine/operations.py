@@ -93,7 +93,7 @@ def rotate_and_store(
             norm_weights = {"q_norm": None if q_norm is None else q_norm[0], "k_norm": k_norm[0], "eps": k_norm[1]}
         rope_and_write(
             qkv,
-            rope.table.rotations,
+            rope.table.compact,
             rope.positions,
             slot_mapping,
             kv_cache,
@@ -124,4 +124,4 @@ def paged_attention(
         return attention_over_tiles(query, kv_cache, plan, **layer)
     from kernels.paged_attention import paged_attention as kernel
 
-    return kernel(query, kv_cache, plan, **layer)
+    return kernel(query, kv_cache, plan.segments, split_keys=plan.split_keys, **layer)

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from runner.engine.forward_batch import PlannedAttention
 from runner.engine.segment import Family, Segment
 
+if TYPE_CHECKING:
+    from kernels.paged_attention import PagedSegments
+
 NO_BRANCH = 2**31 - 1  # a position that nobody reaches
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedAttention:
+    """What operations.paged_attention takes of a launch, beside the layer's own."""
+
+    segments: PagedSegments
+    split_keys: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +70,14 @@ class PagedShape:
                 else (segment.branch_start, segment.slots(segment.branch_start, end, block_size))
             )
         context = max(tile[4] for tile in tiles) + 1
+        tile_size = max(tile[2] for tile in tiles)
         num_tiles, num_segments = len(tiles), len(segments)
         width, branch_width = max(map(len, tables)), max(len(slots) for _, slots in branches)
         if self.is_bucketed:
             # A segment has rows of its own, so rows bound segments, and segments and rows bound tiles.
             num_segments = bucket(num_segments)
             num_tiles = num_segments + num_rows // self.rows_per_tile
+            tile_size = min(bucket(tile_size), self.rows_per_tile)
             context = min(1 << (context - 1).bit_length(), self.max_context)
             width, branch_width = -(-context // block_size), bucket(branch_width)
         columns = [list(column) for column in zip(*tiles, strict=True)]
@@ -77,24 +90,31 @@ class PagedShape:
             + [0] * ((num_segments - len(branches)) * branch_width),
         ]
 
-        def assemble(uploaded: Sequence[torch.Tensor]) -> Any:
+        sizes = [len(numbers) for numbers in lists]
+
+        def assemble(uploaded: Sequence[torch.Tensor]) -> PagedAttention:
             from kernels.paged_attention import PagedSegments  # where there is no Triton, nobody assembles
 
-            segments_, rows_, sizes_, positions_, last_keys_, tables_, starts_, slots_ = uploaded
-            return PagedSegments(
-                tile_segments=segments_,
-                tile_rows=rows_,
-                tile_sizes=sizes_,
-                tile_positions=positions_,
-                last_keys=last_keys_,
-                block_tables=tables_.view(num_segments, width),
-                branch_starts=starts_,
-                branch_slots=slots_.view(num_segments, branch_width),
-                max_context=context,
+            # Neighbours in one upload, so that one conversion does for all.
+            numbers = uploaded[0].as_strided((sum(sizes),), (1,)).to(torch.int32)
+            segments_, rows_, sizes_, positions_, last_keys_, tables_, starts_, slots_ = numbers.split_with_sizes(sizes)
+            return PagedAttention(
+                segments=PagedSegments(
+                    tile_segments=segments_,
+                    tile_rows=rows_,
+                    tile_sizes=sizes_,
+                    tile_positions=positions_,
+                    last_keys=last_keys_,
+                    block_tables=tables_.view(num_segments, width),
+                    branch_starts=starts_,
+                    branch_slots=slots_.view(num_segments, branch_width),
+                    max_context=context,
+                    max_tile_size=tile_size,
+                ),
                 split_keys=self.split_keys,
             )
 
-        key: Hashable = (num_tiles, num_segments, width, branch_width, context)
+        key: Hashable = (num_tiles, tile_size, num_segments, width, branch_width, context)
         return PlannedAttention(lists=lists, assemble=assemble, key=key)
 
 
