@@ -15,6 +15,7 @@ import torch
 
 from proposers.base import Proposer, ProposerContext, proposer_class
 from proposers.vocabularies.spelling import read_spelling
+from runner.cache_size import num_cache_blocks
 from runner.config import DrafterMethod, MethodConfig, ModelConfig, SpeculativeConfig, SuffixMethod
 from runner.engine.checkpoint import DTYPES, ModelSource, load_config, resolve_directory
 from runner.engine.errors import UserError
@@ -22,7 +23,6 @@ from runner.engine.grammar import GrammarCompiler
 from runner.engine.grammar_store import GrammarStore
 from runner.engine.kv_cache import BlockManager
 from runner.engine.loader import LoadedModel, load_model
-from runner.engine.memory import GIB, available_memory
 from runner.engine.model_runner import ModelRunner
 from runner.prompts import Tokenizer
 from runner.responses import check_responses_file, read_responses
@@ -31,8 +31,6 @@ from verifier.rejection_sampler import RejectionSampler
 from verifier.verifier import Verifier
 
 COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parallel_size"})
-CPU_CACHE_BYTES = 4 * GIB  # as vLLM's default on the CPU
-ACTIVATION_SHARE = 0.05  # of a GPU's memory, kept free for activations until a profile run measures them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +104,13 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         target=info,
     )
     proposer = _build_proposer(config, context, tokenizer)
-    blocks = _num_blocks(config, info, target, proposer, device)
+    blocks = num_cache_blocks(
+        hardware,
+        target=target,
+        proposer=proposer,
+        rejection_sampler=rejection_sampler,
+        max_model_len=info.max_model_len,
+    )
     target.allocate_cache(blocks)
     proposer.allocate_cache(blocks)
     return Assembly(
@@ -280,29 +284,3 @@ def _rejection_sampler(config: SpeculativeConfig) -> RejectionSampler:
         posterior_threshold=method.posterior_threshold,
         posterior_alpha=method.posterior_alpha,
     )
-
-
-def _num_blocks(
-    config: SpeculativeConfig, info: LoadedModel, target: ModelRunner, proposer: Proposer, device: torch.device
-) -> int:
-    """KV blocks for the target and the proposer, the null block included."""
-    hardware = config.hardware
-    if hardware.num_gpu_blocks_override is not None:
-        return hardware.num_gpu_blocks_override + 1
-    per_block = target.cache_bytes_per_block + proposer.cache_bytes_per_block
-    per_request = -(-info.max_model_len // hardware.block_size)
-    wanted = hardware.max_num_seqs * per_request + 1
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(total * (hardware.gpu_memory_utilization - ACTIVATION_SHARE)) - (total - free)
-    else:
-        budget = int(available_memory(device) * hardware.gpu_memory_utilization)
-        budget = min(budget, max(CPU_CACHE_BYTES, (per_request + 1) * per_block))
-    blocks = min(wanted, max(0, budget) // per_block)
-    if blocks < per_request + 1:
-        raise UserError(
-            f"the KV cache of one request of max_model_len={info.max_model_len} needs "
-            f"{(per_request + 1) * per_block / GIB:.1f} GiB on {device}, available are {max(0, budget) / GIB:.1f} GiB; "
-            "lower model.max_model_len, raise hardware.gpu_memory_utilization, or choose a smaller model"
-        )
-    return blocks

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from proposers.base import Proposer, check_drafts
@@ -170,6 +171,12 @@ class LLM:
                     observer(metrics)
                 if self._to_abort:
                     self._abort(requests, scheduler, proposer, metrics, traces)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"{self.engine.device} ran out of memory in a step; lower hardware.gpu_memory_utilization (now "
+                f"{self.config.hardware.gpu_memory_utilization}), which leaves less to the KV cache and more to steps, "
+                "or hardware.max_num_seqs or hardware.max_num_batched_tokens, which make steps smaller"
+            ) from error
         finally:  # also when interrupted: the engine stays usable
             for request in requests:
                 proposer.release(request.request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +23,16 @@ def available_memory(device: torch.device) -> int:
             if line.startswith("MemAvailable:"):
                 return min(int(line.split()[1]) * 1024, _cgroup_limit())
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_bytes(device: torch.device, work: Callable[[], None]) -> int:
+    """Bytes that work() held at its peak, on a GPU, beside what was allocated before."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def require_memory(needed: int, device: torch.device, what: str, remedy: str) -> None:

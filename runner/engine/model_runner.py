@@ -73,6 +73,9 @@ class ModelRunner:
     def allocate_cache(self, num_blocks: int) -> None:
         self.cache = PagedKVCache(self.model.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
 
+    def release_cache(self) -> None:
+        self.cache = None
+
     def run(
         self,
         parts: Sequence[Part],

@@ -1,0 +1,152 @@
+"""How many KV blocks a run gets: what is left of the memory when the largest steps have what they need.
+
+On a GPU these steps are made once, over a cache of one block, and the memory at their peak is read off. Weights are
+loaded by then, the proposer's too.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from proposers.base import Proposer
+from runner.config import HardwareConfig
+from runner.engine.errors import UserError
+from runner.engine.launch import Part
+from runner.engine.memory import GIB, available_memory, peak_bytes
+from runner.engine.model_runner import ModelRunner
+from runner.engine.request import DraftTokens, Request
+from runner.engine.sampling import SamplingRows
+from runner.engine.sampling_params import SamplingParams
+from verifier.rejection_sampler import RejectionSampler
+
+CPU_CACHE_BYTES = 4 * GIB  # as vLLM's default on the CPU
+# Of a GPU's memory, kept free beside what the profile measures: captured graphs, and pieces between allocations.
+SPARE_SHARE = 0.02
+REMEDY = "lower model.max_model_len, raise hardware.gpu_memory_utilization, or choose a smaller model"
+
+
+def num_cache_blocks(
+    hardware: HardwareConfig,
+    *,
+    target: ModelRunner,
+    proposer: Proposer,
+    rejection_sampler: RejectionSampler,
+    max_model_len: int,
+) -> int:
+    """KV blocks for the target and the proposer, the null block included.
+
+    Raises:
+        UserError: one request of max_model_len does not fit.
+    """
+    if hardware.num_gpu_blocks_override is not None:
+        return hardware.num_gpu_blocks_override + 1
+    device = target.device
+    per_block = target.cache_bytes_per_block + proposer.cache_bytes_per_block
+    per_request = -(-max_model_len // hardware.block_size)
+    wanted = hardware.max_num_seqs * per_request + 1
+    if device.type == "cuda":
+        budget = _gpu_budget(hardware, target, proposer, rejection_sampler, max_model_len)
+    else:
+        budget = int(available_memory(device) * hardware.gpu_memory_utilization)
+        budget = min(budget, max(CPU_CACHE_BYTES, (per_request + 1) * per_block))
+    blocks = min(wanted, max(0, budget) // per_block)
+    if blocks < per_request + 1:
+        raise UserError(
+            f"the KV cache of one request of max_model_len={max_model_len} needs "
+            f"{(per_request + 1) * per_block / GIB:.1f} GiB on {device}, available are {max(0, budget) / GIB:.1f} GiB; "
+            f"{REMEDY}"
+        )
+    return blocks
+
+
+def make_largest_steps(
+    target: ModelRunner,
+    rejection_sampler: RejectionSampler,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    num_speculative_tokens: int,
+    tap_layers: tuple[int, ...],
+) -> None:
+    """A step that is all prompts, and one in which every request verifies all its drafts; what they say is nonsense."""
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=50)
+    prompts = list[Request]()
+    left = max_num_batched_tokens
+    while left > 0 and len(prompts) < max_num_seqs:
+        prompts.append(_request(len(prompts), min(left, max_model_len), params, target.block_size))
+        left -= prompts[-1].num_prompt_tokens
+    target.allocate_cache(2)
+    try:
+        parts = [Part(request=own, start=0, end=own.num_tokens, num_logits=1) for own in prompts]
+        target.forward(parts, tap_layers=tap_layers)
+        num_drafts = min(num_speculative_tokens, max_model_len - 2)
+        count = max(1, min(max_num_seqs, max_num_batched_tokens // (num_drafts + 1)))
+        requests = [_request(index, 1, params, target.block_size, num_drafts + 1) for index in range(count)]
+        for request in requests:
+            request.output_token_ids.append(0)
+        drafts = DraftTokens(
+            token_ids=torch.zeros(count * num_drafts, dtype=torch.int64, device=target.device),
+            cu_num_draft_tokens=[num_drafts * index for index in range(count + 1)],
+        )
+        parts = [
+            Part(request=own, start=1, end=2, num_draft_tokens=num_drafts, num_logits=num_drafts + 1)
+            for own in requests
+        ]
+        logits = target.forward(parts, drafts.token_ids, tap_layers=tap_layers).logits
+        rows = SamplingRows.build(
+            requests,
+            [index for index in range(count) for _ in range(num_drafts + 1)],
+            [place for _ in range(count) for place in range(num_drafts + 1)],
+            drafts.token_ids.view(count, num_drafts) if num_drafts else None,
+            vocab_size=target.model.vocab_size,
+            eos_token_ids=(),
+            device=target.device,
+        )
+        rejection_sampler(logits, drafts, rows)
+    finally:
+        target.release_cache()
+
+
+def _gpu_budget(
+    hardware: HardwareConfig,
+    target: ModelRunner,
+    proposer: Proposer,
+    rejection_sampler: RejectionSampler,
+    max_model_len: int,
+) -> int:
+    def work() -> None:
+        make_largest_steps(
+            target,
+            rejection_sampler,
+            max_num_seqs=hardware.max_num_seqs,
+            max_num_batched_tokens=hardware.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            num_speculative_tokens=proposer.num_speculative_tokens,
+            tap_layers=proposer.tap_layers,
+        )
+
+    try:
+        activations = peak_bytes(target.device, work)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"a step of hardware.max_num_batched_tokens={hardware.max_num_batched_tokens} tokens does not fit "
+            f"{target.device} beside the weights; lower it or hardware.max_num_seqs, or choose a smaller model"
+        ) from error
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(target.device)
+    return int(total * (hardware.gpu_memory_utilization - SPARE_SHARE)) - (total - free) - activations
+
+
+def _request(index: int, num_tokens: int, params: SamplingParams, block_size: int, num_more: int = 0) -> Request:
+    """A request whose every block is the one block there is."""
+    return Request(
+        request_id=f"profile-{index}",
+        prompt_token_ids=[0] * num_tokens,
+        sampling_params=params,
+        seed=index,
+        block_table=[1] * -(-(num_tokens + num_more) // block_size),
+    )

@@ -1,0 +1,103 @@
+"""The size of the KV cache: what the largest steps need is kept free, and what does not fit is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from runner import cache_size
+from runner.cache_size import make_largest_steps, num_cache_blocks
+from runner.config.hardware import HardwareConfig
+from runner.engine.errors import UserError
+from runner.engine.memory import GIB
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from tests.conftest import Engines
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [0, 3])
+def test_the_largest_steps_fill_both_budgets(
+    num_speculative_tokens: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step of all the prompt tokens that a step may have, one of all the requests, each with all its drafts."""
+    engine = engines(num_gpu_blocks_override=320).engine
+    target, cache = engine.target, engine.target.cache
+    launches: list[tuple[str, int, int]] = []
+    forward = target.forward
+
+    def noted(parts: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(parts, *args, **kwargs)
+        tokens = sum(part.end - part.start + part.num_draft_tokens for part in parts)
+        launches.append((f"{len(parts)} requests", tokens, len(output.logits)))
+        return output
+
+    monkeypatch.setattr(target, "forward", noted)
+    try:
+        make_largest_steps(
+            target,
+            engine.verifier.rejection_sampler,
+            max_num_seqs=5,
+            max_num_batched_tokens=600,
+            max_model_len=256,
+            num_speculative_tokens=num_speculative_tokens,
+            tap_layers=(1,),
+        )
+        assert target.cache is None
+    finally:
+        target.cache = cache
+    rows = 5 * (num_speculative_tokens + 1)
+    assert launches == [("3 requests", 600, 3), ("5 requests", rows, rows)]
+
+
+def gpu_blocks(engines: Engines, monkeypatch: pytest.MonkeyPatch, *, free: int, peak: int, **hardware: Any) -> int:
+    """Blocks on a GPU of 10 GiB of which `free` bytes are free and the largest step takes `peak`."""
+    engine = engines(num_gpu_blocks_override=320).engine
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 * GIB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(cache_size, "peak_bytes", lambda device, work: peak)
+    monkeypatch.setattr(engine.target, "device", CUDA)
+    return num_cache_blocks(
+        HardwareConfig(max_num_seqs=4096, max_num_batched_tokens=4096, **hardware),
+        target=engine.target,
+        proposer=engine.proposer,
+        rejection_sampler=engine.verifier.rejection_sampler,
+        max_model_len=100_000,
+    )
+
+
+def test_the_cache_gets_what_weights_and_the_largest_step_leave(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10 GiB 2 are taken; blocks of 16 tokens take 16 KiB here."""
+    per_block = engines(num_gpu_blocks_override=320).engine.target.cache_bytes_per_block
+    assert per_block == 16 * 2 * (2 * 2 * 16) * 4
+    half = gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=GIB, gpu_memory_utilization=0.52)
+    assert half == int((0.50 * 10 - 2 - 1) * GIB) // per_block
+    assert gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=GIB + per_block, gpu_memory_utilization=0.52) == half - 1
+
+
+def test_a_cache_too_small_for_one_request_is_refused_with_what_to_lower(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        UserError, match=r"max_model_len=100000 needs 0\.1 GiB on cuda:0, available are 0\.0 GiB; lower"
+    ):
+        gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=3 * GIB, gpu_memory_utilization=0.52)
+
+
+def test_memory_that_runs_out_in_a_step_says_what_to_lower(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engines(num_gpu_blocks_override=320)
+
+    def step(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "step", step)
+        with pytest.raises(UserError, match=r"lower hardware\.gpu_memory_utilization \(now 0\.9\).*max_num_seqs"):
+            llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))
+    llm.engine.block_manager.check_integrity([])
+    assert len(llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))) == 1
