@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS = 8  # of a program; how many they are moves no bits
+HEADS = 16  # of a program: with 4 warps a thread has 16 bytes of either half of a 128 wide head
 
 
 @triton.jit

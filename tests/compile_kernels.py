@@ -26,11 +26,19 @@ OPCODES = r"(?:wgmma\.mma_async|\bmma)\.sync[\w.]*|cp\.async\.c[ag]|griddepcontr
 class Kernel:
     module: str
     name: str
+<<<<<<< .merge_file_37xjId
     signature: str  # Triton's types of the arguments that are not constants, in order; ":16" promises a multiple of 16
     constants: Mapping[str, int | None] = field(default_factory=dict)  # the constexpr arguments, and None for pointers
     options: Mapping[str, int] = field(default_factory=dict)  # of the launch: num_warps, num_stages
     max_shared: int = 0  # bytes of shared memory a program may take
     compute_capabilities: tuple[int, ...] = COMPUTE_CAPABILITIES
+=======
+    signature: str  # Triton's types of the arguments that are not constants, in order
+    constants: Mapping[str, int | None] = field(default_factory=dict)  # the constexpr arguments, and absent ones: None
+    options: Mapping[str, int] = field(default_factory=dict)  # of the compiler, as the op launches it
+    max_shared: int = 0  # bytes of shared memory a program may take
+    sm_90_instruction: str = ""  # what Hopper's program must hold
+>>>>>>> .merge_file_g6T9Ep
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}({self.signature}, {dict(self.constants)}, {dict(self.options)})"
@@ -64,6 +72,13 @@ def linear_kernel(
     )
 
 
+# Llama-3-8B's attention in bfloat16.
+HEADS = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128}
+SEEN = {"WINDOW": 0, "IS_CAUSAL": 1, "VALUE_DIM": 128, "VALUE_BLOCK": 128}
+ATTEND = HEADS | SEEN | {"GROUP": 4, "HEAD_BLOCK": 128, "BLOCK_SIZE": 16, "SOFTCAP": 0, "HAS_BRANCHES": 1}
+ATTEND |= {"BLOCK_M": 64, "BLOCK_N": 64, "sinks_ptr": None}
+NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
+
 KERNELS = [
     Kernel(
         module="kernels.ngram_match",
@@ -88,6 +103,7 @@ KERNELS = [
         )
         for dtype in ("bf16", "fp16", "fp32")
     ),
+<<<<<<< .merge_file_37xjId
     # Llama-3-8B's down projection for every tile of tokens, its gated one and its head.
     *(
         linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90)
@@ -121,6 +137,38 @@ KERNELS = [
             (("", ""), {"residual_ptr": None, "new_residual_ptr": None}, 128, 128, 1),
             (("*bf16:16", "*bf16:16"), {}, 14000, 16384, 16),
         ]
+=======
+    *(
+        Kernel(
+            module="kernels.paged_attention",
+            name="attend_kernel",
+            signature=f"{pointers} *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 fp32 i32 i32 i32 i32 i32",
+            constants=ATTEND | constants,
+            options={**NO_FUSION, "num_stages": 3},
+            max_shared=113 * 1024,  # two programs on a multiprocessor of Hopper, one on sm_80's
+            sm_90_instruction="wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+        )
+        for pointers, constants in (
+            ("*bf16 *bf16 *fp32 *fp32 *fp32", {"SPLIT_KEYS": 512}),
+            ("*bf16 *bf16 *bf16", {"SPLIT_KEYS": 0, "maxima_ptr": None, "sums_ptr": None}),
+        )
+    ),
+    Kernel(
+        module="kernels.paged_attention",
+        name="merge_kernel",
+        signature="*fp32 *fp32 *fp32 *bf16 *i32 *i32 *i32 *i32 i32",
+        constants={**SEEN, "SPLIT_KEYS": 512, "MERGED_SPLITS": 16, "sinks_ptr": None},
+        options=NO_FUSION,
+        max_shared=2048,
+    ),
+    Kernel(
+        module="kernels.rope",
+        name="rope_kernel",
+        signature="*bf16 *fp32 *i64 *i64 *bf16 *bf16 *bf16 *fp32 i32",
+        constants={**HEADS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "HEADS": 16},
+        options=NO_FUSION,
+        max_shared=2048,
+>>>>>>> .merge_file_g6T9Ep
     ),
 ]
 
@@ -141,6 +189,7 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
     function = getattr(importlib.import_module(kernel.module), kernel.name)
     variables = [name for name in function.arg_names if name not in kernel.constants]
     types = dict(zip(variables, kernel.signature.split(), strict=True))
+<<<<<<< .merge_file_37xjId
     source = ASTSource(
         fn=function,
         signature={name: types.get(name, "constexpr").split(":")[0] for name in function.arg_names},
@@ -163,6 +212,21 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
     return Compiled(
         shared=compiled.metadata.shared, stack=int(stack[1]), opcodes=re.findall(OPCODES, compiled.asm["ptx"])
     )
+=======
+    pointers = [index for index, name in enumerate(function.arg_names) if types.get(name, "").startswith("*")]
+    source = ASTSource(
+        fn=function,
+        signature={name: types.get(name, "constexpr") for name in function.arg_names},
+        constexprs={(function.arg_names.index(name),): value for name, value in kernel.constants.items()},
+        attrs={(index,): [["tt.divisibility", 16]] for index in pointers},  # as torch allocates
+    )
+    target = GPUTarget("cuda", compute_capability, 32)
+    compiled = triton.compile(source, target=target, options=dict(kernel.options))
+    assert compiled.asm["cubin"]
+    if compute_capability == 90:
+        assert kernel.sm_90_instruction in compiled.asm["ptx"], f"{kernel} lacks {kernel.sm_90_instruction}"
+    return int(compiled.metadata.shared)
+>>>>>>> .merge_file_g6T9Ep
 
 
 if __name__ == "__main__":

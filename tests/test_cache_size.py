@@ -72,7 +72,7 @@ def gpu_blocks(engines: Engines, monkeypatch: pytest.MonkeyPatch, *, free: int, 
 def test_the_cache_gets_what_weights_and_the_largest_step_leave(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 10 GiB 2 are taken; blocks of 16 tokens take 16 KiB here."""
+    """Of 10 GiB 2 are taken; blocks of 16 tokens take 8 KiB here."""
     per_block = engines(num_gpu_blocks_override=320).engine.target.cache_bytes_per_block
     assert per_block == 16 * 2 * (2 * 2 * 16) * 4
     half = gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=GIB, gpu_memory_utilization=0.52)
@@ -84,7 +84,7 @@ def test_a_cache_too_small_for_one_request_is_refused_with_what_to_lower(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        UserError, match=r"max_model_len=100000 needs 0\.1 GiB on cuda:0, available are 0\.0 GiB; lower"
+        UserError, match=r"max_model_len=100000 needs 0\.0 GiB on cuda:0, available are 0\.0 GiB; lower"
     ):
         gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=3 * GIB, gpu_memory_utilization=0.52)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -128,6 +129,19 @@ def test_a_row_keeps_its_bits_among_any_number_of_rows(
     assert_rows_keep_their_bits(product, rows, rows[-1], ROWS if wide_rows == 512 else (5, 120, 130))
     monkeypatch.setattr(linear_plan, "PROGRAMS", 1)  # one sum from end to end: the data tell orders apart
     assert not torch.equal(product(rows[:5]), cut)
+
+
+def test_partial_sums_add_up_alike_whoever_finds_them(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_plan, "MIN_STEPS", 1)
+    weight = small_integers(64, 128, dtype=torch.float32).to(kernel_device)
+    x = rounding_between_steps(5, 128, dtype=torch.float32, seed=0).to(kernel_device)
+    plan = linear_plan.plan_linear(5, 64, 128, element_size=4, gated=False)
+    assert plan.splits == 4 and plan.is_spread
+    spread = kernel.linear(x, weight)
+    monkeypatch.setattr(kernel, "plan_linear", lambda *_, **__: replace(plan, is_spread=False))
+    assert torch.equal(kernel.linear(x, weight), spread)
 
 
 def test_a_row_of_a_gated_product_keeps_its_bits(kernel_device: torch.device) -> None:

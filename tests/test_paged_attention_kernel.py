@@ -65,7 +65,7 @@ MODELS = {
     "sinks, window": Model(has_sinks=True, options={"sliding_window": 21}),
 }
 HALF = ("plain", "head_dim 96")  # in float16
-SPLIT = ("plain", "one head a group, values narrower", "window", "not causal", "not causal, window", "sinks, window")
+SPLIT = ("plain", "one head a group, values narrower", "window", "not causal, window", "sinks, window")
 FORMS = [(name, split_keys) for name in MODELS for split_keys in (None, 32) if split_keys is None or name in SPLIT]
 
 
