@@ -26,19 +26,12 @@ OPCODES = r"(?:wgmma\.mma_async|\bmma)\.sync[\w.]*|cp\.async\.c[ag]|griddepcontr
 class Kernel:
     module: str
     name: str
-<<<<<<< .merge_file_37xjId
     signature: str  # Triton's types of the arguments that are not constants, in order; ":16" promises a multiple of 16
-    constants: Mapping[str, int | None] = field(default_factory=dict)  # the constexpr arguments, and None for pointers
-    options: Mapping[str, int] = field(default_factory=dict)  # of the launch: num_warps, num_stages
-    max_shared: int = 0  # bytes of shared memory a program may take
-    compute_capabilities: tuple[int, ...] = COMPUTE_CAPABILITIES
-=======
-    signature: str  # Triton's types of the arguments that are not constants, in order
     constants: Mapping[str, int | None] = field(default_factory=dict)  # the constexpr arguments, and absent ones: None
     options: Mapping[str, int] = field(default_factory=dict)  # of the compiler, as the op launches it
     max_shared: int = 0  # bytes of shared memory a program may take
+    compute_capabilities: tuple[int, ...] = COMPUTE_CAPABILITIES
     sm_90_instruction: str = ""  # what Hopper's program must hold
->>>>>>> .merge_file_g6T9Ep
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}({self.signature}, {dict(self.constants)}, {dict(self.options)})"
@@ -103,7 +96,6 @@ KERNELS = [
         )
         for dtype in ("bf16", "fp16", "fp32")
     ),
-<<<<<<< .merge_file_37xjId
     # Llama-3-8B's down projection for every tile of tokens, its gated one and its head.
     *(
         linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90)
@@ -137,7 +129,7 @@ KERNELS = [
             (("", ""), {"residual_ptr": None, "new_residual_ptr": None}, 128, 128, 1),
             (("*bf16:16", "*bf16:16"), {}, 14000, 16384, 16),
         ]
-=======
+    ),
     *(
         Kernel(
             module="kernels.paged_attention",
@@ -168,7 +160,6 @@ KERNELS = [
         constants={**HEADS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "HEADS": 16},
         options=NO_FUSION,
         max_shared=2048,
->>>>>>> .merge_file_g6T9Ep
     ),
 ]
 
@@ -189,15 +180,14 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
     function = getattr(importlib.import_module(kernel.module), kernel.name)
     variables = [name for name in function.arg_names if name not in kernel.constants]
     types = dict(zip(variables, kernel.signature.split(), strict=True))
-<<<<<<< .merge_file_37xjId
     source = ASTSource(
         fn=function,
         signature={name: types.get(name, "constexpr").split(":")[0] for name in function.arg_names},
         constexprs={(function.arg_names.index(name),): value for name, value in kernel.constants.items()},
         attrs={
-            (function.arg_names.index(name),): [["tt.divisibility", 16]]
+            (function.arg_names.index(name),): [["tt.divisibility", 16]]  # pointers as torch allocates
             for name in variables
-            if types[name].endswith(":16")
+            if types[name].startswith("*") or types[name].endswith(":16")
         },
     )
     target = GPUTarget("cuda", compute_capability, 32)
@@ -207,26 +197,12 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
         cubin.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.run([tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True)
+    assert compute_capability != 90 or kernel.sm_90_instruction in compiled.asm["ptx"], f"{kernel} lacks it"
     stack = re.search(r"STACK:(\d+)", usage.stdout)
     assert stack
     return Compiled(
         shared=compiled.metadata.shared, stack=int(stack[1]), opcodes=re.findall(OPCODES, compiled.asm["ptx"])
     )
-=======
-    pointers = [index for index, name in enumerate(function.arg_names) if types.get(name, "").startswith("*")]
-    source = ASTSource(
-        fn=function,
-        signature={name: types.get(name, "constexpr") for name in function.arg_names},
-        constexprs={(function.arg_names.index(name),): value for name, value in kernel.constants.items()},
-        attrs={(index,): [["tt.divisibility", 16]] for index in pointers},  # as torch allocates
-    )
-    target = GPUTarget("cuda", compute_capability, 32)
-    compiled = triton.compile(source, target=target, options=dict(kernel.options))
-    assert compiled.asm["cubin"]
-    if compute_capability == 90:
-        assert kernel.sm_90_instruction in compiled.asm["ptx"], f"{kernel} lacks {kernel.sm_90_instruction}"
-    return int(compiled.metadata.shared)
->>>>>>> .merge_file_g6T9Ep
 
 
 if __name__ == "__main__":
