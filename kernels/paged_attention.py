@@ -2,7 +2,7 @@
 
 A program takes BLOCK_M packed rows, the query heads of one KV head times a tile's launch rows, so that keys and values
 are read once for all of them. Split form (decode and verification, after Flash-Decoding): a program sees the keys of
-one split, and a second kernel merges each row's own splits. Whole form (prompts): a program walks all keys of its tile.
+one split, and merge_splits.py puts each row's own together. Whole form (prompts): it walks all keys of its tile.
 
 A row's bits depend on its query and its visible keys alone. Keys sit at their absolute positions in blocks of BLOCK_N
 and in splits, so every product and every sum has the same shape wherever a row is; a block that only a neighbour needs
@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.merge_splits import LOG2_E, merge_splits, visible, with_sink
+
 BLOCK_M = 64  # packed rows of a tile: with 4 warps, what Hopper's wgmma takes, for one row as for many
 BLOCK_N = 64  # keys of a step
 SPLIT_KEYS = 512  # keys of a split; a multiple of BLOCK_N
-MERGED_SPLITS = 16  # splits that the second kernel reads at once; at absolute places, as blocks are
 STAGE_BYTES = 96 * 1024  # shared memory for keys and values on their way; sm_80 has 163 KB, the queries need some too
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,28 +66,6 @@ def _tanh(x):
     p = tl.fma(z, p, 1.33314422036e-1)
     p = tl.fma(z, p, -3.33332819422e-1)
     return tl.where(tl.abs(x) < 0.625, tl.fma(p * z, x, x), 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
-
-
-@triton.jit
-def _with_sink(maximum, total, sink):
-    """(what values are to be scaled by, sum) after one more logit that brings no value."""
-    larger = tl.maximum(maximum, sink)
-    alpha = tl.exp2(maximum - larger)
-    return alpha, tl.fma(total, alpha, tl.exp2(sink - larger))
-
-
-@triton.jit
-def _visible(position, last_key, WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """First and last key position that the row at `position` sees."""
-    first = position * 0
-    last = position
-    if WINDOW > 0:
-        first = tl.maximum(position - WINDOW + 1, 0)
-    if not IS_CAUSAL:
-        last = last * 0 + last_key
-        if WINDOW > 0:
-            last = tl.minimum(last, position + WINDOW - 1)
-    return first, last
 
 
 @triton.jit(
@@ -136,8 +114,8 @@ def attend_kernel(
     size = tl.load(sizes_ptr + tile)
     position = tl.load(positions_ptr + tile)
     last_key = tl.load(last_keys_ptr + tile)
-    first_seen, _ = _visible(position, last_key, WINDOW, IS_CAUSAL)
-    _, last_seen = _visible(position + size - 1, last_key, WINDOW, IS_CAUSAL)
+    first_seen, _ = visible(position, last_key, WINDOW, IS_CAUSAL)
+    _, last_seen = visible(position + size - 1, last_key, WINDOW, IS_CAUSAL)
     start, stop = first_seen // BLOCK_N * BLOCK_N, last_seen + 1
     if SPLIT_KEYS > 0:
         start, stop = tl.maximum(start, split * SPLIT_KEYS), tl.minimum(stop, (split + 1) * SPLIT_KEYS)
@@ -154,7 +132,7 @@ def attend_kernel(
     head = kv_head * GROUP + packed % GROUP
     is_row = row_in_tile < size
     # Places without a row see what the last row sees: were it nothing, they would divide zero by zero.
-    first, last = _visible(position + tl.minimum(row_in_tile, size - 1), last_key, WINDOW, IS_CAUSAL)
+    first, last = visible(position + tl.minimum(row_in_tile, size - 1), last_key, WINDOW, IS_CAUSAL)
     head_columns, value_columns = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
     is_head_column, is_value_column = head_columns < HEAD_DIM, value_columns < VALUE_DIM
     query = tl.load(
@@ -209,7 +187,7 @@ def attend_kernel(
     else:
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-            alpha, total = _with_sink(maximum, total, sink)
+            alpha, total = with_sink(maximum, total, sink)
             numerator *= alpha[:, None]
         numerator /= total[:, None]
     tl.store(
@@ -217,65 +195,6 @@ def attend_kernel(
         numerator.to(output_ptr.dtype.element_ty),
         mask=is_row[:, None] & is_value_column[None, :],
     )
-
-
-@triton.jit(
-    do_not_specialize=["num_splits"],
-    do_not_specialize_on_alignment=["rows_ptr", "sizes_ptr", "positions_ptr", "last_keys_ptr"],
-)
-def merge_kernel(
-    numerators_ptr,  # [num_rows, num_heads, num_splits, VALUE_DIM] float32
-    maxima_ptr,  # [num_rows, num_heads, num_splits] float32
-    sums_ptr,  # as maxima_ptr
-    output_ptr,  # [num_rows, num_heads, VALUE_DIM]
-    sinks_ptr,  # [num_heads] or None
-    rows_ptr,
-    sizes_ptr,
-    positions_ptr,
-    last_keys_ptr,
-    num_splits,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,  # >= VALUE_DIM
-    SPLIT_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    MERGED_SPLITS: tl.constexpr,
-):
-    """One row and head: its own splits, MERGED_SPLITS at a time, from the first key it sees to the last."""
-    tile, row_in_tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if row_in_tile >= tl.load(sizes_ptr + tile):
-        return
-    row = (tl.load(rows_ptr + tile) + row_in_tile).to(tl.int64) * tl.num_programs(2) + head
-    position = tl.load(positions_ptr + tile) + row_in_tile
-    first, last = _visible(position, tl.load(last_keys_ptr + tile), WINDOW, IS_CAUSAL)
-    first, last = first // SPLIT_KEYS, last // SPLIT_KEYS
-    columns = tl.arange(0, VALUE_BLOCK)
-    is_column = columns < VALUE_DIM
-    maximum = float("-inf")
-    total = 0.0
-    numerator = tl.zeros((VALUE_BLOCK,), tl.float32)
-    for chunk in range(first // MERGED_SPLITS * MERGED_SPLITS, last + 1, MERGED_SPLITS):
-        split = chunk + tl.arange(0, MERGED_SPLITS)
-        is_own = (split >= first) & (split <= last)
-        entry = row * num_splits + split
-        maxima = tl.load(maxima_ptr + entry, mask=is_own, other=float("-inf"))
-        sums = tl.load(sums_ptr + entry, mask=is_own, other=0.0)
-        numerators = tl.load(
-            numerators_ptr + entry[:, None] * VALUE_DIM + columns[None, :],
-            mask=is_own[:, None] & is_column[None, :],
-            other=0.0,
-        )
-        larger = tl.maximum(maximum, tl.max(maxima, axis=0))  # finite: a row sees something of each of its splits
-        alpha = tl.exp2(maximum - larger)
-        weights = tl.exp2(maxima - larger)
-        total = tl.fma(total, alpha, tl.sum(weights * sums, axis=0))
-        numerator = numerator * alpha + tl.sum(weights[:, None] * numerators, axis=0)
-        maximum = larger
-    if sinks_ptr is not None:
-        alpha, total = _with_sink(maximum, total, tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E)
-        numerator *= alpha
-    output = (numerator / total).to(output_ptr.dtype.element_ty)
-    tl.store(output_ptr + row * VALUE_DIM + columns, output, mask=is_column)
 
 
 def paged_attention(
@@ -343,19 +262,7 @@ def paged_attention(
         **launch_options(head_block + value_block, query.element_size()),
     )
     if is_split:
-        merge_kernel[(num_tiles, segments.max_tile_size, num_heads)](
-            attended,
-            maxima,
-            sums,
-            output,
-            sinks,
-            *tiles,
-            num_splits,
-            MERGED_SPLITS=MERGED_SPLITS,
-            **seen,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+        merge_splits(attended, maxima, sums, output, sinks, *tiles, segments.max_tile_size, **seen)
     return output
 
 

@@ -146,7 +146,7 @@ KERNELS = [
         )
     ),
     Kernel(
-        module="kernels.paged_attention",
+        module="kernels.merge_splits",
         name="merge_kernel",
         signature="*fp32 *fp32 *fp32 *bf16 *i32 *i32 *i32 *i32 i32",
         constants={**SEEN, "SPLIT_KEYS": 512, "MERGED_SPLITS": 16, "sinks_ptr": None},

@@ -13,6 +13,7 @@ from torch import Tensor
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 triton_ops = pytest.importorskip("kernels.paged_attention")
+merge_splits = pytest.importorskip("kernels.merge_splits")
 
 NO_BRANCH = 2**31 - 1
 BLOCK_SIZE = 4  # of the caches here
@@ -88,7 +89,7 @@ def _products_of_fixed_order(kernel_device: torch.device, monkeypatch: pytest.Mo
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 keys and merges of two splits: short contexts cross borders of every kind."""
     monkeypatch.setattr(triton_ops, "BLOCK_N", 16)
-    monkeypatch.setattr(triton_ops, "MERGED_SPLITS", 2)
+    monkeypatch.setattr(merge_splits, "MERGED_SPLITS", 2)
 
 
 def in_order(num_positions: int, first_block: int = 0, seed: int | None = None) -> list[int]:
@@ -99,9 +100,7 @@ def in_order(num_positions: int, first_block: int = 0, seed: int | None = None) 
     return [int(blocks[p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE for p in range(num_positions)]
 
 
-def launch(
-    model: Model, rows: Sequence[Rows], max_context: int, device: torch.device, num_padding: int = 0
-) -> dict[str, Any]:
+def launch(model: Model, rows: Sequence[Rows], max_context: int, device: torch.device, num_padding: int = 0) -> Any:
     """PagedSegments of rows that follow one another in the launch."""
     step = triton_ops.rows_per_tile(model.num_heads, model.num_kv_heads)
     tiles, launch_row = [], 0
@@ -124,11 +123,8 @@ def launch(
     tensors = dict(zip(names, columns.unbind(), strict=True))
     tensors |= {"block_tables": tables, "branch_starts": starts, "branch_slots": apart}
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
-    return {
-        "segments": triton_ops.PagedSegments(
-            **on_device, max_context=max_context, max_tile_size=max(size for _, _, size, *_ in tiles)
-        )
-    }
+    max_tile_size = max(size for _, _, size, *_ in tiles)
+    return triton_ops.PagedSegments(**on_device, max_context=max_context, max_tile_size=max_tile_size)
 
 
 def run(model: Model, rows: Sequence[Rows], queries: Tensor, cache: Tensor, device: torch.device, **how: Any) -> Tensor:
@@ -139,7 +135,7 @@ def run(model: Model, rows: Sequence[Rows], queries: Tensor, cache: Tensor, devi
     qkv = torch.cat((queries.flatten(1), torch.full((len(queries), 48), torch.nan, dtype=queries.dtype)), dim=1)
     query = qkv.to(device)[:, :-48].view(queries.shape)
     keys = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in model.keys().items()}
-    out = triton_ops.paged_attention(query, cache.to(device), **segments, split_keys=split_keys, **keys)
+    out = triton_ops.paged_attention(query, cache.to(device), segments, split_keys=split_keys, **keys)
     assert out.dtype == queries.dtype
     return out.cpu()
 
