@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.reference.sampling import EXP2_COEFFICIENTS, LOG2_E
 
-BLOCK = 4096  # tokens that a program looks at together
+BLOCK = 2048  # tokens that a program looks at together
 NUM_WARPS = 16
 NUM_THRESHOLDS: tl.constexpr = tl.constexpr(8)  # measured in one pass of the search; even
 _LOG2_E: tl.constexpr = tl.constexpr(LOG2_E)

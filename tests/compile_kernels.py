@@ -20,13 +20,15 @@ class Kernel:
     module: str
     name: str
     signature: str  # Triton's types of the arguments that are not constants, in order
-    constants: Mapping[str, int] = field(default_factory=dict)  # the constexpr arguments, which come last
+    constants: Mapping[str, int | None] = field(default_factory=dict)  # constexpr arguments, and pointers that are None
+    num_warps: int = 4
     max_shared: int = 0  # bytes of shared memory a program may take
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}({self.signature}, {dict(self.constants)})"
 
 
+GREEDY_HAS_NO = ("seeds_ptr", "draft_steps_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr")
 KERNELS = [
     Kernel(
         module="kernels.ngram_match",
@@ -51,6 +53,35 @@ KERNELS = [
         )
         for dtype in ("bf16", "fp16", "fp32")
     ),
+    Kernel(
+        module="kernels.row_laws",
+        name="row_laws_kernel",
+        signature="*i64 *fp32 *fp32 *i64 *fp32 *i64 *i1 *fp32 *fp32 *i64 *fp64 i32 i32",
+        constants={"BLOCK": 2048},
+        num_warps=16,
+        max_shared=8192,
+    ),
+    *(
+        Kernel(
+            module="kernels.sampling",
+            name="draw_kernel",
+            signature=signature,
+            constants={"BLOCK": 4096, **dict.fromkeys(absent)},
+            num_warps=8,
+            max_shared=8192,
+        )
+        for signature, absent in (
+            ("*i64 *fp32 *i64 *i64 *i64 *i1 *fp32 *fp32 i32 i32 i32", ()),
+            ("*i64 *fp32 *i64 i32 i32 i32", GREEDY_HAS_NO),
+        )
+    ),
+    Kernel(
+        module="kernels.sampling",
+        name="best_token_kernel",
+        signature="*i64 *i64 *i64 i32",
+        constants={"SPLITS": 32},
+        max_shared=1024,
+    ),
 ]
 
 
@@ -64,13 +95,15 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> int:
     from triton.compiler import ASTSource
 
     function = getattr(importlib.import_module(kernel.module), kernel.name)
-    types = [*kernel.signature.split(), *["constexpr"] * len(kernel.constants)]
+    variables = [name for name in function.arg_names if name not in kernel.constants]
     source = ASTSource(
         fn=function,
-        signature=dict(zip(function.arg_names, types, strict=True)),
+        signature=dict.fromkeys(function.arg_names, "constexpr")
+        | dict(zip(variables, kernel.signature.split(), strict=True)),
         constexprs={(function.arg_names.index(name),): value for name, value in kernel.constants.items()},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", compute_capability, 32))
+    options = {"num_warps": kernel.num_warps}
+    compiled = triton.compile(source, target=GPUTarget("cuda", compute_capability, 32), options=options)
     assert compiled.asm["cubin"]
     return int(compiled.metadata.shared)
 
