@@ -1,9 +1,9 @@
 """Counter-based noise inside Triton kernels; kernels/reference/philox.py is the definition, tl.philox the generator.
 
-Words are the reference's, bit for bit. A uniform variate is the reference's float64. A Gumbel variate is made in float32
-by additions, multiplications and divisions that every machine rounds alike, so launch kernels that use it with
-`enable_fp_fusion=False`: otherwise the compiler may fuse one kernel's operations and not another's, and a token's noise would
-depend on which kernel the batch needed. It is within 2**-22 * max(1, |g|) of the float64 formula, and always finite.
+Words are the reference's, bit for bit. A uniform variate is the reference's float64. A Gumbel variate is made in
+float32 by additions, multiplications and divisions that every machine rounds alike, so launch kernels that use it with
+`enable_fp_fusion=False`: otherwise the compiler may fuse one kernel's operations and not another's, and a token's noise
+would depend on which kernel the batch needed. It is within 2**-22 * max(1, |g|) of the float64 formula, always finite.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

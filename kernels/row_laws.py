@@ -186,9 +186,7 @@ def row_laws_kernel(
                 top_k = tl.load(top_k_ptr + row)
                 if (top_k > 0) & (top_k < vocab_size):
                     # What min_p has dropped lies below the rest, so it changes the k-th value only where that is lower.
-                    kth = largest_reaching(
-                        row_ptr, vocab_size, temperature, maximum, nothing, top_k, False, BLOCK
-                    )
+                    kth = largest_reaching(row_ptr, vocab_size, temperature, maximum, nothing, top_k, False, BLOCK)
                     cut = tl.maximum(cut, kth)
             if top_p_ptr is not None:
                 top_p = tl.load(top_p_ptr + row)
@@ -204,6 +202,12 @@ def row_laws_kernel(
         tl.store(cuts_ptr + row, cut)
 
 
+def check_rows(rows: Tensor, *values: Tensor | None) -> None:
+    """The kernels read tokens of a row, and one value a row, side by side."""
+    assert rows.stride(1) == 1, "tokens side by side"
+    assert all(value is None or value.is_contiguous() for value in values), "one value a row, side by side"
+
+
 def row_laws(
     logits: Tensor,  # [num_rows, vocab] float32, rows any distance apart
     positions: Tensor,  # [num_rows] int64; negative: padding
@@ -216,8 +220,9 @@ def row_laws(
     need_mass: bool = True,
 ) -> RowLaws:
     """The laws of the rows. Without need_mass, masses are not computed: what is there means nothing."""
+    check_rows(logits, positions, is_greedy, temperatures, min_p, top_k, top_p)
     num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1 and vocab_size <= 1 << 18, "tokens side by side, few enough for fixed-point mass"
+    assert vocab_size <= 1 << 18, "fixed-point mass of more tokens may overflow"
     integers = torch.empty(2, num_rows, dtype=torch.int64, device=logits.device)
     floats = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
     laws = RowLaws(argmax=integers[0], maxima=floats[0], cuts=floats[1], masses=integers[1])

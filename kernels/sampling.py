@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.philox import gumbel_block
-from kernels.row_laws import RowLaws, load_logits, ranks_of, row_laws, token_of
+from kernels.row_laws import RowLaws, check_rows, load_logits, ranks_of, row_laws, token_of
 
 BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8
@@ -126,7 +126,7 @@ def _best_tokens(
     laws: RowLaws | None,
     stream: int,
 ) -> Tensor:
-    assert logits.stride(1) == 1, "tokens side by side"
+    check_rows(logits, positions, seeds, draft_steps, is_greedy, temperatures)
     num_rows, vocab_size = logits.shape
     num_splits = triton.cdiv(vocab_size, BLOCK)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

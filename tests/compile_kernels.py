@@ -82,6 +82,35 @@ KERNELS = [
         constants={"SPLITS": 32},
         max_shared=1024,
     ),
+    Kernel(
+        module="kernels.rejection",
+        name="verify_sampled_kernel",
+        signature="*i64 *i64 *i64 *i64 *i64 *i32 *i64 *i64 *fp64 i32",
+        constants={"PLACES": 32},
+        num_warps=1,
+    ),
+    Kernel(
+        module="kernels.probabilistic_rejection",
+        name="judge_kernel",
+        signature="*i64 *i64 *i64 *fp32 *fp32 *i64 *i32 *i64 *i64 *i1 *fp32 *i64 *fp32 *fp32 *i64 i32 i32 i32",
+        constants={"PLACES": 32},
+        num_warps=1,
+    ),
+    Kernel(
+        module="kernels.probabilistic_rejection",
+        name="recover_kernel",
+        signature="*i64 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 *i64 *i1 *fp32 *fp32 *fp32 *i64 i32 i32 i32",
+        constants={"BLOCK": 4096},
+        num_warps=8,
+        max_shared=8192,
+    ),
+    Kernel(
+        module="kernels.probabilistic_rejection",
+        name="recovered_token_kernel",
+        signature="*i64 *i64 *i32 *i64 *i64 *i1 i32 i32",
+        constants={"SPLITS": 32},
+        num_warps=1,
+    ),
 ]
 
 
