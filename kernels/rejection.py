@@ -1,9 +1,9 @@
-"""Verification of ragged chains of drafts against sampled tokens: verifier/rules.py's Strict and Synthetic in one launch.
+"""Ragged chains of drafts against sampled tokens: verifier/rules.py's Strict and Synthetic in one launch.
 
-Request b has draft slots cu[b] .. cu[b + 1] - 1 and logits rows cu[b] + b .. cu[b + 1] + b: the pending token's, then one
-behind each draft. Everything that changes from step to step is read from device tensors. A draft id of -1 is no token:
-never accepted, and what follows it is not reached. A request whose first row has a negative position (target token -1)
-is padding: its tokens are -1 and its counts 0. Definitions: kernels/reference/rejection.py.
+Request b has draft slots cu[b] .. cu[b + 1] - 1 and logits rows cu[b] + b .. cu[b + 1] + b: the pending token's, then
+one behind each draft. Everything that changes from step to step is read from device tensors. A draft id of -1 is no
+token: never accepted, and what follows it is not reached. A request whose first row has a negative position (target
+token -1) is padding: its tokens are -1 and its counts 0. Definitions: kernels/reference/rejection.py.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -1,10 +1,10 @@
 """What of its row each law keeps: argmax, maximum, cut and mass of logits rows, a program a row.
 
-The law of a row is the softmax of logits / temperature over the values >= cut, where the cut stands for min_p, top_k and
-top_p in that order (kernels/reference/sampling.py). Nothing is sorted: a cut is the largest float32 value for which
-enough tokens, or enough mass, lie at or above it, and a k-ary search over float32's order-preserving integer image finds
-it. Tokens are counted and mass is added up in integers, so no order of summation can move a cut: kept sets and masses
-are the reference's bit for bit.
+The law of a row is the softmax of logits / temperature over the values >= cut, where the cut stands for min_p, top_k
+and top_p in that order (kernels/reference/sampling.py). Nothing is sorted: a cut is the largest float32 value for which
+enough tokens, or enough mass, lie at or above it, and a k-ary search over float32's order-preserving integer image
+finds it. Tokens are counted and mass is added up in integers, so no order of summation can move a cut: kept sets and
+masses are the reference's bit for bit.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -222,7 +222,7 @@ def row_laws(
     """The laws of the rows. Without need_mass, masses are not computed: what is there means nothing."""
     check_rows(logits, positions, is_greedy, temperatures, min_p, top_k, top_p)
     num_rows, vocab_size = logits.shape
-    assert vocab_size <= 1 << 18, "fixed-point mass of more tokens may overflow"
+    assert vocab_size < 1 << 19, "fixed-point mass of more tokens may overflow"
     integers = torch.empty(2, num_rows, dtype=torch.int64, device=logits.device)
     floats = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
     laws = RowLaws(argmax=integers[0], maxima=floats[0], cuts=floats[1], masses=integers[1])

@@ -1,9 +1,9 @@
 """A token for each logits row: the argmax, or the Gumbel-max draw from the row's law.
 
-The vocabulary is cut among programs that each leave their best token, ranked by (score, lowest id) in one integer; a second
-launch takes the best of a row. Every score depends on its row and token alone and the largest integer is the same in any
-order, so neither the rows beside a row nor the way the vocabulary is cut can move a token. Rows that cut their law
-(min_p, top_k, top_p) take the cut from kernels/row_laws.py. Follows kernels/reference/sampling.py.
+The vocabulary is cut among programs that each leave their best token, ranked by (score, lowest id) in one integer; a
+second launch takes the best of a row. Every score depends on its row and token alone and the largest integer is the
+same in any order, so neither the rows beside a row nor the way the vocabulary is cut can move a token. Rows that cut
+their law (min_p, top_k, top_p) take the cut from kernels/row_laws.py. Follows kernels/reference/sampling.py.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

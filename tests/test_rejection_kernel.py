@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.reference.sampling import fixed_point_weights, greedy_argmax
 from runner.engine.request import DraftTokens, VerifyOutput
-from runner.engine.sampling import SamplingRows, process_logits, sample_tokens
+from runner.engine.sampling import SamplingRows, sample_tokens
 from verifier.rejection_sampler import RejectionSampler
 
 triton_ops = pytest.importorskip("kernels.rejection")

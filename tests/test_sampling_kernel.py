@@ -100,8 +100,7 @@ def test_cuts_keep_what_the_reference_keeps(
 
 
 def test_cuts_find_their_way_in_rows_made_to_mislead_the_search(kernel_device: torch.device) -> None:
-    """Signed zeros, one survivor, equal logits, values of every magnitude, neighbours in float32, a vocabulary of one tile
-    and a bit."""
+    """Signed zeros, one survivor, equal logits, values of every magnitude, neighbours in float32; a tile and a bit."""
     vocab_size = 150
     octaves = 2.0 ** -torch.arange(0.0, vocab_size // 2)
     neighbours = (torch.tensor(1.0).view(torch.int32) + torch.arange(vocab_size, dtype=torch.int32)).view(torch.float32)

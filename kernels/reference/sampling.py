@@ -141,7 +141,7 @@ def fixed_point_weights(logits: Tensor, maxima: Tensor) -> Tensor:
 
     Integers add up to the same mass in any order, and the exponential is made of integers too, so every backend has
     its very bits: relative error below 2**-25 (the distance is cut at 2**-26), then rounded down; 0 from a
-    distance of 30.5 on. 2**18 entries of weight 1 do not overflow.
+    distance of 30.5 on. Fewer than 2**19 entries cannot overflow.
     """
     distances = (maxima - logits).clamp_(max=_FARTHEST)
     # 5.26 times 1.31: exp(-d) = 2**-(exponent + fraction), and the polynomial in 1 - fraction is 2**(1 - fraction) - 1.
