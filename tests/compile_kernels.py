@@ -72,6 +72,8 @@ ATTEND = HEADS | SEEN | {"GROUP": 4, "HEAD_BLOCK": 128, "BLOCK_SIZE": 16, "SOFTC
 ATTEND |= {"BLOCK_M": 64, "BLOCK_N": 64, "sinks_ptr": None}
 NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
 
+GREEDY_HAS_NO = ("seeds_ptr", "draft_steps_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr")
+
 KERNELS = [
     Kernel(
         module="kernels.ngram_match",
@@ -160,6 +162,64 @@ KERNELS = [
         constants={**HEADS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "HEADS": 16},
         options=NO_FUSION,
         max_shared=2048,
+    ),
+    Kernel(
+        module="kernels.row_laws",
+        name="row_laws_kernel",
+        signature="*i64 *fp32 *fp32 *i64 *fp32 *i64 *i1 *fp32 *fp32 *i64 *fp64 i32 i32",
+        constants={"BLOCK": 2048},
+        options={"num_warps": 16},
+        max_shared=8192,
+    ),
+    *(
+        Kernel(
+            module="kernels.sampling",
+            name="draw_kernel",
+            signature=signature,
+            constants={"BLOCK": 4096, **dict.fromkeys(absent)},
+            options={"num_warps": 8},
+            max_shared=8192,
+        )
+        for signature, absent in (
+            ("*i64 *fp32 *i64 *i64 *i64 *i1 *fp32 *fp32 i32 i32 i32", ()),
+            ("*i64 *fp32 *i64 i32 i32 i32", GREEDY_HAS_NO),
+        )
+    ),
+    Kernel(
+        module="kernels.sampling",
+        name="best_token_kernel",
+        signature="*i64 *i64 *i64 i32",
+        constants={"SPLITS": 32},
+        max_shared=1024,
+    ),
+    Kernel(
+        module="kernels.rejection",
+        name="verify_sampled_kernel",
+        signature="*i64 *i64 *i64 *i64 *i64 *i32 *i64 *i64 *fp64 i32",
+        constants={"PLACES": 32},
+        options={"num_warps": 1},
+    ),
+    Kernel(
+        module="kernels.probabilistic_rejection",
+        name="judge_kernel",
+        signature="*i64 *i64 *i64 *fp32 *fp32 *i64 *i32 *i64 *i64 *i1 *fp32 *i64 *fp32 *fp32 *i64 i32 i32 i32",
+        constants={"PLACES": 32},
+        options={"num_warps": 1},
+    ),
+    Kernel(
+        module="kernels.probabilistic_rejection",
+        name="recover_kernel",
+        signature="*i64 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 *i64 *i1 *fp32 *fp32 *fp32 *i64 i32 i32 i32",
+        constants={"BLOCK": 4096},
+        options={"num_warps": 8},
+        max_shared=8192,
+    ),
+    Kernel(
+        module="kernels.probabilistic_rejection",
+        name="recovered_token_kernel",
+        signature="*i64 *i64 *i32 *i64 *i64 *i1 i32 i32",
+        constants={"SPLITS": 32},
+        options={"num_warps": 1},
     ),
 ]
 

@@ -97,14 +97,42 @@ def test_min_p_drops_tokens_less_likely_than_a_share_of_the_likeliest(logits: li
     assert kept == [ratio >= min_p for ratio in ratios]
 
 
-def test_top_p_counts_mass_in_float64() -> None:
-    """A head of 0.9 and 100,000 tails of about 1e-9: beside the head float32 cannot tell 60 of them from none."""
+def test_top_p_counts_masses_that_float32_cannot_tell_apart() -> None:
+    """A head of 0.9 and 100,000 tails of about 1e-9: beside the head float32 cannot tell 60 of them from none.
+
+    A weight is good to 2**-25 of itself, so the line lies within a few tails of where exact arithmetic draws it.
+    """
     tail = math.log(1e-9) - torch.arange(100_000) * 2.0**-18  # no ties
     logits = torch.cat([torch.tensor([math.log(0.9)]), tail]).unsqueeze(0)
     weights = logits[0].double().exp()
     top_p = (0.9 + 4e-5) / float(weights.sum())
     kept = ops.apply_top_p(logits, torch.tensor([top_p], dtype=torch.float64))[0].isfinite().sum()
-    assert int(kept) == int((weights.cumsum(0) < top_p * weights.sum()).sum()) + 1
+    assert abs(int(kept) - int((weights.cumsum(0) < top_p * weights.sum()).sum()) - 1) <= 4
+
+
+def test_fixed_point_weights_are_the_exponential_to_the_stated_precision() -> None:
+    distances = torch.cat([torch.zeros(1), torch.logspace(-9, 1.7, 100_000), torch.linspace(0, 40, 100_000)])
+    weights = ops.fixed_point_weights(-distances.unsqueeze(0), torch.zeros(1, 1))[0]
+    exact = (-distances.double()).exp() * 2.0**44
+    assert bool(((weights.double() - exact).abs() <= exact * 2.0**-25 + 1).all())
+    assert int(weights.max()) <= 2**44 and not weights[distances >= 30.5].any()
+    shifted = ops.fixed_point_weights(torch.tensor([[NEG_INF, 8.0, 7.0, 1e30]]), torch.tensor([[8.0]]))[0]
+    assert shifted[0] == 0 and torch.equal(shifted[1:3], ops.fixed_point_weights(-torch.arange(2.0), torch.zeros(1)))
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_no_order_of_summation_moves_the_top_p_cut(seed: int) -> None:
+    """The largest threshold reached, found among the row's own values by sums over the row as it is shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    row = (torch.randn(200, generator=generator) * 3).round(decimals=1)
+    top_p = float(torch.rand(1, generator=generator, dtype=torch.float64))
+    kept = ops.apply_top_p(row.unsqueeze(0), torch.tensor([top_p], dtype=torch.float64))[0].isfinite()
+    weights = ops.fixed_point_weights(row.unsqueeze(0), row.max().view(1, 1))[0]
+    order = torch.randperm(200, generator=generator)
+    needed = max(1, math.ceil(top_p * float(weights.sum())))
+    reached = [t for t in row[order].tolist() if int(weights[order][row[order] >= t].sum()) >= needed]
+    assert torch.equal(kept, row >= max(reached))
 
 
 def test_cut_offs_apply_in_order_min_p_top_k_top_p() -> None:

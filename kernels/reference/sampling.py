@@ -1,8 +1,8 @@
 """Sampling operations on logits rows: the definition of every processor, and the Gumbel-max draw.
 
 All take and return float32 [num_rows, vocab] without changing their input; a masked token has logit -inf.
-Each row's bits depend on that row alone: sums that decide something run in one fixed order in float64, and a value
-that switches a processor off for a row (penalty 0, repetition 1, min_p 0, top_k 0, top_p 1) leaves the row's bits.
+Each row's bits depend on that row alone: sums that decide something are sums of integers, and a value that
+switches a processor off for a row (penalty 0, repetition 1, min_p 0, top_k 0, top_p 1) leaves the row's bits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from torch import Tensor
 from kernels.reference.philox import gumbel, row_slabs
 
 _NEG_INF = float("-inf")
+_FARTHEST = 32.0 - 2.0**-19  # the last float32 distance that fits 31 bits in units of 2**-26; its weight is 0
+_MASK31 = 0x7FFFFFFF
+LOG2_E = 3098164009  # in units of 2**-31
+# 2**x - 1 on [0, 1] is about x * (c0 + c1 * x + ...), in units of 2**-32, to 5.3e-9; at 1 it stays below 1.
+EXP2_COEFFICIENTS = (2977044430, 1031767986, 238353606, 41455862, 5451244, 894123)
 
 
 def apply_logit_bias(logits: Tensor, row_idx: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
@@ -98,7 +103,9 @@ def apply_penalties(
 
 def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """Drops tokens less likely than min_p [num_rows] float32 times the likeliest: logit < max + log(min_p)."""
-    threshold = logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
+    # The logarithm in float64, then rounded: libraries differ in the last bit of a float32 one.
+    log_min_p = min_p.to(torch.float64).log().to(torch.float32)
+    threshold = logits.amax(dim=-1, keepdim=True) + log_min_p.unsqueeze(1)
     return logits.masked_fill(logits < threshold, _NEG_INF)
 
 
@@ -117,15 +124,34 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keeps all tokens with p >= t, t the largest probability for which the kept mass reaches top_p [num_rows] float64.
 
     The law is the softmax of the logits as they come, that is after min_p and top_k; ties at t are kept together.
+    Mass is counted in fixed_point_weights: it reaches top_p when it is at least ceil(top_p * total), one float64
+    product, and at least 1, so a token of weight 0 is never needed.
     """
     ordered = logits.sort(dim=-1, descending=True).values
-    ordered64 = ordered.to(torch.float64)
-    weights = (ordered64 - ordered64[:, :1]).exp_()
-    # Sorted, then summed one by one: the order of the sum depends on the row's values only.
-    mass = weights.cumsum(dim=-1)
-    num_below = (mass < top_p.unsqueeze(1) * mass[:, -1:]).sum(dim=-1, keepdim=True)
+    mass = fixed_point_weights(ordered, ordered[:, :1]).cumsum(dim=-1)
+    total = mass[:, -1:]
+    needed = (top_p.unsqueeze(1) * total.to(torch.float64)).ceil_().to(torch.int64)
+    num_below = (mass < needed.clamp_(min=1).minimum(total)).sum(dim=-1, keepdim=True)
     threshold = ordered.gather(1, num_below.clamp(max=logits.shape[-1] - 1))
     return logits.masked_fill((logits < threshold) & (top_p < 1.0).unsqueeze(1), _NEG_INF)
+
+
+def fixed_point_weights(logits: Tensor, maxima: Tensor) -> Tensor:
+    """exp(logits - maxima) in units of 2**-44, int64; float32 logits [num_rows, vocab], maxima [num_rows, 1].
+
+    Integers add up to the same mass in any order, and the exponential is made of integers too, so every backend has
+    its very bits: relative error below 2**-25 (the distance is cut at 2**-26), then rounded down; 0 from a
+    distance of 30.5 on. Fewer than 2**19 entries cannot overflow.
+    """
+    distances = (maxima - logits).clamp_(max=_FARTHEST)
+    # 5.26 times 1.31: exp(-d) = 2**-(exponent + fraction), and the polynomial in 1 - fraction is 2**(1 - fraction) - 1.
+    products = distances.mul_(2.0**26).to(torch.int64).mul_(LOG2_E)
+    exponents = products >> 57
+    rest = products.bitwise_right_shift_(26).bitwise_and_(_MASK31).neg_().add_(_MASK31)
+    power = rest * EXP2_COEFFICIENTS[-1] >> 31
+    for coefficient in EXP2_COEFFICIENTS[-2::-1]:
+        power.add_(coefficient).mul_(rest).bitwise_right_shift_(31)
+    return power.add_(1 << 32).bitwise_left_shift_(11).bitwise_right_shift_(exponents)
 
 
 def greedy_argmax(logits: Tensor) -> Tensor:

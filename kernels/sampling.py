@@ -1,0 +1,155 @@
+"""A token for each logits row: the argmax, or the Gumbel-max draw from the row's law.
+
+The vocabulary is cut among programs that each leave their best token, ranked by (score, lowest id) in one integer; a
+second launch takes the best of a row. Every score depends on its row and token alone and the largest integer is the
+same in any order, so neither the rows beside a row nor the way the vocabulary is cut can move a token. Rows that cut
+their law (min_p, top_k, top_p) take the cut from kernels/row_laws.py. Follows kernels/reference/sampling.py.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.philox import gumbel_block
+from kernels.row_laws import RowLaws, check_rows, load_logits, ranks_of, row_laws, token_of
+
+BLOCK = 4096  # tokens of a program
+NUM_WARPS = 8
+
+
+@triton.jit
+def draw_kernel(
+    ranks_ptr,  # [num_rows, num_splits] int64
+    logits_ptr,  # [num_rows, vocab_size], rows row_stride apart
+    positions_ptr,  # [num_rows] int64
+    seeds_ptr,  # [num_rows] int64, or None: all rows are greedy
+    draft_steps_ptr,  # [num_rows] int64, or None: 0
+    is_greedy_ptr,  # [num_rows] bool, or None: no row is
+    temperatures_ptr,  # [num_rows] float32, or None: 1
+    cuts_ptr,  # [num_rows] float32, or None: no row has one
+    row_stride,
+    vocab_size,
+    stream,
+    BLOCK: tl.constexpr,
+):
+    """ranks[row, split] = the best of BLOCK tokens."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions_ptr + row)
+    if position >= 0:
+        tokens = split * BLOCK + tl.arange(0, BLOCK)
+        scores = load_logits(logits_ptr + row * row_stride, tokens, vocab_size)
+        if seeds_ptr is not None:
+            is_random = True
+            if is_greedy_ptr is not None:
+                is_random = tl.load(is_greedy_ptr + row) == 0
+            if is_random:
+                if temperatures_ptr is not None:
+                    scores = tl.div_rn(scores, tl.load(temperatures_ptr + row))
+                if cuts_ptr is not None:
+                    scores = tl.where(scores >= tl.load(cuts_ptr + row), scores, float("-inf"))
+                draft_step = tl.zeros((), dtype=tl.int64)
+                if draft_steps_ptr is not None:
+                    draft_step = tl.load(draft_steps_ptr + row)
+                seed = tl.load(seeds_ptr + row)
+                scores += gumbel_block(seed, position, stream, draft_step, split * BLOCK, BLOCK)
+        best = tl.max(ranks_of(scores, tokens, vocab_size), axis=0)
+        tl.store(ranks_ptr + row * tl.num_programs(1) + split, best)
+
+
+@triton.jit
+def best_token_kernel(
+    token_ids_ptr,  # [num_rows] int64
+    ranks_ptr,  # [num_rows, num_splits] int64
+    positions_ptr,  # [num_rows] int64
+    num_splits,
+    SPLITS: tl.constexpr,  # >= num_splits
+):
+    """The best token of each row; -1 for padding."""
+    row = tl.program_id(0).to(tl.int64)
+    token_id = tl.full((), -1, dtype=tl.int64)
+    if tl.load(positions_ptr + row) >= 0:
+        splits = tl.arange(0, SPLITS)
+        ranks = tl.load(ranks_ptr + row * num_splits + splits, mask=splits < num_splits, other=-0x7FFFFFFFFFFFFFFF)
+        token_id = token_of(tl.max(ranks, axis=0))
+    tl.store(token_ids_ptr + row, token_id)
+
+
+def sample(
+    logits: Tensor,  # [num_rows, vocab] float32, rows any distance apart
+    seeds: Tensor,  # [num_rows] int64
+    positions: Tensor,  # [num_rows] int64; negative: padding
+    *,
+    stream: int,
+    draft_steps: Tensor | None = None,  # [num_rows] int64; None = 0
+    is_greedy: Tensor | None = None,  # [num_rows] bool: argmax of the logits as they are; None = no row
+    temperatures: Tensor | None = None,  # [num_rows] float32
+    min_p: Tensor | None = None,  # [num_rows] float32; 0: no cut
+    top_k: Tensor | None = None,  # [num_rows] int64; <= 0 or >= vocab: no cut
+    top_p: Tensor | None = None,  # [num_rows] float64; 1: no cut
+) -> Tensor:
+    """Token ids [num_rows] int64, -1 for padding: gumbel_argmax of the rows as process_logits cuts them.
+
+    A parameter that is None costs nothing; one that is off for a row leaves that row's token.
+    """
+    laws = None
+    if min_p is not None or top_k is not None or top_p is not None:
+        laws = row_laws(
+            logits,
+            positions,
+            is_greedy=is_greedy,
+            temperatures=temperatures,
+            min_p=min_p,
+            top_k=top_k,
+            top_p=top_p,
+            need_mass=False,
+        )
+    return _best_tokens(logits, positions, seeds, draft_steps, is_greedy, temperatures, laws, stream)
+
+
+def greedy(logits: Tensor, positions: Tensor) -> Tensor:
+    """argmax of each row, ties to the lowest id, -1 for padding, [num_rows] int64; arguments as `sample` has them."""
+    return _best_tokens(logits, positions, None, None, None, None, None, 0)
+
+
+def _best_tokens(
+    logits: Tensor,
+    positions: Tensor,
+    seeds: Tensor | None,
+    draft_steps: Tensor | None,
+    is_greedy: Tensor | None,
+    temperatures: Tensor | None,
+    laws: RowLaws | None,
+    stream: int,
+) -> Tensor:
+    check_rows(logits, positions, seeds, draft_steps, is_greedy, temperatures)
+    num_rows, vocab_size = logits.shape
+    num_splits = triton.cdiv(vocab_size, BLOCK)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return token_ids
+    ranks = torch.empty(num_rows, num_splits, dtype=torch.int64, device=logits.device)
+    draw_kernel[(num_rows, num_splits)](
+        ranks,
+        logits,
+        positions,
+        seeds,
+        draft_steps,
+        is_greedy,
+        temperatures,
+        None if laws is None else laws.cuts,
+        logits.stride(0),
+        vocab_size,
+        int(stream),
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    best_token_kernel[(num_rows,)](
+        token_ids, ranks, positions, num_splits, SPLITS=triton.next_power_of_2(num_splits), num_warps=1
+    )
+    return token_ids
