@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.reference.sampling import fixed_point_weights, greedy_argmax
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows, sample_tokens
+from tests.sampling_for_tests import assert_follows
 from verifier.rejection_sampler import RejectionSampler
 
 triton_ops = pytest.importorskip("kernels.rejection")
@@ -177,3 +178,31 @@ def test_a_request_gets_what_it_gets_alone(kernel_device: torch.device) -> None:
         for b in (1, 2):
             alone = verify(b, b + 1)
             assert all(torch.equal(one[0], all_[b]) for one, all_ in zip(alone, together, strict=True))
+
+
+def first_tokens(num_requests: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first token of requests that differ in their seed and in the draft drawn for them, and the target's law."""
+    generator = torch.Generator().manual_seed(3)
+    logits, guess = torch.randn(2, 9, generator=generator) * 1.5
+    q = guess.softmax(dim=-1)
+    drafts = torch.multinomial(q, num_requests, replacement=True, generator=generator)
+    rows = logits.expand(2 * num_requests, 9).to(device)
+    positions = torch.tensor([4, 5], device=device).repeat(num_requests)
+    verified = probabilistic_ops.verify_probabilistic(
+        rows,
+        laws_ops.row_laws(rows, positions),
+        drafts.to(device),
+        q.expand(num_requests, 9).to(device),
+        torch.arange(num_requests + 1, device=device),
+        torch.arange(num_requests, device=device).repeat_interleave(2),
+        positions,
+        max_num_draft_tokens=1,
+    )
+    return verified.token_ids[:, 0].cpu(), logits.double().softmax(dim=-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, a request takes a tenth of a second")
+def test_accepted_and_recovered_tokens_together_follow_the_target_law() -> None:
+    token_ids, law = first_tokens(50_000, torch.device("cuda"))
+    assert_follows(token_ids, law, "first token")
