@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from proposers.base import Proposer, ProposerContext
+from runner.engine.backend import runs_kernels
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
@@ -89,7 +90,7 @@ class NgramGpuProposer(Proposer):
 
 def ngram_match_on(device: torch.device) -> Callable[..., torch.Tensor]:
     """The op for tensors on this device: Triton's on a GPU, elsewhere the reference."""
-    if device.type == "cuda":
+    if runs_kernels(device):
         from kernels.ngram_match import ngram_match
     else:
         from kernels.reference.ngram_match import ngram_match

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from kernels.reference import rejection as ops
+from runner.engine.backend import runs_kernels
 from runner.engine.request import DraftTokens, VerifyOutput
-from runner.engine.sampling import SamplingRows, process_logits, sample_tokens
+from runner.engine.sampling import SamplingRows, draw_tokens, process_logits
 from verifier.draft_batch import DraftBatch
+from verifier.kernel_rules import verify_chains
 from verifier.rules import Block, Probabilistic, Rule, Strict, Synthetic, Typical
 from verifier.tree_batch import TreeBatch
 
@@ -63,11 +65,15 @@ class RejectionSampler:
         logits: [num_drafts + num_requests, vocab], any float dtype; request b's rows are the pending token's and then
             each draft's own, each predicting the token that follows it.
         """
-        processed = process_logits(logits, rows)
         if drafts.cu_num_draft_tokens[-1] == 0:  # every rule without a draft is a draw from the target
-            token_ids = sample_tokens(processed, rows)
+            token_ids = draw_tokens(logits, rows)
             return VerifyOutput(token_ids=token_ids.unsqueeze(1), num_accepted_tokens=torch.zeros_like(token_ids))
         rule = Strict() if rows.all_greedy and not isinstance(self.rule, Synthetic) else self.rule
+        if runs_kernels(logits.device) and not drafts.has_branches:
+            output = verify_chains(rule, logits, drafts, rows)
+            if output is not None:
+                return output
+        processed = process_logits(logits, rows)
         if drafts.has_branches:
             return _verify_tree(rule, processed, TreeBatch.build(drafts, rows), rows)
         batch = DraftBatch.build(drafts, rows)

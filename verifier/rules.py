@@ -169,7 +169,7 @@ class Synthetic(Rule):
             raise ValueError(f"synthetic_conditional_rates must be in [0, 1], got {self.conditional_rates}")
 
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        self._check_depth(batch.longest)
+        self.check_depth(batch.longest)
         per_draft = [rate for count in batch.num_slots for rate in self.conditional_rates[:count]]
         rates = to_device(per_draft, torch.float64, processed.device)
         accepted = ops.accept_synthetic(rates, self.accept_noise(batch, rows)) & (batch.token_ids >= 0)
@@ -178,12 +178,13 @@ class Synthetic(Rule):
 
     def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """At the rate of each depth along the first path."""
-        self._check_depth(len(tree.widths))
+        self.check_depth(len(tree.widths))
         last = follow_rates(tree, rows, self.conditional_rates)
         random = index_or_all([b for b, greedy in enumerate(tree.is_greedy) if not greedy], len(last), last.device)
         return last, _draw_target(processed, rows, last, random)
 
-    def _check_depth(self, deepest: int) -> None:
+    def check_depth(self, deepest: int) -> None:
+        """Raises ValueError when drafts may be longer than there are rates."""
         if deepest > len(self.conditional_rates):
             raise ValueError(
                 f"synthetic_conditional_rates must have one rate per draft token ({deepest}), "

@@ -12,6 +12,8 @@ from functools import partial
 
 import torch
 
+from runner.engine.backend import runs_kernels
+
 
 class PagedKVCache:
     """KV of one model, a tensor a layer: [num_blocks, block_size, width], keys before values in a row.
@@ -49,7 +51,7 @@ class PagedKVCache:
 
 def move_kv_on(device: torch.device, *, widest: int) -> Callable[..., None]:
     """The op for a device: the Triton kernel on CUDA, the reference elsewhere."""
-    if device.type == "cuda":
+    if runs_kernels(device):
         from kernels.move_kv import move_kv
 
         return partial(move_kv, widest=widest)

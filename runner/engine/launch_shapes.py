@@ -8,9 +8,10 @@ import torch
 
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
+from runner.engine.backend import runs_kernels
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
 from runner.engine.layers import Attention
-from runner.engine.operations import linear, paged_attention, runs_kernels
+from runner.engine.operations import linear, paged_attention
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Family, Segment
 from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES, TileShape
@@ -23,7 +24,7 @@ def decoder_shapes(
     attention: Attention, *, batch_invariant: bool, max_model_len: int, is_bucketed: bool = False
 ) -> Shapes:
     """Of launches of a model or head built from our layers, whose attention (one of its layers') this is."""
-    if runs_kernels(attention.o_proj.weight):
+    if runs_kernels(attention.o_proj.weight.device):
         from kernels.paged_attention import rows_per_tile
 
         shapes: Shapes = {}
@@ -44,7 +45,7 @@ def product_tile(device: torch.device, *, batch_invariant: bool) -> int | None:
     """Rows of a product outside any launch, as operations take it."""
     if not batch_invariant:
         return None
-    return 1 if device.type == "cuda" else ROW_INVARIANT_TILES["decode"].linear
+    return 1 if runs_kernels(device) else ROW_INVARIANT_TILES["decode"].linear
 
 
 def row_invariant_shapes(shapes: Shapes, attention: Attention, weights: Sequence[torch.Tensor]) -> Shapes | None:
@@ -54,7 +55,7 @@ def row_invariant_shapes(shapes: Shapes, attention: Attention, weights: Sequence
     row cannot be read off its documentation.
     """
     candidates: list[Shapes] = [shapes]
-    if not runs_kernels(attention.o_proj.weight):
+    if not runs_kernels(attention.o_proj.weight.device):
         candidates.append(dict(SMALL_ROW_INVARIANT_TILES))
     return next((found for found in candidates if _keep_bits(found, attention, weights)), None)
 

@@ -16,17 +16,13 @@ from kernels.reference.rms_norm import add_rms_norm as add_rms_norm_in_torch
 from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
 from kernels.reference.rope import apply_rope
 from kernels.reference.silu_and_mul import silu_and_mul
+from runner.engine.backend import runs_kernels
 from runner.engine.rope import RopeRows
-
-
-def runs_kernels(tensor: torch.Tensor) -> bool:
-    """Whether operations on this tensor are Triton kernels."""
-    return tensor.is_cuda
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features]."""
-    if tile is None or not runs_kernels(x):
+    if tile is None or not runs_kernels(x.device):
         return linear_in_tiles(x, weight, bias, tile)
     from kernels.linear import linear as kernel
 
@@ -35,7 +31,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, til
 
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor, tile: int | None) -> torch.Tensor:
     """[num_rows, hidden] x [vocab, hidden] -> [num_rows, vocab] float32; num_rows a multiple of tile."""
-    if tile is None or not runs_kernels(hidden):
+    if tile is None or not runs_kernels(hidden.device):
         return linear_in_tiles(hidden, weight, None, tile).float()
     from kernels.linear import linear as kernel
 
@@ -44,7 +40,7 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, tile: int | None) ->
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """silu(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
-    if tile is None or not runs_kernels(x):
+    if tile is None or not runs_kernels(x.device):
         return silu_and_mul(linear_in_tiles(x, weight, bias, tile))
     from kernels.linear import gated_linear as kernel
 
@@ -53,7 +49,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """Over the last dimension."""
-    if not runs_kernels(x):
+    if not runs_kernels(x.device):
         return rms_norm_in_torch(x, weight, eps)
     from kernels.rms_norm import rms_norm as kernel
 
@@ -64,7 +60,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), all [num_rows, hidden]."""
-    if not runs_kernels(x):
+    if not runs_kernels(x.device):
         return add_rms_norm_in_torch(x, residual, weight, eps)
     from kernels.rms_norm import add_rms_norm as kernel
 
@@ -85,7 +81,7 @@ def rotate_and_store(
     """Norm queries and keys head by head where a model does, rotate them, store keys and values; the queries."""
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     columns = num_heads * head_dim
-    if runs_kernels(qkv):
+    if runs_kernels(qkv.device):
         from kernels.rope import rope_and_write
 
         norm_weights: dict[str, Any] = {}

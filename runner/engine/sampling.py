@@ -8,19 +8,28 @@ Nothing here reads a tensor back to the host, and no row's bits depend on the ot
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from kernels.reference import sampling as ops
 from kernels.reference.philox import Stream
+from runner.engine.backend import runs_kernels
 from runner.engine.sampling_rows import SamplingRows, check_token_ids
+
+if TYPE_CHECKING:
+    from kernels.row_laws import RowLaws
 
 __all__ = [
     "SamplingRows",
     "check_token_ids",
     "draft_tokens",
+    "draw_tokens",
+    "mask_and_penalise",
     "process_logits",
     "put_rows",
+    "row_laws",
     "sample_at",
     "sample_tokens",
     "take_rows",
@@ -32,6 +41,29 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
 
     Never changes its input; returns that very tensor when it is float32 and no row asks for anything.
     """
+    logits = mask_and_penalise(logits, rows)
+    if runs_kernels(logits.device) and rows.has_cuts:
+        cuts = row_laws(logits, rows, need_mass=False).cuts
+        if rows.temperatures is not None:
+            logits = logits / rows.temperatures.unsqueeze(1)
+        # A greedy row's cut is of no concern to its argmax.
+        return logits.masked_fill(logits < cuts.unsqueeze(1), float("-inf"))
+    if rows.temperatures is not None:
+        logits = logits / rows.temperatures.unsqueeze(1)
+    if (min_p := rows.min_p) is not None:
+        kept = ops.apply_min_p(take_rows(logits, min_p.row_idx), min_p.values)
+        logits = put_rows(logits, min_p.row_idx, kept)
+    if (top_k := rows.top_k) is not None:
+        kept = ops.apply_top_k(take_rows(logits, top_k.row_idx), top_k.values, max_top_k=rows.max_top_k)
+        logits = put_rows(logits, top_k.row_idx, kept)
+    if (top_p := rows.top_p) is not None:
+        kept = ops.apply_top_p(take_rows(logits, top_p.row_idx), top_p.values)
+        logits = put_rows(logits, top_p.row_idx, kept)
+    return logits
+
+
+def mask_and_penalise(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """What precedes temperature and cut-offs, as float32 [num_rows, vocab]; never changes its input."""
     assert logits.shape == (rows.num_rows, rows.vocab_size), (logits.shape, rows.num_rows, rows.vocab_size)
     logits = logits.to(torch.float32)
     if (bias := rows.logit_bias) is not None:
@@ -56,17 +88,6 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
             take_rows(logits, pen.row_idx), pen.seen, pen.output_counts, pen.repetition, pen.frequency, pen.presence
         )
         logits = put_rows(logits, pen.row_idx, penalised)
-    if rows.temperatures is not None:
-        logits = logits / rows.temperatures.unsqueeze(1)
-    if (min_p := rows.min_p) is not None:
-        kept = ops.apply_min_p(take_rows(logits, min_p.row_idx), min_p.values)
-        logits = put_rows(logits, min_p.row_idx, kept)
-    if (top_k := rows.top_k) is not None:
-        kept = ops.apply_top_k(take_rows(logits, top_k.row_idx), top_k.values, max_top_k=rows.max_top_k)
-        logits = put_rows(logits, top_k.row_idx, kept)
-    if (top_p := rows.top_p) is not None:
-        kept = ops.apply_top_p(take_rows(logits, top_p.row_idx), top_p.values)
-        logits = put_rows(logits, top_p.row_idx, kept)
     return logits
 
 
@@ -75,6 +96,25 @@ def sample_tokens(
 ) -> Tensor:
     """One token for each row of processed logits, [num_rows] int64; greedy rows: argmax. Ties go to the lowest id."""
     return sample_at(processed, rows.seeds, rows.positions, rows.random_row_idx, stream, draft_step)
+
+
+def draw_tokens(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """One token for each row of unprocessed logits, [num_rows] int64: sample_tokens of process_logits."""
+    if not runs_kernels(logits.device):
+        return sample_tokens(process_logits(logits, rows), rows)
+    from kernels.sampling import greedy, sample
+
+    logits = mask_and_penalise(logits, rows)
+    if rows.all_greedy:
+        return greedy(logits, rows.positions)
+    return sample(logits, rows.seeds, rows.positions, stream=int(Stream.TARGET), **rows.of_every_row())
+
+
+def row_laws(logits: Tensor, rows: SamplingRows, *, need_mass: bool = True) -> RowLaws:
+    """The cuts of the rows' laws and what normalises them, of logits from mask_and_penalise; where kernels run."""
+    from kernels.row_laws import row_laws as kernel
+
+    return kernel(logits, rows.positions, need_mass=need_mass, **rows.of_every_row())
 
 
 def sample_at(
@@ -86,6 +126,8 @@ def sample_at(
     draft_step: int | Tensor = 0,
 ) -> Tensor:
     """`sample_tokens` with the keys given one by one, for rows picked out on the device."""
+    if runs_kernels(processed.device) and isinstance(stream, int):
+        return _sample_by_kernel(processed, seeds, positions, random_row_idx, stream, draft_step)
     if random_row_idx is None:
         return ops.gumbel_argmax(processed, seeds, positions, stream, draft_step)
     token_ids = ops.greedy_argmax(processed)
@@ -99,6 +141,23 @@ def sample_at(
         draft_step[random_row_idx] if isinstance(draft_step, Tensor) else draft_step,
     )
     return token_ids.index_copy_(0, random_row_idx, drawn)
+
+
+def _sample_by_kernel(
+    processed: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    random_row_idx: Tensor | None,
+    stream: int,
+    draft_step: int | Tensor,
+) -> Tensor:
+    from kernels.sampling import sample
+
+    is_greedy = None
+    if random_row_idx is not None:
+        is_greedy = torch.ones_like(seeds, dtype=torch.bool).index_fill_(0, random_row_idx, False)
+    draft_steps = draft_step if isinstance(draft_step, Tensor) else torch.full_like(seeds, draft_step)
+    return sample(processed, seeds, positions, stream=stream, draft_steps=draft_steps, is_greedy=is_greedy)
 
 
 def draft_tokens(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,28 @@ class SamplingRows:
     @property
     def all_greedy(self) -> bool:
         return all(self.is_greedy)
+
+    @property
+    def has_cuts(self) -> bool:
+        return self.min_p is not None or self.top_k is not None or self.top_p is not None
+
+    def of_every_row(self) -> dict[str, Any]:
+        """What kernels/sampling.py and kernels/row_laws.py take: [num_rows] each, None where no row asks for it."""
+        is_greedy = None
+        if self.random_row_idx is not None:
+            is_greedy = torch.ones_like(self.seeds, dtype=torch.bool).index_fill_(0, self.random_row_idx, False)
+        return {
+            "is_greedy": is_greedy,
+            "temperatures": self.temperatures,
+            "min_p": self._of_every_row(self.min_p, 0.0),
+            "top_k": self._of_every_row(self.top_k, 0),
+            "top_p": self._of_every_row(self.top_p, 1.0),
+        }
+
+    def _of_every_row(self, used: ValueRows | None, off: float) -> Tensor | None:
+        if used is None or used.row_idx is None:
+            return None if used is None else used.values
+        return torch.full_like(self.seeds, off, dtype=used.values.dtype).index_copy_(0, used.row_idx, used.values)
 
     @classmethod
     def build(
