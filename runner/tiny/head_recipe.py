@@ -181,9 +181,11 @@ def mask_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 def text_rows(recipe: Recipe, settings: HeadRecipe) -> Tensor:
     """Row numbers of the texts that a head learns from: the target's own come first, every other of them greedy."""
+    greedy = torch.arange(0, recipe.num_head_texts, 2)
     if settings.greedy_only:
-        return torch.arange(0, recipe.num_head_texts, 2)
-    return torch.arange(recipe.num_head_texts + recipe.num_head_windows)
+        return greedy
+    every = torch.arange(recipe.num_head_texts + recipe.num_head_windows)
+    return torch.cat([every, *[greedy] * settings.num_greedy_repeats])
 
 
 def row_batches(settings: HeadRecipe, rows: Tensor, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:

@@ -46,6 +46,7 @@ class HeadRecipe:
     num_rows: int = 8
     micro_rows: int = 8
     greedy_only: bool = False  # the texts that the target wrote greedily, or all texts
+    num_greedy_repeats: int = 0  # times that each greedy text is dealt beside every text once
     optimizer: OptimizerSettings
     options: Mapping[str, int | float]  # what the head's class is built with
 
@@ -80,9 +81,17 @@ HEADS: dict[str, HeadRecipe] = {
         options={"num_tokens": 5, "num_anchors": 48, "place_decay": 0.8},
     ),
     "dflash": HeadRecipe(
-        num_steps=450,
+        num_steps=3200,
+        num_greedy_repeats=3,
         optimizer=HEAD_OPTIMIZER,
-        options={"num_layers": 2, "block_size": 8, "num_anchors": 24, "place_scale": 4.0},
+        # Deep and narrow: a place learns from the places before it layer by layer.
+        options={
+            "num_layers": 5,
+            "intermediate_size": 64,
+            "block_size": 8,
+            "num_anchors": 24,
+            "place_scale": 3.0,
+        },
     ),
 }
 

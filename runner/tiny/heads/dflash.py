@@ -30,12 +30,13 @@ class DFlashHead(Head):
         tap_layers: tuple[int, ...],
         mask_token_id: int,
         num_layers: int,
+        intermediate_size: int,
         block_size: int,
         num_anchors: int,
         place_scale: float,
     ) -> None:
         super().__init__(target)
-        self.config = block_config(target.config)
+        self.config = block_config(target.config, intermediate_size=intermediate_size)
         self.tap_layers, self.mask_token_id, self.block_size = tap_layers, mask_token_id, block_size
         self.num_anchors, self.place_scale = num_anchors, place_scale
         hidden, eps = self.config.hidden_size, self.config.rms_norm_eps

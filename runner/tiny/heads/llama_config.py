@@ -7,13 +7,13 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig
 
 
-def block_config(target: PreTrainedConfig) -> LlamaConfig:
-    """Blocks as wide as the target's own, whatever the target's family calls them."""
+def block_config(target: PreTrainedConfig, *, intermediate_size: int | None = None) -> LlamaConfig:
+    """Blocks as wide as the target's own, whatever the target's family calls them; None: its MLP's width too."""
     num_heads: int = target.num_attention_heads
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=intermediate_size or target.intermediate_size,
         num_hidden_layers=1,
         num_attention_heads=num_heads,
         num_key_value_heads=getattr(target, "num_key_value_heads", None) or num_heads,
