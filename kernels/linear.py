@@ -24,9 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap, prefetch
-from kernels.linear_plan import MOST_SPREAD_TILES, plan_linear
-
-PREFETCHED = 8  # steps whose weight lines a program asks for while the launch before it runs
+from kernels.linear_plan import MOST_SPREAD_TILES, PREFETCHED, plan_linear
 
 
 @triton.jit
@@ -180,7 +178,10 @@ def gated_linear(
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
-    """One counter a tile for every spread launch on the device; the last to arrive puts it back to zero."""
+    """A counter a tile for every spread launch on the device; the last to arrive puts it back to zero.
+
+    Made at the first of them, which is no captured one: a launch has to be compiled before it can be captured.
+    """
     return torch.zeros(MOST_SPREAD_TILES, dtype=torch.int32, device=device)
 
 

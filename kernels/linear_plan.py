@@ -17,6 +17,7 @@ MOST_SPREAD_TILES = PROGRAMS - 1  # with more, the tiles are programs enough
 WIDE_ROWS = 512  # of more rows a program owns two feature tiles, to read the tokens half as often
 SHARED, WIDE_SHARED = 96 * 1024, 160 * 1024  # bytes of shared memory of a program: two or one to an SM
 MAX_STAGES = 8
+PREFETCHED = 8  # steps whose weight lines a program asks for while the launch before it runs
 
 
 @dataclass(frozen=True, kw_only=True)

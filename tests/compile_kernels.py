@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kernels.linear_plan import plan_linear
+from kernels.linear_plan import PREFETCHED, plan_linear
 
 COMPUTE_CAPABILITIES = (80, 90)
 OPCODES = r"(?:wgmma\.mma_async|\bmma)\.sync[\w.]*|cp\.async\.c[ag]|griddepcontrol\.wait"  # of interest in PTX
@@ -57,7 +57,7 @@ def linear_kernel(
             "TOKENS": plan.tokens,
             "FEATURES": plan.features,
             "BLOCK_K": plan.block_k,
-            "PREFETCHED": 8 if capability >= 90 else 0,
+            "PREFETCHED": PREFETCHED if capability >= 90 else 0,
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
         max_shared=(227 if capability >= 90 else 163) * 1024,
@@ -118,19 +118,21 @@ KERNELS = [
         max_shared=96 * 1024,
         compute_capabilities=(90,),
     ),
-    *(
-        Kernel(
-            module="kernels.rms_norm",
-            name="rms_norm_kernel",
-            signature=f"*bf16:16 {residuals[0]} *bf16:16 *fp32:16 *bf16:16 {residuals[1]} i32 i32:16 i32:16",
-            constants={**without, "HIDDEN": hidden, "BLOCK": block, "OVERLAPS": False},
-            options={"num_warps": num_warps},
-            max_shared=1024,
-        )
-        for residuals, without, hidden, block, num_warps in [
-            (("", ""), {"residual_ptr": None, "new_residual_ptr": None}, 128, 128, 1),
-            (("*bf16:16", "*bf16:16"), {}, 14000, 16384, 16),
-        ]
+    Kernel(  # of heads
+        module="kernels.rms_norm",
+        name="rms_norm_kernel",
+        signature="*bf16:16 *bf16:16 *fp32:16 *bf16:16 i32 i32:16 i32:16",
+        constants={"residual_ptr": None, "new_residual_ptr": None, "HIDDEN": 128, "BLOCK": 128, "OVERLAPS": False},
+        options={"num_warps": 1},
+    ),
+    Kernel(  # of rows, with the residual added
+        module="kernels.rms_norm",
+        name="rms_norm_kernel",
+        signature="*bf16:16 *bf16:16 *bf16:16 *fp32:16 *bf16:16 *bf16:16 i32 i32:16 i32:16",
+        constants={"HIDDEN": 14000, "BLOCK": 16384, "OVERLAPS": True},
+        options={"num_warps": 16},
+        max_shared=1024,
+        compute_capabilities=(90,),
     ),
     *(
         Kernel(
