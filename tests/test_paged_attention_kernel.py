@@ -167,12 +167,13 @@ def dense(model: Model, rows: Sequence[Rows], queries: Tensor, cache: Tensor, dt
 
 
 def filled_cache(model: Model, rows: Sequence[Rows], dtype: torch.dtype) -> Tensor:
-    """What positions hold depends on the sequence and position alone; every slot that nobody uses is no number."""
+    """What positions hold depends on the sequence and position alone; what no row of it sees is no number."""
     num_blocks = max(max(own.slots) for own in rows) // BLOCK_SIZE + 2
     cache = torch.full((num_blocks, BLOCK_SIZE, model.width), torch.nan, dtype=dtype)
     for index, own in enumerate(rows):
         values = torch.randn(1200, model.width, generator=torch.Generator().manual_seed(index))
-        cache.flatten(0, 1)[list(own.slots[: own.end])] = values[: own.end].to(dtype)
+        seen = slice(max(0, own.start + 1 - model.options.get("sliding_window", 2**31)), own.end)
+        cache.flatten(0, 1)[list(own.slots[seen])] = values[seen].to(dtype)
     return cache
 
 
