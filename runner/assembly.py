@@ -17,6 +17,7 @@ from proposers.base import Proposer, ProposerContext, proposer_class
 from proposers.vocabularies.spelling import read_spelling
 from runner.cache_size import num_cache_blocks
 from runner.config import DrafterMethod, MethodConfig, ModelConfig, SpeculativeConfig, SuffixMethod
+from runner.engine.backend import runs_kernels
 from runner.engine.checkpoint import DTYPES, ModelSource, load_config, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.grammar import GrammarCompiler
@@ -67,7 +68,7 @@ def assemble(config: SpeculativeConfig) -> Assembly:
     source = model_source(config.model, "model.model")
     dtype = _resolve_dtype(hardware.dtype, device, source)
     info = load_model(source, device=device, dtype=dtype, max_model_len=config.model.max_model_len)
-    captures_graphs = device.type == "cuda" and not hardware.enforce_eager
+    captures_graphs = runs_kernels(device) and not hardware.enforce_eager
     target = ModelRunner(
         info.model,
         block_size=hardware.block_size,

@@ -1,0 +1,101 @@
+"""The whole engine over the Triton kernels, interpreted: it says what it says over torch, captured or not.
+
+Interpreted products do not keep a row's bits (a BLAS chooses by shape), so what is compared is tokens. Bits are
+compared on a GPU, where there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from runner.engine import backend, graphs
+from runner.engine.graphs import Compute, Graph, GraphStore, Tensors
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from tests.conftest import Engines, complete
+
+pytest.importorskip("triton")
+
+PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11]}, {"prompt_token_ids": [3, 4]}]
+PARAMS = [
+    SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=0.8, top_p=0.9, top_k=20, seed=3, ignore_eos=True),
+]
+SMALL: dict[str, Any] = {"architecture": {"num_hidden_layers": 1}, "num_gpu_blocks_override": 320}
+METHODS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "probabilistic": {
+        "method": "draft_model",
+        "num_speculative_tokens": 2,
+        "rejection_sample_method": "probabilistic",
+    },
+    "tree": {"method": "eagle", "num_speculative_tokens": 3, "speculative_token_tree": [[0], [1], [0, 0]]},
+}
+
+
+def recorded(compute: Compute, inputs: Tensors) -> Graph:
+    """Stands in for a CUDA graph: fixed inputs, and outputs that every replay overwrites."""
+    held = tuple(tensor.clone() for tensor in inputs)
+    outputs = compute(*held)
+
+    def replay() -> None:
+        for output, fresh in zip(outputs, compute(*held), strict=True):
+            output.copy_(fresh)
+
+    return Graph(inputs=held, outputs=outputs, replay=replay)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> Engines:
+    """Engines on the CPU whose operations are kernels."""
+    if kernel_device.type != "cpu":
+        pytest.skip("kernels are compiled here; tests/test_gpu_engine.py runs them")
+    monkeypatch.setattr(backend, "KERNEL_DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(graphs, "CudaRecorder", lambda: recorded)
+    return Engines()
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    return [request.output_token_ids for request in complete(llm, PROMPTS, PARAMS)[0]]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_kernels_say_what_torch_says(name: str, engines: Engines, interpreted: Engines) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "KERNEL_DEVICES", {"cuda"})
+        expected = texts(engines(METHODS[name], **SMALL))
+    assert texts(interpreted(METHODS[name], enforce_eager=True, **SMALL)) == expected
+
+
+@pytest.mark.parametrize("name", ["none", "tree"])
+def test_captured_passes_say_what_eager_ones_say(name: str, engines: Engines, interpreted: Engines) -> None:
+    """Padded to their bucket, fed through tensors that are used again, and read before the next replay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "KERNEL_DEVICES", {"cuda"})
+        expected = texts(engines(METHODS[name], **SMALL))
+    llm = interpreted(METHODS[name], **SMALL)
+    store = llm.engine.target.graphs
+    assert isinstance(store, GraphStore)
+    assert texts(llm) == expected and len(store._graphs) > 0
+
+
+def test_a_layout_is_captured_when_it_comes_again_and_replayed_from_then_on() -> None:
+    calls: list[str] = []
+
+    def record(compute: Compute, inputs: Tensors) -> Graph:
+        calls.append("recorded")
+        return recorded(compute, inputs)
+
+    def compute(numbers: torch.Tensor) -> Tensors:
+        calls.append("computed")
+        return (numbers * 2,)
+
+    store = GraphStore(record)
+    first, second, third = (store("a", compute, torch.tensor([number]))[0].clone() for number in (1, 2, 3))
+    assert [int(first), int(second), int(third)] == [2, 4, 6]
+    assert calls == ["computed", "recorded", "computed", "computed", "computed"]
+    assert int(store("b", compute, torch.tensor([5]))[0]) == 10 and calls.count("recorded") == 1
