@@ -1,0 +1,148 @@
+"""On a GPU: the same seed gives the same tokens, logits and KV, bit for bit, whatever the method, K, batch or schedule.
+
+bfloat16, captured and eager. What the interpreter cannot tell: whether compiled kernels keep a row's bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from tests.conftest import Engines, complete
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+# Shaped as the kernels take them at size: heads in groups of four, of 128 dimensions; long enough for two splits.
+ARCHITECTURE = {
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+}
+GPU: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "architecture": ARCHITECTURE,
+    "weight_scale": 2.0,
+    "max_num_batched_tokens": 2048,
+}
+METHODS: list[dict[str, Any] | None] = [
+    {"method": "ngram", "num_speculative_tokens": 5},
+    {"method": "ngram_gpu", "num_speculative_tokens": 5},
+    {"method": "suffix", "num_speculative_tokens": 8},
+    *({"method": "draft_model", "num_speculative_tokens": count} for count in (1, 4, 16)),
+    {"method": "eagle", "num_speculative_tokens": 3},
+    {"method": "eagle", "num_speculative_tokens": 8, "speculative_token_tree": "dynamic"},
+    {"method": "eagle3", "num_speculative_tokens": 7},
+]
+
+
+def workload(count: int) -> tuple[list[Any], list[SamplingParams]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 560, (count,), generator=generator).tolist()
+    prompts = [
+        {"prompt_token_ids": torch.randint(3, 2048, (length,), generator=generator).tolist()} for length in lengths
+    ]
+    params = [
+        SamplingParams(temperature=0.0 if index % 2 else 0.8, top_p=0.95, seed=index, max_tokens=40, ignore_eos=True)
+        for index in range(count)
+    ]
+    return prompts, params
+
+
+def texts(llm: LLM, count: int = 64) -> list[list[int]]:
+    return [request.output_token_ids for request in complete(llm, *workload(count))[0]]
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> list[list[int]]:
+    llm = engines(None, **GPU)
+    assert llm.engine.target.is_row_invariant, "this GPU's kernels do not keep a row's bits"
+    return texts(llm)
+
+
+@pytest.mark.parametrize("spec", METHODS, ids=repr)
+def test_a_method_changes_no_token(spec: dict[str, Any], engines: Engines, plain: list[list[int]]) -> None:
+    assert texts(engines(spec, **GPU)) == plain
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 7, "max_num_batched_tokens": 96},
+        {"num_gpu_blocks_override": 200},
+        {"enforce_eager": True},
+    ],
+    ids=["one at a time", "small chunks", "preempted", "eager"],
+)
+@pytest.mark.parametrize("spec", [None, {"method": "draft_model", "num_speculative_tokens": 4}], ids=repr)
+def test_the_schedule_changes_no_token(
+    spec: dict[str, Any] | None, schedule: dict[str, Any], engines: Engines, plain: list[list[int]]
+) -> None:
+    assert texts(engines(spec, **{**GPU, **schedule})) == plain
+
+
+def test_logits_and_keys_keep_their_bits_whatever_shares_the_launch(engines: Engines) -> None:
+    """Every pass is asked for the logits of its rows, and the cache for the keys and values of a request's blocks."""
+    llm = engines(None, **GPU)
+    target = llm.engine.target
+    prompts, params = workload(16)
+
+    def run(count: int) -> tuple[dict[tuple[int, ...], torch.Tensor], dict[int, torch.Tensor]]:
+        logits: dict[tuple[int, ...], torch.Tensor] = {}
+        stored: dict[int, torch.Tensor] = {}
+        forward = target.forward
+
+        def noted(parts: Any, *args: Any, **kwargs: Any) -> Any:
+            output = forward(parts, *args, **kwargs)
+            rows = output.logits.split([part.num_logits for part in parts])
+            for part, own in zip(parts, rows, strict=True):
+                if part.num_logits:
+                    logits[part.request.seed, part.request.num_tokens] = own[-1].clone()
+                if target.cache is not None:
+                    table = torch.tensor(part.request.block_table, device=target.device)
+                    kv = torch.stack([layer[table].flatten(0, 1)[: part.end] for layer in target.cache.layers])
+                    stored[part.request.seed] = kv
+            return output
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target, "forward", noted)
+            complete(llm, prompts[:count], params[:count])
+        return logits, stored
+
+    together, alone = run(16), run(1)
+    for many, one in zip(together, alone, strict=True):
+        assert one and all(torch.equal(many[key], value) for key, value in one.items())  # type: ignore[index, attr-defined]
+
+
+def test_a_step_reads_back_once(engines: Engines) -> None:
+    """Captured decoding syncs with the host where the step's tokens are read, and nowhere else."""
+    llm = engines({"method": "draft_model", "num_speculative_tokens": 4}, **GPU)
+    texts(llm, 4)
+    texts(llm, 4)  # every layout is captured
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            from runner.engine.request import VerifyOutput
+
+            read = VerifyOutput.read
+
+            def allowed(output: VerifyOutput) -> Any:
+                torch.cuda.set_sync_debug_mode("default")
+                try:
+                    return read(output)
+                finally:
+                    torch.cuda.set_sync_debug_mode("error")
+
+            patch.setattr(VerifyOutput, "read", allowed)
+            texts(llm, 4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
