@@ -18,6 +18,7 @@ from runner.engine.grammar_store import GrammarStore
 from runner.engine.loader import LoadedModel
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
+from runner.engine.upload import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,4 @@ def draft_tokens_from_lists(guesses: list[list[int]], device: torch.device) -> D
     for guess in guesses:
         cu_num_draft_tokens.append(cu_num_draft_tokens[-1] + len(guess))
     flat = [token for guess in guesses for token in guess]
-    return DraftTokens(
-        token_ids=torch.tensor(flat, dtype=torch.int64, device=device), cu_num_draft_tokens=cu_num_draft_tokens
-    )
+    return DraftTokens(token_ids=to_device(flat, torch.int64, device), cu_num_draft_tokens=cu_num_draft_tokens)

@@ -165,10 +165,8 @@ def promise_notes(llm: LLM) -> list[str]:
     elif not config.hardware.batch_invariant:
         notes.append("bitwise promise off: hardware.batch_invariant=false")
     elif not engine.target.is_row_invariant:
-        reason = {"cpu": "this CPU's matrix products depend on a row's place"}
-        notes.append(f"bitwise promise off: {reason.get(engine.device.type, 'no row-invariant kernels on CUDA yet')}")
-    if engine.device.type == "cuda" and not config.hardware.enforce_eager:
-        notes.append("hardware.enforce_eager=false has no effect yet: steps run eagerly, without CUDA graphs")
+        what = "CPU's matrix products" if engine.device.type == "cpu" else "GPU's kernels"
+        notes.append(f"bitwise promise off: this {what} depend on a row's place, as a check at the start found")
     return notes
 
 

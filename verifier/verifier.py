@@ -17,6 +17,7 @@ from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import Schedule
+from runner.engine.upload import to_device
 from verifier.accepted_path import row_order, slot_moves
 from verifier.logprobs import LogprobGatherer, scored_from, wants_logprobs
 from verifier.rejection_sampler import RejectionSampler
@@ -124,8 +125,8 @@ def _padded(token_ids: torch.Tensor, counts: list[int]) -> torch.Tensor | None:
         return None
     if min(counts) == widest:
         return token_ids.view(len(counts), widest)
-    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    starts = [0, *accumulate(counts)]
     flat = [row * widest + offset for row, (start, end) in enumerate(pairwise(starts)) for offset in range(end - start)]
     padded = torch.full((len(counts) * widest,), -1, dtype=torch.int64, device=token_ids.device)
-    padded.index_copy_(0, torch.tensor(flat, device=token_ids.device), token_ids)
+    padded.index_copy_(0, to_device(flat, torch.int64, token_ids.device), token_ids)
     return padded.view(len(counts), widest)

@@ -13,6 +13,7 @@ import torch
 
 from runner.engine.draft_trees import tree_shape
 from runner.engine.request import DraftTokens
+from runner.engine.upload import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def draft_tokens_from_trees(
     """
     token_ids = [token for tree in trees for token in tree.token_ids]
     return DraftTokens(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        token_ids=to_device(token_ids, torch.int64, device),
         cu_num_draft_tokens=[0, *accumulate(len(tree.token_ids) for tree in trees)],
         probs=probs,
         parent_indices=[parent for tree in trees for parent in tree.parents],
