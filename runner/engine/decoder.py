@@ -76,12 +76,6 @@ class Decoder:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
         return head_logits(hidden, self.lm_head, tile)
 
-    def distinct_weights(self) -> list[torch.Tensor]:
-        """One matrix of every shape that rows are multiplied with."""
-        attention, mlp = self.layers[0].attention, self.layers[0].mlp
-        layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        return [*(layer.weight for layer in layers), self.lm_head]
-
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Checkpoint names and weights, each weight once; views, to be written in place."""
         return ((name, target.view) for name, target in self.weight_targets().items())

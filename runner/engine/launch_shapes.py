@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -10,8 +10,8 @@ from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.backend import runs_kernels
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
-from runner.engine.layers import Attention
-from runner.engine.operations import linear, paged_attention
+from runner.engine.layers import Attention, DecoderLayer
+from runner.engine.operations import head_logits, paged_attention
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Family, Segment
 from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES, TileShape
@@ -48,30 +48,28 @@ def product_tile(device: torch.device, *, batch_invariant: bool) -> int | None:
     return 1 if runs_kernels(device) else ROW_INVARIANT_TILES["decode"].linear
 
 
-def row_invariant_shapes(shapes: Shapes, attention: Attention, weights: Sequence[torch.Tensor]) -> Shapes | None:
+def row_invariant_shapes(shapes: Shapes, layer: DecoderLayer, lm_head: torch.Tensor) -> Shapes | None:
     """`shapes`, or others in which this machine keeps a row's bits; None when none do.
 
-    Asked of the machine at the start, with an attention and weights of the model: what a BLAS or a compiler does with a
-    row cannot be read off its documentation.
+    Asked of the machine at the start, with a layer of the model and its head: what a BLAS or a compiler does with a row
+    cannot be read off its documentation.
     """
-    candidates: list[Shapes] = [shapes]
-    if not runs_kernels(attention.o_proj.weight.device):
-        candidates.append(dict(SMALL_ROW_INVARIANT_TILES))
-    return next((found for found in candidates if _keep_bits(found, attention, weights)), None)
+    if runs_kernels(lm_head.device):
+        return shapes if all(_kernels_keep_bits(shape, layer, lm_head) for shape in shapes.values()) else None
+    candidates: list[Shapes] = [shapes, dict(SMALL_ROW_INVARIANT_TILES)]
+    return next(
+        (found for found in candidates if all(_tiles_keep_bits(shape, layer, lm_head) for shape in found.values())),
+        None,
+    )
 
 
-def _keep_bits(shapes: Shapes, attention: Attention, weights: Sequence[torch.Tensor]) -> bool:
-    for shape in shapes.values():
-        if isinstance(shape, PagedShape):
-            if not _kernels_keep_bits(shape, attention, weights):
-                return False
-        elif isinstance(shape, TileShape) and not _tiles_keep_bits(shape, attention, weights):
-            return False
-    return True
-
-
-def _tiles_keep_bits(shape: TileShape, attention: Attention, weights: Sequence[torch.Tensor]) -> bool:
-    if shape.linear is not None and not all(rows_keep_their_bits(weight, shape.linear) for weight in weights):
+def _tiles_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Tensor) -> bool:
+    assert isinstance(shape, TileShape)
+    attention, mlp = layer.attention, layer.mlp
+    weights = [product.weight for product in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)]
+    if shape.linear is not None and not all(
+        rows_keep_their_bits(weight, shape.linear) for weight in [*weights, lm_head]
+    ):
         return False
     if shape.context is None or shape.is_aligned:
         return True
@@ -81,20 +79,31 @@ def _tiles_keep_bits(shape: TileShape, attention: Attention, weights: Sequence[t
         head_dim=attention.head_dim,
         tile_rows=shape.attention,
         context=shape.context,
-        dtype=attention.o_proj.weight.dtype,
+        dtype=lm_head.dtype,
     )
 
 
-def _kernels_keep_bits(shape: PagedShape, attention: Attention, weights: Sequence[torch.Tensor]) -> bool:
-    """A row alone against the same row among more of them, in products and over a context of two splits."""
-    return all(_products_agree(weight, shape.linear) for weight in weights) and _attentions_agree(shape, attention)
+def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Tensor) -> bool:
+    """A row alone against the same row in company, in every product and over a context of two splits."""
+    assert isinstance(shape, PagedShape)
+    attention, mlp, tile = layer.attention, layer.mlp, shape.linear
+    products: dict[Callable[[torch.Tensor], torch.Tensor], int] = {
+        lambda x: attention.qkv_proj(x, tile): attention.qkv_proj.weight.shape[1],
+        lambda x: attention.o_proj(x, tile): attention.o_proj.weight.shape[1],
+        lambda x: mlp(x, tile): mlp.gate_up_proj.weight.shape[1],
+        lambda x: head_logits(x, lm_head, tile): lm_head.shape[1],
+    }
+    return all(_rows_agree(product, width, lm_head) for product, width in products.items()) and _attentions_agree(
+        shape, attention
+    )
 
 
-def _products_agree(weight: torch.Tensor, tile: int | None, counts: Sequence[int] = (2, 17, 130)) -> bool:
-    generator = torch.Generator(weight.device).manual_seed(0)
-    rows = torch.randn(max(counts), weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-    alone = linear(rows[-1:].contiguous(), weight, None, tile)
-    return all(torch.equal(linear(rows[-count:], weight, None, tile)[-1:], alone) for count in counts)
+def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], width: int, like: torch.Tensor) -> bool:
+    """In the smallest tile of tokens and in the largest, which more rows fill than one."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    rows = torch.randn(130, width, generator=generator, device=like.device).to(like.dtype)
+    alone = product(rows[-1:].contiguous())
+    return all(torch.equal(product(rows[-count:])[-1:], alone) for count in (2, 130))
 
 
 def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int = 16) -> bool:

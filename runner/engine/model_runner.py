@@ -62,7 +62,7 @@ class ModelRunner:
                 is_bucketed=captures_graphs,
             )
             if batch_invariant:
-                kept = row_invariant_shapes(self.shapes, model.layers[0].attention, model.distinct_weights())
+                kept = row_invariant_shapes(self.shapes, model.layers[0], model.lm_head)
                 self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
         self.cache: PagedKVCache | None = None
 
