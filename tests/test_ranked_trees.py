@@ -224,8 +224,10 @@ RULES = {
 @pytest.mark.parametrize(
     ("candidates", "sampler"),
     [
-        *((candidates, "penalties, bias") for candidates in RULES),
-        ("drawn without replacement", "top-k, top-p, min-p"),
+        ("drawn without replacement", "penalties, bias"),
+        ("drawn, with ranks left out", "top-k, top-p, min-p"),
+        ("drawn with the target's noise", "penalties, bias"),
+        ("a set of candidates", "penalties, bias"),
         ("a set whose shape is dynamic", "temperature"),
     ],
 )
