@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from runner.tiny import DEMO_PATH, DRAFT_DIR, HEAD_DIRS, MANIFEST_PATH, NUM_SPECULATIVE_TOKENS, TARGET_DIR, TINY_DIR
+from runner.tiny import (
+    DEMO_PATH,
+    DRAFT_DIR,
+    HEAD_DIRS,
+    MANIFEST_PATH,
+    NUM_SPECULATIVE_TOKENS,
+    TARGET_DIR,
+    TINY_DIR,
+    head_recipe,
+    recipe,
+)
 from runner.tiny.acceptance import measure_acceptance
 from runner.tiny.agreement import mean_acceptance_length
 from runner.tiny.corpus import Corpus, TokenStream, is_held_out, read_corpus
@@ -359,6 +370,15 @@ MICRO_RECIPE = Recipe(
 
 def silent(done: int, total: int, note: str) -> None:
     pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _corpus_is_read_once() -> Iterator[None]:
+    """Every stage reads the standard library; it does not change between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (recipe, head_recipe):
+            patch.setattr(module, "read_corpus", cache(read_corpus))
+        yield
 
 
 @pytest.fixture(scope="module")

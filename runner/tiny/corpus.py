@@ -82,8 +82,6 @@ def read_corpus(root: Path | None = None, *, max_documents: int | None = None) -
             continue
         split = held_out if is_held_out(relative.as_posix()) else train
         split.append(Document(path=relative.as_posix(), text=text))
-        if max_documents is not None and min(len(train), len(held_out)) >= max_documents:
-            break
     if not train or not held_out:
         raise ValueError(f"corpus root must hold Python sources for both splits, got {root}: pass a standard library")
     return Corpus(train=tuple(train[:max_documents]), held_out=tuple(held_out[:max_documents]))
