@@ -142,7 +142,7 @@ def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn], rule: str) 
     places = torch.tensor([[shape.depths[node] - 1 for node in nodes], [rank[node] for node in nodes]])
     own_drafts = (batch.first_draft_idx[chosen] + torch.tensor(nodes)).unsqueeze(1)
     low, high = torch.zeros(len(chosen), dtype=torch.float64), torch.ones(len(chosen), dtype=torch.float64)
-    for _ in range(40):  # to 1e-12
+    for _ in range(50):
         middle = (low + high) / 2
         u[chosen, places[0], places[1]] = middle
         stays = (batch.paths[walk(logits, batch, rows, u, rule)[0][chosen]] == own_drafts).any(dim=1)
