@@ -275,7 +275,7 @@ def test_block_accepts_at_least_as_many_nodes_as_the_probabilistic_rule(shape_na
     shape = tree_shape(SHAPES[shape_name])
     generator = torch.Generator().manual_seed(7)
     gains = []
-    for _ in range(2):
+    for _ in range(4):
         p, q = Laws(3, generator), Laws(3, generator, max(map(len, shape.children)))
         drawn = list(candidate_sets(shape, q))
         block, probabilistic = (committed_law(shape, p, drawn, rule)[1] for rule in ("block", "probabilistic"))
