@@ -574,7 +574,7 @@ def test_a_step_of_trees_reads_nothing_back_to_the_host(method: str, has_probs: 
 
 # --- several steps --------------------------------------------------------------------------------------------------
 
-NUM_REQUESTS, NUM_TOKENS, VOCAB_SIZE = 16_000, 4, 4
+NUM_REQUESTS, NUM_TOKENS, VOCAB_SIZE = 24_000, 4, 4
 TREES_AFTER = ([-1, 0, 0, -1, 3], [-1, -1, -1], [], [-1, 0, -1, 1])  # by the last token
 
 
