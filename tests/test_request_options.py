@@ -244,17 +244,17 @@ def abort_after(llm: LLM, steps: int, *request_ids: str) -> Any:
 
 
 @cache
-def plain_to_abort() -> tuple[SamplingParams, list[Request]]:
+def plain_to_abort() -> tuple[SamplingParams, list[Request], list[RequestOutput]]:
     params = SamplingParams(**{**SAMPLED, "max_tokens": 30, "ignore_eos": True}, logprobs=1)
-    return params, complete(engine("none"), [PROMPT] * 4, [params] * 4)[0]
+    expected, _ = complete(engine("none"), [PROMPT] * 4, [params] * 4)
+    return params, expected, engine("none").generate([PROMPT] * 4, params)
 
 
 @pytest.mark.parametrize("method", ["none", *METHODS])
 def test_an_aborted_request_keeps_what_it_has_said_and_the_others_go_on(method: str) -> None:
     llm = engine(method, max_num_seqs=3)
-    params, expected = plain_to_abort()
+    params, expected, wanted = plain_to_abort()
     tell_test_proposers(expected)
-    wanted = llm.generate([PROMPT] * 4, params)
     outputs = llm.generate([PROMPT] * 4, params, observer=abort_after(llm, 3, "1", "3", "nobody"))
     assert [outputs[0], outputs[2]] == [wanted[0], wanted[2]]
     running, waiting = outputs[1].outputs[0], outputs[3].outputs[0]
