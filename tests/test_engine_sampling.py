@@ -22,7 +22,7 @@ from runner.llm import LLM
 from tests.conftest import Engines, complete
 
 PROMPT = [3, 5, 4, 6]
-NUM_REQUESTS = 4096
+NUM_REQUESTS = 2500
 SMALL = {"vocab_size": 8, "num_hidden_layers": 2, "max_position_embeddings": 64, "eos_token_id": None}
 ROOM = {"max_num_seqs": 4096, "max_num_batched_tokens": 16384, "num_gpu_blocks_override": 4200}
 MIN_P_VALUE = 1e-4
@@ -78,9 +78,9 @@ def p_value(observed: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float
     return float(stats.chisquare(counts, np.array(expected) * (total / sum(expected))).pvalue)
 
 
-def sampled(llm: LLM, length: int, temperature: float, first_seed: int = 0) -> list[tuple[int, ...]]:
+def sampled(llm: LLM, length: int, temperature: float) -> list[tuple[int, ...]]:
     params = [
-        SamplingParams(temperature=temperature, max_tokens=length, seed=first_seed + seed, ignore_eos=True)
+        SamplingParams(temperature=temperature, max_tokens=length, seed=seed, ignore_eos=True)
         for seed in range(NUM_REQUESTS)
     ]
     requests, _ = complete(llm, [{"prompt_token_ids": PROMPT}] * NUM_REQUESTS, params)
@@ -89,7 +89,6 @@ def sampled(llm: LLM, length: int, temperature: float, first_seed: int = 0) -> l
 
 METHODS = {
     "none": None,
-    "strict, coupled drafts": {"method": "draft_model", "num_speculative_tokens": 2},
     "probabilistic": {
         "method": "draft_model", "num_speculative_tokens": 2, "rejection_sample_method": "probabilistic",
     },
@@ -105,6 +104,7 @@ METHODS = {
 }  # fmt: skip
 
 
+# Under the strict rule the tokens are plain decoding's, which the lossless suite compares one by one.
 @pytest.mark.parametrize("method", METHODS)
 def test_four_tokens_have_the_models_joint_law(engines: Engines, method: str) -> None:
     """A step of up to three tokens between two others: what one step leaves behind must not bias the next."""
@@ -147,5 +147,5 @@ def test_a_vocabulary_of_4096_is_sampled_by_its_law(engines: Engines) -> None:
     llm = engines(None, architecture={**SMALL, "vocab_size": 4096, "num_hidden_layers": 1}, weight_scale=2.0, **ROOM)
     (law,) = next_token_laws(llm, [PROMPT])
     observed = Counter(sampled(llm, 1, temperature=1.0))
-    assert len(observed) > 1000
+    assert len(observed) > 700
     assert p_value(observed, {(token,): float(mass) for token, mass in enumerate(law)}) > MIN_P_VALUE

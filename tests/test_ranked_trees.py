@@ -38,6 +38,7 @@ from tests.test_structured_outputs import WORKLOAD
 
 CHOICES = ((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,), (1, 0), (3,), (0, 0, 1), (2, 0))
 GAPS = ((1,), (3,), (1, 2), (3, 0), (3, 2))  # ranks are left out
+TINY: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 320}  # 30 MB of KV, not 400
 TREES: dict[str, Any] = {"static": CHOICES, "gaps": GAPS, "dynamic": "dynamic"}
 
 
@@ -203,8 +204,8 @@ def test_constrained_outputs_keep_their_text_and_have_chains(tree: str, tmp_path
                for h in range(4) for part in ("weight", "bias")}  # fmt: skip
     config = {"medusa_num_heads": 4, "medusa_num_layers": 1, "version": "2"}
     head = save_head(tmp_path / "head", config, tensors, "medusa_lm_head.pt")
-    expected, _ = complete(LLM("tiny", device="cpu"), WORKLOAD, FORM_PARAMS)
-    llm = LLM("tiny", device="cpu", speculative_config={**medusa(tree, 10), "model": str(head)})
+    expected, _ = complete(LLM("tiny", **TINY), WORKLOAD, FORM_PARAMS)
+    llm = LLM("tiny", **TINY, speculative_config={**medusa(tree, 10), "model": str(head)})
     requests, metrics = complete(llm, WORKLOAD, FORM_PARAMS)
     assert answers(requests) == answers(expected)
     assert counts(metrics)[1] > 0
@@ -224,8 +225,10 @@ RULES = {
 @pytest.mark.parametrize(
     ("candidates", "sampler"),
     [
-        *((candidates, "penalties, bias") for candidates in RULES),
-        ("drawn without replacement", "top-k, top-p, min-p"),
+        ("drawn without replacement", "penalties, bias"),
+        ("drawn, with ranks left out", "top-k, top-p, min-p"),
+        ("drawn with the target's noise", "penalties, bias"),
+        ("a set of candidates", "penalties, bias"),
         ("a set whose shape is dynamic", "temperature"),
     ],
 )

@@ -6,6 +6,7 @@ tests say that it is right.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from runner.metrics import MetricsCollector
 from runner.outputs import RequestOutput
 from runner.tiny import DRAFT_DIR
 from tests.conftest import complete
-from tests.test_losslessness import METHODS, method_config, tell_test_proposers
+from tests.test_losslessness import METHODS, ONE_OF_A_KIND, method_config, tell_test_proposers
 
 PROMPT = "import os\n\ndef walk(path):\n    for name in os.listdir(path):\n        if name"
 PROMPTS = (PROMPT, "class Queue:\n    def __init__(self, maxsize):\n")
@@ -88,6 +89,16 @@ def plain(option: str) -> list[Request]:
     return complete(engine("none"), PROMPTS, [params] * len(PROMPTS))[0]
 
 
+@cache
+def plain_bare(**values: Any) -> list[Request]:
+    return complete(engine("none"), PROMPTS, [SamplingParams(**values)] * len(PROMPTS))[0]
+
+
+@cache
+def plain_mix() -> list[Request]:
+    return complete(engine("none"), *mixed_prompts())[0]
+
+
 def mixed_prompts() -> tuple[list[str], list[SamplingParams]]:
     """Every request of the batch asks for something else."""
     prompts = [PROMPTS[index % len(PROMPTS)] for index in range(len(OPTIONS))]
@@ -103,15 +114,20 @@ def test_an_option_of_the_grid_has_something_to_do(option: str) -> None:
         bare["temperature"] = 1.0
     elif option in ("top k", "top p", "min p"):
         bare["temperature"] = 1.3
-    requests, _ = complete(engine("none"), PROMPTS, [SamplingParams(**bare)] * len(PROMPTS))
     with_it = [r.output_token_ids for r in plain(option)]
-    assert with_it != [r.output_token_ids for r in requests]
+    assert with_it != [r.output_token_ids for r in plain_bare(**bare)]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("method", ["custom_class", "ngram_gpu", "draft_model", "pard"])
+def cells() -> Iterator[tuple[str, str]]:
+    """(method, option): every option under a drafter that has no model and under one that has, two of each in turns."""
+    for number, option in enumerate(OPTIONS):
+        yield ("custom_class", "ngram_gpu")[number % 2], option
+        yield ("draft_model", "pard")[number // 2 % 2], option
+
+
+@pytest.mark.parametrize(("method", "option"), list(cells()))
 def test_under_speculation_a_request_gets_what_plain_decoding_gives(method: str, option: str) -> None:
-    """One option at a time, with one method of every way to draft; all methods have all of them in one batch below."""
+    """One option at a time; all methods have all of them in one batch below."""
     tell_test_proposers(plain(option))
     requests, _ = complete(engine(method), PROMPTS, [SamplingParams(**OPTIONS[option])] * len(PROMPTS))
     assert told(requests) == told(plain(option))
@@ -124,21 +140,24 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("method", ["none", *METHODS])
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [
+        *((method, "all at once") for method in METHODS),
+        *((method, "few blocks, small chunks") for method in ("none", *ONE_OF_A_KIND)),
+    ],
+)
 def test_requests_that_ask_for_different_things_share_a_batch(method: str, schedule: str) -> None:
-    prompts, params = mixed_prompts()
-    expected, _ = complete(engine("none"), prompts, params)
-    tell_test_proposers(expected)
+    tell_test_proposers(plain_mix())
     llm = engine(method, **{"max_model_len": 112, **SCHEDULES[schedule]})
-    requests, metrics = complete(llm, prompts, params)
-    assert told(requests) == told(expected)
+    requests, metrics = complete(llm, *mixed_prompts())
+    assert told(requests) == told(plain_mix())
     assert any(request.num_preemptions for request in requests) == (schedule != "all at once")
     if method != "none":
         assert metrics.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("method", ["none", *METHODS])
+@pytest.mark.parametrize("method", ["none", *ONE_OF_A_KIND])
 def test_only_allowed_tokens_are_said_and_no_bad_word(method: str) -> None:
     tell_test_proposers(plain("allowed tokens"))
     llm = engine(method)
@@ -224,13 +243,18 @@ def abort_after(llm: LLM, steps: int, *request_ids: str) -> Any:
     return observer
 
 
+@cache
+def plain_to_abort() -> tuple[SamplingParams, list[Request], list[RequestOutput]]:
+    params = SamplingParams(**{**SAMPLED, "max_tokens": 30, "ignore_eos": True}, logprobs=1)
+    expected, _ = complete(engine("none"), [PROMPT] * 4, [params] * 4)
+    return params, expected, engine("none").generate([PROMPT] * 4, params)
+
+
 @pytest.mark.parametrize("method", ["none", *METHODS])
 def test_an_aborted_request_keeps_what_it_has_said_and_the_others_go_on(method: str) -> None:
     llm = engine(method, max_num_seqs=3)
-    params = SamplingParams(**{**SAMPLED, "max_tokens": 30, "ignore_eos": True}, logprobs=1)
-    expected, _ = complete(engine("none"), [PROMPT] * 4, [params] * 4)
+    params, expected, wanted = plain_to_abort()
     tell_test_proposers(expected)
-    wanted = llm.generate([PROMPT] * 4, params)
     outputs = llm.generate([PROMPT] * 4, params, observer=abort_after(llm, 3, "1", "3", "nobody"))
     assert [outputs[0], outputs[2]] == [wanted[0], wanted[2]]
     running, waiting = outputs[1].outputs[0], outputs[3].outputs[0]

@@ -38,6 +38,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 THREADS = [1, 2, 3]
 CPU = torch.device("cpu")
 TILES = {"large": ROW_INVARIANT_TILES, "small": SMALL_ROW_INVARIANT_TILES}
+THREADS_AND_TILES = [(1, "large"), (1, "small"), (2, "small"), (3, "large")]
 
 
 @pytest.fixture(params=THREADS)
@@ -58,7 +59,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["decode", "prefill"])
-@pytest.mark.parametrize("size", TILES)
+@pytest.mark.parametrize(("num_threads", "size"), THREADS_AND_TILES, indirect=["num_threads"])
 def test_linear(num_threads: int, size: str, family: Family, dtype: torch.dtype) -> None:
     """Bug told here: a batched product of one tile took its sum apart among threads, one of two tiles did not."""
     tile = TILES[size][family].linear
@@ -147,7 +148,7 @@ POSITIONS = (0, 15, 16, 63, 64, 130, 255, 256, 300, 383, 384, 400, 511, 512, 700
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(4, 4, 16), (4, 2, 64), (6, 1, 24)])
-@pytest.mark.parametrize("size", TILES)
+@pytest.mark.parametrize(("num_threads", "size"), THREADS_AND_TILES, indirect=["num_threads"])
 def test_attention(
     num_threads: int, size: str, num_heads: int, num_kv_heads: int, dim: int, dtype: torch.dtype
 ) -> None:

@@ -32,13 +32,23 @@ def config(**changes: Any) -> SpeculativeConfig:
         "sampler": {"temperature": 0.0, "max_tokens": 12},
         "workload": {"name": "demo", "limit": 4},
         "tracking": "none",
+        "hardware": {"num_gpu_blocks_override": 320},  # 30 MB of KV, not 400
     }
     return SpeculativeConfig.parse(values | changes)
 
 
+@pytest.fixture(scope="module")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow takes a second or more to make one."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def store(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.delenv(PARENT_RUN_ENV, raising=False)
+    shutil.copyfile(empty_database, tmp_path / "mlflow.db")
     return f"sqlite:///{tmp_path}/mlflow.db"
 
 

@@ -21,7 +21,7 @@ from runner.engine.request import Request
 from runner.llm import LLM, SamplingParams, StructuredOutputsParams
 from runner.metrics import MetricsCollector
 from tests.conftest import Engines, complete
-from tests.test_losslessness import METHODS, answers, counts, method_config, tell_test_proposers
+from tests.test_losslessness import METHODS, ONE_OF_A_KIND, answers, counts, method_config, tell_test_proposers
 from verifier.rejection_sampler import REJECTION_SAMPLE_METHODS
 
 SCHEMA = {
@@ -134,8 +134,10 @@ def test_every_text_that_ends_has_its_form(plain: list[Request]) -> None:
     assert all(len(texts) == len(PROMPTS) for texts in by_form.values()), "texts depend on their prompts"
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [1, 3, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "num_speculative_tokens"),
+    [*((method, 3) for method in METHODS), *((method, k) for method in ONE_OF_A_KIND for k in (1, 8))],
+)
 def test_a_method_changes_no_token(
     tiny: Tiny, reference: list[tuple[Any, ...]], method: str, num_speculative_tokens: int
 ) -> None:

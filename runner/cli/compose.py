@@ -115,8 +115,9 @@ class Composer:
         """What says which method to run: overrides, or an experiment whose file sets another than the default."""
         parsed = self.parse(overrides)
         named = [str(item.input_line) for item in parsed if re.match(r"method\b", item.key_or_group)]
-        if not named and cfg.get("method") != self._compose([]).get("method"):
-            named = [str(item.input_line) for item in parsed if item.key_or_group == "experiment"]
+        experiments = [str(item.input_line) for item in parsed if item.key_or_group == "experiment"]
+        if not named and experiments and cfg.get("method") != self._compose([]).get("method"):
+            return experiments
         return named
 
     def _compose(self, overrides: list[str]) -> DictConfig:
