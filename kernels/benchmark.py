@@ -124,24 +124,26 @@ def run(
     # Ops that know one dtype have the same cases in each setting.
     cases = list({(case.op, case.label, case.dtype): case for case in cases}.values())
     results: list[Result] = []
-    report["is_complete"] = False
+    report |= {"is_complete": False, "copy_gb_per_second": None}
     try:
-        copy = report["copy_gb_per_second"] = None if timer is None else timer.copy_gb_per_second()
-        if copy is not None:
+        copy = None
+        if timer is not None:
+            copy = report["copy_gb_per_second"] = timer.copy_gb_per_second()
             print(f"A copy on the device moves {copy:.0f} GB/s, read and written.\n")
         print(heading(has_times=timer is not None), flush=True)
         for case in _with_progress(cases):
             result = measure(case, timer, copy)
             results.append(result)
             _clear_progress()
-            print(line(result), flush=True)
+            print(line(result).rstrip(), flush=True)
         report["is_complete"] = True
     except KeyboardInterrupt:
         _clear_progress()
         print(f"Interrupted after {len(results)} of {len(cases)} cases.", file=sys.stderr)
-    report["cases"] = [asdict(result) for result in results]
-    if json_path is not None:
-        write_json(json_path, report)
+    finally:  # also of a run that the device has ended
+        report["cases"] = [asdict(result) for result in results]
+        if json_path is not None:
+            write_json(json_path, report)
     num_failed = sum(result.failure is not None for result in results)
     if num_failed:
         print(f"{num_failed} of {len(results)} checks failed.", file=sys.stderr)

@@ -46,19 +46,18 @@ class Setting:
     def num_copies(self, num_bytes: int) -> int:
         return min(max(1, -(-CACHES_OF_COPIES * self.cache_bytes // num_bytes)), MOST_COPIES)
 
-    def copies(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-        """The tensors and copies of them: who takes one after the other finds none in the second-level cache.
+    def copies(self, num_bytes: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+        """The tensors and copies of them: calls that take one after the other find none in the second-level cache.
 
-        Where tensors are so small that MOST_COPIES of them fit, they are found there, as in an engine whose launch
-        before has just written them; Work.comes_from says which it was.
+        num_bytes: of the tensors, what a call touches. Where that is so little that all copies fit, it is found there,
+        as in an engine whose launch before has just written it; comes_from says which it is.
         """
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         others = range(self.num_copies(num_bytes) - 1)
         return [tensors, *(tuple(tensor.clone() for tensor in tensors) for _ in others)]
 
     def comes_from(self, num_bytes: int) -> str:
-        copied = self.num_copies(num_bytes) * num_bytes
-        return "memory" if copied >= CACHES_OF_COPIES * self.cache_bytes else "L2"
+        touched = self.num_copies(num_bytes) * num_bytes
+        return "memory" if touched >= CACHES_OF_COPIES * self.cache_bytes else "L2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ def check_error(found: Tensor, by_torch: Tensor, exact: Tensor) -> str:
     """At most twice the error of torch in the same dtype, and a rounding of the largest value; exact: float64."""
     if found.shape != exact.shape:
         raise CheckFailed(f"shape {tuple(found.shape)}, not {tuple(exact.shape)}")
-    largest = exact.abs().max().to(found.dtype)
+    largest = exact.abs().max().to(found.dtype).cpu()  # torch's CUDA nextafter knows fewer dtypes
     ulp = float(torch.nextafter(largest, torch.full_like(largest, float("inf"))) - largest)
     error, error_of_torch = (float((values.double() - exact).abs().max()) for values in (found, by_torch))
     limit = 2 * error_of_torch + ulp

@@ -49,7 +49,7 @@ def cases(setting: Setting) -> list[Case]:
     return [
         Case(
             op="linear",
-            label=f"{name},{num_rows:>4} rows",
+            label=f"{name}, {num_rows} rows",
             dtype=name_of(setting.dtype),
             prepare=partial(_prepare, setting, name, num_rows, *shape),
         )
@@ -61,7 +61,7 @@ def cases(setting: Setting) -> list[Case]:
 def _prepare(setting: Setting, name: str, num_rows: int, out_features: int, in_features: int) -> Work:
     ours, torchs = PRODUCTS[name]
     num_outputs = out_features // 2 if name == "gate_up" else out_features
-    in_company = max(num_rows, COMPANY) if num_rows == 1 else num_rows
+    in_company = COMPANY if num_rows == 1 else num_rows
     x = setting.normal(in_company, in_features, seed=0)
     weight = setting.normal(out_features, in_features, seed=1).div_(in_features**0.5)
     out_dtype = torch.float32 if name == "head" else setting.dtype
@@ -76,8 +76,8 @@ def _prepare(setting: Setting, name: str, num_rows: int, out_features: int, in_f
         return passed
 
     has_residual = name in ("o", "down")
-    arguments = [(x[:num_rows], own, residual[:num_rows]) for (own,) in setting.copies(weight)]
     weight_bytes = weight.numel() * weight.element_size()
+    arguments = [(x[:num_rows], own, residual[:num_rows]) for (own,) in setting.copies(weight_bytes, weight)]
     output_bytes = num_rows * num_outputs * (out_dtype.itemsize + has_residual * setting.dtype.itemsize)
     return Work(
         check=check,

@@ -48,7 +48,7 @@ def _prepare(setting: Setting, num_requests: int, num_layers: int, width: int) -
     moved_bytes = num_requests * len(SOURCES) * num_layers * width * setting.dtype.itemsize
     return Work(
         check=check,
-        calls=[partial(move, own) for (own,) in setting.copies(kv)],
+        calls=[partial(move, own) for (own,) in setting.copies(2 * moved_bytes, kv)],
         num_bytes=2 * moved_bytes,
-        comes_from=setting.comes_from(kv.numel() * kv.element_size()),
+        comes_from=setting.comes_from(2 * moved_bytes),
     )

@@ -45,7 +45,7 @@ def _prepare(setting: Setting, num_texts: int, length: int) -> Work:
     num_bytes = token_ids.numel() * token_ids.element_size()
     return Work(
         check=check,
-        calls=[partial(match, own) for (own,) in setting.copies(token_ids)],
+        calls=[partial(match, own) for (own,) in setting.copies(num_bytes, token_ids)],
         num_bytes=num_bytes,
         comes_from=setting.comes_from(num_bytes),
         goal_us=None if setting.is_small else GOAL_US,

@@ -130,7 +130,7 @@ def _prepare(setting: Setting, shape: Shape) -> Work:
     kv_bytes = shape.batch * shape.context * width * setting.dtype.itemsize
     return Work(
         check=check,
-        calls=[partial(attend, rows, segments, kv) for (kv,) in setting.copies(cache)],
+        calls=[partial(attend, rows, segments, kv) for (kv,) in setting.copies(kv_bytes, cache)],
         num_bytes=kv_bytes + 2 * rows.numel() * setting.dtype.itemsize,
-        comes_from=setting.comes_from(cache.numel() * cache.element_size()),
+        comes_from=setting.comes_from(kv_bytes),
     )

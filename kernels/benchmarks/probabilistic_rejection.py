@@ -52,21 +52,18 @@ def _prepare(setting: Setting, num_requests: int, vocab_size: int) -> Work:
             rows, laws, drafts.flatten(), draft_probs, cu, seeds, positions, max_num_draft_tokens=NUM_DRAFTS
         )
 
-    def accepted_drafts() -> Tensor:
-        """[num_requests, NUM_DRAFTS] bool, with p in float64."""
-        p = logits[:, :-1].double().softmax(dim=-1).gather(2, drafts.unsqueeze(2)).squeeze(2)
-        q = probs.gather(2, drafts.unsqueeze(2)).squeeze(2)
-        uniforms = uniform(seeds, positions, Stream.ACCEPT).view(num_requests, -1)[:, :-1]
-        return reference.accept_probabilistic(p, q, uniforms)
-
-    counts = reference.count_accepted(accepted_drafts())
+    p_draft = logits[:, :-1].double().softmax(dim=-1).gather(2, drafts.unsqueeze(2)).squeeze(2)
+    q_draft = probs.gather(2, drafts.unsqueeze(2)).squeeze(2)
+    uniforms = uniform(seeds, positions, Stream.ACCEPT).view(num_requests, -1)[:, :-1]
+    accepted = reference.accept_probabilistic(p_draft, q_draft, uniforms)
+    counts = reference.count_accepted(accepted)
     request_idx = torch.arange(num_requests, device=setting.device)
     is_rejected = counts < NUM_DRAFTS
 
     def check() -> list[str]:
         verified = verify(rows, probs.flatten(0, 1))
         last = verified.token_ids.gather(1, counts.unsqueeze(1)).squeeze(1)
-        check_verified(verified, drafts, accepted_drafts(), last)
+        check_verified(verified, drafts, accepted, last)
         check_last(last)
         return ["tokens", "draws"]
 
@@ -83,10 +80,11 @@ def _prepare(setting: Setting, num_requests: int, vocab_size: int) -> Work:
         uncertainty = noise_uncertainty(noise, scores) + P_ROUNDING * (p / law).nan_to_num(nan=0.0, posinf=0.0)
         check_draws(last, scores, uncertainty)
 
-    num_read = num_requests + int(is_rejected.sum())  # a row of logits each, and one of the draft's law
+    num_rows_read = num_requests + int(is_rejected.sum())  # one of logits each, and one of a rejected draft's law
+    num_bytes = num_rows_read * vocab_size * 4
     return Work(
         check=check,
-        calls=[partial(verify, *own) for own in setting.copies(rows, probs.flatten(0, 1))],
-        num_bytes=num_read * vocab_size * 4,
-        comes_from=setting.comes_from(num_read * vocab_size * 4),
+        calls=[partial(verify, *own) for own in setting.copies(num_bytes, rows, probs.flatten(0, 1))],
+        num_bytes=num_bytes,
+        comes_from=setting.comes_from(num_bytes),
     )

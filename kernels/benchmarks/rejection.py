@@ -79,7 +79,7 @@ def _prepare(setting: Setting, rule: str, num_requests: int) -> Work:
     input_bytes = 8 * (targets.numel() + drafts.numel())
     return Work(
         check=check,
-        calls=[partial(verify, *own) for own in setting.copies(*inputs)],
+        calls=[partial(verify, *own) for own in setting.copies(input_bytes, *inputs)],
         num_bytes=input_bytes + 4 * len(cu) + 8 * (targets.numel() + 2 * num_requests),
         comes_from=setting.comes_from(input_bytes),
     )

@@ -19,7 +19,7 @@ def cases(setting: Setting) -> list[Case]:
     return [
         Case(
             op="rms_norm",
-            label=f"add and norm,{num_rows:>4} rows",
+            label=f"add and norm, {num_rows} rows",
             dtype=name_of(setting.dtype),
             prepare=partial(_prepare, setting, num_rows, hidden),
         )
@@ -45,7 +45,8 @@ def _prepare(setting: Setting, num_rows: int, hidden: int) -> Work:
     return Work(
         check=check,
         calls=[
-            partial(kernel.add_rms_norm, *own, weight, eps) for own in setting.copies(x[:num_rows], added[:num_rows])
+            partial(kernel.add_rms_norm, own, own_added, weight, eps)
+            for own, own_added in setting.copies(2 * num_rows * row_bytes, x[:num_rows], added[:num_rows])
         ],
         num_bytes=(4 * num_rows + 1) * row_bytes,
         comes_from=setting.comes_from(2 * num_rows * row_bytes),

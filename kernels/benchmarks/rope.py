@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def _prepare(setting: Setting, num_rows: int, num_heads: int, num_kv_heads: int,
     slots = torch.randperm(num_slots, generator=generator, device=setting.device)[:num_rows]
     cos, signed_sin = _angles(head_dim, setting.device)
     compact = RopeTable(cos, signed_sin, 1, 0).compact
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    sizes: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
 
     def by_definition(dtype: torch.dtype) -> Tensor:
         table = RopeTable(cos.to(dtype), signed_sin.to(dtype), num_heads + num_kv_heads, values)
@@ -66,7 +67,7 @@ def _prepare(setting: Setting, num_rows: int, num_heads: int, num_kv_heads: int,
         # In place: a call turns on what the one before on its copy has turned, which keeps lengths.
         calls=[
             partial(kernel.rope_and_write, own, compact, positions, slots, cache, **sizes)
-            for (own,) in setting.copies(qkv)
+            for (own,) in setting.copies(num_rows * row_bytes, qkv)
         ],
         num_bytes=num_rows * (2 * row_bytes + head_dim * 4 + 16),
         comes_from=setting.comes_from(num_rows * row_bytes),

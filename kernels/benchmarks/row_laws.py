@@ -20,7 +20,7 @@ def cases(setting: Setting) -> list[Case]:
     return [
         Case(
             op="row_laws",
-            label=f"{mode},{num_rows:>4} rows",
+            label=f"{mode}, {num_rows} rows",
             dtype="float32",
             prepare=partial(_prepare, setting, mode, num_rows, vocab_size),
         )
@@ -55,7 +55,7 @@ def _prepare(setting: Setting, mode: str, num_rows: int, vocab_size: int) -> Wor
     num_bytes = logits.numel() * logits.element_size()
     return Work(
         check=check,
-        calls=[partial(laws_of, own) for (own,) in setting.copies(logits)],
+        calls=[partial(laws_of, own) for (own,) in setting.copies(num_bytes, logits)],
         num_bytes=num_bytes,
         comes_from=setting.comes_from(num_bytes),
     )
