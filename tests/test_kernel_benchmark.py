@@ -59,8 +59,8 @@ def test_help_names_every_op_and_the_check_for_machines_without_a_gpu(capsys: py
 
 def test_every_op_has_a_module_and_every_module_an_op() -> None:
     folder = Path(benchmark.__file__).parent / "benchmarks"
-    helpers = {"__init__", "case", "conditions", "timing"}
-    assert {path.stem for path in folder.glob("*.py")} == {*benchmark.OPS, *helpers}
+    shared = {"__init__", "case", "conditions", "timing"}
+    assert {path.stem for path in folder.glob("*.py")} == {*benchmark.OPS, *shared}
 
 
 @pytest.mark.parametrize(
