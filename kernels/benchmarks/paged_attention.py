@@ -1,0 +1,136 @@
+"""Decode (a row) and verification of seven drafts (eight rows) over paged caches at Llama-3-8B's heads.
+
+Blocks of a sequence lie scattered over the cache. What comes from memory is the keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import paged_attention as kernel
+from kernels.benchmarks.case import Case, CheckFailed, Setting, Work, check_error, name_of
+from kernels.reference import paged_attention as reference
+
+BLOCK_SIZE = 16
+NO_BRANCH = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    batch: int
+    context: int  # positions of a sequence, the last rows' own included
+    num_rows: int  # last positions of a sequence that are queries
+    split_keys: int
+    most_rows: int  # queries of a sequence in the fullest launch that rows are compared in
+
+
+def _shapes(setting: Setting) -> list[Shape]:
+    if setting.is_small:
+        small = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "split_keys": kernel.BLOCK_N, "most_rows": 3}
+        return [Shape(**small, batch=2, context=kernel.BLOCK_N + 9, num_rows=2)]
+    llama = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "split_keys": kernel.SPLIT_KEYS, "most_rows": 8}
+    return [
+        Shape(**llama, batch=batch, context=context, num_rows=num_rows)
+        for batch in (1, 64)
+        for context in (1024, 8192)
+        for num_rows in (1, 8)
+    ]
+
+
+def cases(setting: Setting) -> list[Case]:
+    return [
+        Case(
+            op="paged_attention",
+            label=f"batch {shape.batch} x {shape.num_rows} rows, context {shape.context}",
+            dtype=name_of(setting.dtype),
+            prepare=partial(_prepare, setting, shape),
+        )
+        for shape in _shapes(setting)
+    ]
+
+
+def _segments(shape: Shape, tables: Tensor, tiles: Sequence[tuple[int, int, int]], most: int) -> kernel.PagedSegments:
+    """Tiles of (sequence, first position, rows), one after the other in the launch."""
+    first_rows = [sum(size for *_, size in tiles[:index]) for index in range(len(tiles))]
+    columns = [
+        (seq, row, size, start, shape.context - 1) for (seq, start, size), row in zip(tiles, first_rows, strict=True)
+    ]
+    names = ("tile_segments", "tile_rows", "tile_sizes", "tile_positions", "last_keys")
+    tensors = torch.tensor(columns, dtype=torch.int32, device=tables.device).T.contiguous().unbind()
+    return kernel.PagedSegments(
+        **dict(zip(names, tensors, strict=True)),
+        block_tables=tables,
+        branch_starts=torch.full((len(tables),), NO_BRANCH, dtype=torch.int32, device=tables.device),
+        branch_slots=tables.new_empty(len(tables), 0),
+        max_context=shape.context,
+        max_tile_size=most,
+    )
+
+
+def _prepare(setting: Setting, shape: Shape) -> Work:
+    width, most = 2 * shape.num_kv_heads * shape.head_dim, shape.most_rows
+    blocks = -(-shape.context // BLOCK_SIZE)
+    generator = torch.Generator(setting.device).manual_seed(0)
+    order = torch.randperm(shape.batch * blocks, generator=generator, device=setting.device) + 1
+    tables = order.view(shape.batch, blocks).to(torch.int32)
+    cache = setting.normal(shape.batch * blocks + 1, BLOCK_SIZE, width, seed=1)
+    queries = setting.normal(shape.batch, most, shape.num_heads, shape.head_dim, seed=2)
+    sizes = {"num_kv_heads": shape.num_kv_heads, "value_dim": shape.head_dim, "scale": shape.head_dim**-0.5}
+
+    def launch(num_rows: int) -> tuple[Tensor, kernel.PagedSegments]:
+        """Queries and tiles of the last positions of every sequence."""
+        tiles = [(sequence, shape.context - num_rows, num_rows) for sequence in range(shape.batch)]
+        return queries[:, most - num_rows :].flatten(0, 1), _segments(shape, tables, tiles, num_rows)
+
+    def attend(rows: Tensor, segments: kernel.PagedSegments, kv: Tensor) -> Tensor:
+        return kernel.paged_attention(rows, kv, segments, split_keys=shape.split_keys, **sizes)
+
+    def by_definition(dtype: torch.dtype) -> Tensor:
+        """A sequence at a time: all of them would not fit in float64."""
+        positions = torch.arange(shape.context - shape.num_rows, shape.context, device=setting.device).unsqueeze(0)
+        in_order = torch.arange(blocks, device=setting.device).unsqueeze(0)
+        outputs = []
+        for own, table in zip(queries[:, most - shape.num_rows :], tables, strict=True):
+            tiles = reference.AttentionTiles(
+                query_rows=None, query_positions=positions, block_table=in_order, context=shape.context
+            )
+            plan = reference.AttentionPlan(tiles=[tiles], output_rows=None)
+            kv = cache[table.long()].to(dtype)
+            outputs.append(reference.paged_attention(own.to(dtype).contiguous(), kv, plan, **sizes))
+        return torch.cat(outputs)
+
+    def check() -> list[str]:
+        found = attend(*launch(shape.num_rows), cache)
+        passed = [check_error(found, by_definition(setting.dtype), by_definition(torch.float64))]
+        if not setting.is_interpreted:  # there a product is a BLAS's, whose order of summation is its own
+            passed.append(check_bits(found.view(shape.batch, shape.num_rows, -1)))
+        return passed
+
+    def check_bits(found: Tensor) -> str:
+        fullest = attend(*launch(most), cache).view(shape.batch, most, -1)
+        if not torch.equal(found, fullest[:, most - shape.num_rows :]):
+            raise CheckFailed(f"rows have other bits in tiles of {shape.num_rows} than of {most} rows")
+        for sequence in {0, shape.batch - 1}:
+            for place in (most - 1, most - shape.num_rows):
+                tile = (sequence, shape.context - most + place, 1)
+                alone = attend(queries[sequence, place : place + 1], _segments(shape, tables, [tile], 1), cache)
+                if not torch.equal(alone[0], fullest[sequence, place]):
+                    raise CheckFailed(f"a row of sequence {sequence} has other bits alone")
+        return "row bits"
+
+    rows, segments = launch(shape.num_rows)
+    kv_bytes = shape.batch * shape.context * width * setting.dtype.itemsize
+    return Work(
+        check=check,
+        calls=[partial(attend, rows, segments, kv) for (kv,) in setting.copies(kv_bytes, cache)],
+        num_bytes=kv_bytes + 2 * rows.numel() * setting.dtype.itemsize,
+        comes_from=setting.comes_from(kv_bytes),
+    )

@@ -1,0 +1,67 @@
+"""Tokens from logits of Llama-3-8B's vocabulary: greedy, at a temperature, and with top_p before the draw."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import sampling as kernel
+from kernels.benchmarks.case import Case, Setting, Work, check_draws, check_equal, noise_uncertainty
+from kernels.reference import sampling as reference
+from kernels.reference.philox import Stream, gumbel
+
+VOCAB_SIZE = 128256
+LARGEST_SEED = 2**63 - 1
+TEMPERATURE, TOP_P = 0.8, 0.9
+MODES = ("greedy", "temperature", "top_p")
+
+
+def cases(setting: Setting) -> list[Case]:
+    vocab_size, sizes = (300, (3,)) if setting.is_small else (VOCAB_SIZE, (1, 64, 320))
+    return [
+        Case(
+            op="sampling",
+            label=f"{mode}, {num_rows} rows",
+            dtype="float32",
+            prepare=partial(_prepare, setting, mode, num_rows, vocab_size),
+        )
+        for mode in MODES
+        for num_rows in sizes
+    ]
+
+
+def _prepare(setting: Setting, mode: str, num_rows: int, vocab_size: int) -> Work:
+    logits = setting.normal(num_rows, vocab_size, seed=0, dtype=torch.float32).mul_(3.0)
+    seeds = setting.integers(-LARGEST_SEED, LARGEST_SEED, num_rows, seed=1)
+    positions = torch.arange(num_rows, device=setting.device)
+    law: dict[str, Any] = {"temperatures": torch.full((num_rows,), TEMPERATURE, device=setting.device)}
+    if mode == "top_p":
+        law["top_p"] = torch.full((num_rows,), TOP_P, dtype=torch.float64, device=setting.device)
+
+    def sample(rows: Tensor) -> Tensor:
+        if mode == "greedy":
+            return kernel.greedy(rows, positions)
+        return kernel.sample(rows, seeds, positions, stream=Stream.TARGET, **law)
+
+    def check() -> list[str]:
+        token_ids = sample(logits)
+        if mode == "greedy":
+            check_equal("tokens", token_ids, reference.greedy_argmax(logits))
+            return ["tokens"]
+        processed = logits / law["temperatures"].unsqueeze(1)
+        if mode == "top_p":
+            processed = reference.apply_top_p(processed, law["top_p"])
+        noise = gumbel(seeds, positions, Stream.TARGET, vocab_size=vocab_size)
+        scores = processed + noise
+        return [check_draws(token_ids, scores, noise_uncertainty(noise, scores))]
+
+    num_bytes = logits.numel() * logits.element_size()
+    return Work(
+        check=check,
+        calls=[partial(sample, own) for (own,) in setting.copies(num_bytes, logits)],
+        num_bytes=num_bytes,
+        comes_from=setting.comes_from(num_bytes),
+    )
