@@ -91,6 +91,8 @@ def test_the_ratio_is_of_medians_of_steps_with_and_without_drafts() -> None:
     steps = (step(0.3, 7), step(0.2, 0), step(0.3, 7), step(0.2, 0), step(9.0, 7), step(0.2, 0))
     found = read_ratio(SteadyRun(batch_size=1, seconds=10.2, steps=steps))
     assert found["ratio"] == pytest.approx(1.5) and found["plain_step_ms"] == pytest.approx(200)
+    with pytest.raises(UserError, match="--new-tokens must leave room for a plain and a verifying step"):
+        read_ratio(SteadyRun(batch_size=1, seconds=0.3, steps=steps[:1]))
 
 
 def test_an_interrupt_leaves_the_rounds_that_are_there(

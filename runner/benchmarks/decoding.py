@@ -211,7 +211,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="bfloat16 on a GPU, float32 on the CPU"
     )
     parser.add_argument("--cases", nargs="+", choices=CASE_NAMES, default=CASE_NAMES, metavar="CASE", help="see below")
-    parser.add_argument("--rounds", type=_positive, default=5, help="timed rounds, after those that warm up")
+    parser.add_argument("--rounds", type=_positive, default=5, help="timed, after those that warm up (default: 5)")
     for name, what in (("prompt_tokens", "tokens of every prompt"), ("new_tokens", "tokens decoded for every prompt")):
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=_positive, default=DEFAULTS[name], help=f"{what} (default: %(default)s)")

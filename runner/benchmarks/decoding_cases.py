@@ -10,6 +10,7 @@ from typing import Any
 from runner.benchmarks.fixed_guesses import EverySecondStep, FixedGuesses
 from runner.benchmarks.shared_target import SharedTarget
 from runner.benchmarks.steady_steps import SteadyRun, decode_steadily
+from runner.engine.errors import UserError
 
 BATCH_SIZE = 64
 Quantities = dict[str, float]
@@ -41,10 +42,17 @@ def read_speed(run: SteadyRun) -> Quantities:
 
 
 def read_ratio(run: SteadyRun) -> Quantities:
-    """Of steps that verify drafts to steps that have none, side by side in one text; medians."""
-    verifying = median(step.seconds for step in run.steps if step.num_draft_tokens > 0)
-    plain = median(step.seconds for step in run.steps if step.num_draft_tokens == 0)
-    return {"ratio": verifying / plain, "verify_step_ms": 1000 * verifying, "plain_step_ms": 1000 * plain}
+    """Of steps that verify drafts to steps that have none, side by side in one text; medians.
+
+    Raises:
+        UserError: the text is too short to have both.
+    """
+    verifying = [step.seconds for step in run.steps if step.num_draft_tokens > 0]
+    plain = [step.seconds for step in run.steps if step.num_draft_tokens == 0]
+    if not (verifying and plain):
+        raise UserError("--new-tokens must leave room for a plain and a verifying step; raise it")
+    ratio = median(verifying) / median(plain)
+    return {"ratio": ratio, "verify_step_ms": 1000 * median(verifying), "plain_step_ms": 1000 * median(plain)}
 
 
 def free_guesses(proposer: type, num_tokens: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,21 +105,19 @@ class SharedTarget:
         )
 
     def _config(self, method: Mapping[str, Any] | None, hardware: Mapping[str, Any]) -> SpeculativeConfig:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return SpeculativeConfig.parse(
-                {
-                    "model": self.model.model_dump(),
-                    "method": {"method": "none"} if method is None else dict(method),
-                    "hardware": {
-                        "device": self.device.type,
-                        "dtype": self.dtype,
-                        "block_size": BLOCK_SIZE,
-                        "max_num_seqs": self.max_batch_size,
-                        **hardware,
-                    },
-                }
-            )
+        return SpeculativeConfig.parse(
+            {
+                "model": self.model.model_dump(),
+                "method": {"method": "none"} if method is None else dict(method),
+                "hardware": {
+                    "device": self.device.type,
+                    "dtype": self.dtype,
+                    "block_size": BLOCK_SIZE,
+                    "max_num_seqs": self.max_batch_size,
+                    **hardware,
+                },
+            }
+        )
 
 
 def _read_model(name: str) -> ModelConfig:
@@ -138,7 +135,7 @@ def _with_random_weights(model: ModelConfig) -> ModelConfig:
         file = resolve_directory(source, weights=False) / "config.json"
         if not file.is_file():
             raise UserError(f"--model must hold a config.json, got {model_path(model.model)}, which has none")
-        hf_config = json.loads(Path(file).read_text(encoding="utf-8"))
+        hf_config = json.loads(file.read_text(encoding="utf-8"))
     return ModelConfig.model_validate(
         {
             "model": model.model,
