@@ -116,9 +116,10 @@ def _print_table(found: Found, target: SharedTarget, options: argparse.Namespace
     from rich.table import Table
 
     device = torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU"
+    num_rounds = max(map(len, found.rounds.values()), default=0)  # fewer than asked for after an interrupt
     title = (
         f"{options.model}, random weights, {target.dtype}, {device}, prompt {options.prompt_tokens}, "
-        f"output {options.new_tokens}, {options.rounds} rounds"
+        f"output {options.new_tokens}, {num_rounds} rounds"
     )
     table = Table("", *SPREAD, *(["goal"] if has_goals else []), title=title)
     if (start := found.start) is not None:
