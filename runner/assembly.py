@@ -51,23 +51,23 @@ class Assembly:
     eos_token_ids: tuple[int, ...]
 
 
-def assemble(config: SpeculativeConfig) -> Assembly:
+def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) -> Assembly:
     """Load everything a configuration names.
+
+    Args:
+        target_info: what `load_target` gave for the same model, device and dtype; engines may share it. None loads it.
 
     Raises:
         UserError: what is asked for does not exist, does not fit, or does not go together.
     """
-    hide_kernels_client()
     _release_unused_memory()
     if isinstance(config.method, SuffixMethod) and config.method.suffix_decoding_corpus is not None:
         check_responses_file(config.method.suffix_decoding_corpus)
     hardware = config.hardware
+    info = load_target(config) if target_info is None else target_info
+    source = info.source
     device = resolve_device(hardware.device)
-    if hardware.num_threads is not None:
-        torch.set_num_threads(hardware.num_threads)
-    source = model_source(config.model, "model.model")
     dtype = _resolve_dtype(hardware.dtype, device, source)
-    info = load_model(source, device=device, dtype=dtype, max_model_len=config.model.max_model_len)
     captures_graphs = runs_kernels(device) and not hardware.enforce_eager
     target = ModelRunner(
         info.model,
@@ -127,6 +127,22 @@ def assemble(config: SpeculativeConfig) -> Assembly:
         grammars=grammars,
         eos_token_ids=eos_token_ids,
     )
+
+
+def load_target(config: SpeculativeConfig) -> LoadedModel:
+    """The target's weights on the run's device.
+
+    Raises:
+        UserError: no such device or model, or one that does not fit.
+    """
+    hide_kernels_client()
+    hardware = config.hardware
+    device = resolve_device(hardware.device)
+    if hardware.num_threads is not None:
+        torch.set_num_threads(hardware.num_threads)
+    source = model_source(config.model, "model.model")
+    dtype = _resolve_dtype(hardware.dtype, device, source)
+    return load_model(source, device=device, dtype=dtype, max_model_len=config.model.max_model_len)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -19,6 +19,7 @@ from proposers.base import Proposer, check_drafts
 from runner.assembly import assemble, model_path
 from runner.config import SpeculativeConfig
 from runner.engine.errors import UserError
+from runner.engine.loader import LoadedModel
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import CommittedTokens, Scheduler
@@ -57,14 +58,15 @@ class LLM:
         self._start(config)
 
     @classmethod
-    def from_config(cls, config: SpeculativeConfig) -> LLM:
+    def from_config(cls, config: SpeculativeConfig, target_info: LoadedModel | None = None) -> LLM:
+        """An engine of its own; target_info: weights that it shares with others, as in `assemble`."""
         llm = cls.__new__(cls)
-        llm._start(config)
+        llm._start(config, target_info)
         return llm
 
-    def _start(self, config: SpeculativeConfig) -> None:
+    def _start(self, config: SpeculativeConfig, target_info: LoadedModel | None = None) -> None:
         self.config = config
-        self.engine = assemble(config)
+        self.engine = assemble(config, target_info)
         self.metrics = MetricsCollector()  # of every generate() since the start
         self._to_abort: set[str] = set()  # prompts of the generate() that runs
 

@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         microseconds |= _time_gpu(texts)
     found = {
         **describe_machine("numba", "numpy", "torch"),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "conditions": {
             "requests": options.requests, "context": options.context, "prompt_lookup_min": MIN_N,
             "prompt_lookup_max": MAX_N, "num_speculative_tokens": NUM_DRAFTS, "seed": options.seed, "threads": 1,

@@ -1,0 +1,170 @@
+"""One target with random weights, and the engines over it that a benchmark compares: built when first asked for.
+
+Every engine has a KV cache of its own, large enough for its batch; the weights are in memory once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.assembly import load_target, model_path, model_source, resolve_device
+from runner.benchmarks.steady_steps import decode_steadily, longest_output, synchronize
+from runner.cli.compose import Composer
+from runner.config import ModelConfig, SpeculativeConfig
+from runner.engine.checkpoint import resolve_directory
+from runner.engine.errors import UserError
+from runner.engine.loader import LoadedModel
+from runner.llm import LLM
+
+DRAFT_VOCAB_SIZE = 32_000
+START_TOKENS = 4  # of the prompt's pass, one made kernel by kernel, one captured and one replayed
+BLOCK_SIZE = 16  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartTimes:
+    assemble_s: float  # from weights in memory to an engine
+    first_steps_s: float  # of its first few tokens at batch 1: what is compiled or captured late shows here
+    num_compiled_kernels: int | None  # that the Triton cache lacked; None where there are no kernels
+
+    @property
+    def total_s(self) -> float:
+        return self.assemble_s + self.first_steps_s
+
+
+class SharedTarget:
+    def __init__(self, model: str, *, device: str, prompt_tokens: int, new_tokens: int, max_batch_size: int) -> None:
+        """
+        Args:
+            model: an option of conf/model, a directory or a hub id; only its config is read.
+            device: auto, cpu or cuda.
+
+        Raises:
+            UserError: no such model or device.
+        """
+        self.device = resolve_device(device)
+        self.dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.prompt_tokens, self.new_tokens, self.max_batch_size = prompt_tokens, new_tokens, max_batch_size
+        self.model = _with_random_weights(_read_model(model))
+        self._engines: dict[str, LLM] = {}
+
+    @cached_property
+    def weights(self) -> LoadedModel:
+        """Raises UserError when they do not fit, or when the texts would outgrow the model."""
+        loaded = load_target(self._config(None, {}))
+        synchronize(self.device)
+        return loaded
+
+    def engine(self, method: Mapping[str, Any] | None, batch_size: int) -> LLM:
+        """The engine of a method, keys of the `method` group, with a cache for batch_size requests; None: plain."""
+        key = f"{batch_size} {sorted((method or {}).items())}"
+        if key not in self._engines:
+            drafts = 0 if method is None else int(method["num_speculative_tokens"])
+            longest = self.prompt_tokens + longest_output(self.new_tokens, drafts)
+            if longest > self.weights.max_model_len:
+                raise UserError(
+                    f"--prompt-tokens and --new-tokens must leave {longest - self.prompt_tokens - self.new_tokens} of "
+                    f"the model's {self.weights.max_model_len} tokens free, got {self.prompt_tokens} and "
+                    f"{self.new_tokens}; lower one of them"
+                )
+            blocks = batch_size * -(-longest // BLOCK_SIZE)
+            config = self._config(method, {"num_gpu_blocks_override": blocks})
+            self._engines[key] = LLM.from_config(config, self.weights)
+        return self._engines[key]
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """Random token ids, the same in every run."""
+        generator = torch.Generator().manual_seed(0)
+        size = (count, self.prompt_tokens)
+        ids: list[list[int]] = torch.randint(self.weights.model.vocab_size, size, generator=generator).tolist()
+        return ids
+
+    def time_start(self) -> StartTimes:
+        """Starts an engine as a run does, the search for its cache's size included, and drops it."""
+        weights, known = self.weights, _num_compiled_kernels(self.device)
+        started = time.perf_counter()
+        llm = LLM.from_config(self._config(None, {}), weights)
+        synchronize(self.device)
+        assembled = time.perf_counter()
+        decode_steadily(llm, self.prompts(1), num_new_tokens=START_TOKENS, seed=0)
+        finished = time.perf_counter()
+        compiled = _num_compiled_kernels(self.device)
+        return StartTimes(
+            assemble_s=assembled - started,
+            first_steps_s=finished - assembled,
+            num_compiled_kernels=None if known is None or compiled is None else compiled - known,
+        )
+
+    def _config(self, method: Mapping[str, Any] | None, hardware: Mapping[str, Any]) -> SpeculativeConfig:
+        return SpeculativeConfig.parse(
+            {
+                "model": self.model.model_dump(),
+                "method": {"method": "none"} if method is None else dict(method),
+                "hardware": {
+                    "device": self.device.type,
+                    "dtype": self.dtype,
+                    "block_size": BLOCK_SIZE,
+                    "max_num_seqs": self.max_batch_size,
+                    **hardware,
+                },
+            }
+        )
+
+
+def _read_model(name: str) -> ModelConfig:
+    if (files("conf") / "model" / f"{name}.yaml").is_file():
+        with Composer() as composer:
+            return composer.config([f"model={name}"]).model
+    return ModelConfig(model=name)
+
+
+def _with_random_weights(model: ModelConfig) -> ModelConfig:
+    """The same shape without a checkpoint or a tokenizer, and an EAGLE-3 head of the published layout over it."""
+    source = model_source(model, "--model")
+    hf_config = model.hf_config
+    if hf_config is None:
+        file = resolve_directory(source, weights=False) / "config.json"
+        if not file.is_file():
+            raise UserError(f"--model must hold a config.json, got {model_path(model.model)}, which has none")
+        hf_config = json.loads(file.read_text(encoding="utf-8"))
+    return ModelConfig.model_validate(
+        {
+            "model": model.model,
+            "load_format": "dummy",
+            "max_model_len": model.max_model_len,
+            "hf_config": hf_config,
+            "heads": {"eagle3": {"model": "random-eagle3", "hf_config": _eagle3_head(hf_config)}},
+        }
+    )
+
+
+def _eagle3_head(target: Mapping[str, Any]) -> dict[str, Any]:
+    """One Llama layer of the target's sizes, over a vocabulary of DRAFT_VOCAB_SIZE."""
+    num_layers = target["num_hidden_layers"]
+    return {
+        **target,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": min(DRAFT_VOCAB_SIZE, target["vocab_size"]),
+        "eagle_aux_hidden_state_layer_ids": [min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)],
+    }
+
+
+def _num_compiled_kernels(device: torch.device) -> int | None:
+    """Kernels in the Triton cache."""
+    if device.type != "cuda":
+        return None
+    from triton import knobs
+
+    return sum(1 for _ in Path(knobs.cache.dir).rglob("*.cubin"))

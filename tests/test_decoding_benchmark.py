@@ -1,0 +1,188 @@
+"""python -m runner.benchmarks.decoding: what it says it times is what it times, on a very small shape on the CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.benchmarks import decoding
+from runner.benchmarks.decoding_cases import CASES, DecodingCase, Quantities, read_ratio
+from runner.benchmarks.identical_texts import NUM_TEXTS, VARIANTS
+from runner.benchmarks.shared_target import SharedTarget
+from runner.benchmarks.steady_steps import SteadyRun, TimedStep, decode_steadily
+from runner.engine.errors import UserError
+from tests.conftest import TARGET_CONFIG
+
+LENGTHS = ["--prompt-tokens", "6", "--new-tokens", "8"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with a config.json and nothing else."""
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(TARGET_CONFIG))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def target(model: str) -> SharedTarget:
+    return SharedTarget(model, device="cpu", prompt_tokens=6, new_tokens=200, max_batch_size=64)
+
+
+def run(model: str, *options: str) -> int:
+    return decoding.main(["--model", model, "--device", "cpu", *LENGTHS, *options])
+
+
+def test_a_whole_run_writes_every_case(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "decoding.json"
+    assert run(model, "--rounds", "2", "--json", str(file)) == 0
+    found = json.loads(file.read_text())
+    cases: dict[str, Any] = found["cases"]
+    assert found["is_complete"] and list(cases) == list(decoding.CASE_NAMES)
+    assert {"cpu", "gpu", "versions", "commit"} <= found.keys() and {"torch", "triton"} <= found["versions"].keys()
+    assert found["conditions"]["shape"] == TARGET_CONFIG and found["conditions"]["dtype"] == "float32"
+    assert cases["start"]["total_s"] == cases["start"]["assemble_s"] + cases["start"]["first_steps_s"] > 0
+    for name, case in CASES.items():
+        assert cases[name]["rounds"] == 2 and cases[name]["goal"] is None, "goals are for another machine"
+        spread = cases[name][case.quantity]
+        assert 0 < spread["p20"] <= spread["median"] <= spread["p80"]
+    assert [cases[name]["tokens_per_step"]["median"] for name in ("plain", "plain-64")] == [1, 1]
+    assert cases["eagle3-64"]["tokens_per_step"]["median"] == pytest.approx(2.6, abs=0.2)
+    speed, seconds = cases["plain-64"]["tokens_per_second"]["median"], cases["plain-64"]["ms_per_step"]["median"] / 1000
+    assert speed * seconds == pytest.approx(64, rel=0.3), "medians of two rounds"
+    assert cases["identical"].keys() == {variant.label for variant in VARIANTS}
+    assert all(counts["identical"] == counts["requests"] == NUM_TEXTS for counts in cases["identical"].values())
+    assert cases["identical"]["suffix, 8 tokens, texts seen before"]["accepted"] > NUM_TEXTS, "drafts were tested"
+    table = capsys.readouterr().out
+    assert "batch 64" in table and "goal" not in table
+
+
+def test_synthetic_acceptance_makes_the_tokens_a_step_that_the_label_says(target: SharedTarget) -> None:
+    """100 steps of 3.9 tokens: the mean's standard deviation is 0.03."""
+    found = [CASES["free"].measure(target, seed)["tokens_per_step"] for seed in (1, 2)]
+    assert sum(found) / 2 == pytest.approx(3.9, abs=0.1)
+    assert found[0] != found[1], "rounds of one seed would all have the same luck"
+
+
+@pytest.mark.parametrize("name", ["plain", "free", "verify", "eagle3-64"])
+def test_every_timed_step_has_the_full_batch_and_uncut_drafts(name: str, target: SharedTarget) -> None:
+    case = CASES[name]
+    llm = target.engine(case.method, case.batch_size)
+    timed = decode_steadily(llm, target.prompts(case.batch_size), num_new_tokens=12, seed=0)
+    num_drafts = case.batch_size * llm.engine.proposer.num_speculative_tokens
+    expected = {num_drafts, 0} if name == "verify" else {num_drafts}
+    assert {step.num_draft_tokens for step in timed.steps} == expected
+    assert all(step.num_tokens >= case.batch_size for step in timed.steps)
+    assert sum(step.seconds for step in timed.steps) <= timed.seconds
+    if name == "plain":
+        assert timed.num_tokens == len(timed.steps) == 11, "the first of 12 tokens comes with the prompt"
+    llm.engine.block_manager.check_integrity([])
+
+
+def test_the_ratio_is_of_medians_of_steps_with_and_without_drafts() -> None:
+    def step(seconds: float, num_draft_tokens: int) -> TimedStep:
+        return TimedStep(seconds=seconds, num_draft_tokens=num_draft_tokens, num_tokens=1)
+
+    steps = (step(0.3, 7), step(0.2, 0), step(0.3, 7), step(0.2, 0), step(9.0, 7), step(0.2, 0))
+    found = read_ratio(SteadyRun(batch_size=1, seconds=10.2, steps=steps))
+    assert found["ratio"] == pytest.approx(1.5) and found["plain_step_ms"] == pytest.approx(200)
+    with pytest.raises(UserError, match="--new-tokens must leave room for a plain and a verifying step"):
+        read_ratio(SteadyRun(batch_size=1, seconds=0.3, steps=steps[:1]))
+
+
+def test_an_interrupt_leaves_the_rounds_that_are_there(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = DecodingCase.measure
+
+    def interrupted(case: DecodingCase, target: SharedTarget, seed: int) -> Quantities:
+        if seed == 3:
+            raise KeyboardInterrupt
+        return measure(case, target, seed)
+
+    monkeypatch.setattr(DecodingCase, "measure", interrupted)
+    file = tmp_path / "decoding.json"
+    assert run(model, "--rounds", "5", "--cases", "plain", "--json", str(file)) == 130
+    found = json.loads(file.read_text())
+    assert not found["is_complete"] and found["cases"]["plain"]["rounds"] == 2
+    table = capsys.readouterr().out
+    assert CASES["plain"].label in table and "2 rounds" in " ".join(table.split())
+
+
+def test_help_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        decoding.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in decoding.CASE_NAMES) and "(default: llama8b)" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cases", "fast"], r"invalid choice: 'fast' \(choose from '?start"),
+        (["--rounds", "0"], r"--rounds: must be an integer >= 1, got '0'"),
+    ],
+)
+def test_a_mistaken_option_is_refused_with_the_remedy(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        decoding.main(options)
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_default_shape_is_refused_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "decoding.json"
+    assert decoding.main(["--json", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert "--model llama8b needs a CUDA GPU" in message and "--model tiny" in message and "--device cpu" in message
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "shown"),
+    [
+        ("NVIDIA H200", [], True),
+        ("NVIDIA H200", ["--new-tokens", "8"], False),
+        ("NVIDIA H200", ["--model", "tiny"], False),
+        ("NVIDIA H200", ["--device", "cpu"], False),
+        ("NVIDIA H100 80GB HBM3", [], False),
+    ],
+)
+def test_goals_stand_only_beside_numbers_of_their_conditions(
+    gpu: str, options: list[str], shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    assert decoding._has_goals(decoding._parse(options)) is shown
+
+
+def test_the_default_shape_needs_no_hub() -> None:
+    target = SharedTarget("llama8b", device="cpu", prompt_tokens=128, new_tokens=256, max_batch_size=64)
+    assert target.model.load_format == "dummy" and target.model.hf_config is not None
+    assert (target.model.hf_config["hidden_size"], target.model.hf_config["num_hidden_layers"]) == (4096, 32)
+    assert target.model.heads is not None
+    head = target.model.heads["eagle3"].hf_config
+    assert head is not None and (head["num_hidden_layers"], head["draft_vocab_size"]) == (1, 32_000)
+
+
+def test_texts_that_outgrow_the_model_are_refused_with_the_remedy(model: str) -> None:
+    target = SharedTarget(model, device="cpu", prompt_tokens=100, new_tokens=150, max_batch_size=1)
+    with pytest.raises(UserError, match=r"leave 16 of the model's 256 tokens free, got 100 and 150; lower one"):
+        CASES["free"].measure(target, 0)
+
+
+def test_prompts_that_outlast_the_first_text_are_refused(target: SharedTarget) -> None:
+    """A batch of which a part has ended is not the batch that the label says."""
+    llm = target.engine(None, 64)
+    with pytest.raises(UserError, match="--new-tokens must outlast the prompts, got 1"):
+        decode_steadily(llm, target.prompts(64), num_new_tokens=1, seed=0)
+    llm.engine.block_manager.check_integrity([])
