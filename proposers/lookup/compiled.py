@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from numba import njit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -36,3 +37,9 @@ def compiled(function: Function) -> Function:
         dispatcher._cache._cache_file._source_stamp = SOURCES
     typed: Function = dispatcher
     return typed
+
+
+@compiled
+def wide(number: int) -> int:
+    """An int64 of what an array or a constant gave: numba compiles a function once for every kind of integer."""
+    return int(np.int64(number))

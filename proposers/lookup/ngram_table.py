@@ -50,7 +50,8 @@ def extend_and_draft(
     for place, number in enumerate(numbers):
         row = sequences[number]
         start, length = row[START], row[LENGTH]
-        pool[start + length : start + length + num_new[place]] = token_ids[taken : taken + num_new[place]]
+        for offset in range(num_new[place]):  # by elements: a slice brings numba's text of its errors along
+            pool[start + length + offset] = token_ids[taken + offset]
         for end in range(length + 1, length + 1 + min(num_new[place], NUM_PREFETCHED_TOKENS)):
             _prefetch_entries(pool, start, row[CAPACITY_LOG2], end, min_n, max_n, table_log2)
         taken += num_new[place]
@@ -87,8 +88,10 @@ def move(
     row = sequences[number]
     old_start, length = row[START], row[LENGTH]
     capacity = np.int64(1) << capacity_log2
-    pool[start : start + length] = pool[old_start : old_start + length]
-    pool[start + capacity : start + capacity + (capacity << table_log2)] = 0
+    for offset in range(length):
+        pool[start + offset] = pool[old_start + offset]
+    for entry in range(start + capacity, start + capacity + (capacity << table_log2)):
+        pool[entry] = 0
     match = 0
     for end in range(1, length + 1):
         match = _enter(pool, start, capacity_log2, end, min_n, max_n, table_log2)

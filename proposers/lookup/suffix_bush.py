@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from proposers.lookup.compiled import compiled
+from proposers.lookup.compiled import compiled, wide
 from proposers.lookup.suffix_forest import CHILD, COUNT, DEPTH, NEXT, START, TOKEN, Int32Array
 
 EPSILON = 1e-9  # as in suffix_draft.py
@@ -67,7 +67,9 @@ def _continue(
         if count > 0 and count >= at_least:
             if num_waiting == len(waiting):
                 larger = np.empty((2 * num_waiting, NUM_COLUMNS), dtype=np.int32)
-                larger[:num_waiting] = waiting
+                for place in range(num_waiting):  # by elements: a slice brings numba's text of its errors along
+                    for column in range(NUM_COLUMNS):
+                        larger[place, column] = waiting[place, column]
                 waiting = larger
             one = waiting[num_waiting]
             one[NODE], one[LENGTH], one[PARENT], one[OCCURRENCES] = child, length + 1, parent, count
@@ -109,7 +111,7 @@ def grow(
     at_least = (min_token_prob - EPSILON) * total
     waiting = np.empty((32, NUM_COLUMNS), dtype=np.int32)
     waiting, num_waiting = _continue(
-        nodes, text, base, mask, node, length, -1, at_least, active, num_active, text_end, waiting, 0
+        nodes, text, base, mask, node, length, wide(-1), at_least, active, num_active, text_end, waiting, wide(0)
     )
     score, num_taken = 0.0, 0
     while num_waiting > 0 and num_taken < num_nodes:
@@ -119,13 +121,14 @@ def grow(
                 first = other
         one = waiting[first].copy()
         num_waiting -= 1
-        waiting[first] = waiting[num_waiting]
+        for column in range(NUM_COLUMNS):
+            waiting[first, column] = waiting[num_waiting, column]
         if tokens.size > 0:
             tokens[num_taken], parents[num_taken] = one[LAST_TOKEN], one[PARENT]
         score += one[OCCURRENCES] / total
         waiting, num_waiting = _continue(
-            nodes, text, base, mask, one[NODE], one[LENGTH], num_taken, at_least, active, num_active, text_end,
-            waiting, num_waiting,
+            nodes, text, base, mask, wide(one[NODE]), wide(one[LENGTH]), wide(num_taken), at_least, active,
+            num_active, text_end, waiting, wide(num_waiting),
         )  # fmt: skip
         num_taken += 1
     return score, num_taken

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from proposers.lookup.compiled import compiled
+from proposers.lookup.compiled import compiled, wide
 from proposers.lookup.suffix_bush import grow
 from proposers.lookup.suffix_forest import CHILD, COUNT, DEPTH, START, Int32Array, Uint32Array, find
 from proposers.lookup.suffix_tree import extend
@@ -174,7 +174,7 @@ def _best_match(
         num_tokens = _num_tokens(limit, length, max_depth, max_spec_factor)
         if num_tokens <= best + EPSILON:
             continue
-        node = int(points[(text_end - length) & (points.size - 1)])
+        node = wide(points[(text_end - length) & (points.size - 1)])
         if drafts_trees:
             score, _ = grow(
                 nodes, text, base, mask, node, length, num_tokens, min_token_prob, points, num_active, text_end,
@@ -206,7 +206,7 @@ def _draft(
     parents: Int32Array,
 ) -> int:
     """Write the tokens behind a match; returns how many there are."""
-    node = int(points[(text_end - length) & (points.size - 1)])
+    node = wide(points[(text_end - length) & (points.size - 1)])
     if drafts_trees:
         _, num_drafted = grow(
             nodes, text, base, mask, node, length, num_tokens, min_token_prob, points, num_active, text_end,
@@ -245,31 +245,42 @@ def step(
     for job in range(num_jobs):
         row = rows[jobs[job, ROW]]
         active, points = row[NUM_COLUMNS : NUM_COLUMNS + ring], row[NUM_COLUMNS + ring :]
-        base, mask, begin = int(row[BASE]), int(row[CAPACITY]) - 1, int(row[LENGTH])
+        base, mask, begin = wide(row[BASE]), wide(row[CAPACITY]) - 1, wide(row[LENGTH])
         end = begin + jobs[job, NUM_NEW]
         for position in range(begin, end):
             text[base + position] = new_tokens[num_taken]
             num_taken += 1
         row[LENGTH] = end
         row[NUM_ACTIVE] = extend(
-            nodes, slots, text, base, mask, row[ROOT], active, row[NUM_ACTIVE], begin, end, FOREVER, max_depth
+            nodes,
+            slots,
+            text,
+            base,
+            mask,
+            wide(row[ROOT]),
+            active,
+            wide(row[NUM_ACTIVE]),
+            begin,
+            end,
+            wide(FOREVER),
+            max_depth,
         )
         if shared_root != 0:
             reach = max(0, end - max_depth + 1)  # a match is not longer than max_depth - 1
             if row[VERSION] != version or begin < reach:
                 begin, row[NUM_MATCHED], row[VERSION] = reach, 0, version
             row[NUM_MATCHED] = _match(
-                shared_nodes, shared_slots, shared_text, shared_root, text, base, points, row[NUM_MATCHED], begin, end,
-                max_depth,
+                shared_nodes, shared_slots, shared_text, shared_root, text, base, points, wide(row[NUM_MATCHED]), begin,
+                end, max_depth,
             )  # fmt: skip
-        num_active, num_matched, limit = int(row[NUM_ACTIVE]), int(row[NUM_MATCHED]), jobs[job, LIMIT]
+        num_active, num_matched, limit = wide(row[NUM_ACTIVE]), wide(row[NUM_MATCHED]), wide(jobs[job, LIMIT])
         score, length = _best_match(
             nodes, text, base, mask, active, num_active, num_active, end, limit, max_depth, max_spec_factor,
             min_token_prob, 0.0, drafts_trees,
         )  # fmt: skip
         shared_score, shared_length = _best_match(
-            shared_nodes, shared_text, 0, shared_text.size - 1, points, num_matched, 0, end, limit, max_depth,
-            max_spec_factor, min_token_prob, score, drafts_trees,
+            shared_nodes, shared_text, wide(0), shared_text.size - 1, points, num_matched, wide(0), end, limit,
+            max_depth, max_spec_factor, min_token_prob, score, drafts_trees,
         )  # fmt: skip
         draft = drafts[job]
         tokens, parents = draft[TOKENS : TOKENS + limit], draft[TOKENS + limit : TOKENS + 2 * limit]
@@ -278,7 +289,7 @@ def step(
             score, length = shared_score, shared_length
             num_tokens = _num_tokens(limit, length, max_depth, max_spec_factor)
             num_drafted = _draft(
-                shared_nodes, shared_text, 0, shared_text.size - 1, points, 0, end, length, num_tokens,
+                shared_nodes, shared_text, wide(0), shared_text.size - 1, points, wide(0), end, length, num_tokens,
                 min_token_prob, drafts_trees, tokens, parents,
             )  # fmt: skip
         elif length > 0:

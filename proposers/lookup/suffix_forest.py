@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proposers.lookup.compiled import compiled
+from proposers.lookup.compiled import compiled, wide
 
 Int32Array = npt.NDArray[np.int32]
 Uint32Array = npt.NDArray[np.uint32]
@@ -121,7 +121,8 @@ def _split_segment(nodes: Int32Array, slots: Uint32Array, prefix: int) -> None:
     slots[LOADS + lower] = 0  # of the new one it is 0
     base = FIRST_SEGMENT + lower * SEGMENT_SIZE
     stored = slots[base : base + SEGMENT_SIZE].copy()
-    slots[base : base + SEGMENT_SIZE] = 0
+    for place in range(base, base + SEGMENT_SIZE):
+        slots[place] = 0
     for slot in stored:
         if slot != 0:
             node = int(slot) & ID_MASK
@@ -180,11 +181,11 @@ def leave(nodes: Int32Array, slots: Uint32Array, node: int) -> None:
 
 @compiled
 def new_node(nodes: Int32Array, parent: int, token: int, depth: int, start: int, count: int) -> int:
-    node = int(nodes[0, FREE])
+    node = wide(nodes[0, FREE])
     if node != 0:
         nodes[0, FREE] = nodes[node, NEXT]
     else:
-        node = int(nodes[0, USED])
+        node = wide(nodes[0, USED])
         nodes[0, USED] = node + 1
     nodes[0, LIVE] += 1
     nodes[node, PARENT] = parent

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from proposers.lookup.compiled import compiled
+from proposers.lookup.compiled import compiled, wide
 from proposers.lookup.suffix_family import (
     add_child,
     count_up,
@@ -93,7 +93,7 @@ def extend(
         is_new = True  # windows, the longest first, come to a token of their own until one does not
         for start in range(position - num_active, position + 1):
             length = position - start
-            node = int(active[start & ring]) if length > 0 else root
+            node = wide(active[start & ring]) if length > 0 else root
             depth = nodes[node, DEPTH]
             if length < depth:
                 if is_new:
@@ -139,9 +139,9 @@ def insert_response(
 ) -> None:
     """Take a whole text into the tree; windows that end within an edge get an end of their own there."""
     mask = text.size - 1
-    num_active = extend(nodes, slots, text, 0, mask, root, active, 0, begin, end, end, max_depth)
+    num_active = extend(nodes, slots, text, wide(0), mask, root, active, wide(0), begin, end, end, max_depth)
     for start in range(end - num_active, end):
-        node = int(active[start & (active.size - 1)])
+        node = wide(active[start & (active.size - 1)])
         length = end - start
         if length < nodes[node, DEPTH]:
             token = text[(nodes[node, START] + length) & mask]
