@@ -131,11 +131,11 @@ def test_one_step_yields_the_target_law_at_the_expected_acceptance(
 
 
 def test_one_step_over_4096_tokens_yields_the_target_law() -> None:
-    """V=4096, 40,960 requests, draft = -target: the sampler, strict with coupled drafts, and probabilistic.
+    """V=4096, 8,192 requests, draft = -target: the sampler, strict with coupled drafts, and probabilistic.
 
     One in eight of the strict requests draft a token, the rest decode plainly: the text must not know the difference.
     """
-    num_requests, vocab_size, slab = 40_960, 4096, 512
+    num_requests, vocab_size, slab = 8_192, 4096, 512
     generator = torch.Generator().manual_seed(2)
     target = torch.randn(vocab_size, generator=generator)
     draft = worst_case(target)

@@ -132,15 +132,17 @@ def test_target_is_clearly_better_than_the_draft(corpus: Corpus, tokenizer: PreT
 HIDDEN, KV, INTERMEDIATE, VOCAB, DRAFT_VOCAB, INNER = 256, 128, 512, 2048, 1536, 112
 
 
-def block_shapes(prefix: str, *, input_size: int = HIDDEN, qk_norm: bool = False) -> dict[str, tuple[int, ...]]:
+def block_shapes(
+    prefix: str, *, input_size: int = HIDDEN, qk_norm: bool = False, intermediate: int = INTERMEDIATE
+) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (HIDDEN, input_size),
         "self_attn.k_proj": (KV, input_size),
         "self_attn.v_proj": (KV, input_size),
         "self_attn.o_proj": (HIDDEN, HIDDEN),
-        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+        "mlp.gate_proj": (intermediate, HIDDEN),
+        "mlp.up_proj": (intermediate, HIDDEN),
+        "mlp.down_proj": (HIDDEN, intermediate),
         "post_attention_layernorm": (HIDDEN,),
     }
     if qk_norm:
@@ -188,8 +190,11 @@ HEAD_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
         "fc.weight": (HIDDEN, 3 * HIDDEN),
         "hidden_norm.weight": (HIDDEN,),
         "norm.weight": (HIDDEN,),
-        **block_shapes("layers.0", qk_norm=True),
-        **block_shapes("layers.1", qk_norm=True),
+        **{
+            name: shape
+            for layer in range(5)
+            for name, shape in block_shapes(f"layers.{layer}", qk_norm=True, intermediate=64).items()
+        },
     },
 }
 HEAD_KEYS: dict[str, dict[str, Any]] = {
@@ -207,7 +212,8 @@ HEAD_KEYS: dict[str, dict[str, Any]] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": 8,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 5,
+        "intermediate_size": 64,
         "num_target_layers": 6,
     },
 }
