@@ -78,7 +78,7 @@ class PagedShape:
             num_segments = bucket(num_segments)
             num_tiles = num_segments + num_rows // self.rows_per_tile
             tile_size = min(bucket(tile_size), self.rows_per_tile)
-            context = min(1 << (context - 1).bit_length(), self.max_context)
+            context = max(context, min(1 << (context - 1).bit_length(), self.max_context))
             width, branch_width = -(-context // block_size), bucket(branch_width)
         columns = [list(column) for column in zip(*tiles, strict=True)]
         lists = [
@@ -115,7 +115,7 @@ class PagedShape:
             )
 
         key: Hashable = (num_tiles, tile_size, num_segments, width, branch_width, context)
-        return PlannedAttention(lists=lists, assemble=assemble, key=key)
+        return PlannedAttention(lists=lists, assemble=assemble, key=key if self.is_bucketed else None)
 
 
 def bucket(number: int) -> int:
