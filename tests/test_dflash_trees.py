@@ -164,7 +164,7 @@ def test_under_the_probabilistic_rule_a_tree_keeps_the_law(engines: Engines, can
     tree, draft_sample_method = ranked.RULES[candidates]
     rule = {"rejection_sample_method": "probabilistic", "draft_sample_method": draft_sample_method}
     llm = engine(engines, dflash(tree, 7, **rule))
-    params = sampling_params(sampler, NUM_REQUESTS)
+    params = sampling_params(sampler, NUM_REQUESTS // 2)
     requests, metrics = complete(llm, [PROMPT], [params])
     assert 0 < metrics.num_accepted_tokens < sum(point.num_draft_tokens for point in metrics.step_points)
     assert p_value(requests, exact_law(llm, params)) > ALPHA

@@ -166,7 +166,7 @@ def test_under_the_probabilistic_rule_trees_keep_the_law(
         **TREES[tree],
     }  # fmt: skip
     llm = small_engine(engines, config)
-    params = sampling_params(sampler, NUM_REQUESTS)
+    params = sampling_params(sampler, NUM_REQUESTS // 2)
     requests, metrics = complete(llm, [PROMPT], [params])
     assert 0 < metrics.num_accepted_tokens < sum(point.num_draft_tokens for point in metrics.step_points)
     assert p_value(requests, exact_law(llm, params)) > 1e-4
