@@ -54,7 +54,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) ->
     """Engines on the CPU whose operations are kernels."""
     if kernel_device.type != "cpu":
         pytest.skip("kernels are compiled here; tests/test_gpu_engine.py runs them")
-    monkeypatch.setattr(backend, "KERNEL_DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(backend, "interprets_kernels", True)
     monkeypatch.setattr(graphs, "CudaRecorder", lambda: recorded)
     return Engines()
 
@@ -66,7 +66,7 @@ def texts(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["none", "draft_model", "probabilistic"])
 def test_kernels_say_what_torch_says(name: str, engines: Engines, interpreted: Engines) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "KERNEL_DEVICES", {"cuda"})
+        patch.setattr(backend, "interprets_kernels", False)
         expected = texts(engines(METHODS[name], **SMALL))
     assert texts(interpreted(METHODS[name], enforce_eager=True, **SMALL)) == expected
 
@@ -74,7 +74,7 @@ def test_kernels_say_what_torch_says(name: str, engines: Engines, interpreted: E
 def test_captured_passes_of_trees_say_what_torch_says(engines: Engines, interpreted: Engines) -> None:
     """Padded to their bucket, fed through tensors that are used again, and read before the next replay."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "KERNEL_DEVICES", {"cuda"})
+        patch.setattr(backend, "interprets_kernels", False)
         expected = texts(engines(METHODS["tree"], **SMALL))
     llm = interpreted(METHODS["tree"], **SMALL)
     store = llm.engine.target.graphs

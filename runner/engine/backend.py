@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
-KERNEL_DEVICES = {"cuda"}  # tests add the CPU, where kernels are interpreted
+interprets_kernels = False  # tests set it: kernels on the CPU too, under Triton's interpreter
 
 
-def runs_kernels(device: torch.device) -> bool:
-    return device.type in KERNEL_DEVICES
+def runs_kernels(where: torch.Tensor | torch.device) -> bool:
+    """Whether operations on this tensor, or on this device, are kernels."""
+    if isinstance(where, torch.device):
+        return where.type == "cuda" or interprets_kernels
+    return where.is_cuda or interprets_kernels

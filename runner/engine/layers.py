@@ -54,17 +54,20 @@ class Attention:
         )
         self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
+        self._norms = [None if norm is None else (norm.weight, norm.eps) for norm in (self.q_norm, self.k_norm)]
 
     def __call__(self, hidden: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         query = rotate_and_store(
             self.qkv_proj(hidden, batch.linear_tile),
             rope,
             batch.slot_mapping,
-            cache.layers[self.layer],
+            cache,
+            self.layer,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            q_norm=self._weight_and_eps(self.q_norm),
-            k_norm=self._weight_and_eps(self.k_norm),
+            head_dim=self.head_dim,
+            q_norm=self._norms[0],
+            k_norm=self._norms[1],
         )
         out = paged_attention(
             query,
@@ -86,15 +89,13 @@ class Attention:
             linear(states, self.qkv_proj.weight[queries:], bias, batch.linear_tile),
             rope,
             batch.slot_mapping,
-            cache.layers[self.layer],
+            cache,
+            self.layer,
             num_heads=0,
             num_kv_heads=self.num_kv_heads,
-            k_norm=self._weight_and_eps(self.k_norm),
+            head_dim=self.head_dim,
+            k_norm=self._norms[1],
         )
-
-    @staticmethod
-    def _weight_and_eps(norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None if norm is None else (norm.weight, norm.eps)
 
     def rope(self, hf_config: Any, max_model_len: int) -> Rope:
         """The rotations of this and of every like layer of a model."""

@@ -17,12 +17,15 @@ from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
 from kernels.reference.rope import apply_rope
 from kernels.reference.silu_and_mul import silu_and_mul
 from runner.engine.backend import runs_kernels
+from runner.engine.kv_cache import PagedKVCache
 from runner.engine.rope import RopeRows
+
+NormWeights = tuple[torch.Tensor, torch.Tensor]  # weight [head_dim], eps [] float32
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features]."""
-    if tile is None or not runs_kernels(x.device):
+    if tile is None or not runs_kernels(x):
         return linear_in_tiles(x, weight, bias, tile)
     from kernels.linear import linear as kernel
 
@@ -31,7 +34,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, til
 
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor, tile: int | None) -> torch.Tensor:
     """[num_rows, hidden] x [vocab, hidden] -> [num_rows, vocab] float32; num_rows a multiple of tile."""
-    if tile is None or not runs_kernels(hidden.device):
+    if tile is None or not runs_kernels(hidden):
         return linear_in_tiles(hidden, weight, None, tile).float()
     from kernels.linear import linear as kernel
 
@@ -40,7 +43,7 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, tile: int | None) ->
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """silu(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
-    if tile is None or not runs_kernels(x.device):
+    if tile is None or not runs_kernels(x):
         return silu_and_mul(linear_in_tiles(x, weight, bias, tile))
     from kernels.linear import gated_linear as kernel
 
@@ -49,7 +52,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """Over the last dimension."""
-    if not runs_kernels(x.device):
+    if not runs_kernels(x):
         return rms_norm_in_torch(x, weight, eps)
     from kernels.rms_norm import rms_norm as kernel
 
@@ -60,7 +63,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), all [num_rows, hidden]."""
-    if not runs_kernels(x.device):
+    if not runs_kernels(x):
         return add_rms_norm_in_torch(x, residual, weight, eps)
     from kernels.rms_norm import add_rms_norm as kernel
 
@@ -71,17 +74,18 @@ def rotate_and_store(
     qkv: torch.Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]; may be overwritten
     rope: RopeRows,
     slot_mapping: torch.Tensor,  # [num_rows] int64
-    kv_cache: torch.Tensor,  # [num_blocks, block_size, 2 * num_kv_heads * head_dim]
+    cache: PagedKVCache,
+    layer: int,
     *,
     num_heads: int,  # 0: rows are keys and values only
     num_kv_heads: int,
-    q_norm: tuple[torch.Tensor, torch.Tensor] | None = None,  # weight [head_dim] and eps [] float32
-    k_norm: tuple[torch.Tensor, torch.Tensor] | None = None,
+    head_dim: int,
+    q_norm: NormWeights | None = None,
+    k_norm: NormWeights | None = None,
 ) -> torch.Tensor:  # [num_rows, num_heads, head_dim]
     """Norm queries and keys head by head where a model does, rotate them, store keys and values; the queries."""
-    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     columns = num_heads * head_dim
-    if runs_kernels(qkv.device):
+    if runs_kernels(qkv):
         from kernels.rope import rope_and_write
 
         norm_weights: dict[str, Any] = {}
@@ -92,7 +96,7 @@ def rotate_and_store(
             rope.table.compact,
             rope.positions,
             slot_mapping,
-            kv_cache,
+            cache.layers[layer],
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -104,10 +108,13 @@ def rotate_and_store(
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
         normed_q = q if q_norm is None else rms_norm_in_torch(q, *q_norm)
         qkv = torch.cat((normed_q, rms_norm_in_torch(k, *k_norm), v), dim=1).flatten(1)
-    missing = rope.table.partner.shape[0] - qkv.shape[1]
-    query, kv = apply_rope(qkv, *rope.behind(missing)).split_with_sizes((columns, qkv.shape[1] - columns), dim=1)
-    kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, kv)
-    return query.view(len(qkv), num_heads, head_dim)
+    if num_heads == 0:
+        cache.write(layer, slot_mapping, apply_rope(qkv, *rope.behind(qkv.shape[1])))
+        return qkv[:, :0].view(len(qkv), 0, head_dim)
+    turned = apply_rope(qkv, *rope.whole_rows)
+    query, kv = turned.split_with_sizes((columns, 2 * num_kv_heads * head_dim), dim=1)
+    cache.write(layer, slot_mapping, kv)
+    return query.view(-1, num_heads, head_dim)
 
 
 def paged_attention(

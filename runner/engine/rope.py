@@ -32,10 +32,11 @@ class RopeRows:
         """What kernels.reference.rope.apply_rope takes for whole rows of the fused projection."""
         return (*self.table.rows(self.positions), self.table.partner)
 
-    def behind(self, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same for rows that lack the first columns."""
+    def behind(self, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same for rows of the last `width` columns alone."""
         cos, signed_sin, partner = self.whole_rows
-        return (cos[:, columns:], signed_sin[:, columns:], partner[columns:] - columns) if columns else self.whole_rows
+        missing = len(partner) - width
+        return cos[:, missing:], signed_sin[:, missing:], partner[missing:] - missing
 
 
 class Rope:
