@@ -91,7 +91,7 @@ class HeadRunner:
         def compute(numbers: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor]:
             return (self.head(packed.unpack(numbers), hidden, cache),)
 
-        if self.graphs is None or packed.key is None or family == "prefill":
+        if self.graphs is None or packed.key is None:
             return compute(numbers, padded)[0][: len(token_ids)]
         # Copied: the next replay writes where this one did, and outputs are fed back or kept.
         return self.graphs(packed.key, compute, numbers, padded)[0][: len(token_ids)].clone()

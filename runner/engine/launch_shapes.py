@@ -17,7 +17,6 @@ from runner.engine.segment import Family, Segment
 from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES, TileShape
 
 Shapes = dict[Family, LaunchShape]
-SPLIT_KEYS = 512  # of a decoding request: one program for each split of its context
 
 
 def decoder_shapes(
@@ -25,7 +24,7 @@ def decoder_shapes(
 ) -> Shapes:
     """Of launches of a model or head built from our layers, whose attention (one of its layers') this is."""
     if runs_kernels(attention.o_proj.weight.device):
-        from kernels.paged_attention import rows_per_tile
+        from kernels.paged_attention import SPLIT_KEYS, rows_per_tile
 
         shapes: Shapes = {}
         splits: tuple[tuple[Family, int | None], ...] = (("decode", SPLIT_KEYS), ("prefill", None))
@@ -87,21 +86,19 @@ def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.T
     """A row alone against the same row in company, in every product and over a context of two splits."""
     assert isinstance(shape, PagedShape)
     attention, mlp, tile = layer.attention, layer.mlp, shape.linear
-    products: dict[Callable[[torch.Tensor], torch.Tensor], int] = {
-        lambda x: attention.qkv_proj(x, tile): attention.qkv_proj.weight.shape[1],
-        lambda x: attention.o_proj(x, tile): attention.o_proj.weight.shape[1],
-        lambda x: mlp(x, tile): mlp.gate_up_proj.weight.shape[1],
-        lambda x: head_logits(x, lm_head, tile): lm_head.shape[1],
-    }
-    return all(_rows_agree(product, width, lm_head) for product, width in products.items()) and _attentions_agree(
-        shape, attention
+    products: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], ...] = (
+        (lambda x: attention.qkv_proj(x, tile), attention.qkv_proj.weight),
+        (lambda x: attention.o_proj(x, tile), attention.o_proj.weight),
+        (lambda x: mlp(x, tile), mlp.gate_up_proj.weight),
+        (lambda x: head_logits(x, lm_head, tile), lm_head),
     )
+    return all(_rows_agree(product, first) for product, first in products) and _attentions_agree(shape, attention)
 
 
-def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], width: int, like: torch.Tensor) -> bool:
-    """In the smallest tile of tokens and in the largest, which more rows fill than one."""
-    generator = torch.Generator(like.device).manual_seed(0)
-    rows = torch.randn(130, width, generator=generator, device=like.device).to(like.dtype)
+def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], first: torch.Tensor) -> bool:
+    """In the smallest tile of tokens and in the largest. first: the weight that rows meet, of their width and dtype."""
+    generator = torch.Generator(first.device).manual_seed(0)
+    rows = torch.randn(130, first.shape[1], generator=generator, device=first.device).to(first.dtype)
     alone = product(rows[-1:].contiguous())
     return all(torch.equal(product(rows[-count:])[-1:], alone) for count in (2, 130))
 

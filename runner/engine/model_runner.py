@@ -145,7 +145,7 @@ class ModelRunner:
             numbers.index_copy_(0, uploaded[size:], draft_token_ids.clamp(min=0))
         inner = tuple(tap for tap in tap_layers if tap != NORMED)
         captures = self.graphs is not None and packed.key is not None
-        with_logits = captures and launch.family == "decode" and len(launch.logits_rows) == num_tokens
+        with_logits = captures and len(launch.logits_rows) == num_tokens
 
         def compute(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
             batch = packed.unpack(numbers)

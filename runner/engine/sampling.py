@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.reference import sampling as ops
 from kernels.reference.philox import Stream
 from runner.engine.backend import runs_kernels
-from runner.engine.sampling_rows import SamplingRows, check_token_ids
+from runner.engine.sampling_rows import SamplingRows, check_token_ids, greedy_mask
 
 if TYPE_CHECKING:
     from kernels.row_laws import RowLaws
@@ -153,10 +153,9 @@ def _sample_by_kernel(
 ) -> Tensor:
     from kernels.sampling import sample
 
-    is_greedy = None
-    if random_row_idx is not None:
-        is_greedy = torch.ones_like(seeds, dtype=torch.bool).index_fill_(0, random_row_idx, False)
-    draft_steps = draft_step if isinstance(draft_step, Tensor) else torch.full_like(seeds, draft_step)
+    draft_steps = draft_step if isinstance(draft_step, Tensor) else None
+    assert draft_steps is not None or draft_step == 0, "other keys come as a tensor"
+    is_greedy = greedy_mask(random_row_idx, seeds)
     return sample(processed, seeds, positions, stream=stream, draft_steps=draft_steps, is_greedy=is_greedy)
 
 

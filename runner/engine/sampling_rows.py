@@ -93,11 +93,8 @@ class SamplingRows:
 
     def of_every_row(self) -> dict[str, Any]:
         """What kernels/sampling.py and kernels/row_laws.py take: [num_rows] each, None where no row asks for it."""
-        is_greedy = None
-        if self.random_row_idx is not None:
-            is_greedy = torch.ones_like(self.seeds, dtype=torch.bool).index_fill_(0, self.random_row_idx, False)
         return {
-            "is_greedy": is_greedy,
+            "is_greedy": greedy_mask(self.random_row_idx, self.seeds),
             "temperatures": self.temperatures,
             "min_p": self._of_every_row(self.min_p, 0.0),
             "top_k": self._of_every_row(self.top_k, 0),
@@ -169,6 +166,13 @@ class SamplingRows:
             max_top_k=max((params[r].top_k for r in random_rows if params[r].top_k < vocab_size), default=0),
             top_p=_value_rows(params, lambda p: p.top_p < 1.0, lambda p: p.top_p, torch.float64, device),
         )
+
+
+def greedy_mask(random_row_idx: Tensor | None, seeds: Tensor) -> Tensor | None:
+    """[num_rows] bool of the rows of seeds [num_rows] that are not random; None where all are."""
+    if random_row_idx is None:
+        return None
+    return torch.ones_like(seeds, dtype=torch.bool).index_fill_(0, random_row_idx, False)
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
