@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +20,10 @@ from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
 from tests.heads_for_tests import HEADS, make_fair
+
+# The same examples in every run, so that what fails here fails everywhere; --hypothesis-profile=default draws others.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 TARGET_CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -53,7 +53,7 @@ def masked_tokens(history: list[int], bad_words: list[list[int]]) -> set[int]:
     return {word[-1] for word in bad_words if [*history, word[-1]][-len(word) :] == word}
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=300)
 @given(REQUESTS)
 def test_a_token_is_masked_iff_it_would_complete_a_bad_word(
     cases: list[tuple[list[int], list[int], list[list[int]]]],
@@ -79,7 +79,6 @@ def test_a_draft_that_is_none_completes_nothing() -> None:
     assert [set(torch.where(row.isinf())[0].tolist()) for row in logits] == [set(), set(), {2}, {2}]
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1) | st.none(), min_size=1, max_size=4))
 def test_all_tokens_but_the_allowed_ones_are_masked(allowed: list[list[int] | None]) -> None:
     requests = [make_request([], [], allowed_token_ids=token_ids) for token_ids in allowed]

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from proposers.base import available_methods
@@ -38,7 +38,6 @@ def ranges(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return found
 
 
-@settings(deadline=None, derandomize=True)
 @given(ranges(), st.integers(0, 8), st.integers(1, 60))
 def test_gaps_and_the_tail_keep_the_k_before_them(
     per_batch_size: list[tuple[int, int, int]], num_speculative_tokens: int, num_running: int

@@ -69,7 +69,7 @@ def fresh_matcher(form: StructuredOutputsParams, token_ids: list[int]) -> LLMatc
     return matcher
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(form=st.sampled_from(FORMS), data=st.data())
 def test_a_mask_is_every_token_that_may_come_next_whatever_was_guessed_before(
     form: StructuredOutputsParams, data: st.DataObject
@@ -97,7 +97,7 @@ def test_a_mask_is_every_token_that_may_come_next_whatever_was_guessed_before(
     assert grammar.error is None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(words=st.lists(st.text('abé"\\\n /', max_size=5), min_size=1, max_size=4, unique=True), data=st.data())
 def test_a_choice_allows_what_begins_one_of_its_words(words: list[str], data: st.DataObject) -> None:
     """Against the words themselves, byte by byte."""
@@ -222,7 +222,7 @@ def test_gbnf_is_taken_as_lark_is() -> None:
 # ---- the bitmask on the device
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(vocab_size=st.integers(min_value=1, max_value=100), seed=st.integers(min_value=0, max_value=2**32))
 def test_a_bitmask_keeps_the_tokens_whose_bits_are_set(vocab_size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

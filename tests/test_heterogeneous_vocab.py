@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from proposers.vocabularies.intersection import Intersection, intersect
@@ -32,7 +32,6 @@ from tests.test_losslessness import PARAMS, PROMPTS, ROOMY, SCHEDULES, answers, 
 from tests.transformers_reference import random_model
 
 CPU = torch.device("cpu")
-ANY_TIME = settings(deadline=None, derandomize=True)
 DRAFTING = ("greedy", "probabilistic", "coupled")
 
 
@@ -200,7 +199,6 @@ def spellings(draw: st.DrawFn) -> tuple[Spelling, int]:
     return spelling, max(1, len(numbering) + draw(st.integers(-3, 3)))
 
 
-@ANY_TIME
 @given(spellings(), spellings())
 def test_partners_print_the_same_or_are_special_and_nobody_has_two(
     ours: tuple[Spelling, int], theirs: tuple[Spelling, int]
@@ -226,7 +224,6 @@ def test_partners_print_the_same_or_are_special_and_nobody_has_two(
     }
 
 
-@ANY_TIME
 @given(st.lists(texts, unique=True, min_size=1), st.randoms())
 def test_a_renumbered_vocabulary_is_shared_whole(words: list[bytes], shuffler: random.Random) -> None:
     order = list(range(len(words)))
@@ -237,7 +234,6 @@ def test_a_renumbered_vocabulary_is_shared_whole(words: list[bytes], shuffler: r
     assert found.reading == order and found.pairs == dict(enumerate(order))
 
 
-@ANY_TIME
 @given(spellings(), spellings(), st.integers(0, 2**32))
 def test_the_drafts_law_is_its_own_given_that_the_token_is_shared(
     ours: tuple[Spelling, int], theirs: tuple[Spelling, int], seed: int

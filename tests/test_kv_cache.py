@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.engine.forward_batch import ForwardBatch
@@ -15,7 +15,6 @@ from runner.engine.tile_shape import ROW_INVARIANT_TILES
 CPU = torch.device("cpu")
 
 
-@settings(deadline=None, derandomize=True)
 @given(
     num_blocks=st.integers(2, 20),
     block_size=st.integers(1, 5),
@@ -108,7 +107,6 @@ def test_a_second_write_to_a_slot_replaces_the_first() -> None:
     assert cache.layers[0].flatten().tolist() == [0.0] * 6 + [2.0] * 2 + [0.0] * 4
 
 
-@settings(deadline=None, derandomize=True)
 @given(data=st.data(), block_size=st.integers(1, 6), family=st.sampled_from(["prefill", "decode"]))
 def test_a_launch_writes_each_token_where_its_block_table_says(
     data: st.DataObject, block_size: int, family: Family

@@ -37,7 +37,6 @@ def definition(logits: list[float], token_id: int) -> tuple[float, int, list[int
     return float(logprob), order.index(token_id) + 1, order
 
 
-@settings(deadline=None, derandomize=True)
 @given(LOGITS, st.integers(0, 5), st.integers(0, 6))
 def test_a_row_tells_the_token_its_rank_and_the_likeliest(rows: list[list[float]], token_id: int, num_top: int) -> None:
     packed = top_logprobs(torch.tensor(rows), torch.full((len(rows),), token_id), num_top)
@@ -50,7 +49,7 @@ def test_a_row_tells_the_token_its_rank_and_the_likeliest(rows: list[list[float]
         assert told[3 + num_top :] == pytest.approx(expected, abs=1e-6)
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 2**16), st.integers(1, 40), st.sampled_from([7, 64, 1031]))
 def test_a_rows_bits_do_not_depend_on_the_others_nor_on_how_many_tops_they_ask_for(
     seed: int, num_rows: int, vocab_size: int

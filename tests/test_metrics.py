@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.metrics import MetricsCollector, RequestRecord, RequestStep, StepRecord, count_identical
@@ -252,7 +252,6 @@ def records_of(runs: list[list[tuple[int, int]]]) -> list[RequestRecord]:
 
 
 @given(drafts_of_requests())
-@settings(deadline=None)
 def test_counts_add_up_for_any_run(runs: list[list[tuple[int, int]]]) -> None:
     numbers = summary(*records_of(runs), k=5)
     num_drafts = numbers["num_drafts"]
@@ -269,7 +268,6 @@ def test_counts_add_up_for_any_run(runs: list[list[tuple[int, int]]]) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=4))
-@settings(deadline=None)
 def test_conditional_product_is_unconditional_when_all_drafts_are_equally_long(runs: list[list[int]]) -> None:
     numbers = summary(*records_of([[(4, accepted) for accepted in steps] for steps in runs]), k=4)
     product = 1.0
@@ -281,7 +279,6 @@ def test_conditional_product_is_unconditional_when_all_drafts_are_equally_long(r
 
 
 @given(st.lists(st.tuples(st.floats(1e-3, 1.0), st.integers(0, 3)), min_size=2, max_size=10))
-@settings(deadline=None)
 def test_mean_inter_token_latency_is_the_time_per_output_token(steps: list[tuple[float, int]]) -> None:
     """For a request whose first step yields one token, as a prefill does."""
     times, now = [], 0.0

@@ -70,7 +70,7 @@ def schedule_of(*requests: Request, max_draft_tokens: int = 4) -> Schedule:
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(
     steps=st.lists(
         st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 3), max_size=9), st.integers(0, 12)), max_size=4),

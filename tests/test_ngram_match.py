@@ -42,7 +42,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=300)
 @given(batches())
 def test_the_reference_finds_what_the_definition_finds(batch: dict[str, Any]) -> None:
     token_ids, lengths = rows_of(batch["texts"], batch["width"])
@@ -52,7 +52,7 @@ def test_the_reference_finds_what_the_definition_finds(batch: dict[str, Any]) ->
     assert drafts.tolist() == expected(batch["texts"], batch["slots"], **keys)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(batches(), st.sampled_from([4, 16, 64]))
 def test_the_kernels_find_what_the_definition_finds(
     kernel_device: torch.device, batch: dict[str, Any], block: int

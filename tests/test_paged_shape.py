@@ -58,7 +58,7 @@ def test_a_branch_leads_to_the_slots_of_its_own_path() -> None:
     assert launch.unpack(torch.tensor(launch.numbers)).slot_mapping.tolist() == [7 * 16 + 4, 16 + 3]
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 180), st.integers(1, 18)), min_size=1, max_size=12))
 def test_a_bucket_holds_what_eager_tiles_hold_and_tiles_without_rows(shape: list[tuple[int, int]]) -> None:
     segments = [segment(start, count, first_block=20 * index + 1) for index, (start, count) in enumerate(shape)]

@@ -60,7 +60,7 @@ def test_philox_gives_the_published_known_answers(
 
 
 @given(st.tuples(*[uint32] * 6), st.integers(0, 5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_philox_equals_plain_integers_whichever_word_varies(words: tuple[int, ...], varying: int) -> None:
     """Words may differ in shape: the result has the broadcast shape, whichever of the six inputs carries it."""
     values = [words[varying], 0, MASK, 1 << 31]
@@ -113,7 +113,7 @@ def test_noise_is_finite_at_both_ends_of_the_words() -> None:
 
 
 @given(st.lists(uint32, min_size=1, max_size=40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_gumbel_is_the_formula_within_one_float64_ulp(words: list[int]) -> None:
     noise = words_to_gumbel(torch.tensor(words))
     for word, value in zip(words, noise.tolist(), strict=True):

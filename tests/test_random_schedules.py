@@ -110,7 +110,7 @@ def test_no_traffic_changes_a_text(engines: Engines, reference: dict[str, Reques
     num_examples = NUM_EXAMPLES.get(method, 3)  # the others share a loop with one of these
     llm = engines(method_config(method, MAX_K), num_gpu_blocks_override=11, max_num_batched_tokens=4096)
 
-    @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=num_examples, suppress_health_check=list(HealthCheck))
     @given(traffic=traffics(NUM_REQUESTS))
     def check(traffic: Traffic) -> None:
         finished, cancelled = play(llm, traffic)

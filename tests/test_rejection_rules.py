@@ -113,7 +113,7 @@ def normalised(law: Tensor) -> Tensor:
 
 
 @given(st.integers(1, 8).flatmap(lambda size: st.tuples(laws(size), laws(size))))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_accepted_and_recovered_tokens_together_follow_the_target_law_exactly(pair: tuple[Tensor, Tensor]) -> None:
     """q * a + (1 - sum(q * a)) * r == p in float64, with r and the acceptance a taken from the rule's own functions."""
     p, q = pair
@@ -129,7 +129,7 @@ def test_accepted_and_recovered_tokens_together_follow_the_target_law_exactly(pa
 
 
 @given(st.integers(1, 8).flatmap(lambda size: st.tuples(laws(size), st.integers(0, size - 1))))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_draft_without_a_law_is_verified_as_one_hot_and_keeps_the_target_law(pair: tuple[Tensor, int]) -> None:
     """Whatever the token x: accepted with probability p(x), else drawn from p without x, it comes out as p."""
     p, x = pair

@@ -70,7 +70,7 @@ MIXED_PARAMS = [
 
 
 @given(tied_logits, st.integers(-1, 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_top_k_keeps_the_k_likeliest_and_what_ties_with_the_last(logits: list[float], k: int) -> None:
     kept = [x > NEG_INF for x in process(logits, SamplingParams(top_k=k))]
     kth = sorted(logits, reverse=True)[k - 1] if 0 < k < len(logits) else NEG_INF
@@ -78,7 +78,7 @@ def test_top_k_keeps_the_k_likeliest_and_what_ties_with_the_last(logits: list[fl
 
 
 @given(tied_logits, st.floats(0.01, 1.0))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_top_p_keeps_everything_at_least_as_likely_as_the_threshold(logits: list[float], top_p: float) -> None:
     total = math.fsum(math.exp(x) for x in logits)
     mass = {t: math.fsum(math.exp(x) for x in logits if x >= t) / total for t in logits}
@@ -89,7 +89,7 @@ def test_top_p_keeps_everything_at_least_as_likely_as_the_threshold(logits: list
 
 
 @given(tied_logits, st.floats(0.0, 1.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_min_p_drops_tokens_less_likely_than_a_share_of_the_likeliest(logits: list[float], min_p: float) -> None:
     ratios = [math.exp(x - max(logits)) for x in logits]
     assume(all(abs(ratio - min_p) > 1e-5 * ratio for ratio in ratios if ratio < 1.0))
@@ -121,7 +121,7 @@ def test_fixed_point_weights_are_the_exponential_to_the_stated_precision() -> No
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_no_order_of_summation_moves_the_top_p_cut(seed: int) -> None:
     """The largest threshold reached, found among the row's own values by sums over the row as it is shuffled."""
     generator = torch.Generator().manual_seed(seed)

@@ -177,7 +177,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(max_examples=80)
 @given(shape=shapes(), seed=st.integers(0, 2**16))
 def test_any_traffic_keeps_the_rules_and_ends(shape: dict[str, Any], seed: int) -> None:
     """Requests come in bursts, some are taken out again; Traffic checks every step."""
@@ -220,7 +220,7 @@ def test_a_long_prompt_is_not_admitted_and_preempted_in_turns(
     assert traffic.num_computed_tokens < 2 * sum(length + 200 for length in lengths)
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**16), num_blocks=st.integers(40, 120))
 def test_under_pressure_a_request_starts_again_only_after_others_made_room(seed: int, num_blocks: int) -> None:
     """Recomputing is bounded by the number of requests, not of steps."""
@@ -292,7 +292,6 @@ def test_a_neighbour_is_not_preempted_before_the_drafts_are_given_up() -> None:
     assert not schedule.preempted
 
 
-@settings(deadline=None, derandomize=True)
 @given(
     max_tokens=st.integers(2, 12), num_prompt_tokens=st.integers(1, 20), room=st.integers(2, 12),
     num_speculative_tokens=st.integers(0, 10),

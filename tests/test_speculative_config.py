@@ -58,7 +58,7 @@ def test_values_inside_json_arrive_as_they_are(cli: CommandLine) -> None:
     assert config.method.model == values["model"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(), st.text() | st.integers() | st.none(), min_size=1), min_size=1, max_size=3))
 def test_bare_json_passes_hydras_grammar_whatever_is_in_it(objects: list[dict[str, Any]]) -> None:
     argument = f"speculative_config={', '.join(map(json.dumps, objects))}"

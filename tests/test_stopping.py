@@ -93,7 +93,7 @@ PARAMS = st.builds(
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(
     token_ids=st.lists(st.integers(0, 7), min_size=1, max_size=30),
     params=PARAMS, max_model_len=st.integers(5, 40), sizes=SIZES,
@@ -116,7 +116,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(TARGET_DIR)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(
     text=st.text("ab\n .日本語é😀(", min_size=1, max_size=24),
     where=st.tuples(st.integers(0, 23), st.integers(1, 12)),

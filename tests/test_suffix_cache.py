@@ -56,7 +56,7 @@ def assert_equal(found: SuffixDraft, expected: SuffixDraft) -> None:
     assert found.score == pytest.approx(expected.score, rel=1e-6)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(
     events=st.lists(
         st.one_of(
@@ -120,7 +120,7 @@ def test_whatever_requests_do_drafts_are_those_of_the_definition(
         check_pool(cache._forest, len(running))
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(
     responses=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=16), min_size=1, max_size=8),
     max_depth=st.integers(1, 8),
@@ -144,7 +144,7 @@ def test_an_evicted_response_leaves_no_trace(responses: list[list[int]], max_dep
         assert heaviest is None or heaviest[: len(string) + 1] == expected
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(text=st.lists(st.integers(0, 2), max_size=40), responses=st.lists(TOKENS, max_size=3), data=st.data())
 def test_a_text_that_grows_is_matched_as_one_that_comes_whole(
     text: list[int], responses: list[list[int]], data: st.DataObject

@@ -110,7 +110,7 @@ def test_manifest_counts_the_stored_parameters() -> None:
     assert models["draft"]["parameters"] * 4 < models["target"]["parameters"]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.text())
 @example("def f(x):\n\treturn  x  # é ☃ \U0001f642\r\n\n   ")
 @example(f"a {END_OF_TEXT} b")
@@ -256,7 +256,7 @@ def test_mask_tokens_are_of_a_byte_that_no_text_holds(tokenizer: PreTrainedToken
     assert tokenizer.decode([mask]) == "\ufffd" and 0xFF not in "".join(map(chr, range(0xD800))).encode()
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.text())
 @example("\xff")
 def test_no_text_becomes_a_mask_token(text: str) -> None:

@@ -119,10 +119,11 @@ def speculative_configs(draw: st.DrawFn, *, exact: bool = False) -> dict[str, An
     if method == "suffix":
         values |= {
             "suffix_decoding_max_tree_depth": draw(st.integers(1, 1024)),
-            "suffix_decoding_max_cached_requests": draw(st.integers(0, 10**6)),
+            "suffix_decoding_max_cached_requests": (num_cached := draw(st.integers(0, 10**6))),
             "suffix_decoding_max_spec_factor": draw(st.floats(0, 8)),
             "suffix_decoding_min_token_prob": draw(st.floats(0, 1)),
-            "suffix_decoding_corpus": None if exact else draw(st.none() | st.just("earlier.jsonl")),
+            # Without room for responses a corpus is refused.
+            "suffix_decoding_corpus": None if exact or num_cached == 0 else draw(st.none() | st.just("earlier.jsonl")),
         }
     keys = FIELDS[method]
     if "speculative_token_tree" in keys and not exact:

@@ -523,7 +523,7 @@ def test_a_requests_result_does_not_depend_on_its_neighbours(method: str, has_pr
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=4), st.integers(0, 1000))
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 def test_every_row_sees_its_own_ancestors(choices: list[list[int]], seed: int) -> None:
     """Penalties, bad words and min_tokens of a node are those of a chain that ends with it."""
     vocab_size = 7

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from proposers.trees.best_first import best_first_trees
@@ -43,7 +43,6 @@ def test_choices_deeper_than_the_drafter_sees_are_refused() -> None:
         check_depth(CHOICES, max_depth=2)
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 30), st.integers(0, 10_000))
 def test_best_first_takes_the_most_probable_nodes(depth: int, top_k: int, count: int, seed: int) -> None:
     """Against every node there is, ordered by its probability."""

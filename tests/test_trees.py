@@ -234,7 +234,7 @@ def test_every_path_of_a_tree_has_the_bits_of_a_chain(engines: Engines, model: s
     cache = runner.cache
     taps = (0, runner.model.num_layers, -1)
 
-    @settings(deadline=None, derandomize=True, max_examples=25)
+    @settings(max_examples=25)
     @given(batches())
     def check(batch: list[tuple[int, list[int], list[int], int]]) -> None:
         requests = requests_with_blocks(runner, [length for length, *_ in batch], 1)
@@ -373,7 +373,6 @@ def test_a_tree_is_cut_to_its_first_path_and_its_neighbours_stay() -> None:
     assert cut.probs is not None and cut.probs[:, 0].tolist() == [0, 2, 4, 5, 6]
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.data())
 def test_a_shape_is_what_its_parents_say(data: st.DataObject) -> None:
     parents = [data.draw(st.integers(-1, node - 1)) for node in range(data.draw(st.integers(0, 12)))]
