@@ -75,7 +75,7 @@ class StepLoop:
         """The step runs already; launch the next one, then read this one."""
         assert self._whole_steps is not None
         self._launched = self._whole_steps.go_on(launched, self.scheduler)
-        drafts, output = launched.read(self.scheduler)
+        drafts, output = launched.read()
         known = time.perf_counter()
         committed = self.scheduler.commit(launched.schedule, drafts, output)
         done = time.perf_counter()

@@ -37,13 +37,11 @@ class LaunchedStep:
     def requests(self) -> list[Request]:
         return [item.request for item in self.schedule.scheduled]
 
-    def read(self, scheduler: Scheduler) -> tuple[DraftTokens, VerifyOutput]:
-        """What was drafted, without what could not be committed, and what came of it; waits for the step."""
+    def read(self) -> tuple[DraftTokens, VerifyOutput]:
+        """What was drafted and what came of it; waits for the step."""
         told = self.told.read()[: len(self.schedule.scheduled)]
-        rooms = [0 if request.is_finished else scheduler.draft_room(request) for request in self.requests]
-        counts = told[:, -2:].minimum(torch.tensor(rooms).unsqueeze(1))  # of accepted and of drafted tokens
-        drafts = DraftTokens(token_ids=told[:0, 0], cu_num_draft_tokens=[0, *accumulate(counts[:, 1].tolist())])
-        return drafts, VerifyOutput(token_ids=told[:, :-2], num_accepted_tokens=counts[:, 0])
+        drafts = DraftTokens(token_ids=told[:0, 0], cu_num_draft_tokens=[0, *accumulate(told[:, -1].tolist())])
+        return drafts, VerifyOutput(token_ids=told[:, :-2], num_accepted_tokens=told[:, -2])
 
 
 class WholeSteps:
@@ -60,7 +58,8 @@ class WholeSteps:
     ) -> None:
         """max_model_len: tokens of a request that the target can see."""
         self.target, self.drafter = target, drafter
-        self.max_model_len = min(max_model_len, drafter.max_model_len or max_model_len)
+        self._longest_text = max_model_len
+        self._longest_drafted = min(max_model_len, drafter.max_model_len or max_model_len)
         self.max_num_seqs, self.num_rows = max_num_seqs, drafter.num_tokens + 1
         self._judge = ChainJudge(rule, target.device) if drafter.num_tokens > 0 else None
         self._graphs = GraphStore()
@@ -103,7 +102,7 @@ class WholeSteps:
             and params.logprobs is None
             and params.prompt_logprobs is None
             and (asked is None or asked >= num_drafts)
-            and request.num_tokens + num_drafts <= self.max_model_len
+            and request.num_tokens + num_drafts <= self._longest_drafted
             and self.drafter.can_start(request)
         )
 
@@ -113,7 +112,7 @@ class WholeSteps:
             self._requests = DeviceRequests(
                 capacity=self.max_num_seqs,
                 num_rows=self.num_rows,
-                max_model_len=self.max_model_len,
+                max_model_len=self._longest_text,
                 block_size=self.target.block_size,
                 device=self.target.device,
             )
@@ -131,7 +130,7 @@ class WholeSteps:
             requests != scheduler.running
             or scheduler.may_admit
             or scheduler.max_draft_tokens != self.drafter.num_tokens
-            or longest + self.drafter.num_tokens > self.max_model_len
+            or longest + self.drafter.num_tokens > self._longest_drafted
             # The step under way brings each a token at least.
             or all(len(r.output_token_ids) + 1 >= r.sampling_params.max_tokens for r in requests)
             or not scheduler.reserve_ahead(2 * self.num_rows - 1)
@@ -158,7 +157,8 @@ class WholeSteps:
         shape = self.target.shapes["decode"]
         assert isinstance(shape, PagedShape)
         count = min(bucket(len(schedule.scheduled)), self.max_num_seqs)
-        max_context = shape.context_bucket(longest + self.drafter.num_tokens)
+        # Up to one split, contexts of any length are launched alike.
+        max_context = shape.context_bucket(max(longest + self.drafter.num_tokens, shape.split_keys or 0))
         batch = self._requests.batch(count, self._drawn_by, max_context)
 
         def compute() -> tuple[Tensor]:
@@ -168,13 +168,15 @@ class WholeSteps:
         return LaunchedStep(schedule=schedule, told=Download(told))
 
     def _step(self, batch: DeviceBatch, shape: PagedShape) -> Tensor:
+        from kernels.fit_drafts import fit_drafts
         from kernels.follow_verified import follow_verified
         from kernels.rejection import Verified
 
-        num_drafts = self.drafter.num_tokens
         drafted = self.drafter.draft(batch)
+        last_token_ids = batch.last_token_ids[:, 1]
+        drafts, token_ids = fit_drafts(drafted.token_ids, last_token_ids, batch.lengths, batch.limits)
         launch, predicted = batch.launch(
-            torch.cat((batch.last_token_ids[:, 1:], drafted.token_ids), dim=1).flatten(),
+            token_ids.flatten(),
             offset=-1,
             num_rows=self.num_rows,
             shape=shape,
@@ -190,10 +192,10 @@ class WholeSteps:
             verified = self._judge(
                 logits,
                 rows,
-                drafted.token_ids.flatten(),
+                drafts.flatten(),
                 drafted.probs,
                 self._cu[: batch.count + 1],
-                longest=num_drafts,
+                longest=self.drafter.num_tokens,
             )
         self.drafter.learn(batch, taps, verified.token_ids)
         return follow_verified(batch.lengths, batch.last_token_ids, *verified)

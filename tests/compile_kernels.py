@@ -106,6 +106,13 @@ KERNELS = [
         options={"num_warps": 1},
     ),
     Kernel(
+        module="kernels.fit_drafts",
+        name="fit_kernel",
+        signature="*i64 *i64 *i64 *i64 *i64 *i64 i32 i32",
+        constants={"PLACES": 16},
+        options={"num_warps": 1},
+    ),
+    Kernel(
         module="kernels.follow_verified",
         name="follow_kernel",
         signature="*i64 *i64 *i64 *i64 *i64 *i64 i32",

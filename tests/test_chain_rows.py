@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.reference.chain_rows import chain_rows as reference
+from kernels.reference.fit_drafts import fit_drafts as fit_reference
 from kernels.reference.follow_verified import follow_verified as follow_reference
 from runner.engine.forward_batch import PackedLaunch
 from runner.engine.paged_shape import PagedShape
@@ -17,6 +18,7 @@ from runner.engine.segment import Segment
 
 pytest.importorskip("triton")
 from kernels.chain_rows import chain_rows
+from kernels.fit_drafts import fit_drafts
 from kernels.follow_verified import follow_verified
 
 
@@ -84,6 +86,21 @@ def test_rows_behind_the_last_block_of_a_table_go_to_the_null_block(kernel_devic
     for found in both_ways(case, kernel_device):
         assert found[0].tolist() == [6, 7, 8, 9]
         assert found[1].tolist() == [14, 15, 0, 0]
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_drafts_that_could_not_be_committed_are_none(by_kernel: bool, kernel_device: torch.device) -> None:
+    """Room for all, for one of them, for none, and a request that has one draft from the start."""
+    drafts = torch.tensor([[10, 11, 12], [13, 14, 15], [16, 17, 18], [19, -1, -1]])
+    last = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])[:, 1]
+    lengths, limits = torch.tensor([5, 8, 9, 3]), torch.tensor([9, 10, 10, 20])
+    device = kernel_device if by_kernel else torch.device("cpu")
+    arguments = [t.to(device) for t in (drafts, last, lengths, limits)]
+    fitting, rows = (fit_drafts if by_kernel else fit_reference)(*arguments)
+    assert fitting.tolist() == [[10, 11, 12], [13, -1, -1], [-1, -1, -1], [19, -1, -1]]
+    assert rows.tolist() == [[2, 10, 11, 12], [4, 13, 0, 0], [6, 0, 0, 0], [8, 19, 0, 0]]
+    nothing, rows = (fit_drafts if by_kernel else fit_reference)(arguments[0][:, :0].contiguous(), *arguments[1:])
+    assert nothing.shape == (4, 0) and rows.tolist() == [[2], [4], [6], [8]]
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])

@@ -97,6 +97,7 @@ class DeviceBatch:
 
     count: int  # requests, absent ones included
     lengths: Tensor  # [count] int64: committed tokens; 0: absent
+    limits: Tensor  # [count] int64: committed tokens that a request may come to
     last_token_ids: Tensor  # [count, 2] int64: the last two committed tokens
     block_tables: Tensor  # [count, max_blocks] int32
     branch_starts: Tensor  # [count] int32
@@ -160,8 +161,9 @@ class DeviceRequests:
         self, *, capacity: int, num_rows: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         """num_rows: of each request in a verification."""
-        self.capacity, self.num_rows, self.device = capacity, num_rows, device
+        self.num_rows, self.max_model_len, self.device = num_rows, max_model_len, device
         self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.limits = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.last_token_ids = torch.zeros(capacity, 2, dtype=torch.int64, device=device)
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = torch.zeros(capacity, max_blocks, dtype=torch.int32, device=device)
@@ -181,6 +183,10 @@ class DeviceRequests:
         numbers = to_device(
             [
                 [request.num_tokens for request in requests],
+                [
+                    min(request.num_prompt_tokens + request.sampling_params.max_tokens, self.max_model_len)
+                    for request in requests
+                ],
                 [before for before, _ in last],
                 [token_id for _, token_id in last],
                 [seed_to_int64(request.seed) for request in requests],
@@ -200,9 +206,10 @@ class DeviceRequests:
             self.device,
         )
         self.lengths[: len(requests)].copy_(numbers[0])
-        self.last_token_ids[: len(requests)].copy_(numbers[1:3].t())
-        self._of_requests.fill(numbers[3:], floats, 1)
-        self._of_rows.fill(numbers[3:], floats, self.num_rows)
+        self.limits[: len(requests)].copy_(numbers[1])
+        self.last_token_ids[: len(requests)].copy_(numbers[2:4].t())
+        self._of_requests.fill(numbers[4:], floats, 1)
+        self._of_rows.fill(numbers[4:], floats, self.num_rows)
         self.extend_tables(requests)
 
     def extend_tables(self, requests: Sequence[Request]) -> None:
@@ -222,6 +229,7 @@ class DeviceRequests:
         return DeviceBatch(
             count=count,
             lengths=self.lengths[:count],
+            limits=self.limits[:count],
             last_token_ids=self.last_token_ids[:count],
             block_tables=self.block_tables[:count],
             branch_starts=self._branch_starts[:count],
