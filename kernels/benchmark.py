@@ -34,6 +34,9 @@ OPS = (  # modules of kernels.benchmarks
     "probabilistic_rejection",
     "ngram_match",
     "move_kv",
+    "chain_rows",
+    "fit_drafts",
+    "follow_verified",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
 

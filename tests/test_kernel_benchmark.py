@@ -213,6 +213,9 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("probabilistic_rejection", "probabilistic_rejection", "verify_probabilistic", _with_first(_shifted)),
     ("ngram_match", "ngram_match", "ngram_match", _shifted),
     ("move_kv", "move_kv", "move_kv", None),
+    ("chain_rows", "chain_rows", "chain_rows", lambda rows: rows._replace(slots=rows.slots + 1)),
+    ("fit_drafts", "fit_drafts", "fit_drafts", lambda results: (_shifted(results[0]), results[1])),
+    ("follow_verified", "follow_verified", "follow_verified", _shifted),
 ]
 
 

@@ -1,0 +1,49 @@
+"""Requests moved on by what a captured step has verified."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kernels import follow_verified as kernel
+from kernels.benchmarks.case import Case, Setting, Work, check_equal
+from kernels.reference.follow_verified import follow_verified as reference
+
+VOCAB_SIZE, LONGEST = 128_256, 8192
+
+
+def cases(setting: Setting) -> list[Case]:
+    sizes = ((3, 5),) if setting.is_small else ((1, 1), (1, 8), (64, 4), (64, 17))
+    return [
+        Case(
+            op="follow_verified",
+            label=f"{num_requests} requests, {width} rows of each",
+            dtype="int64",
+            prepare=partial(_prepare, setting, num_requests, width),
+        )
+        for num_requests, width in sizes
+    ]
+
+
+def _prepare(setting: Setting, num_requests: int, width: int) -> Work:
+    lengths = setting.integers(2, LONGEST, num_requests, seed=0)
+    last_token_ids = setting.integers(0, VOCAB_SIZE, num_requests, 2, seed=1)
+    num_accepted = setting.integers(0, width, num_requests, seed=2)
+    is_token = torch.arange(width, device=setting.device) <= num_accepted.unsqueeze(1)
+    token_ids = torch.where(is_token, setting.integers(0, VOCAB_SIZE, num_requests, width, seed=3), -1)
+    verified = (token_ids, num_accepted, torch.full_like(num_accepted, width - 1))
+
+    def check() -> list[str]:
+        found, wanted = (lengths.clone(), last_token_ids.clone()), (lengths.clone(), last_token_ids.clone())
+        check_equal("what is told", kernel.follow_verified(*found, *verified), reference(*wanted, *verified))
+        check_equal("lengths", found[0], wanted[0])
+        check_equal("last tokens", found[1], wanted[1])
+        return ["equal"]
+
+    return Work(
+        check=check,
+        calls=[partial(kernel.follow_verified, lengths.clone(), last_token_ids.clone(), *verified)],
+        num_bytes=num_requests * 8 * (2 * width + 10),
+        comes_from="L2",
+    )
