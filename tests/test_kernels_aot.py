@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,17 @@ def test_the_table_holds_every_kernel() -> None:
         if name.endswith("_kernel")
     }
     assert found and found == {(kernel.module, kernel.name) for kernel in KERNELS}
+
+
+# Of triton.language in 3.7 and not in 3.6, the oldest that pyproject.toml allows and the one that torch 2.11 pins.
+NAMES_SINCE_3_7 = {"squeeze", "to_tensor", "unsqueeze"}
+
+
+def test_kernels_use_no_name_that_the_oldest_triton_lacks() -> None:
+    """tl.to_tensor compiled here, and nothing that draws noise would have compiled beside torch 2.11."""
+    sources = [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(kernels)).parent.glob("*.py")]
+    used = {name for source in sources for name in re.findall(r"\btl\.(\w+)", source)}
+    assert used and not used & NAMES_SINCE_3_7
 
 
 @pytest.fixture(scope="module")
