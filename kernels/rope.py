@@ -69,12 +69,12 @@ def rope_kernel(
 
 @triton.jit
 def _weights(q_norm_ptr, k_norm_ptr, columns, is_column, is_query):
-    """[HEADS, HALF_BLOCK] float32: of query heads the first, of all others the second."""
-    of_keys = tl.load(k_norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if q_norm_ptr is None:
-        return of_keys
-    of_queries = tl.load(q_norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    return tl.where(is_query[:, None], of_queries, of_keys)
+    """[HEADS or 1, HALF_BLOCK] float32: of query heads the first, where there is one, of all others the second."""
+    weights = tl.load(k_norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if q_norm_ptr is not None:
+        of_queries = tl.load(q_norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        weights = tl.where(is_query[:, None], of_queries, weights)
+    return weights  # the one return: two of different shapes do not compile
 
 
 def rope_and_write(

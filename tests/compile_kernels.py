@@ -165,6 +165,14 @@ KERNELS = [
         options=NO_FUSION,
         max_shared=2048,
     ),
+    Kernel(  # keys and values alone, normed
+        module="kernels.rope",
+        name="rope_kernel",
+        signature="*bf16 *fp32 *i64 *i64 *bf16 *bf16 *fp32 i32",
+        constants={**HEADS, "NUM_HEADS": 0, "HALF_BLOCK": 64, "HEADS": 16, "q_norm_ptr": None},
+        options=NO_FUSION,
+        max_shared=2048,
+    ),
     Kernel(
         module="kernels.row_laws",
         name="row_laws_kernel",
