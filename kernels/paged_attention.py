@@ -70,7 +70,16 @@ def _tanh(x):
 
 @triton.jit(
     do_not_specialize=["table_stride", "branch_stride", "num_splits"],
-    do_not_specialize_on_alignment=["segments_ptr", "rows_ptr", "sizes_ptr", "positions_ptr", "last_keys_ptr"],
+    do_not_specialize_on_alignment=[
+        "segments_ptr",
+        "rows_ptr",
+        "sizes_ptr",
+        "positions_ptr",
+        "last_keys_ptr",
+        "tables_ptr",
+        "branch_starts_ptr",
+        "branch_slots_ptr",
+    ],
 )
 def attend_kernel(
     query_ptr,  # [num_rows, num_heads, head_dim], strided

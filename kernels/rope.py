@@ -16,7 +16,7 @@ from torch import Tensor
 HEADS = 16  # of a program: with 4 warps a thread has 16 bytes of either half of a 128 wide head
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def rope_kernel(
     qkv_ptr,  # [num_rows, (num_heads + 2 * num_kv_heads) * HEAD_DIM], rows strided
     table_ptr,  # [max_model_len, HEAD_DIM] float32

@@ -239,6 +239,7 @@ class Compiled:
     shared: int  # bytes of a program
     stack: int  # bytes of a thread: registers that were spilled
     opcodes: list[str]  # in the order of the PTX
+    aligned: list[str]  # pointers whose alignment another program would be compiled for
 
 
 def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
@@ -250,15 +251,18 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
     function = getattr(importlib.import_module(kernel.module), kernel.name)
     variables = [name for name in function.arg_names if name not in kernel.constants]
     types = dict(zip(variables, kernel.signature.split(), strict=True))
+    params = {param.name: param for param in function.params}
+    aligned = [  # pointers as torch allocates
+        name
+        for name in variables
+        if (types[name].startswith("*") or types[name].endswith(":16"))
+        and not params[name].do_not_specialize_on_alignment
+    ]
     source = ASTSource(
         fn=function,
         signature={name: types.get(name, "constexpr").split(":")[0] for name in function.arg_names},
         constexprs={(function.arg_names.index(name),): value for name, value in kernel.constants.items()},
-        attrs={
-            (function.arg_names.index(name),): [["tt.divisibility", 16]]  # pointers as torch allocates
-            for name in variables
-            if types[name].startswith("*") or types[name].endswith(":16")
-        },
+        attrs={(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget("cuda", compute_capability, 32)
     compiled = triton.compile(source, target=target, options=dict(kernel.options))
@@ -271,7 +275,10 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
     stack = re.search(r"STACK:(\d+)", usage.stdout)
     assert stack
     return Compiled(
-        shared=compiled.metadata.shared, stack=int(stack[1]), opcodes=re.findall(OPCODES, compiled.asm["ptx"])
+        shared=compiled.metadata.shared,
+        stack=int(stack[1]),
+        opcodes=re.findall(OPCODES, compiled.asm["ptx"]),
+        aligned=[name for name in aligned if types[name].startswith("*")],
     )
 
 

@@ -70,6 +70,19 @@ def test_every_kernel_compiles_and_keeps_to_its_shared_memory_and_registers(comp
             assert found["stack"] == 0 or capability < 90, f"{kernel} spills registers"
 
 
+# One of a row, request or tile: views of an upload or of another such tensor, that begin where what lies before ends.
+ANYWHERE = {
+    *("positions_ptr", "slots_ptr", "cuts_ptr", "masses_ptr", "num_drafts_ptr"),
+    *("segments_ptr", "rows_ptr", "sizes_ptr", "last_keys_ptr", "tables_ptr", "branch_starts_ptr", "branch_slots_ptr"),
+}
+
+
+def test_how_many_rows_a_launch_has_makes_no_other_program(compiled: dict[str, Any]) -> None:
+    """An odd number of rows used to have programs of its own, each compiled in the step that first met one."""
+    for name, found in compiled.items():
+        assert not ANYWHERE & set(found["aligned"]), name
+
+
 def test_one_family_of_instructions_multiplies_for_any_number_of_rows(compiled: dict[str, Any]) -> None:
     """On Hopper: mma.sync, which Triton takes where the first operand is short, need not agree with wgmma in bits.
 
