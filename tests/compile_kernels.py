@@ -149,6 +149,19 @@ KERNELS = [
             ("*bf16 *bf16 *bf16", {"SPLIT_KEYS": 0, "maxima_ptr": None, "sums_ptr": None}),
         )
     ),
+    *(
+        Kernel(  # in float32, as the tiny family runs: what a thread cannot hold takes memory for all that there may be
+            module="kernels.paged_attention",
+            name="attend_kernel",
+            signature=f"{' '.join(['*fp32'] * 5)} {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32",
+            constants=ATTEND
+            | {"SPLIT_KEYS": 512, "BLOCK_N": 16, "HEAD_DIM": dim, "VALUE_DIM": dim}
+            | {"HEAD_BLOCK": dim, "VALUE_BLOCK": dim},
+            options={**NO_FUSION, "num_warps": 16, "num_stages": 3},
+            max_shared=113 * 1024,
+        )
+        for dim in (64, 128)
+    ),
     Kernel(
         module="kernels.merge_splits",
         name="merge_kernel",
