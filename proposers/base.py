@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import torch
 
+from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
 from runner.engine.loader import LoadedModel
@@ -66,6 +67,13 @@ class Proposer(ABC):
 
     def release(self, request_id: str) -> None:  # noqa: B027 - optional
         """Forget a request."""
+
+    def captured_drafter(self) -> CapturedDrafter | None:
+        """Its drafting as something that can be captured with a whole step; None: the host takes part in it.
+
+        Steps of that form call neither `propose` nor `update`.
+        """
+        return NoDrafts() if self.num_speculative_tokens == 0 else None
 
     def set_learning(self, is_learning: bool) -> None:  # noqa: B027 - optional
         """Whether what requests said may be remembered after their release; a warm-up's must not be."""

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from proposers.base import ProposerContext
+from proposers.captured.draft_model import CapturedDraftModel
+from proposers.captured.drafter import CapturedDrafter
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.vocabularies.spelling import Spelling
 from proposers.vocabularies.translation import translate
@@ -84,6 +86,19 @@ class DraftModelProposer(TokenByTokenProposer):
 
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.max_model_len - request.num_tokens))
+
+    def captured_drafter(self) -> CapturedDrafter | None:
+        if self.num_speculative_tokens == 0 or not self.runner.is_paged:
+            return super().captured_drafter()
+        return CapturedDraftModel(
+            self.num_speculative_tokens,
+            draft_sample_method=self.draft_sample_method,
+            needs_draft_probs=self.context.needs_draft_probs,
+            runner=self.runner,
+            translation=self._translation,
+            num_computed=self._num_computed,
+            max_model_len=self.max_model_len,
+        )
 
     @torch.inference_mode()
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from runner.engine.model_runner import ModelRunner
 from runner.prompts import Tokenizer
 from runner.responses import check_responses_file, read_responses
 from runner.tiny import BUILT_IN_MODELS
+from runner.whole_steps import WholeSteps
 from verifier.rejection_sampler import RejectionSampler
 from verifier.verifier import Verifier
 
@@ -49,6 +51,7 @@ class Assembly:
     block_manager: BlockManager
     grammars: GrammarStore
     eos_token_ids: tuple[int, ...]
+    whole_steps: Mapping[Proposer, WholeSteps]  # of the proposers whose steps are captured whole
 
 
 def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) -> Assembly:
@@ -114,6 +117,17 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
     )
     target.allocate_cache(blocks)
     proposer.allocate_cache(blocks)
+    plain_proposer = proposer_class("none")(num_speculative_tokens=0, context=context)
+    captured = {
+        each: WholeSteps.of(
+            each,
+            target=target,
+            rule=rejection_sampler.rule,
+            max_num_seqs=hardware.max_num_seqs,
+            max_model_len=info.max_model_len,
+        )
+        for each in (proposer, plain_proposer)
+    }
     return Assembly(
         device=device,
         dtype=dtype,
@@ -121,11 +135,12 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
         target=target,
         target_info=info,
         proposer=proposer,
-        plain_proposer=proposer_class("none")(num_speculative_tokens=0, context=context),
+        plain_proposer=plain_proposer,
         verifier=Verifier(target=target, rejection_sampler=rejection_sampler, eos_token_ids=eos_token_ids),
         block_manager=BlockManager(blocks, hardware.block_size),
         grammars=grammars,
         eos_token_ids=eos_token_ids,
+        whole_steps={each: steps for each, steps in captured.items() if steps is not None},
     )
 
 

@@ -1,4 +1,4 @@
-"""LLM: prompts in, completions out, in the shape people know from vLLM; and the step, the algorithm on one screen.
+"""LLM: prompts in, completions out, in the shape people know from vLLM.
 
 Holds one assembled engine. `generate` runs the configured method; `run` takes a proposer, so that plain decoding is
 measured on the same engine, by the same lines.
@@ -15,19 +15,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from proposers.base import Proposer, check_drafts
+from proposers.base import Proposer
 from runner.assembly import assemble, model_path
 from runner.config import SpeculativeConfig
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
-from runner.engine.request import Request, RequestStatus
+from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import CommittedTokens, Scheduler
+from runner.engine.scheduler import Scheduler
 from runner.engine.stopping import StopRules
 from runner.engine.structured_outputs import StructuredOutputsParams
-from runner.metrics import MetricsCollector, RequestStep, StepRecord
+from runner.metrics import MetricsCollector
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import Prompt, make_requests
+from runner.step_loop import StepLoop
 from runner.tiny import DRAFTER_KEYS, TARGET_NAME
 from runner.trace import RequestTraces
 
@@ -160,6 +161,7 @@ class LLM:
         """Bring requests to their end with one proposer; a request that cannot run fails and the rest go on."""
         scheduler = self.scheduler_for(proposer)
         traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
+        steps = StepLoop(self.engine, scheduler, proposer, metrics, traces)
         self._to_abort.clear()
         arriving = deque(requests)
         try:
@@ -168,7 +170,7 @@ class LLM:
                     self._admit(arriving.popleft(), scheduler, metrics, traces)
                 if not scheduler.has_unfinished:
                     continue  # those that arrived were refused
-                self.step(scheduler, proposer, metrics, traces)
+                steps.step()
                 if observer is not None:
                     observer(metrics)
                 if self._to_abort:
@@ -197,7 +199,7 @@ class LLM:
         return reasons
 
     def scheduler_for(self, proposer: Proposer) -> Scheduler:
-        """An empty schedule over the engine's cache; for those who drive `step` themselves."""
+        """An empty schedule over the engine's cache; for those who drive a StepLoop themselves."""
         engine, hardware = self.engine, self.config.hardware
         return Scheduler(
             block_manager=engine.block_manager,
@@ -253,65 +255,6 @@ class LLM:
                 scheduler.abort(request, finish_reason="abort")
                 proposer.release(request.request_id)
                 metrics.finish(traces.finish(request))
-
-    def step(
-        self, scheduler: Scheduler, proposer: Proposer, metrics: MetricsCollector, traces: RequestTraces
-    ) -> list[CommittedTokens]:
-        """One step of every method, `none` included."""
-        clock = [time.perf_counter()]
-        schedule = scheduler.schedule()
-        for request in schedule.preempted:
-            proposer.release(request.request_id)
-        clock.append(time.perf_counter())
-        drafts = proposer.propose(schedule)
-        check_drafts(proposer, schedule, drafts)
-        clock.append(time.perf_counter())
-        drafts, bitmask = self.engine.grammars.constrain(schedule, drafts)
-        output = self.engine.verifier.verify(schedule, drafts, bitmask, proposer.tap_layers)
-        clock.append(time.perf_counter())
-        committed = scheduler.commit(schedule, drafts, output)
-        failures = self.engine.grammars.commit(committed)
-        for gain in committed:
-            if gain.request.request_id in failures:
-                scheduler.abort(gain.request)
-        clock.append(time.perf_counter())
-        proposer.update(schedule, output)
-        for gain in committed:
-            if gain.request.is_finished:
-                proposer.release(gain.request.request_id)
-                self.engine.grammars.close(gain.request.request_id)
-        clock.append(time.perf_counter())
-
-        started, scheduled, proposed, verified, done, updated = clock
-        for gain in committed:
-            traces.observe(gain, done)
-            if gain.request.status is RequestStatus.FINISHED:
-                metrics.finish(traces.finish(gain.request))
-            elif gain.request.status is RequestStatus.FAILED:
-                metrics.finish(traces.fail(gain.request, failures[gain.request.request_id]))
-        seconds = {
-            "schedule": scheduled - started + done - verified,
-            "propose": proposed - scheduled + updated - done,
-            "verify": verified - proposed,
-        }
-        finished_at = time.perf_counter()
-        metrics.observe(
-            StepRecord(
-                finished_at=finished_at,
-                seconds=seconds,
-                total_seconds=finished_at - started,
-                request_steps=tuple(
-                    RequestStep(
-                        request_id=gain.request.request_id,
-                        num_draft_tokens=gain.num_draft_tokens,
-                        num_accepted_tokens=gain.num_accepted_tokens,
-                        num_output_tokens=len(gain.token_ids),
-                    )
-                    for gain in committed
-                ),
-            )
-        )
-        return committed
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

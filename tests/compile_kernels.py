@@ -98,6 +98,27 @@ KERNELS = [
         )
         for dtype in ("bf16", "fp16", "fp32")
     ),
+    Kernel(
+        module="kernels.chain_rows",
+        name="chain_rows_kernel",
+        signature="*i64 *i32 *i64 *i32 i32 i32 i32",
+        constants={"NUM_ROWS": 17, "NUM_TILES": 2, "ROWS_PER_TILE": 16, "BLOCK_SIZE": 16, "ROWS": 32},
+        options={"num_warps": 1},
+    ),
+    Kernel(
+        module="kernels.fit_drafts",
+        name="fit_kernel",
+        signature="*i64 *i64 *i64 *i64 *i64 *i64 i32 i32",
+        constants={"PLACES": 16},
+        options={"num_warps": 1},
+    ),
+    Kernel(
+        module="kernels.follow_verified",
+        name="follow_kernel",
+        signature="*i64 *i64 *i64 *i64 *i64 *i64 i32",
+        constants={"WIDTH": 32},
+        options={"num_warps": 1},
+    ),
     # Llama-3-8B's down projection for every tile of tokens, its gated one and its head.
     *(
         linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90)

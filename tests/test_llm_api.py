@@ -18,6 +18,7 @@ from runner.llm import LLM, SamplingParams
 from runner.metrics import MetricsCollector
 from runner.outputs import Counter, RequestOutput, Vector
 from runner.prompts import make_requests
+from runner.step_loop import StepLoop
 from runner.tiny import TARGET_DIR
 from tests.conftest import TARGET_CONFIG, Engines
 from tests.proposers_for_tests import KnownText
@@ -271,15 +272,16 @@ def test_no_more_requests_are_in_flight_than_asked_for_and_their_tokens_are_the_
     expected = token_ids(llm.generate(PROMPTS, params))
     requests = make_requests(PROMPTS, params, llm.engine.tokenizer, llm.config.seed)
     in_flight: list[int] = []
-    step = llm.step
+    step = StepLoop.step
 
-    def counting(scheduler: Scheduler, *args: Any) -> Any:
+    def counting(loop: StepLoop) -> Any:
         num_left = sum(not request.is_finished for request in requests)
-        assert scheduler.num_unfinished == min(max_concurrency or len(requests), num_left), "as many as there are"
-        in_flight.append(scheduler.num_unfinished)
-        return step(scheduler, *args)
+        num_unfinished = loop.scheduler.num_unfinished
+        assert num_unfinished == min(max_concurrency or len(requests), num_left), "as many as there are"
+        in_flight.append(num_unfinished)
+        return step(loop)
 
-    monkeypatch.setattr(llm, "step", counting)
+    monkeypatch.setattr(StepLoop, "step", counting)
     llm.run(requests, llm.engine.proposer, MetricsCollector(), max_concurrency=max_concurrency)
     assert [tuple(request.output_token_ids) for request in requests] == expected
     assert max(in_flight) == min(max_concurrency or 5, 5)

@@ -137,7 +137,13 @@ def test_time_share_adds_up_to_one_and_unknown_phases_count_as_other() -> None:
     collector.observe(step(1.0, (0, 0, 1), propose=0.25, verify=0.5, schedule=0.125, update=0.1))
     collector.observe(step(1.0, (2, 1, 2), propose=0.25, verify=0.75))
     numbers = collector.summary(method="ngram", num_speculative_tokens=2)
-    assert numbers["time_share"] == {"propose": 0.25, "verify": 0.625, "schedule": 0.0625, "other": 0.0625}
+    assert numbers["time_share"] == {
+        "propose": 0.25,
+        "verify": 0.625,
+        "whole_step": 0.0,
+        "schedule": 0.0625,
+        "other": 0.0625,
+    }
     assert numbers["num_steps"] == 2
     assert numbers["duration_s"] == 2.0
 

@@ -18,6 +18,7 @@ from runner.engine.request import Request, RequestStatus
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
+from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 from tests.conftest import Engines, complete
 from tests.test_losslessness import PARAMS, PROMPTS, ROOMY, method_config, tell_test_proposers
@@ -80,7 +81,7 @@ def play(llm: LLM, traffic: Traffic) -> tuple[list[Request], list[Request]]:
     scheduler.max_num_seqs = traffic.max_num_seqs
     scheduler.max_num_batched_tokens = traffic.max_num_batched_tokens
     requests = make_requests(PROMPTS, PARAMS, llm.engine.tokenizer, llm.config.seed)
-    traces = RequestTraces(llm.engine.tokenizer.decode, {})
+    loop = StepLoop(llm.engine, scheduler, proposer, metrics, RequestTraces(llm.engine.tokenizer.decode, {}))
     arriving = [requests[index] for index in traffic.order]
     cancelled: list[Request] = []
     step = 0
@@ -99,7 +100,7 @@ def play(llm: LLM, traffic: Traffic) -> tuple[list[Request], list[Request]]:
             cancelled.append(victim)
         scheduler.draft_budget = DraftBudget(num_speculative_tokens=move.num_speculative_tokens)
         if scheduler.has_unfinished:
-            llm.step(scheduler, proposer, metrics, traces)
+            loop.step()
         step += 1
     llm.engine.block_manager.check_integrity([])
     return [request for request in requests if request.status is RequestStatus.FINISHED], cancelled

@@ -31,6 +31,7 @@ from runner.engine.tile_shape import ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TI
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
+from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 from tests.conftest import Engines
 
@@ -364,7 +365,7 @@ class Recorder:
         self.num_recomputed = 0
 
     def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[Request]:
-        llm, engine, hardware = self.llm, self.llm.engine, self.llm.config.hardware
+        engine, hardware = self.llm.engine, self.llm.config.hardware
         scheduler = Scheduler(
             block_manager=engine.block_manager,
             stop_rules=StopRules(eos_token_ids=frozenset(), max_model_len=engine.target_info.max_model_len),
@@ -394,8 +395,9 @@ class Recorder:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine.target, "forward", recorded_forward)
             patch.setattr(scheduler, "commit", recorded_commit)
+            loop = StepLoop(engine, scheduler, engine.proposer, metrics, traces)
             while scheduler.has_unfinished:
-                llm.step(scheduler, engine.proposer, metrics, traces)
+                loop.step()
         engine.block_manager.check_integrity([])
         return requests
 

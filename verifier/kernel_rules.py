@@ -6,13 +6,75 @@ target's argmax, here inside the launch.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from runner.engine.request import DraftTokens, VerifyOutput
-from runner.engine.sampling import SamplingRows, draw_tokens, mask_and_penalise, row_laws
+from runner.engine.row_sampling import RowSampling
+from runner.engine.sampling import SamplingRows, mask_and_penalise
 from runner.engine.upload import to_device
 from verifier.rules import Probabilistic, Rule, Strict, Synthetic
+
+if TYPE_CHECKING:
+    from kernels.rejection import Verified
+
+
+class ChainJudge:
+    """A rule's kernel, with what it needs on the device; reads nothing back and uploads nothing."""
+
+    def __init__(self, rule: Rule, device: torch.device) -> None:
+        assert self.knows(rule)
+        self.rule = rule
+        self._rates: Tensor | None = None
+        if isinstance(rule, Synthetic):
+            self._rates = to_device(rule.conditional_rates, torch.float64, device)
+
+    @staticmethod
+    def knows(rule: Rule) -> bool:
+        return isinstance(rule, Strict | Synthetic | Probabilistic)
+
+    def __call__(
+        self,
+        logits: Tensor,  # [num_drafts + num_requests, vocab] float32, as mask_and_penalise leaves them
+        rows: RowSampling,  # of these rows
+        draft_token_ids: Tensor,  # [num_drafts] int64
+        draft_probs: Tensor | None,  # [num_drafts, vocab] float32; None = one-hot
+        cu_num_draft_tokens: Tensor,  # [num_requests + 1] int64
+        *,
+        longest: int,  # draft of a request
+    ) -> Verified:
+        from kernels.probabilistic_rejection import verify_probabilistic
+        from kernels.rejection import verify_strict, verify_synthetic
+
+        if isinstance(self.rule, Probabilistic) and not rows.all_greedy:
+            return verify_probabilistic(
+                logits,
+                rows.laws(logits),
+                draft_token_ids,
+                draft_probs,
+                cu_num_draft_tokens,
+                rows.seeds,
+                rows.positions,
+                max_num_draft_tokens=longest,
+                is_greedy=rows.is_greedy,
+                temperatures=rows.temperatures,
+            )
+        drawn = rows.draw(logits)
+        if self._rates is None:
+            return verify_strict(drawn, draft_token_ids, cu_num_draft_tokens, max_num_draft_tokens=longest)
+        assert isinstance(self.rule, Synthetic)
+        self.rule.check_depth(longest)
+        return verify_synthetic(
+            drawn,
+            draft_token_ids,
+            cu_num_draft_tokens,
+            rows.seeds,
+            rows.positions,
+            self._rates,
+            max_num_draft_tokens=longest,
+        )
 
 
 def verify_chains(rule: Rule, logits: Tensor, drafts: DraftTokens, rows: SamplingRows) -> VerifyOutput | None:
@@ -20,41 +82,16 @@ def verify_chains(rule: Rule, logits: Tensor, drafts: DraftTokens, rows: Samplin
 
     logits: [num_drafts + num_requests, vocab], unprocessed, as RejectionSampler takes them.
     """
-    from kernels.probabilistic_rejection import verify_probabilistic
-    from kernels.rejection import verify_strict, verify_synthetic
-
-    longest = max(drafts.num_draft_tokens)
-    cu = to_device(drafts.cu_num_draft_tokens, torch.int64, logits.device)
-    if isinstance(rule, Strict):
-        verified = verify_strict(draw_tokens(logits, rows), drafts.token_ids, cu, max_num_draft_tokens=longest)
-    elif isinstance(rule, Synthetic):
-        rule.check_depth(longest)
-        verified = verify_synthetic(
-            draw_tokens(logits, rows),
-            drafts.token_ids,
-            cu,
-            rows.seeds,
-            rows.positions,
-            to_device(rule.conditional_rates, torch.float64, logits.device),
-            max_num_draft_tokens=longest,
-        )
-    elif isinstance(rule, Probabilistic):
-        logits = mask_and_penalise(logits, rows)
-        every = rows.of_every_row()
-        verified = verify_probabilistic(
-            logits,
-            row_laws(logits, rows),
-            drafts.token_ids,
-            drafts.probs,
-            cu,
-            rows.seeds,
-            rows.positions,
-            max_num_draft_tokens=longest,
-            is_greedy=every["is_greedy"],
-            temperatures=every["temperatures"],
-        )
-    else:
+    if not ChainJudge.knows(rule):
         return None
+    verified = ChainJudge(rule, logits.device)(
+        mask_and_penalise(logits, rows),
+        rows.of_every_row(),
+        drafts.token_ids,
+        drafts.probs,
+        to_device(drafts.cu_num_draft_tokens, torch.int64, logits.device),
+        longest=max(drafts.num_draft_tokens),
+    )
     return VerifyOutput(
         token_ids=verified.token_ids,
         num_accepted_tokens=verified.num_accepted_tokens,

@@ -10,41 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from proposers.base import ProposerContext
+from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.head import CapturedHead
+from proposers.drafting.known_states import KnownStates
 from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
-from runner.engine.head_runner import DraftHead, HeadRunner
+from proposers.heads.autoregressive import AutoregressiveHead
+from runner.engine.head_runner import HeadRunner
 from runner.engine.request import Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.engine.segment import Family, Segment
 from runner.engine.upload import to_device
 
 MAX_STEPS_BEHIND = 16
-
-
-class AutoregressiveHead(DraftHead, Protocol):
-    """A head whose output is its own next input."""
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that it reads."""
-
-    def project(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states [num_rows, num_taps * hidden] as the head takes them, [num_rows, width]."""
-
-    def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
-        """Output rows [num_rows, width], num_rows a multiple of tile -> [num_rows, vocab of the target] float32."""
-
-
-@dataclass(kw_only=True)
-class _Known:
-    """How far the head has come with one request."""
-
-    next_position: int = 1  # of the first token whose row is not computed; x_0 has no state before it
-    states: list[torch.Tensor]  # of the positions next_position - 1 up to the last computed one, rows in pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +70,7 @@ class HeadProposer(LevelByLevelProposer):
             batch_invariant=context.batch_invariant,
             captures_graphs=context.captures_graphs,
         )
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, KnownStates] = {}
         self._output = torch.empty(0)  # of the last call, a row for each request that drafts, or node of its tree
         self._first_scratch_block = 0
 
@@ -113,6 +94,20 @@ class HeadProposer(LevelByLevelProposer):
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.max_model_len - request.num_tokens))
 
+    def captured_drafter(self) -> CapturedDrafter | None:
+        if self.num_speculative_tokens == 0 or self.drafts_trees or self.head.attention is None:
+            return super().captured_drafter()
+        return CapturedHead(
+            self.num_speculative_tokens,
+            draft_sample_method=self.draft_sample_method,
+            needs_draft_probs=self.context.needs_draft_probs,
+            head=self.head,
+            runner=self.runner,
+            known=self._known,
+            capacity=self.context.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+
     @torch.inference_mode()
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:
         assert output.hidden_states is not None or not self.tap_layers, "the verifier was asked for hidden states"
@@ -124,7 +119,7 @@ class HeadProposer(LevelByLevelProposer):
                 self.release(request.request_id)
                 continue
             states = output.hidden_states.of(index, request.num_computed_tokens - item.start)
-            known = self._known.setdefault(request.request_id, _Known(states=[]))
+            known = self._known.setdefault(request.request_id, KnownStates(states=[]))
             known.states.append(states)
             # The head follows the target through prompts, chunk by chunk, and through a time without drafts.
             if not item.is_decoding or len(known.states) > MAX_STEPS_BEHIND:
@@ -200,7 +195,7 @@ class HeadProposer(LevelByLevelProposer):
         table = [*request.block_table, *range(first, first + self._num_scratch_blocks)]
         return table, len(request.block_table) * self.context.block_size
 
-    def _follow(self, request: Request, known: _Known) -> None:
+    def _follow(self, request: Request, known: KnownStates) -> None:
         """Compute all rows whose token and state are there but the last, which the next draft starts from."""
         end = request.num_computed_tokens
         boundary = min(max(request.num_prompt_tokens, known.next_position), end)

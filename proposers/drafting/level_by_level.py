@@ -84,6 +84,10 @@ class LevelByLevelProposer(TokenByTokenProposer):
         """
 
     @property
+    def drafts_trees(self) -> bool:
+        return self.is_dynamic or bool(self.choices)
+
+    @property
     def max_fed_nodes(self) -> int:
         """Nodes of a request's tree that level_logits is given in one step, at most; 0 without trees."""
         if self.choices:
@@ -92,7 +96,7 @@ class LevelByLevelProposer(TokenByTokenProposer):
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:
-        if not self.choices and not self.is_dynamic:
+        if not self.drafts_trees:
             return super().propose(schedule)
         decoding, device = schedule.decoding, self.context.device
         counts = [self.max_draft_tokens(item.request, item.max_draft_tokens) for item in decoding]

@@ -12,8 +12,10 @@ from typing import Protocol
 
 import torch
 
-from proposers.base import ProposerContext
-from proposers.drafting.from_hidden_states import AutoregressiveHead, HeadProposer, MaskRows
+from proposers.base import Proposer, ProposerContext
+from proposers.captured.drafter import CapturedDrafter
+from proposers.drafting.from_hidden_states import HeadProposer, MaskRows
+from proposers.heads.autoregressive import AutoregressiveHead
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.upload import to_device
@@ -62,6 +64,9 @@ class OnePassHeadProposer(HeadProposer):
         )
         self._first_rows: dict[str, int] = {}  # request_id -> row of its first draft's output
         self._outputs = torch.empty(0)  # [sum of the drafts' rows, width], request by request
+
+    def captured_drafter(self) -> CapturedDrafter | None:
+        return super().captured_drafter() if self.head.mask_token_id is None else Proposer.captured_drafter(self)
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
         if self.head.mask_token_id is None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from runner.benchmarks.fixed_guesses import EverySecondStep, FixedGuesses
+from runner.benchmarks.fixed_guesses import FixedGuesses
 from runner.benchmarks.shared_target import SharedTarget
 from runner.benchmarks.steady_steps import SteadyRun, decode_steadily
-from runner.engine.errors import UserError
 
 BATCH_SIZE = 64
 Quantities = dict[str, float]
@@ -23,12 +22,16 @@ class DecodingCase:
     goal: float  # on one H200, at the default shape and lengths
     batch_size: int = 1
     method: Mapping[str, Any] | None = None  # keys of the `method` group; None: plain decoding
-    read: Callable[[SteadyRun], Quantities]
+    is_ratio: bool = False  # of its steps to those of plain decoding, whose run follows at once
 
     def measure(self, target: SharedTarget, seed: int) -> Quantities:
-        llm = target.engine(self.method, self.batch_size)
+        run = self._decode(target, self.method, seed)
+        return read_ratio(run, self._decode(target, None, seed)) if self.is_ratio else read_speed(run)
+
+    def _decode(self, target: SharedTarget, method: Mapping[str, Any] | None, seed: int) -> SteadyRun:
+        llm = target.engine(method, self.batch_size)
         prompts = target.prompts(self.batch_size)
-        return self.read(decode_steadily(llm, prompts, num_new_tokens=target.new_tokens, seed=seed))
+        return decode_steadily(llm, prompts, num_new_tokens=target.new_tokens, seed=seed)
 
 
 def read_speed(run: SteadyRun) -> Quantities:
@@ -41,22 +44,14 @@ def read_speed(run: SteadyRun) -> Quantities:
     }
 
 
-def read_ratio(run: SteadyRun) -> Quantities:
-    """Of steps that verify drafts to steps that have none, side by side in one text; medians.
-
-    Raises:
-        UserError: the text is too short to have both.
-    """
-    verifying = [step.seconds for step in run.steps if step.num_draft_tokens > 0]
-    plain = [step.seconds for step in run.steps if step.num_draft_tokens == 0]
-    if not (verifying and plain):
-        raise UserError("--new-tokens must leave room for a plain and a verifying step; raise it")
-    ratio = median(verifying) / median(plain)
-    return {"ratio": ratio, "verify_step_ms": 1000 * median(verifying), "plain_step_ms": 1000 * median(plain)}
+def read_ratio(verifying: SteadyRun, plain: SteadyRun) -> Quantities:
+    """Of steps that verify drafts to plain ones; medians."""
+    verify_s, plain_s = (median(step.seconds for step in run.steps) for run in (verifying, plain))
+    return {"ratio": verify_s / plain_s, "verify_step_ms": 1000 * verify_s, "plain_step_ms": 1000 * plain_s}
 
 
-def free_guesses(proposer: type, num_tokens: int) -> dict[str, Any]:
-    path = f"{proposer.__module__}.{proposer.__qualname__}"
+def free_guesses(num_tokens: int) -> dict[str, Any]:
+    path = f"{FixedGuesses.__module__}.{FixedGuesses.__qualname__}"
     return {"method": "custom_class", "model": path, "num_speculative_tokens": num_tokens}
 
 
@@ -70,36 +65,31 @@ def _accepting(method: dict[str, Any], length: float) -> dict[str, Any]:
 
 
 CASES = {
-    "plain": DecodingCase(
-        label="plain decoding, batch 1: ms per token", quantity="ms_per_token", goal=4.2, read=read_speed
-    ),
+    "plain": DecodingCase(label="plain decoding, batch 1: ms per token", quantity="ms_per_token", goal=4.2),
     "verify": DecodingCase(
         label="a step that verifies 8 tokens / a plain step, batch 1",
         quantity="ratio",
         goal=1.05,
-        method=free_guesses(EverySecondStep, 7),
-        read=read_ratio,
+        method=free_guesses(7),
+        is_ratio=True,
     ),
     "free": DecodingCase(
         label="7 free guesses, 3.9 tokens a step, batch 1: tokens/s",
         quantity="tokens_per_second",
         goal=850,
-        method=_accepting(free_guesses(FixedGuesses, 7), 3.9),
-        read=read_speed,
+        method=_accepting(free_guesses(7), 3.9),
     ),
     "plain-64": DecodingCase(
         label="plain decoding, batch 64: tokens/s",
         quantity="tokens_per_second",
         goal=10_400,
         batch_size=BATCH_SIZE,
-        read=read_speed,
     ),
     "eagle3": DecodingCase(
         label="EAGLE-3, 7 guesses, 3.9 tokens a step, batch 1: tokens/s",
         quantity="tokens_per_second",
         goal=620,
         method=_accepting(eagle3(7), 3.9),
-        read=read_speed,
     ),
     "eagle3-64": DecodingCase(
         label="EAGLE-3, 3 guesses, 2.6 tokens a step, batch 64: tokens/s",
@@ -107,6 +97,5 @@ CASES = {
         goal=15_000,
         batch_size=BATCH_SIZE,
         method=_accepting(eagle3(3), 2.6),
-        read=read_speed,
     ),
 }

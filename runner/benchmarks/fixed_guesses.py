@@ -1,8 +1,12 @@
-"""Proposers that cost nothing, for measuring what remains of a step: method=custom_class takes them by their path."""
+"""A proposer that costs nothing, for measuring what remains of a step: method=custom_class takes it by its path."""
 
 from __future__ import annotations
 
+import torch
+
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
+from proposers.captured.drafter import CapturedDrafter, CapturedDrafts
+from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import DraftTokens
 from runner.engine.scheduler import Schedule
 
@@ -17,22 +21,17 @@ class FixedGuesses(Proposer):
         self._made: dict[tuple[int, ...], DraftTokens] = {}
 
     def propose(self, schedule: Schedule) -> DraftTokens:
-        return self._guess(tuple(item.max_draft_tokens for item in schedule.decoding))
-
-    def _guess(self, counts: tuple[int, ...]) -> DraftTokens:
+        counts = tuple(item.max_draft_tokens for item in schedule.decoding)
         if counts not in self._made:
             guesses = [[TOKEN_ID] * count for count in counts]
             self._made[counts] = draft_tokens_from_lists(guesses, self.context.device)
         return self._made[counts]
 
+    def captured_drafter(self) -> CapturedDrafter:
+        return _CapturedGuesses(self.num_speculative_tokens)
 
-class EverySecondStep(FixedGuesses):
-    """Guesses in every second step, so that verifying and plain steps take turns in one text."""
 
-    _guesses_now = False
-
-    def propose(self, schedule: Schedule) -> DraftTokens:
-        self._guesses_now = not self._guesses_now
-        if self._guesses_now:
-            return super().propose(schedule)
-        return self._guess((0,) * len(schedule.decoding))
+class _CapturedGuesses(CapturedDrafter):
+    def draft(self, batch: DeviceBatch) -> CapturedDrafts:
+        shape = (batch.count, self.num_tokens)
+        return CapturedDrafts(torch.full(shape, TOKEN_ID, dtype=torch.int64, device=batch.lengths.device), None)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.benchmarks.decoding_cases import eagle3, free_guesses
-from runner.benchmarks.fixed_guesses import FixedGuesses
 from runner.benchmarks.shared_target import SharedTarget
 from runner.engine.sampling_params import SamplingParams
 from runner.metrics import MetricsCollector, RequestRecord
@@ -35,7 +34,7 @@ VARIANTS = (
     Variant(label="suffix, 8 tokens, texts seen before", method=SUFFIX, max_concurrency=NUM_TEXTS, num_passes=2),
     Variant(label="suffix, 8 tokens, 3 at a time", method=SUFFIX, max_concurrency=3, num_passes=2),
     Variant(label="eagle3, 7 tokens", method=eagle3(7), max_concurrency=NUM_TEXTS),
-    Variant(label="free guesses, 7 tokens, one at a time", method=free_guesses(FixedGuesses, 7), max_concurrency=1),
+    Variant(label="free guesses, 7 tokens, one at a time", method=free_guesses(7), max_concurrency=1),
 )
 
 

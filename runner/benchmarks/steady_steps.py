@@ -17,6 +17,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
+from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 
 
@@ -57,17 +58,18 @@ def decode_steadily(llm: LLM, prompts: Sequence[Sequence[int]], *, num_new_token
     requests = make_requests(
         [{"prompt_token_ids": list(prompt)} for prompt in prompts], [params] * len(prompts), engine.tokenizer, seed
     )
-    scheduler, metrics, traces = llm.scheduler_for(proposer), MetricsCollector(), RequestTraces(lambda _: "", {})
+    scheduler = llm.scheduler_for(proposer)
+    loop = StepLoop(engine, scheduler, proposer, MetricsCollector(), RequestTraces(lambda _: "", {}))
     steps: list[TimedStep] = []
     try:
         for request in requests:
             scheduler.add(request)
         while not all(request.output_token_ids for request in requests):
-            llm.step(scheduler, proposer, metrics, traces)
+            loop.step()
         synchronize(engine.device)
         started = before = time.perf_counter()
         while max(len(request.output_token_ids) for request in requests) < num_new_tokens:
-            committed = llm.step(scheduler, proposer, metrics, traces)
+            committed = loop.step()
             now = time.perf_counter()
             steps.append(
                 TimedStep(

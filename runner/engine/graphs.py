@@ -6,7 +6,7 @@ tensors that were captured, so a graph serves every launch that unpacks alike (P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ Compute = Callable[..., Tensors]  # of tensors; waits for nothing and reads noth
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
     inputs: Tensors  # what a replay reads
-    outputs: Tensors  # what a replay writes
+    outputs: Sequence[torch.Tensor]  # what a replay writes
     replay: Callable[[], None]
 
 
@@ -27,12 +27,12 @@ class GraphStore:
     """The graphs of one model."""
 
     def __init__(self, record: Callable[[Compute, Tensors], Graph] | None = None) -> None:
-        """record: captures a call; None: as a CUDA graph."""
+        """record: captures a call, which is not made by that; None: as a CUDA graph."""
         self._record = record or CudaRecorder()
         self._graphs: dict[Hashable, Graph] = {}
         self._seen: set[Hashable] = set()
 
-    def __call__(self, key: Hashable, compute: Compute, *inputs: torch.Tensor) -> Tensors:
+    def __call__(self, key: Hashable, compute: Compute, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """compute(*inputs); calls of one key differ in what the inputs hold, and in nothing else.
 
         The first call of a key is made kernel by kernel: it compiles what is not compiled yet, and a layout that never

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from runner.engine.decoder import Decoder
-from runner.engine.forward_batch import PackedLaunch
+from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.graphs import GraphStore
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
 from runner.engine.launch_shapes import Shapes, decoder_shapes, row_invariant_shapes
+from runner.engine.paged_shape import PagedShape
 from runner.engine.tile_shape import ANY_SHAPE_TILES
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.upload import to_device
@@ -65,6 +66,11 @@ class ModelRunner:
                 kept = row_invariant_shapes(self.shapes, model.layers[0], model.lm_head)
                 self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
         self.cache: PagedKVCache | None = None
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether launches over generated tokens can be laid out on the device."""
+        return isinstance(self.shapes["decode"], PagedShape)
 
     @property
     def cache_bytes_per_block(self) -> int:
@@ -127,8 +133,6 @@ class ModelRunner:
 
         Logits come along where a graph computes them: of a launch that wants those of every token.
         """
-        cache = self.cache
-        assert cache is not None, "allocate_cache comes first"
         packed = PackedLaunch.of(
             launch.family,
             launch.segments,
@@ -143,26 +147,31 @@ class ModelRunner:
             assert draft_token_ids is not None
             # A slot without a draft computes some token, whose result nobody keeps.
             numbers.index_copy_(0, uploaded[size:], draft_token_ids.clamp(min=0))
-        inner = tuple(tap for tap in tap_layers if tap != NORMED)
         captures = self.graphs is not None and packed.key is not None
         with_logits = captures and len(launch.logits_rows) == num_tokens
 
         def compute(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
             batch = packed.unpack(numbers)
-            if self.token_map is not None:
-                batch = replace(batch, token_ids=self.token_map.index_select(0, batch.token_ids))
-            hidden, taps = self.model(batch, cache, inner)
+            hidden, taps = self.compute(batch, tap_layers)
             logits = [self.model.logits(hidden, batch.linear_tile)] if with_logits else []
             return (hidden, *logits, *taps)
 
         if captures:
             assert self.graphs is not None
-            hidden, *others = self.graphs((packed.key, inner, with_logits), compute, numbers)
+            hidden, *others = self.graphs((packed.key, tap_layers, with_logits), compute, numbers)
         else:
             hidden, *others = compute(numbers)
-        logits = others.pop(0)[:num_tokens] if with_logits else None
-        by_layer = {NORMED: hidden, **dict(zip(inner, others, strict=True))}
-        return hidden, logits, [by_layer[tap] for tap in tap_layers]
+        return hidden, others.pop(0)[:num_tokens] if with_logits else None, others
+
+    def compute(self, batch: ForwardBatch, tap_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A launch that is on the device: (normed hidden states of its rows, their tapped states)."""
+        assert self.cache is not None, "allocate_cache comes first"
+        if self.token_map is not None:
+            batch = replace(batch, token_ids=self.token_map.index_select(0, batch.token_ids))
+        inner = tuple(tap for tap in tap_layers if tap != NORMED)
+        hidden, taps = self.model(batch, self.cache, inner)
+        by_layer = {NORMED: hidden, **dict(zip(inner, taps, strict=True))}
+        return hidden, [by_layer[tap] for tap in tap_layers]
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         # Always in the decode family's tiles: the head has one arithmetic, whichever launch a row comes from.

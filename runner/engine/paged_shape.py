@@ -43,6 +43,10 @@ class PagedShape:
     def padded_rows(self, num_rows: int) -> int:
         return bucket(num_rows) if self.is_bucketed else num_rows
 
+    def context_bucket(self, context: int) -> int:
+        """The number of keys that launches up to this one share."""
+        return max(context, min(1 << (context - 1).bit_length(), self.max_context))
+
     def plan(
         self,
         family: Family,
@@ -79,7 +83,7 @@ class PagedShape:
             num_segments = bucket(num_segments)
             num_tiles = num_segments + num_rows // self.rows_per_tile
             tile_size = min(bucket(tile_size), self.rows_per_tile)
-            context = max(context, min(1 << (context - 1).bit_length(), self.max_context))
+            context = self.context_bucket(context)
             width, branch_width = -(-context // block_size), bucket(branch_width)
         columns = [list(column) for column in zip(*tiles, strict=True)]
         lists = [

@@ -8,8 +8,6 @@ Nothing here reads a tensor back to the host, and no row's bits depend on the ot
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -17,9 +15,6 @@ from kernels.reference import sampling as ops
 from kernels.reference.philox import Stream
 from runner.engine.backend import runs_kernels
 from runner.engine.sampling_rows import SamplingRows, check_token_ids, greedy_mask
-
-if TYPE_CHECKING:
-    from kernels.row_laws import RowLaws
 
 __all__ = [
     "SamplingRows",
@@ -29,7 +24,6 @@ __all__ = [
     "mask_and_penalise",
     "process_logits",
     "put_rows",
-    "row_laws",
     "sample_at",
     "sample_tokens",
     "take_rows",
@@ -43,11 +37,7 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
     """
     logits = mask_and_penalise(logits, rows)
     if runs_kernels(logits.device) and rows.has_cuts:
-        cuts = row_laws(logits, rows, need_mass=False).cuts
-        if rows.temperatures is not None:
-            logits = logits / rows.temperatures.unsqueeze(1)
-        # A greedy row's cut is of no concern to its argmax.
-        return logits.masked_fill(logits < cuts.unsqueeze(1), float("-inf"))
+        return rows.of_every_row().processed(logits)
     if rows.temperatures is not None:
         logits = logits / rows.temperatures.unsqueeze(1)
     if (min_p := rows.min_p) is not None:
@@ -102,19 +92,7 @@ def draw_tokens(logits: Tensor, rows: SamplingRows) -> Tensor:
     """One token for each row of unprocessed logits, [num_rows] int64: sample_tokens of process_logits."""
     if not runs_kernels(logits.device):
         return sample_tokens(process_logits(logits, rows), rows)
-    from kernels.sampling import greedy, sample
-
-    logits = mask_and_penalise(logits, rows)
-    if rows.all_greedy:
-        return greedy(logits, rows.positions)
-    return sample(logits, rows.seeds, rows.positions, stream=int(Stream.TARGET), **rows.of_every_row())
-
-
-def row_laws(logits: Tensor, rows: SamplingRows, *, need_mass: bool = True) -> RowLaws:
-    """The cuts of the rows' laws and what normalises them, of logits from mask_and_penalise; where kernels run."""
-    from kernels.row_laws import row_laws as kernel
-
-    return kernel(logits, rows.positions, need_mass=need_mass, **rows.of_every_row())
+    return rows.of_every_row().draw(mask_and_penalise(logits, rows))
 
 
 def sample_at(

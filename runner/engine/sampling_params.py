@@ -107,10 +107,15 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether anything but temperature and cut-offs comes before the draw."""
+        biased = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+        return biased or self.allowed_token_ids is not None or bool(self.bad_words) or bool(self.structured_outputs)
+
+    @property
     def takes_the_argmax(self) -> bool:
         """Greedy, and nothing changes the logits first."""
-        changes = self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words or self.structured_outputs
-        return self.is_greedy and not changes and self.allowed_token_ids is None
+        return self.is_greedy and not self.changes_logits
 
     @property
     def max_draft_tokens(self) -> int | None:

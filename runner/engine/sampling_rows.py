@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from kernels.reference.philox import seed_to_int64
 from kernels.reference.sampling import add_ancestor_counts, token_counts
 from runner.engine.bad_words import BadWordRows
 from runner.engine.request import Request
+from runner.engine.row_sampling import RowSampling
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.upload import index_or_all, to_device
 
@@ -91,15 +91,18 @@ class SamplingRows:
     def has_cuts(self) -> bool:
         return self.min_p is not None or self.top_k is not None or self.top_p is not None
 
-    def of_every_row(self) -> dict[str, Any]:
-        """What kernels/sampling.py and kernels/row_laws.py take: [num_rows] each, None where no row asks for it."""
-        return {
-            "is_greedy": greedy_mask(self.random_row_idx, self.seeds),
-            "temperatures": self.temperatures,
-            "min_p": self._of_every_row(self.min_p, 0.0),
-            "top_k": self._of_every_row(self.top_k, 0),
-            "top_p": self._of_every_row(self.top_p, 1.0),
-        }
+    def of_every_row(self) -> RowSampling:
+        """What the kernels take."""
+        return RowSampling(
+            seeds=self.seeds,
+            positions=self.positions,
+            all_greedy=self.all_greedy,
+            is_greedy=None if self.all_greedy else greedy_mask(self.random_row_idx, self.seeds),
+            temperatures=self.temperatures,
+            min_p=self._of_every_row(self.min_p, 0.0),
+            top_k=self._of_every_row(self.top_k, 0),
+            top_p=self._of_every_row(self.top_p, 1.0),
+        )
 
     def _of_every_row(self, used: ValueRows | None, off: float) -> Tensor | None:
         if used is None or used.row_idx is None:

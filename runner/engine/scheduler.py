@@ -123,10 +123,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """Drafts of a request in the next step, as far as the load allows."""
+        return self.draft_budget.max_draft_tokens(len(self.running), len(self.waiting))
+
     def schedule(self) -> Schedule:
         """Decode what runs, go on with prompts that are not done, then admit in order of arrival."""
         budget = self.max_num_batched_tokens
-        max_draft_tokens = self.draft_budget.max_draft_tokens(len(self.running), len(self.waiting))
+        max_draft_tokens = self.max_draft_tokens
         preempted: list[Request] = []
         scheduled: list[ScheduledRequest] = []
         for request in list(self.running):
@@ -175,6 +180,9 @@ class Scheduler:
         for item in schedule.scheduled:
             request = item.request
             num_draft_tokens, draft_depth = next(drafted) if item.is_decoding else (0, 0)
+            if request.is_finished:  # it ended while this step was under way
+                row += item.yields_token
+                continue
             request.num_computed_tokens += item.num_new_tokens
             prompt_logprobs, logprobs = told.get(request.request_id, ((), ()))
             request.prompt_logprobs.extend(prompt_logprobs)
@@ -182,7 +190,7 @@ class Scheduler:
                 continue
             accepted = num_accepted[row]
             if num_verified is not None:  # of the slots, those that held a draft
-                num_draft_tokens = draft_depth = num_verified[row]
+                num_draft_tokens = draft_depth = min(num_draft_tokens, num_verified[row])
             new_token_ids = token_rows[row][: accepted + 1]
             row += 1
             stop = self.stop_rules.apply(request, new_token_ids)
@@ -205,6 +213,36 @@ class Scheduler:
                 request.finish_reason, request.stop_reason = stop.finish_reason, stop.stop_reason
                 self._finish(request, RequestStatus.FINISHED)
         return committed
+
+    def draft_room(self, request: Request) -> int:
+        """The most drafts of a step that could be committed, with the token behind them."""
+        return min(
+            request.sampling_params.max_tokens - len(request.output_token_ids) - 1,
+            self.stop_rules.max_model_len - request.num_tokens - 1,
+        )
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next schedule would hold a request that waits."""
+        return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._has_room(self.waiting[0])
+
+    def reserve_ahead(self, num_tokens: int) -> bool:
+        """Blocks for this many tokens behind those committed of every running request, as far as it may get.
+
+        For steps that are launched before the result of the last one is known. False: there are too few; what could be
+        had is kept.
+        """
+        return all(
+            self.blocks.grow(
+                request.block_table,
+                min(
+                    request.num_tokens + num_tokens,
+                    request.num_prompt_tokens + request.sampling_params.max_tokens,
+                    self.stop_rules.max_model_len,
+                ),
+            )
+            for request in self.running
+        )
 
     def abort(self, request: Request, finish_reason: str = "error") -> None:
         """Take a request out, with its blocks, whatever state it is in."""
@@ -234,11 +272,7 @@ class Scheduler:
             max_draft_tokens = 0
         else:
             # Drafts beyond the last token that can be committed would be verified for nothing.
-            room = min(
-                request.sampling_params.max_tokens - len(request.output_token_ids) - 1,
-                self.stop_rules.max_model_len - request.num_tokens - 1,
-                budget - 1,
-            )
+            room = min(self.draft_room(request), budget - 1)
             asked = request.sampling_params.max_draft_tokens
             max_draft_tokens = max(0, min(max_draft_tokens if asked is None else min(asked, max_draft_tokens), room))
         return ScheduledRequest(

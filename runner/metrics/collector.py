@@ -17,7 +17,8 @@ from runner.metrics.rates import (
 )
 from runner.metrics.records import RequestRecord, StepPoint, StepRecord
 
-PHASES = ("propose", "verify", "schedule")  # the timed parts of a step; what remains of it is "other"
+# The timed parts of a step; what remains of it is "other". A whole step on the device is not told apart.
+PHASES = ("propose", "verify", "whole_step", "schedule")
 
 
 class MetricsCollector:
@@ -103,7 +104,7 @@ class MetricsCollector:
         - itl_ms: per token after a request's first step. The gap between two steps' arrivals is divided evenly over
           the tokens of the later one, so that its mean agrees with tpot when a step yields several tokens.
         - The three have {median, p20, p80, p99}, linear between order statistics.
-        - time_share: part of duration_s in propose, verify, schedule and other; adds up to 1.
+        - time_share: part of duration_s in propose, verify, whole_step (both in one), schedule and other; adds up to 1.
         - speedup: median tpot of method=none / median tpot, both of the same run; 1.0 for method=none itself.
         - lossless: what the verification rule keeps of plain decoding's text: "tokens", the very ones;
           "distribution"; false, neither (typical, synthetic); None where the caller does not say.

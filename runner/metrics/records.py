@@ -21,7 +21,7 @@ class StepRecord:
     """One step of the engine."""
 
     finished_at: float  # s, time.perf_counter
-    seconds: Mapping[str, float]  # "propose", "verify", "schedule" -> s; the rest of the step is "other"
+    seconds: Mapping[str, float]  # "propose", "verify", "whole_step", "schedule" -> s; the rest of the step is "other"
     total_seconds: float  # s, the whole step
     request_steps: tuple[RequestStep, ...]
 

@@ -85,7 +85,8 @@ def _numbers(summary: Mapping[str, Any], model: str, device: str, dtype: str, *,
     grid.add_row("output tokens per second", number(summary["output_tokens_per_second"], "{:,.1f}"))
     grid.add_row("time per output token", latency(summary["tpot_ms"]))
     grid.add_row("time to first token", latency(summary["ttft_ms"]))
-    grid.add_row("share of time", ", ".join(f"{phase} {number(value, '{:.0%}')}" for phase, value in share.items()))
+    parts = {phase.replace("_", " "): value for phase, value in share.items() if value != 0.0}
+    grid.add_row("share of time", ", ".join(f"{name} {number(value, '{:.0%}')}" for name, value in parts.items()))
     grid.add_row("peak memory", mebibytes(summary["peak_memory_bytes"]))
     if summary["num_preemptions"]:
         grid.add_row("preemptions", number(summary["num_preemptions"]))

@@ -1,0 +1,66 @@
+"""kernels/reference/follow_verified.py in one launch: a program for each request."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["width"])
+def follow_kernel(
+    told_ptr,  # [num_requests, width + 2] int64
+    lengths_ptr,  # [num_requests] int64
+    last_token_ids_ptr,  # [num_requests, 2] int64
+    token_ids_ptr,  # [num_requests, width] int64
+    num_accepted_ptr,  # [num_requests] int64
+    num_draft_tokens_ptr,  # [num_requests] int64
+    width,
+    WIDTH: tl.constexpr,  # >= width + 2
+):
+    request = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, WIDTH)
+    own_ptr = token_ids_ptr + request * width
+    accepted = tl.load(num_accepted_ptr + request)
+    told = tl.load(own_ptr + place, mask=place < width, other=0)
+    told = tl.where(place == width, accepted, told)
+    told = tl.where(place == width + 1, tl.load(num_draft_tokens_ptr + request), told)
+    tl.store(told_ptr + request * (width + 2) + place, told, mask=place < width + 2)
+    length = tl.load(lengths_ptr + request)
+    if length > 0:
+        last_ptr = last_token_ids_ptr + request * 2
+        before = tl.load(last_ptr + 1)
+        if accepted > 0:
+            before = tl.load(own_ptr + accepted - 1)
+        tl.store(last_ptr, before)
+        tl.store(last_ptr + 1, tl.load(own_ptr + accepted))
+        tl.store(lengths_ptr + request, length + accepted + 1)
+
+
+def follow_verified(
+    lengths: Tensor,  # [num_requests] int64
+    last_token_ids: Tensor,  # [num_requests, 2] int64
+    token_ids: Tensor,  # [num_requests, width] int64
+    num_accepted: Tensor,  # [num_requests] int64
+    num_draft_tokens: Tensor,  # [num_requests] int64
+) -> Tensor:  # [num_requests, width + 2] int64
+    """What kernels.reference.follow_verified.follow_verified does; all arguments contiguous."""
+    num_requests, width = token_ids.shape
+    assert all(t.is_contiguous() for t in (lengths, last_token_ids, token_ids, num_accepted, num_draft_tokens))
+    told = torch.empty(num_requests, width + 2, dtype=torch.int64, device=token_ids.device)
+    if num_requests:
+        follow_kernel[(num_requests,)](
+            told,
+            lengths,
+            last_token_ids,
+            token_ids,
+            num_accepted,
+            num_draft_tokens,
+            width,
+            WIDTH=triton.next_power_of_2(width + 2),
+            num_warps=1,
+        )
+    return told

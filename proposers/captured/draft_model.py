@@ -1,0 +1,61 @@
+"""A small model's drafting, captured: its cache may lack the last committed token or the last two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from proposers.captured.drafter import GoingOn
+from proposers.captured.token_by_token import CapturedChains
+from proposers.vocabularies.translation import Translation
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.model_runner import ModelRunner
+from runner.engine.paged_shape import PagedShape
+from runner.engine.request import Request
+
+
+class CapturedDraftModel(CapturedChains):
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        draft_sample_method: str,
+        needs_draft_probs: bool,
+        runner: ModelRunner,
+        translation: Translation | None,
+        num_computed: dict[str, int],  # the proposer's own: request_id -> tokens whose KV is in the draft's cache
+        max_model_len: int,
+    ) -> None:
+        super().__init__(
+            num_tokens,
+            draft_sample_method=draft_sample_method,
+            needs_draft_probs=needs_draft_probs,
+            max_model_len=max_model_len,
+        )
+        self.runner, self.translation, self.num_computed = runner, translation, num_computed
+
+    def can_start(self, request: Request) -> bool:
+        return self.num_computed.get(request.request_id, 0) >= request.num_tokens - 2
+
+    def first_logits(self, batch: DeviceBatch) -> Tensor:
+        """After full acceptance two tokens are missing, else one; the other is computed once more, to the same bits."""
+        return self._logits(batch, batch.last_token_ids.flatten(), offset=-2, num_rows=2)
+
+    def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
+        return self._logits(batch, token_ids, offset=step - 1, num_rows=1)
+
+    def stop(self, going_on: Sequence[GoingOn]) -> None:
+        for _, request, _ in going_on:
+            self.num_computed[request.request_id] = request.num_tokens - 2
+
+    def _logits(self, batch: DeviceBatch, token_ids: Tensor, *, offset: int, num_rows: int) -> Tensor:
+        shape = self.runner.shapes["decode"]
+        assert isinstance(shape, PagedShape)
+        launch, _ = batch.launch(
+            token_ids, offset=offset, num_rows=num_rows, shape=shape, block_size=self.runner.block_size
+        )
+        hidden, _ = self.runner.compute(launch)
+        last = hidden.view(batch.count, num_rows, -1)[:, -1].contiguous()
+        logits = self.runner.model.logits(last, shape.linear)
+        return logits if self.translation is None else self.translation.to_target(logits)

@@ -1,0 +1,69 @@
+"""What a proposer gives the engine that wants to capture whole steps: its drafting as a function of the device alone.
+
+`draft` and `learn` are captured. They read and write tensors that stay where they are, upload nothing and read nothing
+back, and every request gets the same number of drafts. A proposer goes on between two such times by its own rules:
+`start` takes what it knows to the device, `stop` takes it back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.request import Request
+
+
+class CapturedDrafts(NamedTuple):
+    token_ids: Tensor  # [count, num_tokens] int64
+    probs: Tensor | None  # [count * num_tokens, vocab] float32: the law of each draft; None = one-hot
+
+
+class GoingOn(NamedTuple):
+    row: int  # place in `start`
+    request: Request
+    num_new_tokens: int  # that the last step brought
+
+
+class CapturedDrafter(ABC):
+    tap_layers: tuple[int, ...] = ()  # the target's hidden states that `learn` takes
+
+    def __init__(self, num_tokens: int, max_model_len: int | None = None) -> None:
+        """num_tokens: drafts of every request. max_model_len: tokens of a request that the drafter can see."""
+        self.num_tokens, self.max_model_len = num_tokens, max_model_len
+
+    def can_start(self, request: Request) -> bool:
+        """Whether what is known of a request is what `start` can take along."""
+        return True
+
+    def start(self, requests: Sequence[Request]) -> None:  # noqa: B027 - optional
+        """The requests of the batches to come, in their order; places behind them are absent."""
+
+    @abstractmethod
+    def draft(self, batch: DeviceBatch) -> CapturedDrafts:
+        """Guesses behind the committed tokens; what it says of absent requests is not looked at."""
+
+    def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:  # noqa: B027
+        """Take note of a verified step; the batch's lengths are still those from before it.
+
+        hidden_states: of tap_layers, [count * (num_tokens + 1), hidden] each, of every request's last committed token
+            and its drafts.
+        token_ids: [count, num_tokens + 1] int64: accepted, then recovered or bonus token, then -1.
+        """
+
+    def stop(self, going_on: Sequence[GoingOn]) -> None:  # noqa: B027 - optional
+        """The steps are over, and all of them committed; of the requests of `start`, those that have not ended."""
+
+
+class NoDrafts(CapturedDrafter):
+    """Plain decoding."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def draft(self, batch: DeviceBatch) -> CapturedDrafts:
+        return CapturedDrafts(torch.empty(batch.count, 0, dtype=torch.int64, device=batch.lengths.device), None)

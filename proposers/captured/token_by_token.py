@@ -1,0 +1,52 @@
+"""The loop of proposers/drafting/token_by_token.py for a whole batch at once: every request drafts the same number."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from kernels.reference.philox import Stream
+from proposers.captured.drafter import CapturedDrafter, CapturedDrafts
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.row_sampling import RowSampling
+
+
+class CapturedChains(CapturedDrafter):
+    def __init__(
+        self, num_tokens: int, *, draft_sample_method: str, needs_draft_probs: bool, max_model_len: int
+    ) -> None:
+        super().__init__(num_tokens, max_model_len)
+        self.draft_sample_method, self.needs_draft_probs = draft_sample_method, needs_draft_probs
+
+    @abstractmethod
+    def first_logits(self, batch: DeviceBatch) -> Tensor:
+        """Compute what the drafter has not seen; logits [count, vocab] float32 after each request's last token."""
+
+    @abstractmethod
+    def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
+        """Compute token_ids [count], which lie at the positions lengths + step - 1; the logits after them."""
+
+    def draft(self, batch: DeviceBatch) -> CapturedDrafts:
+        drafted, laws = list[Tensor](), list[Tensor]()
+        logits = self.first_logits(batch)
+        for step in range(self.num_tokens):
+            if step > 0:
+                logits = self.next_logits(batch, step, drafted[-1])
+            token_ids, law = self._draw(logits, batch.sampling(batch.lengths + step))
+            drafted.append(token_ids)
+            if law is not None:
+                laws.append(law)
+        probs = torch.stack(laws, dim=1).flatten(0, 1) if laws else None
+        return CapturedDrafts(torch.stack(drafted, dim=1), probs)
+
+    def _draw(self, logits: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor | None]:
+        """runner.engine.sampling.draft_tokens, where nothing masks or penalises."""
+        if self.draft_sample_method == "greedy" or rows.all_greedy:
+            from kernels.sampling import greedy
+
+            return greedy(logits, rows.positions), None
+        stream = Stream.DRAFT if self.draft_sample_method == "probabilistic" else Stream.TARGET
+        law = rows.processed(logits).softmax(dim=-1) if self.needs_draft_probs else None
+        return rows.draw(logits, stream), law

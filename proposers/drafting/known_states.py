@@ -1,0 +1,15 @@
+"""What a head's proposer keeps of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(kw_only=True)
+class KnownStates:
+    """How far the head has come with one request."""
+
+    next_position: int = 1  # of the first token whose row is not computed; x_0 has no state before it
+    states: list[torch.Tensor]  # of the positions next_position - 1 up to the last computed one, rows in pieces

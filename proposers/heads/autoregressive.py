@@ -1,0 +1,23 @@
+"""Heads that draft token by token, as proposers take them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from runner.engine.head_runner import DraftHead
+
+
+class AutoregressiveHead(DraftHead, Protocol):
+    """A head whose output is its own next input."""
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that it reads."""
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's states [num_rows, num_taps * hidden] as the head takes them, [num_rows, width]."""
+
+    def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """Output rows [num_rows, width], num_rows a multiple of tile -> [num_rows, vocab of the target] float32."""

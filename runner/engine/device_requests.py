@@ -1,0 +1,241 @@
+"""Requests as the device knows them: what a step reads and moves on without the host.
+
+The host loads them once, when steps without it begin, and afterwards says only which blocks are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.reference.philox import seed_to_int64
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.paged_shape import NO_BRANCH, PagedAttention, PagedShape
+from runner.engine.request import Request
+from runner.engine.row_sampling import RowSampling
+from runner.engine.sampling_params import SamplingParams
+from runner.engine.upload import to_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnBy:
+    """Which parameters the requests of a batch use: the others' kernels need not look at them."""
+
+    all_greedy: bool
+    any_greedy: bool
+    temperatures: bool
+    min_p: bool
+    top_k: bool
+    top_p: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> DrawnBy:
+        drawn = [p for p in params if not p.is_greedy]
+        return cls(
+            all_greedy=not drawn,
+            any_greedy=len(drawn) < len(params),
+            temperatures=any(p.temperature != 1.0 for p in drawn),
+            min_p=any(p.min_p > 0.0 for p in drawn),
+            top_k=any(p.top_k > 0 for p in drawn),
+            top_p=any(p.top_p < 1.0 for p in drawn),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Values:
+    """Sampling parameters, a value a row."""
+
+    seeds: Tensor
+    is_greedy: Tensor
+    temperatures: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> _Values:
+        def tensor(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num_rows, dtype=dtype, device=device)
+
+        return cls(
+            seeds=tensor(torch.int64),
+            is_greedy=tensor(torch.bool),
+            temperatures=tensor(torch.float32),
+            min_p=tensor(torch.float32),
+            top_k=tensor(torch.int64),
+            top_p=tensor(torch.float64),
+        )
+
+    def fill(self, integers: Tensor, floats: Tensor, repeats: int) -> None:
+        columns = (
+            *zip((self.seeds, self.is_greedy, self.top_k), integers, strict=True),
+            *zip((self.temperatures, self.min_p, self.top_p), floats, strict=True),
+        )
+        for held, values in columns:
+            held[: len(values) * repeats].view(len(values), repeats).copy_(values.unsqueeze(1))
+
+    def sampling(self, drawn_by: DrawnBy, positions: Tensor) -> RowSampling:
+        count = len(positions)
+        return RowSampling(
+            seeds=self.seeds[:count],
+            positions=positions,
+            all_greedy=drawn_by.all_greedy,
+            is_greedy=self.is_greedy[:count] if drawn_by.any_greedy else None,
+            temperatures=self.temperatures[:count] if drawn_by.temperatures else None,
+            min_p=self.min_p[:count] if drawn_by.min_p else None,
+            top_k=self.top_k[:count] if drawn_by.top_k else None,
+            top_p=self.top_p[:count] if drawn_by.top_p else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBatch:
+    """The first places of DeviceRequests, for one layout of steps: views, the same ones in every step."""
+
+    count: int  # requests, absent ones included
+    lengths: Tensor  # [count] int64: committed tokens; 0: absent
+    limits: Tensor  # [count] int64: committed tokens that a request may come to
+    last_token_ids: Tensor  # [count, 2] int64: the last two committed tokens
+    block_tables: Tensor  # [count, max_blocks] int32
+    branch_starts: Tensor  # [count] int32
+    branch_slots: Tensor  # [count, 0] int32
+    drawn_by: DrawnBy
+    max_context: int  # keys that any row sees lie before it
+    of_requests: _Values
+    of_rows: _Values
+
+    def launch(
+        self,
+        token_ids: Tensor,  # [count * num_rows] int64
+        *,
+        offset: int,  # a request's first row stands at lengths + offset
+        num_rows: int,  # of each request
+        shape: PagedShape,
+        block_size: int,
+        lengths: Tensor | None = None,  # [count] int64, in place of the batch's; 0: absent
+    ) -> tuple[ForwardBatch, Tensor]:
+        """A launch of consecutive rows of every request, and the position that each row predicts, -1 for padding."""
+        from kernels.chain_rows import chain_rows
+        from kernels.paged_attention import PagedSegments
+
+        rows = chain_rows(
+            self.lengths if lengths is None else lengths,
+            self.block_tables,
+            offset=offset,
+            num_rows=num_rows,
+            block_size=block_size,
+            rows_per_tile=shape.rows_per_tile,
+        )
+        segments = PagedSegments(
+            tile_segments=rows.tile_segments,
+            tile_rows=rows.tile_rows,
+            tile_sizes=rows.tile_sizes,
+            tile_positions=rows.tile_positions,
+            last_keys=rows.last_keys,
+            block_tables=self.block_tables,
+            branch_starts=self.branch_starts,
+            branch_slots=self.branch_slots,
+            max_context=self.max_context,
+            max_tile_size=min(num_rows, shape.rows_per_tile),
+        )
+        batch = ForwardBatch(
+            family="decode",
+            token_ids=token_ids,
+            positions=rows.positions,
+            slot_mapping=rows.slots,
+            attention=PagedAttention(segments=segments, split_keys=shape.split_keys),
+            linear_tile=shape.linear,
+        )
+        return batch, rows.predicted
+
+    def sampling(self, positions: Tensor) -> RowSampling:
+        """Of a row a request, [count], or of all rows of a verification."""
+        return (self.of_requests if len(positions) == self.count else self.of_rows).sampling(self.drawn_by, positions)
+
+
+class DeviceRequests:
+    def __init__(
+        self, *, capacity: int, num_rows: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
+        """num_rows: of each request in a verification."""
+        self.num_rows, self.max_model_len, self.device = num_rows, max_model_len, device
+        self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.limits = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.last_token_ids = torch.zeros(capacity, 2, dtype=torch.int64, device=device)
+        max_blocks = -(-max_model_len // block_size)
+        self.block_tables = torch.zeros(capacity, max_blocks, dtype=torch.int32, device=device)
+        self._branch_starts = torch.full((capacity,), NO_BRANCH, dtype=torch.int32, device=device)
+        self._branch_slots = torch.empty(capacity, 0, dtype=torch.int32, device=device)
+        self._of_requests = _Values.empty(capacity, device)
+        self._of_rows = _Values.empty(capacity * num_rows, device)
+        self._num_blocks: list[int] = []  # of each request's table, here already
+
+    def load(self, requests: Sequence[Request]) -> None:
+        """Requests with at least two tokens, in the first places; the others are absent from now on."""
+        params = [request.sampling_params for request in requests]
+        self.lengths.zero_()
+        self.block_tables.zero_()
+        self._num_blocks = [0] * len(requests)
+        last = [request.tokens_between(request.num_tokens - 2, request.num_tokens) for request in requests]
+        numbers = to_device(
+            [
+                [request.num_tokens for request in requests],
+                [
+                    min(request.num_prompt_tokens + request.sampling_params.max_tokens, self.max_model_len)
+                    for request in requests
+                ],
+                [before for before, _ in last],
+                [token_id for _, token_id in last],
+                [seed_to_int64(request.seed) for request in requests],
+                [p.is_greedy for p in params],
+                [0 if p.is_greedy else max(p.top_k, 0) for p in params],
+            ],
+            torch.int64,
+            self.device,
+        )
+        floats = to_device(
+            [
+                [1.0 if p.is_greedy else p.temperature for p in params],
+                [0.0 if p.is_greedy else p.min_p for p in params],
+                [1.0 if p.is_greedy else p.top_p for p in params],
+            ],
+            torch.float64,
+            self.device,
+        )
+        self.lengths[: len(requests)].copy_(numbers[0])
+        self.limits[: len(requests)].copy_(numbers[1])
+        self.last_token_ids[: len(requests)].copy_(numbers[2:4].t())
+        self._of_requests.fill(numbers[4:], floats, 1)
+        self._of_rows.fill(numbers[4:], floats, self.num_rows)
+        self.extend_tables(requests)
+
+    def extend_tables(self, requests: Sequence[Request]) -> None:
+        """Tell of blocks that the loaded requests have got since; their order is that of `load`."""
+        rows, columns, blocks = list[int](), list[int](), list[int]()
+        for row, request in enumerate(requests):
+            fresh = request.block_table[self._num_blocks[row] :]
+            rows += [row] * len(fresh)
+            columns += range(self._num_blocks[row], len(request.block_table))
+            blocks += fresh
+            self._num_blocks[row] = len(request.block_table)
+        if blocks:
+            places = to_device([rows, columns, blocks], torch.int64, self.device)
+            self.block_tables.index_put_((places[0], places[1]), places[2].to(torch.int32))
+
+    def batch(self, count: int, drawn_by: DrawnBy, max_context: int) -> DeviceBatch:
+        return DeviceBatch(
+            count=count,
+            lengths=self.lengths[:count],
+            limits=self.limits[:count],
+            last_token_ids=self.last_token_ids[:count],
+            block_tables=self.block_tables[:count],
+            branch_starts=self._branch_starts[:count],
+            branch_slots=self._branch_slots[:count],
+            drawn_by=drawn_by,
+            max_context=max_context,
+            of_requests=self._of_requests,
+            of_rows=self._of_rows,
+        )

@@ -1,0 +1,126 @@
+"""Steps of one schedule and one proposer: the algorithm on one screen.
+
+A step is schedule, propose, verify, commit, update. Where all of it runs on the device (runner/whole_steps.py), the
+next step is launched before the last one is read, and the host has little left to do but to commit.
+"""
+
+from __future__ import annotations
+
+import time
+
+from proposers.base import Proposer, check_drafts
+from runner.assembly import Assembly
+from runner.engine.request import RequestStatus
+from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
+from runner.metrics import MetricsCollector, RequestStep, StepRecord
+from runner.trace import RequestTraces
+from runner.whole_steps import LaunchedStep
+
+
+class StepLoop:
+    def __init__(
+        self,
+        engine: Assembly,
+        scheduler: Scheduler,
+        proposer: Proposer,
+        metrics: MetricsCollector,
+        traces: RequestTraces,
+    ) -> None:
+        self.engine, self.scheduler, self.proposer = engine, scheduler, proposer
+        self.metrics, self.traces = metrics, traces
+        self._whole_steps = engine.whole_steps.get(proposer)
+        self._launched: LaunchedStep | None = None  # is under way, not read yet
+
+    def step(self) -> list[CommittedTokens]:
+        """Compute and commit one step, of every method, `none` included."""
+        started = time.perf_counter()
+        if self._launched is not None and all(request.is_finished for request in self._launched.requests):
+            self._launched = None  # there is nobody to read it for
+        if self._launched is not None:
+            return self._whole(self._launched, started)
+        schedule = self.scheduler.schedule()
+        for request in schedule.preempted:
+            self.proposer.release(request.request_id)
+        if self._whole_steps is not None and self._whole_steps.take(schedule, self.scheduler):
+            return self._whole(self._whole_steps.start(schedule), started)
+        return self._in_parts(schedule, started)
+
+    def _in_parts(self, schedule: Schedule, started: float) -> list[CommittedTokens]:
+        """The host takes part between drafting and verification."""
+        engine, proposer, scheduler = self.engine, self.proposer, self.scheduler
+        scheduled = time.perf_counter()
+        drafts = proposer.propose(schedule)
+        check_drafts(proposer, schedule, drafts)
+        proposed = time.perf_counter()
+        drafts, bitmask = engine.grammars.constrain(schedule, drafts)
+        output = engine.verifier.verify(schedule, drafts, bitmask, proposer.tap_layers)
+        verified = time.perf_counter()
+        committed = scheduler.commit(schedule, drafts, output)
+        failures = engine.grammars.commit(committed)
+        for gain in committed:
+            if gain.request.request_id in failures:
+                scheduler.abort(gain.request)
+        done = time.perf_counter()
+        proposer.update(schedule, output)
+        self._release(committed)
+        updated = time.perf_counter()
+        seconds = {
+            "schedule": scheduled - started + done - verified,
+            "propose": proposed - scheduled + updated - done,
+            "verify": verified - proposed,
+        }
+        return self._observe(committed, failures, seconds, started=started, done=done)
+
+    def _whole(self, launched: LaunchedStep, started: float) -> list[CommittedTokens]:
+        """The step runs already; launch the next one, then read this one."""
+        assert self._whole_steps is not None
+        self._launched = self._whole_steps.go_on(launched, self.scheduler)
+        drafts, output = launched.read()
+        known = time.perf_counter()
+        committed = self.scheduler.commit(launched.schedule, drafts, output)
+        done = time.perf_counter()
+        if self._launched is None:
+            self._whole_steps.stop(launched, committed)
+        self._release(committed)
+        seconds = {"whole_step": known - started, "schedule": done - known}
+        return self._observe(committed, {}, seconds, started=started, done=done)
+
+    def _release(self, committed: list[CommittedTokens]) -> None:
+        for gain in committed:
+            if gain.request.is_finished:
+                self.proposer.release(gain.request.request_id)
+                self.engine.grammars.close(gain.request.request_id)
+
+    def _observe(
+        self,
+        committed: list[CommittedTokens],
+        failures: dict[str, str],
+        seconds: dict[str, float],
+        *,
+        started: float,
+        done: float,
+    ) -> list[CommittedTokens]:
+        for gain in committed:
+            self.traces.observe(gain, done)
+            if gain.request.status is RequestStatus.FINISHED:
+                self.metrics.finish(self.traces.finish(gain.request))
+            elif gain.request.status is RequestStatus.FAILED:
+                self.metrics.finish(self.traces.fail(gain.request, failures[gain.request.request_id]))
+        finished_at = time.perf_counter()
+        self.metrics.observe(
+            StepRecord(
+                finished_at=finished_at,
+                seconds=seconds,
+                total_seconds=finished_at - started,
+                request_steps=tuple(
+                    RequestStep(
+                        request_id=gain.request.request_id,
+                        num_draft_tokens=gain.num_draft_tokens,
+                        num_accepted_tokens=gain.num_accepted_tokens,
+                        num_output_tokens=len(gain.token_ids),
+                    )
+                    for gain in committed
+                ),
+            )
+        )
+        return committed

@@ -1,0 +1,201 @@
+"""Whole steps as CUDA graphs: drafting, the target's pass, the rule, and the requests moved on, in one replay.
+
+While the same requests decode, a step reads what the step before it left on the device. So the host launches the next
+one before it knows the last one's tokens, and its own work hides behind the device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from proposers.base import Proposer
+from proposers.captured.drafter import CapturedDrafter, GoingOn
+from runner.engine.device_requests import DeviceBatch, DeviceRequests, DrawnBy
+from runner.engine.download import Download
+from runner.engine.graphs import GraphStore
+from runner.engine.model_runner import ModelRunner
+from runner.engine.paged_shape import PagedShape, bucket
+from runner.engine.request import DraftTokens, Request, VerifyOutput
+from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
+from verifier.kernel_rules import ChainJudge
+from verifier.rules import Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedStep:
+    """A step on its way."""
+
+    schedule: Schedule
+    told: Download  # [count, num_rows + 2] int64, as kernels/follow_verified.py lays it out
+
+    @property
+    def requests(self) -> list[Request]:
+        return [item.request for item in self.schedule.scheduled]
+
+    def read(self) -> tuple[DraftTokens, VerifyOutput]:
+        """What was drafted and what came of it; waits for the step."""
+        told = self.told.read()[: len(self.schedule.scheduled)]
+        drafts = DraftTokens(token_ids=told[:0, 0], cu_num_draft_tokens=[0, *accumulate(told[:, -1].tolist())])
+        return drafts, VerifyOutput(token_ids=told[:, :-2], num_accepted_tokens=told[:, -2])
+
+
+class WholeSteps:
+    """The captured steps of one proposer."""
+
+    def __init__(
+        self,
+        *,
+        target: ModelRunner,
+        drafter: CapturedDrafter,
+        rule: Rule,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        """max_model_len: tokens of a request that the target can see."""
+        self.target, self.drafter = target, drafter
+        self._longest_text = max_model_len
+        self._longest_drafted = min(max_model_len, drafter.max_model_len or max_model_len)
+        self.max_num_seqs, self.num_rows = max_num_seqs, drafter.num_tokens + 1
+        self._judge = ChainJudge(rule, target.device) if drafter.num_tokens > 0 else None
+        self._graphs = GraphStore()
+        self._requests: DeviceRequests | None = None
+        self._cu = torch.arange(max_num_seqs + 1, dtype=torch.int64, device=target.device) * drafter.num_tokens
+        self._drawn_by = DrawnBy.of([])
+
+    @classmethod
+    def of(
+        cls, proposer: Proposer, *, target: ModelRunner, rule: Rule, max_num_seqs: int, max_model_len: int
+    ) -> WholeSteps | None:
+        """None where the host has a part in the engine's steps, whatever the requests."""
+        if target.graphs is None or not target.is_paged:
+            return None
+        drafter = proposer.captured_drafter()
+        if drafter is None or (drafter.num_tokens > 0 and not ChainJudge.knows(rule)):
+            return None
+        return cls(target=target, drafter=drafter, rule=rule, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+
+    def take(self, schedule: Schedule, scheduler: Scheduler) -> bool:
+        """Whether a step can be computed in this form: every request decodes, and all draft alike."""
+        num_drafts = self.drafter.num_tokens
+        return (
+            bool(schedule.scheduled)
+            and len(schedule.scheduled) == len(scheduler.running)
+            and scheduler.max_draft_tokens == num_drafts
+            and all(
+                item.is_decoding
+                and item.max_draft_tokens >= min(num_drafts, max(0, scheduler.draft_room(item.request)))
+                and self._takes(item.request)
+                for item in schedule.scheduled
+            )
+        )
+
+    def _takes(self, request: Request) -> bool:
+        params, num_drafts = request.sampling_params, self.drafter.num_tokens
+        asked = params.max_draft_tokens
+        return (
+            not params.changes_logits
+            and params.logprobs is None
+            and params.prompt_logprobs is None
+            and (asked is None or asked >= num_drafts)
+            and request.num_tokens + num_drafts <= self._longest_drafted
+            and self.drafter.can_start(request)
+        )
+
+    def start(self, schedule: Schedule) -> LaunchedStep:
+        """Take a schedule's requests to the device, and launch their step."""
+        if self._requests is None:
+            self._requests = DeviceRequests(
+                capacity=self.max_num_seqs,
+                num_rows=self.num_rows,
+                max_model_len=self._longest_text,
+                block_size=self.target.block_size,
+                device=self.target.device,
+            )
+        requests = [item.request for item in schedule.scheduled]
+        self._drawn_by = DrawnBy.of([request.sampling_params for request in requests])
+        self._requests.load(requests)
+        self.drafter.start(requests)
+        return self._launch(schedule, longest=max(request.num_tokens for request in requests))
+
+    def go_on(self, launched: LaunchedStep, scheduler: Scheduler) -> LaunchedStep | None:
+        """Launch the step behind one that is not read yet; None where it has to be read first."""
+        requests = launched.requests
+        longest = max(request.num_tokens for request in requests) + self.num_rows
+        if (
+            requests != scheduler.running
+            or scheduler.may_admit
+            or scheduler.max_draft_tokens != self.drafter.num_tokens
+            or longest + self.drafter.num_tokens > self._longest_drafted
+            # The step under way brings each a token at least.
+            or all(len(r.output_token_ids) + 1 >= r.sampling_params.max_tokens for r in requests)
+            or not scheduler.reserve_ahead(2 * self.num_rows - 1)
+        ):
+            return None
+        assert self._requests is not None
+        self._requests.extend_tables(requests)
+        return self._launch(launched.schedule, longest=longest)
+
+    def stop(self, launched: LaunchedStep, committed: Sequence[CommittedTokens]) -> None:
+        """No step is under way: `launched` was the last one, and brought this."""
+        rows = {request.request_id: row for row, request in enumerate(launched.requests)}
+        self.drafter.stop(
+            [
+                GoingOn(rows[gain.request.request_id], gain.request, len(gain.token_ids))
+                for gain in committed
+                if not gain.request.is_finished
+            ]
+        )
+
+    @torch.inference_mode()
+    def _launch(self, schedule: Schedule, *, longest: int) -> LaunchedStep:
+        assert self._requests is not None
+        shape = self.target.shapes["decode"]
+        assert isinstance(shape, PagedShape)
+        count = min(bucket(len(schedule.scheduled)), self.max_num_seqs)
+        # Up to one split, contexts of any length are launched alike.
+        max_context = shape.context_bucket(max(longest + self.drafter.num_tokens, shape.split_keys or 0))
+        batch = self._requests.batch(count, self._drawn_by, max_context)
+
+        def compute() -> tuple[Tensor]:
+            return (self._step(batch, shape),)
+
+        (told,) = self._graphs((count, self._drawn_by, max_context), compute)
+        return LaunchedStep(schedule=schedule, told=Download(told))
+
+    def _step(self, batch: DeviceBatch, shape: PagedShape) -> Tensor:
+        from kernels.fit_drafts import fit_drafts
+        from kernels.follow_verified import follow_verified
+        from kernels.rejection import Verified
+
+        drafted = self.drafter.draft(batch)
+        last_token_ids = batch.last_token_ids[:, 1]
+        drafts, token_ids = fit_drafts(drafted.token_ids, last_token_ids, batch.lengths, batch.limits)
+        launch, predicted = batch.launch(
+            token_ids.flatten(),
+            offset=-1,
+            num_rows=self.num_rows,
+            shape=shape,
+            block_size=self.target.block_size,
+        )
+        hidden, taps = self.target.compute(launch, self.drafter.tap_layers)
+        logits = self.target.model.logits(hidden, shape.linear)
+        rows = batch.sampling(predicted)
+        if self._judge is None:
+            drawn, none = rows.draw(logits), torch.zeros_like(batch.lengths)
+            verified = Verified(drawn.unsqueeze(1), none, none)
+        else:
+            verified = self._judge(
+                logits,
+                rows,
+                drafts.flatten(),
+                drafted.probs,
+                self._cu[: batch.count + 1],
+                longest=self.drafter.num_tokens,
+            )
+        self.drafter.learn(batch, taps, verified.token_ids)
+        return follow_verified(batch.lengths, batch.last_token_ids, *verified)

@@ -1,0 +1,296 @@
+"""Steps that run whole on the device say what steps in parts say, whatever comes, goes or runs out meanwhile.
+
+Most of it over a model that hashes what it finds in the cache, so that a wrong block, position or token shows at once;
+kernels are replaced by their definitions. The kernels themselves, interpreted, have a few short texts at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.reference import rejection as rejection_ops
+from kernels.reference import sampling as sampling_ops
+from kernels.reference.chain_rows import chain_rows
+from kernels.reference.fit_drafts import fit_drafts
+from kernels.reference.follow_verified import follow_verified
+from kernels.reference.philox import Stream
+from runner.engine import backend, graphs
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.request import Request, RequestStatus
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from runner.metrics import MetricsCollector, RequestRecord
+from runner.prompts import make_requests
+from runner.step_loop import StepLoop
+from runner.trace import RequestTraces
+from runner.whole_steps import LaunchedStep, WholeSteps
+from tests.conftest import Engines, complete
+from tests.graphs_for_tests import recorded
+from tests.no_readback import NoReadback
+
+pytest.importorskip("triton")
+import kernels.chain_rows
+import kernels.fit_drafts
+import kernels.follow_verified
+import kernels.rejection
+import kernels.sampling
+
+VOCAB_SIZE, NUM_STATES = 64, 257
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
+SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=11)
+METHODS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "draft_model_greedy": {"method": "draft_model", "num_speculative_tokens": 1, "draft_sample_method": "greedy"},
+}
+
+
+class HashingModel:
+    """Its logits behind a token are a row of a table, chosen by all tokens before it as the cache holds them."""
+
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, num_own_rows: int = 0) -> None:
+        """num_own_rows: rows in which it thinks otherwise than the model of 0."""
+        self.table = torch.randn(NUM_STATES, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+        own = torch.randn(num_own_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+        self.table[:num_own_rows] = own
+
+    def __call__(
+        self, batch: ForwardBatch, cache: PagedKVCache, taps: tuple[int, ...]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        stored, block_size = cache.layers[0].flatten(0, 1), cache.layers[0].shape[1]
+        stored[batch.slot_mapping, 0] = batch.token_ids.float()
+        segments = batch.attention.segments
+        owners = torch.zeros(len(batch.token_ids), dtype=torch.int64)
+        for owner, row, size in zip(segments.tile_segments, segments.tile_rows, segments.tile_sizes, strict=True):
+            owners[row : row + size] = owner
+        keys = torch.arange(segments.block_tables.shape[1] * block_size)
+        slots = segments.block_tables[owners][:, keys // block_size].long() * block_size + keys % block_size
+        is_seen = keys <= batch.positions.unsqueeze(1)
+        digests = ((stored[slots, 0].long() + 1) * (31 * keys + 7) * is_seen).sum(dim=1)
+        return (digests % NUM_STATES).unsqueeze(1).float(), []
+
+    def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
+        return self.table[hidden[:, 0].long()]
+
+
+def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, **law: Any) -> torch.Tensor:
+    drawn = sampling_ops.gumbel_argmax(logits, seeds, positions.clamp(min=0), law.get("stream", Stream.TARGET), 0)
+    if (is_greedy := law.get("is_greedy")) is not None:
+        drawn = torch.where(is_greedy, sampling_ops.greedy_argmax(logits), drawn)
+    return torch.where(positions >= 0, drawn, -1)
+
+
+def take_the_argmax(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return torch.where(positions >= 0, sampling_ops.greedy_argmax(logits), -1)
+
+
+def verify_strict(
+    drawn: torch.Tensor, drafts: torch.Tensor, cu: torch.Tensor, *, max_num_draft_tokens: int
+) -> kernels.rejection.Verified:
+    token_ids = torch.full((len(cu) - 1, max_num_draft_tokens + 1), -1)
+    counts = torch.zeros(2, len(cu) - 1, dtype=torch.int64)
+    rows = zip(drawn.split((cu.diff() + 1).tolist()), drafts.split(cu.diff().tolist()), strict=True)
+    for own, (row, guesses) in enumerate(rows):
+        if row[0] >= 0:
+            counts[0, own] = rejection_ops.count_accepted((row[:-1] == guesses).unsqueeze(0))
+            counts[1, own] = (guesses >= 0).sum()
+            token_ids[own, : counts[0, own] + 1] = row[: counts[0, own] + 1]
+    return kernels.rejection.Verified(token_ids, *counts)
+
+
+@pytest.fixture
+def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.chain_rows, "chain_rows", chain_rows)
+    monkeypatch.setattr(kernels.fit_drafts, "fit_drafts", fit_drafts)
+    monkeypatch.setattr(kernels.follow_verified, "follow_verified", follow_verified)
+    monkeypatch.setattr(kernels.sampling, "sample", draw)
+    monkeypatch.setattr(kernels.sampling, "greedy", take_the_argmax)
+    monkeypatch.setattr(kernels.rejection, "verify_strict", verify_strict)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> Engines:
+    """Engines on the CPU whose operations are kernels, and whose steps can be captured."""
+    if kernel_device.type != "cpu":
+        pytest.skip("kernels are compiled here; tests/test_gpu_engine.py runs them")
+    monkeypatch.setattr(backend, "interprets_kernels", True)
+    monkeypatch.setattr(graphs, "CudaRecorder", lambda: recorded)
+    return Engines()
+
+
+def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
+    engine_args = {"architecture": {"num_hidden_layers": 1}, "batch_invariant": False, **engine_args}
+    llm = engines(METHODS[method], **engine_args)
+    llm.engine.target.model = HashingModel()  # type: ignore[assignment]
+    if (runner := getattr(llm.engine.proposer, "runner", None)) is not None:
+        runner.model = HashingModel(num_own_rows=60)
+    return llm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    arrivals: tuple[tuple[int, int], ...]  # of each request: the step before which it comes, length of its prompt
+    params: tuple[SamplingParams, ...]
+    cancelled: dict[int, int]  # step -> which of those that run
+    max_num_seqs: int
+
+
+def play(llm: LLM, traffic: Traffic, *, whole: bool) -> tuple[list[Request], list[RequestRecord], int]:
+    """Requests in the order of their arrival, what was recorded of them, and how many whole steps were launched."""
+    engine, metrics = llm.engine, MetricsCollector()
+    scheduler = llm.scheduler_for(engine.proposer)
+    scheduler.max_num_seqs = traffic.max_num_seqs
+    loop = StepLoop(engine, scheduler, engine.proposer, metrics, RequestTraces(lambda ids: str(list(ids)), {}))
+    if not whole:
+        loop._whole_steps = None
+    prompts = [
+        {"prompt_token_ids": [(7 * index + place) % VOCAB_SIZE for place in range(length)]}
+        for index, (_, length) in enumerate(traffic.arrivals)
+    ]
+    requests = make_requests(prompts, list(traffic.params), engine.tokenizer, 0)
+    num_launched = 0
+    launch = WholeSteps._launch
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_launched
+        num_launched += 1
+        return launch(*args, **kwargs)
+
+    arriving = sorted(zip((step for step, _ in traffic.arrivals), requests, strict=True), key=lambda pair: pair[0])
+    step = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WholeSteps, "_launch", counted)
+        while arriving or scheduler.has_unfinished:
+            while arriving and arriving[0][0] <= step:
+                scheduler.add(arriving.pop(0)[1])
+            if step in traffic.cancelled and scheduler.running:
+                victim = scheduler.running[traffic.cancelled[step] % len(scheduler.running)]
+                scheduler.abort(victim)
+                engine.proposer.release(victim.request_id)
+            if scheduler.has_unfinished:
+                loop.step()
+            step += 1
+    engine.block_manager.check_integrity([])
+    return requests, metrics.records, num_launched
+
+
+@st.composite
+def traffics(draw: st.DrawFn) -> Traffic:
+    count = draw(st.integers(1, 5))
+    choices = st.sampled_from([GREEDY, SAMPLED, replace(GREEDY, logprobs=0), replace(SAMPLED, presence_penalty=0.5)])
+    return Traffic(
+        arrivals=tuple(draw(st.tuples(st.integers(0, 12), st.integers(1, 24))) for _ in range(count)),
+        params=tuple(replace(draw(choices), max_tokens=draw(st.integers(1, 30))) for _ in range(count)),
+        cancelled=draw(st.dictionaries(st.integers(0, 20), st.integers(0, 4), max_size=2)),
+        max_num_seqs=draw(st.integers(1, 4)),
+    )
+
+
+@pytest.mark.parametrize("num_blocks", [400, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_no_traffic_changes_a_text(captured: Engines, by_definition: None, method: str, num_blocks: int) -> None:
+    """With blocks for all, and with so few that requests are preempted between two runs of whole steps."""
+    llm = hashing(captured, method, num_gpu_blocks_override=num_blocks)
+    num_whole_steps = num_preemptions = 0
+
+    @settings(max_examples=15)
+    @given(traffics())
+    def check(traffic: Traffic) -> None:
+        nonlocal num_whole_steps, num_preemptions
+        in_parts, _, _ = play(llm, traffic, whole=False)
+        whole, _, num_launched = play(llm, traffic, whole=True)
+        num_whole_steps += num_launched
+        for expected, found in zip(in_parts, whole, strict=True):
+            num_preemptions += found.num_preemptions
+            if expected.status is found.status is RequestStatus.FINISHED:
+                assert found.output_token_ids == expected.output_token_ids
+                assert found.finish_reason == expected.finish_reason
+
+    check()
+    assert num_whole_steps > 50
+    assert (num_preemptions > 0) == (num_blocks == 4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_step_drafts_and_accepts_what_it_does_in_parts(
+    captured: Engines, by_definition: None, method: str
+) -> None:
+    """The drafter's cache is as good as in parts, and drafts that cannot be committed are not counted."""
+    llm = hashing(captured, method)
+    params = (replace(GREEDY, max_tokens=40), replace(SAMPLED, max_tokens=23), replace(GREEDY, max_tokens=2), SAMPLED)
+    traffic = Traffic(arrivals=((0, 5), (0, 17), (3, 2), (9, 1)), params=params, cancelled={}, max_num_seqs=3)
+    _, in_parts, _ = play(llm, traffic, whole=False)
+    _, whole, num_launched = play(llm, traffic, whole=True)
+    assert num_launched > 10
+    by_id = {record.request_id: record for record in in_parts}
+    for record in whole:
+        expected = by_id[record.request_id]
+        for name in ("token_ids", "tokens_per_step", "num_draft_tokens", "draft_depths", "num_accepted_tokens"):
+            assert getattr(record, name) == getattr(expected, name), name
+    if method == "draft_model":
+        accepted = [count for record in whole for count in record.num_accepted_tokens]
+        assert {0, 3} <= set(accepted), "drafts were rejected, and accepted to the last"
+
+
+def test_the_step_behind_is_launched_before_a_step_is_read(
+    captured: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = hashing(captured, "draft_model")
+    events: list[str] = []
+    launch, read = WholeSteps._launch, LaunchedStep.read
+    monkeypatch.setattr(WholeSteps, "_launch", lambda *a, **k: (events.append("launch"), launch(*a, **k))[1])
+    monkeypatch.setattr(LaunchedStep, "read", lambda *a: (events.append("read"), read(*a))[1])
+    complete(llm, [{"prompt_token_ids": [5, 6]}], [replace(GREEDY, max_tokens=20)])
+    assert events[:4] == ["launch", "launch", "read", "launch"]
+    assert events.count("launch") - events.count("read") in (0, 1), "at most one was launched for nothing"
+
+
+KERNEL_PARAMS = [
+    SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=6, temperature=0.8, seed=3, ignore_eos=True),
+]
+CUT = replace(KERNEL_PARAMS[1], top_p=0.9, top_k=20, min_p=0.01)
+KERNEL_CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
+    "none": (None, [KERNEL_PARAMS[0], CUT]),
+    "draft_model": ({"method": "draft_model", "num_speculative_tokens": 2}, KERNEL_PARAMS),
+    "probabilistic": (
+        {"method": "draft_model", "num_speculative_tokens": 2, "rejection_sample_method": "probabilistic"},
+        KERNEL_PARAMS,
+    ),
+    "eagle": ({"method": "eagle", "num_speculative_tokens": 2}, KERNEL_PARAMS),
+}
+
+
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_whole_steps_of_kernels_say_what_torch_says_and_need_nothing_of_the_host(
+    captured: Engines, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, params = KERNEL_CASES[name]
+    small: dict[str, Any] = {"architecture": {"num_hidden_layers": 1}, "batch_invariant": False}
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11]}, {"prompt_token_ids": [3, 4]}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "interprets_kernels", False)
+        expected = [request.output_token_ids for request in complete(captured(method, **small), prompts, params)[0]]
+        captured = Engines()
+    llm = captured(method, **small)
+    steps: list[str] = []
+
+    def step_alone(steps_: WholeSteps, *args: Any) -> torch.Tensor:
+        steps.append(name)
+        with NoReadback(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "tensor", None)  # uploads make one
+            return step(steps_, *args)
+
+    step = WholeSteps._step
+    monkeypatch.setattr(WholeSteps, "_step", step_alone)
+    assert [request.output_token_ids for request in complete(llm, prompts, params)[0]] == expected
+    assert len(steps) >= 2
