@@ -13,7 +13,7 @@ from runner.config.hardware import HardwareConfig
 from runner.engine.errors import UserError
 from runner.engine.memory import GIB
 from runner.engine.sampling_params import SamplingParams
-from runner.llm import LLM
+from runner.step_loop import StepLoop
 from tests.conftest import Engines
 
 CUDA = torch.device("cuda", 0)
@@ -100,7 +100,7 @@ def test_memory_that_runs_out_in_a_step_says_what_to_lower(engines: Engines, mon
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "step", step)
+        patch.setattr(StepLoop, "step", step)
         with pytest.raises(UserError, match=r"lower hardware\.gpu_memory_utilization \(now 0\.9\).*max_num_seqs"):
             llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))
     llm.engine.block_manager.check_integrity([])
