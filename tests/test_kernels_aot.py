@@ -73,7 +73,7 @@ def test_every_kernel_compiles_and_keeps_to_its_shared_memory_and_registers(comp
 # One of a row, request or tile: views of an upload or of another such tensor, that begin where what lies before ends.
 ANYWHERE = {
     *("positions_ptr", "slots_ptr", "cuts_ptr", "masses_ptr", "num_drafts_ptr", "num_draft_tokens_ptr"),
-    *("segments_ptr", "rows_ptr", "sizes_ptr", "last_keys_ptr", "tables_ptr", "branch_starts_ptr", "branch_slots_ptr"),
+    *("segments_ptr", "sizes_ptr", "last_keys_ptr", "tables_ptr", "branch_starts_ptr", "branch_slots_ptr"),
 }
 
 
