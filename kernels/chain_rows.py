@@ -12,7 +12,10 @@ from torch import Tensor
 from kernels.reference.chain_rows import ChainRows
 
 
-@triton.jit(do_not_specialize=["offset", "max_blocks", "table_stride"])
+@triton.jit(
+    do_not_specialize=["offset", "max_blocks", "table_stride"],
+    do_not_specialize_on_alignment=["rows_ptr", "tables_ptr"],
+)
 def chain_rows_kernel(
     rows_ptr,  # [3, num_requests * num_rows] int64: positions, slots, predicted
     tiles_ptr,  # [5, num_requests * num_tiles] int32: segments, rows, sizes, positions, last keys

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["num_draft_tokens_ptr"])
 def follow_kernel(
     told_ptr,  # [num_requests, width + 2] int64
     lengths_ptr,  # [num_requests] int64

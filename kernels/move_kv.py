@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK = 1024  # elements of a slot that a program moves
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_moves"])
 def move_kernel(
     kv_ptr,
     layer_offsets_ptr,  # [num_layers] int64

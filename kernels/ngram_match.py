@@ -17,7 +17,7 @@ from torch import Tensor
 BLOCK = 1024  # positions a program compares
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def scan_kernel(
     token_ids_ptr,  # [num_slots, width] int32
     lengths_ptr,  # [num_slots] int64
@@ -51,7 +51,7 @@ def scan_kernel(
     tl.store(best_ptr + request * num_blocks + block, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def finalize_kernel(
     token_ids_ptr,  # [num_slots, width] int32
     lengths_ptr,  # [num_slots] int64

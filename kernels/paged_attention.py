@@ -26,6 +26,7 @@ from kernels.merge_splits import LOG2_E, merge_splits, visible, with_sink
 
 BLOCK_M = 64  # packed rows of a tile: with 4 warps, what Hopper's wgmma takes, for one row as for many
 BLOCK_N = 64  # keys of a step
+FLOAT32_BLOCK_N = 16  # float32 has no tensor cores: plain multiply-adds, all of a step's in registers
 SPLIT_KEYS = 512  # keys of a split; a multiple of BLOCK_N
 STAGE_BYTES = 96 * 1024  # shared memory for keys and values on their way; sm_80 has 163 KB, the queries need some too
 
@@ -70,7 +71,16 @@ def _tanh(x):
 
 @triton.jit(
     do_not_specialize=["table_stride", "branch_stride", "num_splits"],
-    do_not_specialize_on_alignment=["segments_ptr", "rows_ptr", "sizes_ptr", "positions_ptr", "last_keys_ptr"],
+    do_not_specialize_on_alignment=[
+        "segments_ptr",
+        "rows_ptr",
+        "sizes_ptr",
+        "positions_ptr",
+        "last_keys_ptr",
+        "tables_ptr",
+        "branch_starts_ptr",
+        "branch_slots_ptr",
+    ],
 )
 def attend_kernel(
     query_ptr,  # [num_rows, num_heads, head_dim], strided
@@ -257,7 +267,6 @@ def paged_attention(
         SOFTCAP=softcap or 0.0,
         HAS_BRANCHES=segments.branch_slots.shape[1] > 0,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
         **seen,
         **launch_options(head_block + value_block, query.element_size()),
     )
@@ -268,5 +277,6 @@ def paged_attention(
 
 def launch_options(columns: int, element_size: int) -> dict[str, Any]:
     """How attend_kernel is compiled; as many blocks of `columns` wide keys and values under way as memory holds."""
-    num_stages = min(3, max(1, STAGE_BYTES // (BLOCK_N * columns * element_size)))
-    return {"num_warps": 4, "num_stages": num_stages, "enable_fp_fusion": False}
+    block_n, num_warps = (min(BLOCK_N, FLOAT32_BLOCK_N), 16) if element_size == 4 else (BLOCK_N, 4)
+    num_stages = min(3, max(1, STAGE_BYTES // (block_n * columns * element_size)))
+    return {"BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}

@@ -20,8 +20,9 @@ BELOW_HALF: tl.constexpr = tl.constexpr(0x4AFB0CCC)  # 1 - sqrt(1/2) as a word
 @triton.jit
 def random_words(seed, position, stream, draft_step, blocks):
     """Four lanes of uint32 words of blocks (int32); seed: int64, of the scalars behind it the low words count."""
-    position, stream, draft_step = tl.to_tensor(position), tl.to_tensor(stream), tl.to_tensor(draft_step)
-    return tl.philox(seed, blocks, position.to(tl.int32), stream.to(tl.int32), draft_step.to(tl.int32), 10)
+    # Not .to(): a launch's argument of 1 is a constant to the compiler, and has no such method.
+    position, stream, draft_step = tl.cast(position, tl.int32), tl.cast(stream, tl.int32), tl.cast(draft_step, tl.int32)
+    return tl.philox(seed, blocks, position, stream, draft_step, 10)
 
 
 @triton.jit

@@ -27,7 +27,10 @@ RESIDUAL: tl.constexpr = tl.constexpr(int(Stream.RESIDUAL))
 UNIT: tl.constexpr = tl.constexpr(2.0**-44)  # of RowLaws.masses
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["width"],
+    do_not_specialize_on_alignment=["num_drafts_ptr", "positions_ptr", "cuts_ptr", "masses_ptr"],
+)
 def judge_kernel(
     token_ids_ptr,  # [num_requests, width] int64
     num_accepted_ptr,  # [num_requests] int64
@@ -87,7 +90,7 @@ def judge_kernel(
     tl.store(num_drafts_ptr + request, num_drafts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["num_drafts_ptr", "positions_ptr", "cuts_ptr", "masses_ptr"])
 def recover_kernel(
     ranks_ptr,  # [num_requests, num_splits, 2] int64
     logits_ptr,  # [num_rows, vocab_size], rows row_stride apart
@@ -146,7 +149,7 @@ def recover_kernel(
         tl.store(ranks_ptr + place + 1, of_target)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["positions_ptr"])
 def recovered_token_kernel(
     token_ids_ptr,  # [num_requests, width] int64
     ranks_ptr,  # [num_requests, num_splits, 2] int64

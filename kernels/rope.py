@@ -16,7 +16,7 @@ from torch import Tensor
 HEADS = 16  # of a program: with 4 warps a thread has 16 bytes of either half of a 128 wide head
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def rope_kernel(
     qkv_ptr,  # [num_rows, (num_heads + 2 * num_kv_heads) * HEAD_DIM], rows strided
     table_ptr,  # [max_model_len, HEAD_DIM] float32
@@ -69,12 +69,12 @@ def rope_kernel(
 
 @triton.jit
 def _weights(q_norm_ptr, k_norm_ptr, columns, is_column, is_query):
-    """[HEADS, HALF_BLOCK] float32: of query heads the first, of all others the second."""
-    of_keys = tl.load(k_norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if q_norm_ptr is None:
-        return of_keys
-    of_queries = tl.load(q_norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    return tl.where(is_query[:, None], of_queries, of_keys)
+    """[HEADS or 1, HALF_BLOCK] float32: of query heads the first, where there is one, of all others the second."""
+    weights = tl.load(k_norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if q_norm_ptr is not None:
+        of_queries = tl.load(q_norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        weights = tl.where(is_query[:, None], of_queries, weights)
+    return weights  # the one return: two of different shapes do not compile
 
 
 def rope_and_write(

@@ -141,7 +141,8 @@ def largest_reaching(
     return value_of(low)
 
 
-@triton.jit
+# What there is one of for each row lies side by side in one allocation, aligned or not as their number has it.
+@triton.jit(do_not_specialize_on_alignment=["cuts_ptr", "masses_ptr", "positions_ptr"])
 def row_laws_kernel(
     argmax_ptr,  # [num_rows] int64
     maxima_ptr,  # [num_rows] float32

@@ -22,7 +22,7 @@ BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "cuts_ptr"])
 def draw_kernel(
     ranks_ptr,  # [num_rows, num_splits] int64
     logits_ptr,  # [num_rows, vocab_size], rows row_stride apart
@@ -61,7 +61,7 @@ def draw_kernel(
         tl.store(ranks_ptr + row * tl.num_programs(1) + split, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def best_token_kernel(
     token_ids_ptr,  # [num_rows] int64
     ranks_ptr,  # [num_rows, num_splits] int64

@@ -12,6 +12,7 @@ from proposers.base import Proposer, ProposerContext
 from proposers.lookup.ngram_index import NgramIndex
 from runner.engine.request import DraftTokens
 from runner.engine.scheduler import Schedule
+from runner.engine.upload import upload
 
 
 class NgramProposer(Proposer):
@@ -38,7 +39,8 @@ class NgramProposer(Proposer):
             limits.append(item.max_draft_tokens)
         drafts, cu_num_draft_tokens = self.index.extend_and_draft(sequences, token_ids, num_new, limits)
         return DraftTokens(
-            token_ids=torch.from_numpy(drafts).to(self.context.device), cu_num_draft_tokens=cu_num_draft_tokens.tolist()
+            token_ids=upload(torch.from_numpy(drafts), self.context.device),
+            cu_num_draft_tokens=cu_num_draft_tokens.tolist(),
         )
 
     def release(self, request_id: str) -> None:

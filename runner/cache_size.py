@@ -71,12 +71,15 @@ def make_largest_steps(
     num_speculative_tokens: int,
     tap_layers: tuple[int, ...],
 ) -> None:
-    """A step that is all prompts, and one in which every request verifies all its drafts; what they say is nonsense."""
+    """A step that is all prompts, and one in which every request verifies all its drafts; what they say is nonsense.
+
+    The latter at the longest context: attention keeps partial results of every split of it, for all rows alike.
+    """
     params = SamplingParams(temperature=0.7, top_p=0.9, top_k=50)
     prompts = list[Request]()
     left = max_num_batched_tokens
     while left > 0 and len(prompts) < max_num_seqs:
-        prompts.append(_request(len(prompts), min(left, max_model_len), params, target.block_size))
+        prompts.append(_request(len(prompts), [0] * min(left, max_model_len), params, target.block_size))
         left -= prompts[-1].num_prompt_tokens
     target.allocate_cache(2)
     try:
@@ -84,7 +87,9 @@ def make_largest_steps(
         target.forward(parts, tap_layers=tap_layers)
         num_drafts = min(num_speculative_tokens, max_model_len - 2)
         count = max(1, min(max_num_seqs, max_num_batched_tokens // (num_drafts + 1)))
-        requests = [_request(index, 1, params, target.block_size, num_drafts + 1) for index in range(count)]
+        prompt = [0] * (max_model_len - num_drafts - 1)  # of all of them, so that it takes memory once
+        end = len(prompt) + 1
+        requests = [_request(index, prompt, params, target.block_size, num_drafts + 1) for index in range(count)]
         for request in requests:
             request.output_token_ids.append(0)
         drafts = DraftTokens(
@@ -92,7 +97,7 @@ def make_largest_steps(
             cu_num_draft_tokens=[num_drafts * index for index in range(count + 1)],
         )
         parts = [
-            Part(request=own, start=1, end=2, num_draft_tokens=num_drafts, num_logits=num_drafts + 1)
+            Part(request=own, start=end - 1, end=end, num_draft_tokens=num_drafts, num_logits=num_drafts + 1)
             for own in requests
         ]
         logits = target.forward(parts, drafts.token_ids, tap_layers=tap_layers).logits
@@ -141,12 +146,14 @@ def _gpu_budget(
     return int(total * (hardware.gpu_memory_utilization - SPARE_SHARE)) - (total - free) - activations
 
 
-def _request(index: int, num_tokens: int, params: SamplingParams, block_size: int, num_more: int = 0) -> Request:
+def _request(
+    index: int, prompt_token_ids: list[int], params: SamplingParams, block_size: int, num_more: int = 0
+) -> Request:
     """A request whose every block is the one block there is."""
     return Request(
         request_id=f"profile-{index}",
-        prompt_token_ids=[0] * num_tokens,
+        prompt_token_ids=prompt_token_ids,
         sampling_params=params,
         seed=index,
-        block_table=[1] * -(-(num_tokens + num_more) // block_size),
+        block_table=[1] * -(-(len(prompt_token_ids) + num_more) // block_size),
     )

@@ -170,6 +170,19 @@ KERNELS = [
             ("*bf16 *bf16 *bf16", {"SPLIT_KEYS": 0, "maxima_ptr": None, "sums_ptr": None}),
         )
     ),
+    *(
+        Kernel(  # in float32, as the tiny family runs: what a thread cannot hold takes memory for all that there may be
+            module="kernels.paged_attention",
+            name="attend_kernel",
+            signature=f"{' '.join(['*fp32'] * 5)} {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32",
+            constants=ATTEND
+            | {"SPLIT_KEYS": 512, "BLOCK_N": 16, "HEAD_DIM": dim, "VALUE_DIM": dim}
+            | {"HEAD_BLOCK": dim, "VALUE_BLOCK": dim},
+            options={**NO_FUSION, "num_warps": 16, "num_stages": 3},
+            max_shared=113 * 1024,
+        )
+        for dim in (64, 128)
+    ),
     Kernel(
         module="kernels.merge_splits",
         name="merge_kernel",
@@ -183,6 +196,14 @@ KERNELS = [
         name="rope_kernel",
         signature="*bf16 *fp32 *i64 *i64 *bf16 *bf16 *bf16 *fp32 i32",
         constants={**HEADS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "HEADS": 16},
+        options=NO_FUSION,
+        max_shared=2048,
+    ),
+    Kernel(  # keys and values alone, normed
+        module="kernels.rope",
+        name="rope_kernel",
+        signature="*bf16 *fp32 *i64 *i64 *bf16 *bf16 *fp32 i32",
+        constants={**HEADS, "NUM_HEADS": 0, "HALF_BLOCK": 64, "HEADS": 16, "q_norm_ptr": None},
         options=NO_FUSION,
         max_shared=2048,
     ),
@@ -252,6 +273,7 @@ class Compiled:
     shared: int  # bytes of a program
     stack: int  # bytes of a thread: registers that were spilled
     opcodes: list[str]  # in the order of the PTX
+    aligned: list[str]  # pointers whose alignment another program would be compiled for
 
 
 def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
@@ -263,15 +285,18 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
     function = getattr(importlib.import_module(kernel.module), kernel.name)
     variables = [name for name in function.arg_names if name not in kernel.constants]
     types = dict(zip(variables, kernel.signature.split(), strict=True))
+    params = {param.name: param for param in function.params}
+    aligned = [  # pointers as torch allocates
+        name
+        for name in variables
+        if (types[name].startswith("*") or types[name].endswith(":16"))
+        and not params[name].do_not_specialize_on_alignment
+    ]
     source = ASTSource(
         fn=function,
         signature={name: types.get(name, "constexpr").split(":")[0] for name in function.arg_names},
         constexprs={(function.arg_names.index(name),): value for name, value in kernel.constants.items()},
-        attrs={
-            (function.arg_names.index(name),): [["tt.divisibility", 16]]  # pointers as torch allocates
-            for name in variables
-            if types[name].startswith("*") or types[name].endswith(":16")
-        },
+        attrs={(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget("cuda", compute_capability, 32)
     compiled = triton.compile(source, target=target, options=dict(kernel.options))
@@ -284,7 +309,10 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
     stack = re.search(r"STACK:(\d+)", usage.stdout)
     assert stack
     return Compiled(
-        shared=compiled.metadata.shared, stack=int(stack[1]), opcodes=re.findall(OPCODES, compiled.asm["ptx"])
+        shared=compiled.metadata.shared,
+        stack=int(stack[1]),
+        opcodes=re.findall(OPCODES, compiled.asm["ptx"]),
+        aligned=[name for name in aligned if types[name].startswith("*")],
     )
 
 

@@ -13,7 +13,7 @@ from runner.config.hardware import HardwareConfig
 from runner.engine.errors import UserError
 from runner.engine.memory import GIB
 from runner.engine.sampling_params import SamplingParams
-from runner.llm import LLM
+from runner.step_loop import StepLoop
 from tests.conftest import Engines
 
 CUDA = torch.device("cuda", 0)
@@ -23,16 +23,20 @@ CUDA = torch.device("cuda", 0)
 def test_the_largest_steps_fill_both_budgets(
     num_speculative_tokens: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One step of all the prompt tokens that a step may have, one of all the requests, each with all its drafts."""
+    """One step of all the prompt tokens that a step may have, one of all the requests, each with all its drafts.
+
+    Those are at the end of the longest text: at short ones the partial results of split attention went unseen.
+    """
     engine = engines(num_gpu_blocks_override=320).engine
     target, cache = engine.target, engine.target.cache
-    launches: list[tuple[str, int, int]] = []
+    launches: list[tuple[str, int, int, int]] = []
     forward = target.forward
 
     def noted(parts: Any, *args: Any, **kwargs: Any) -> Any:
         output = forward(parts, *args, **kwargs)
         tokens = sum(part.end - part.start + part.num_draft_tokens for part in parts)
-        launches.append((f"{len(parts)} requests", tokens, len(output.logits)))
+        longest = max(part.end + part.num_draft_tokens for part in parts)
+        launches.append((f"{len(parts)} requests", tokens, len(output.logits), longest))
         return output
 
     monkeypatch.setattr(target, "forward", noted)
@@ -50,7 +54,7 @@ def test_the_largest_steps_fill_both_budgets(
     finally:
         target.cache = cache
     rows = 5 * (num_speculative_tokens + 1)
-    assert launches == [("3 requests", 600, 3), ("5 requests", rows, rows)]
+    assert launches == [("3 requests", 600, 3, 256), ("5 requests", rows, rows, 256)]
 
 
 def gpu_blocks(engines: Engines, monkeypatch: pytest.MonkeyPatch, *, free: int, peak: int, **hardware: Any) -> int:
@@ -96,7 +100,7 @@ def test_memory_that_runs_out_in_a_step_says_what_to_lower(engines: Engines, mon
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "step", step)
+        patch.setattr(StepLoop, "step", step)
         with pytest.raises(UserError, match=r"lower hardware\.gpu_memory_utilization \(now 0\.9\).*max_num_seqs"):
             llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))
     llm.engine.block_manager.check_integrity([])

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,17 @@ def test_the_table_holds_every_kernel() -> None:
         if name.endswith("_kernel")
     }
     assert found and found == {(kernel.module, kernel.name) for kernel in KERNELS}
+
+
+# Of triton.language in 3.7 and not in 3.6, the oldest that pyproject.toml allows and the one that torch 2.11 pins.
+NAMES_SINCE_3_7 = {"squeeze", "to_tensor", "unsqueeze"}
+
+
+def test_kernels_use_no_name_that_the_oldest_triton_lacks() -> None:
+    """tl.to_tensor compiled here, and nothing that draws noise would have compiled beside torch 2.11."""
+    sources = [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(kernels)).parent.glob("*.py")]
+    used = {name for source in sources for name in re.findall(r"\btl\.(\w+)", source)}
+    assert used and not used & NAMES_SINCE_3_7
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +68,19 @@ def test_every_kernel_compiles_and_keeps_to_its_shared_memory_and_registers(comp
             assert found["shared"] <= kernel.max_shared, str(kernel)
             # What Hopper's matrix instructions take from shared memory older ones hold in registers.
             assert found["stack"] == 0 or capability < 90, f"{kernel} spills registers"
+
+
+# One of a row, request or tile: views of an upload or of another such tensor, that begin where what lies before ends.
+ANYWHERE = {
+    *("positions_ptr", "slots_ptr", "cuts_ptr", "masses_ptr", "num_drafts_ptr", "num_draft_tokens_ptr"),
+    *("segments_ptr", "sizes_ptr", "last_keys_ptr", "tables_ptr", "branch_starts_ptr", "branch_slots_ptr"),
+}
+
+
+def test_how_many_rows_a_launch_has_makes_no_other_program(compiled: dict[str, Any]) -> None:
+    """An odd number of rows used to have programs of its own, each compiled in the step that first met one."""
+    for name, found in compiled.items():
+        assert not ANYWHERE & set(found["aligned"]), name
 
 
 def test_one_family_of_instructions_multiplies_for_any_number_of_rows(compiled: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels import linear_plan
 from kernels.reference.silu_and_mul import silu_and_mul
+from runner.engine.launch_shapes import _rows_agree
 
 kernel = pytest.importorskip("kernels.linear")
 
@@ -209,3 +210,20 @@ def test_rows_of_an_8b_model_keep_their_bits(op: str, out_features: int, in_feat
     rows = torch.randn(1089, in_features, device="cuda").to(dtype)
     product = getattr(kernel, op)
     assert_rows_keep_their_bits(lambda x: product(x, weight), rows, rows[-1], (1, 2, 8, 17, 33, 64, 65, 130, 520, 1088))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_an_engine_asks_for_a_row_in_every_kind_of_tile(dtype: torch.dtype) -> None:
+    """Its largest batches have tiles of twice as many features, which nobody asked about at the start."""
+    asked = set[tuple[int, int]]()
+
+    def product(rows: Tensor) -> Tensor:
+        plan = linear_plan.plan_linear(len(rows), 4096, 4096, element_size=dtype.itemsize, gated=True)
+        asked.add((plan.tokens, plan.features))
+        return rows
+
+    assert _rows_agree(product, torch.ones(1, 8, dtype=dtype))
+    most = range(1, 4097)
+    plans = [linear_plan.plan_linear(count, 4096, 4096, element_size=dtype.itemsize, gated=True) for count in most]
+    kinds = {(plan.tokens, plan.features) for plan in plans}
+    assert asked >= {min(kinds), max(kinds)}

@@ -52,7 +52,9 @@ def keep_tokens(logits: Tensor, is_allowed: Tensor) -> Tensor:
 
 def unpack_bitmask(bitmask: Tensor, *, vocab_size: int) -> Tensor:
     """[num_rows, ceil(vocab_size / 32)] int32 -> [num_rows, vocab_size] bool; token v is bit v % 32 of word v // 32."""
-    places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bitmask.device)
+    # Made on the device: uploading a list would wait for it.
+    order = torch.arange(8, dtype=torch.uint8, device=bitmask.device)
+    places = torch.ones_like(order) << order
     # Byte by byte, the lowest first as all our platforms store them: a quarter of the memory of word by word.
     bits = bitmask.contiguous().view(torch.uint8).unsqueeze(-1) & places
     return bits.view(bitmask.shape[0], -1)[:, :vocab_size] != 0

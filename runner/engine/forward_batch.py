@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -120,7 +121,7 @@ class PackedLaunch:
             )
 
         return cls(
-            numbers=[number for numbers in lists for number in numbers],
+            numbers=list(chain.from_iterable(lists)),
             unpack=unpack,
             num_rows=num_rows,
             key=None if planned.key is None else (family, is_causal, num_rows, planned.key),

@@ -16,7 +16,7 @@ from runner.engine.grammar import Grammar, GrammarCompiler
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import CommittedTokens, Schedule
-from runner.engine.upload import index_or_all
+from runner.engine.upload import index_or_all, upload
 
 
 class GrammarStore:
@@ -89,7 +89,8 @@ class GrammarStore:
             for place, grammar in followed.items()
         ]
         bitmask = follow(parts, self.compiler)
-        words = self._upload(bitmask.index_select(0, torch.tensor([row for part in parts for row in part.rows])))
+        asked_rows = torch.tensor([row for part in parts for row in part.rows])
+        words = upload(bitmask.index_select(0, asked_rows), self._device)
         drafts = apply_to(drafts, parts, words)
         cu = drafts.cu_num_draft_tokens + drafts.cu_num_draft_tokens[-1:] * len(yielding)
         row_idx = [cu[part.place] + part.place + depth for part in parts for depth in range(len(part.rows))]
@@ -103,14 +104,8 @@ class GrammarStore:
 
     def bitmask(self, grammars: Sequence[Grammar], row_idx: list[int], num_rows: int) -> BitmaskRows:
         """What may come next in grammars whose rows are row_idx of num_rows."""
-        words = self._upload(self.compiler.masks(grammars))
+        words = upload(self.compiler.masks(grammars), self._device)
         return BitmaskRows(row_idx=index_or_all(row_idx, num_rows, self._device), words=words)
-
-    def _upload(self, bitmask: torch.Tensor) -> torch.Tensor:
-        """The upload waits for nothing (pageable memory would)."""
-        if self._device.type != "cuda":
-            return bitmask
-        return bitmask.pin_memory().to(self._device, non_blocking=True)
 
 
 class GrammarWalk:

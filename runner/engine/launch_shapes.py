@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.linear_plan import WIDE_ROWS
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.backend import runs_kernels
@@ -96,11 +97,12 @@ def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.T
 
 
 def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], first: torch.Tensor) -> bool:
-    """In the smallest tile of tokens and in the largest. first: the weight that rows meet, of their width and dtype."""
+    """In the smallest tile and in the largest ones. first: the weight that rows meet, of their width and dtype."""
+    counts = (2, 130) if first.element_size() == 4 else (2, 130, WIDE_ROWS + 1)  # float32 has no wide tiles
     generator = torch.Generator(first.device).manual_seed(0)
-    rows = torch.randn(130, first.shape[1], generator=generator, device=first.device).to(first.dtype)
+    rows = torch.randn(counts[-1], first.shape[1], generator=generator, device=first.device).to(first.dtype)
     alone = product(rows[-1:].contiguous())
-    return all(torch.equal(product(rows[-count:])[-1:], alone) for count in (2, 130))
+    return all(torch.equal(product(rows[-count:])[-1:], alone) for count in counts)
 
 
 def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int = 16) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,10 +88,10 @@ class PagedShape:
         columns = [list(column) for column in zip(*tiles, strict=True)]
         lists = [
             *(_padded(column, num_tiles) for column in columns),
-            [block for table in tables for block in _padded(table, width)]
+            [*chain.from_iterable(_padded(table, width) for table in tables)]
             + [0] * ((num_segments - len(tables)) * width),
             _padded([start for start, _ in branches], num_segments, NO_BRANCH),
-            [slot for _, slots in branches for slot in _padded(slots, branch_width)]
+            [*chain.from_iterable(_padded(slots, branch_width) for _, slots in branches)]
             + [0] * ((num_segments - len(branches)) * branch_width),
         ]
 

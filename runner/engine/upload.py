@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of host values on the device; the upload waits for nothing (pageable memory would)."""
+    """A tensor of host values on the device."""
+    # By way of numpy, which reads lists three times as fast as torch: block tables are tens of thousands of numbers.
+    return upload(torch.from_numpy(np.array(values, dtype=str(dtype).removeprefix("torch."))), device)
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on the device; the upload waits for nothing (pageable memory would)."""
     if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def index_or_all(indices: list[int], num_rows: int, device: torch.device) -> Tensor | None:
