@@ -7,12 +7,15 @@ loaded by then, the proposer's too.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from proposers.base import Proposer
 from runner.config import HardwareConfig
 from runner.engine.errors import UserError
+from runner.engine.graphs import MAX_OUTPUT_BYTES
 from runner.engine.launch import Part
 from runner.engine.memory import GIB, available_memory, peak_bytes
 from runner.engine.model_runner import ModelRunner
@@ -22,7 +25,7 @@ from runner.engine.sampling_params import SamplingParams
 from verifier.rejection_sampler import RejectionSampler
 
 CPU_CACHE_BYTES = 4 * GIB  # as vLLM's default on the CPU
-# Of a GPU's memory, kept free beside what the profile measures: captured graphs, and pieces between allocations.
+# Of a GPU's memory, kept free beside what the profile measures: for graphs themselves, and pieces between allocations.
 SPARE_SHARE = 0.02
 REMEDY = "lower model.max_model_len, raise hardware.gpu_memory_utilization, or choose a smaller model"
 
@@ -61,58 +64,78 @@ def num_cache_blocks(
     return blocks
 
 
-def make_largest_steps(
-    target: ModelRunner,
-    rejection_sampler: RejectionSampler,
-    *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    num_speculative_tokens: int,
-    tap_layers: tuple[int, ...],
-) -> None:
-    """A step that is all prompts, and one in which every request verifies all its drafts; what they say is nonsense.
+@dataclass(frozen=True, kw_only=True)
+class LargestSteps:
+    """A step that is all prompts, and one in which every request verifies all its drafts; what they say is nonsense."""
 
-    The latter at the longest context: attention keeps partial results of every split of it, for all rows alike.
-    """
-    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=50)
-    prompts = list[Request]()
-    left = max_num_batched_tokens
-    while left > 0 and len(prompts) < max_num_seqs:
-        prompts.append(_request(len(prompts), [0] * min(left, max_model_len), params, target.block_size))
-        left -= prompts[-1].num_prompt_tokens
-    target.allocate_cache(2)
-    try:
+    target: ModelRunner
+    rejection_sampler: RejectionSampler
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_speculative_tokens: int
+    tap_layers: tuple[int, ...]
+
+    def compute_prompts(self) -> None:
+        prompts = list[Request]()
+        left = self.max_num_batched_tokens
+        while left > 0 and len(prompts) < self.max_num_seqs:
+            prompts.append(self._request(len(prompts), [0] * min(left, self.max_model_len)))
+            left -= prompts[-1].num_prompt_tokens
         parts = [Part(request=own, start=0, end=own.num_tokens, num_logits=1) for own in prompts]
-        target.forward(parts, tap_layers=tap_layers)
-        num_drafts = min(num_speculative_tokens, max_model_len - 2)
-        count = max(1, min(max_num_seqs, max_num_batched_tokens // (num_drafts + 1)))
-        prompt = [0] * (max_model_len - num_drafts - 1)  # of all of them, so that it takes memory once
+        self._over_one_block(lambda: self.target.forward(parts, tap_layers=self.tap_layers))
+
+    def verify_drafts(self) -> None:
+        """At the longest context: attention keeps partial results of every split of it, for all rows alike."""
+        device = self.target.device
+        num_drafts = min(self.num_speculative_tokens, self.max_model_len - 2)
+        count = max(1, min(self.max_num_seqs, self.max_num_batched_tokens // (num_drafts + 1)))
+        prompt = [0] * (self.max_model_len - num_drafts - 1)  # of all of them, so that it takes memory once
         end = len(prompt) + 1
-        requests = [_request(index, prompt, params, target.block_size, num_drafts + 1) for index in range(count)]
+        requests = [self._request(index, prompt, num_drafts + 1) for index in range(count)]
         for request in requests:
             request.output_token_ids.append(0)
         drafts = DraftTokens(
-            token_ids=torch.zeros(count * num_drafts, dtype=torch.int64, device=target.device),
+            token_ids=torch.zeros(count * num_drafts, dtype=torch.int64, device=device),
             cu_num_draft_tokens=[num_drafts * index for index in range(count + 1)],
         )
         parts = [
             Part(request=own, start=end - 1, end=end, num_draft_tokens=num_drafts, num_logits=num_drafts + 1)
             for own in requests
         ]
-        logits = target.forward(parts, drafts.token_ids, tap_layers=tap_layers).logits
-        rows = SamplingRows.build(
-            requests,
-            [index for index in range(count) for _ in range(num_drafts + 1)],
-            [place for _ in range(count) for place in range(num_drafts + 1)],
-            drafts.token_ids.view(count, num_drafts) if num_drafts else None,
-            vocab_size=target.model.vocab_size,
-            eos_token_ids=(),
-            device=target.device,
+
+        def verify() -> None:
+            logits = self.target.forward(parts, drafts.token_ids, tap_layers=self.tap_layers).logits
+            rows = SamplingRows.build(
+                requests,
+                [index for index in range(count) for _ in range(num_drafts + 1)],
+                [place for _ in range(count) for place in range(num_drafts + 1)],
+                drafts.token_ids.view(count, num_drafts) if num_drafts else None,
+                vocab_size=self.target.model.vocab_size,
+                eos_token_ids=(),
+                device=device,
+            )
+            self.rejection_sampler(logits, drafts, rows)
+
+        self._over_one_block(verify)
+
+    def _over_one_block(self, work: Callable[[], object]) -> None:
+        self.target.allocate_cache(2)
+        try:
+            work()
+        finally:
+            self.target.release_cache()
+
+    def _request(self, index: int, prompt_token_ids: list[int], num_more: int = 0) -> Request:
+        """A request whose every block is the one block there is."""
+        num_tokens = len(prompt_token_ids) + num_more
+        return Request(
+            request_id=f"profile-{index}",
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=SamplingParams(temperature=0.7, top_p=0.9, top_k=50),
+            seed=index,
+            block_table=[1] * -(-num_tokens // self.target.block_size),
         )
-        rejection_sampler(logits, drafts, rows)
-    finally:
-        target.release_cache()
 
 
 def _gpu_budget(
@@ -122,19 +145,18 @@ def _gpu_budget(
     rejection_sampler: RejectionSampler,
     max_model_len: int,
 ) -> int:
-    def work() -> None:
-        make_largest_steps(
-            target,
-            rejection_sampler,
-            max_num_seqs=hardware.max_num_seqs,
-            max_num_batched_tokens=hardware.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            num_speculative_tokens=proposer.num_speculative_tokens,
-            tap_layers=proposer.tap_layers,
-        )
-
+    steps = LargestSteps(
+        target=target,
+        rejection_sampler=rejection_sampler,
+        max_num_seqs=hardware.max_num_seqs,
+        max_num_batched_tokens=hardware.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        num_speculative_tokens=proposer.num_speculative_tokens,
+        tap_layers=proposer.tap_layers,
+    )
     try:
-        activations = peak_bytes(target.device, work)
+        prompts = peak_bytes(target.device, steps.compute_prompts)
+        verified = peak_bytes(target.device, steps.verify_drafts)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"a step of hardware.max_num_batched_tokens={hardware.max_num_batched_tokens} tokens does not fit "
@@ -143,17 +165,7 @@ def _gpu_budget(
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(target.device)
-    return int(total * (hardware.gpu_memory_utilization - SPARE_SHARE)) - (total - free) - activations
-
-
-def _request(
-    index: int, prompt_token_ids: list[int], params: SamplingParams, block_size: int, num_more: int = 0
-) -> Request:
-    """A request whose every block is the one block there is."""
-    return Request(
-        request_id=f"profile-{index}",
-        prompt_token_ids=prompt_token_ids,
-        sampling_params=params,
-        seed=index,
-        block_table=[1] * -(-(len(prompt_token_ids) + num_more) // block_size),
-    )
+    reserved = max(prompts, verified)
+    if target.graphs is not None:  # captured steps have memory of their own
+        reserved += verified + MAX_OUTPUT_BYTES
+    return int(total * (hardware.gpu_memory_utilization - SPARE_SHARE)) - (total - free) - reserved

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from runner import cache_size
-from runner.cache_size import make_largest_steps, num_cache_blocks
+from runner.cache_size import LargestSteps, num_cache_blocks
 from runner.config.hardware import HardwareConfig
 from runner.engine.errors import UserError
+from runner.engine.graphs import MAX_OUTPUT_BYTES, GraphStore
 from runner.engine.memory import GIB
 from runner.engine.sampling_params import SamplingParams
 from runner.step_loop import StepLoop
@@ -41,15 +42,17 @@ def test_the_largest_steps_fill_both_budgets(
 
     monkeypatch.setattr(target, "forward", noted)
     try:
-        make_largest_steps(
-            target,
-            engine.verifier.rejection_sampler,
+        steps = LargestSteps(
+            target=target,
+            rejection_sampler=engine.verifier.rejection_sampler,
             max_num_seqs=5,
             max_num_batched_tokens=600,
             max_model_len=256,
             num_speculative_tokens=num_speculative_tokens,
             tap_layers=(1,),
         )
+        steps.compute_prompts()
+        steps.verify_drafts()
         assert target.cache is None
     finally:
         target.cache = cache
@@ -57,9 +60,18 @@ def test_the_largest_steps_fill_both_budgets(
     assert launches == [("3 requests", 600, 3, 256), ("5 requests", rows, rows, 256)]
 
 
-def gpu_blocks(engines: Engines, monkeypatch: pytest.MonkeyPatch, *, free: int, peak: int, **hardware: Any) -> int:
-    """Blocks on a GPU of 10 GiB of which `free` bytes are free and the largest step takes `peak`."""
+def gpu_blocks(
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    free: int,
+    peak: int,
+    graphs: GraphStore | None = None,
+    **hardware: Any,
+) -> int:
+    """Blocks on a GPU of 10 GiB of which `free` bytes are free and either of the largest steps takes `peak`."""
     engine = engines(num_gpu_blocks_override=320).engine
+    monkeypatch.setattr(engine.target, "graphs", graphs)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(cache_size, "peak_bytes", lambda device, work: peak)
@@ -82,6 +94,16 @@ def test_the_cache_gets_what_weights_and_the_largest_step_leave(
     half = gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=GIB, gpu_memory_utilization=0.52)
     assert half == int((0.50 * 10 - 2 - 1) * GIB) // per_block
     assert gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=GIB + per_block, gpu_memory_utilization=0.52) == half - 1
+
+
+def test_captured_steps_have_their_memory_beside_that_of_others(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    per_block = engines(num_gpu_blocks_override=320).engine.target.cache_bytes_per_block
+    found = gpu_blocks(
+        engines, monkeypatch, free=8 * GIB, peak=GIB // 2, graphs=GraphStore(), gpu_memory_utilization=0.52
+    )
+    assert found == int((0.50 * 10 - 2 - 1) * GIB - MAX_OUTPUT_BYTES) // per_block
 
 
 def test_a_cache_too_small_for_one_request_is_refused_with_what_to_lower(

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from runner.engine.download import Download
+from runner.engine.request import VerifyOutput
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
+from runner.whole_steps import WholeSteps
 from tests.conftest import Engines, complete
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -92,7 +95,7 @@ def test_the_schedule_changes_no_token(
 
 def test_logits_and_keys_keep_their_bits_whatever_shares_the_launch(engines: Engines) -> None:
     """Every pass is asked for the logits of its rows, and the cache for the keys and values of a request's blocks."""
-    llm = engines(None, **GPU)
+    llm = engines(None, **GPU, enforce_eager=True)  # captured steps do not pass through what is patched here
     target = llm.engine.target
     prompts, params = workload(16)
 
@@ -123,6 +126,34 @@ def test_logits_and_keys_keep_their_bits_whatever_shares_the_launch(engines: Eng
         assert one and all(torch.equal(many[key], value) for key, value in one.items())  # type: ignore[index, attr-defined]
 
 
+@pytest.mark.parametrize("spec", [None, *METHODS[1:6]], ids=repr)
+def test_steady_decoding_is_a_graph_a_step(
+    spec: dict[str, Any] | None, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if spec is not None and spec["method"] == "suffix":
+        pytest.skip("its drafts come from the host")
+    llm = engines(spec, **GPU)
+    texts(llm, 4)
+    launched: list[object] = []
+    launch = WholeSteps._launch
+    monkeypatch.setattr(WholeSteps, "_launch", lambda *a, **k: (launched.append(a), launch(*a, **k))[1])
+    _, metrics = complete(llm, *workload(4))
+    assert len(launched) > len(metrics.step_points) / 2
+
+
+def allowed(read: Any) -> Any:
+    """A function that may wait for the device."""
+
+    def reading(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    return reading
+
+
 def test_a_step_reads_back_once(engines: Engines) -> None:
     """Captured decoding syncs with the host where the step's tokens are read, and nowhere else."""
     llm = engines({"method": "draft_model", "num_speculative_tokens": 4}, **GPU)
@@ -131,18 +162,8 @@ def test_a_step_reads_back_once(engines: Engines) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            from runner.engine.request import VerifyOutput
-
-            read = VerifyOutput.read
-
-            def allowed(output: VerifyOutput) -> Any:
-                torch.cuda.set_sync_debug_mode("default")
-                try:
-                    return read(output)
-                finally:
-                    torch.cuda.set_sync_debug_mode("error")
-
-            patch.setattr(VerifyOutput, "read", allowed)
+            for reader in (VerifyOutput, Download):
+                patch.setattr(reader, "read", allowed(reader.read))
             texts(llm, 4)
     finally:
         torch.cuda.set_sync_debug_mode("default")

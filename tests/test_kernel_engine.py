@@ -44,7 +44,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) ->
     if kernel_device.type != "cpu":
         pytest.skip("kernels are compiled here; tests/test_gpu_engine.py runs them")
     monkeypatch.setattr(backend, "interprets_kernels", True)
-    monkeypatch.setattr(graphs, "CudaRecorder", lambda: recorded)
+    monkeypatch.setattr(graphs, "record_cuda_graph", recorded)
     return Engines()
 
 
@@ -88,3 +88,19 @@ def test_a_layout_is_captured_when_it_comes_again_and_replayed_from_then_on() ->
     assert [int(first), int(second), int(third)] == [2, 4, 6]
     assert calls == ["computed", "recorded", "computed", "computed"]
     assert int(store("b", compute, torch.tensor([5]))[0]) == 10 and calls.count("recorded") == 1
+
+
+def test_the_layouts_that_were_used_last_are_kept() -> None:
+    """Outputs of 8 bytes each, room for two of them."""
+    recordings: list[int] = []
+
+    def record(compute: Compute, inputs: Tensors) -> Graph:
+        recordings.append(int(inputs[0]))
+        return Graph(inputs=inputs, outputs=compute(*inputs), replay=lambda: None)
+
+    store = GraphStore(record, max_output_bytes=16)
+    for key in (1, 2, 3):
+        store(key, lambda number: (number,), torch.tensor(key))
+    for key in (1, 2, 1, 3, 1, 2):  # 3 takes the place of 2, and 2 that of 3
+        assert int(store(key, lambda number: (number,), torch.tensor(key))[0]) == key
+    assert recordings == [1, 2, 3, 2]

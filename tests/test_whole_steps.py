@@ -151,7 +151,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> En
     if kernel_device.type != "cpu":
         pytest.skip("kernels are compiled here; tests/test_gpu_engine.py runs them")
     monkeypatch.setattr(backend, "interprets_kernels", True)
-    monkeypatch.setattr(graphs, "CudaRecorder", lambda: recorded)
+    monkeypatch.setattr(graphs, "record_cuda_graph", recorded)
     return Engines()
 
 

@@ -1,16 +1,21 @@
-"""CUDA graphs of a pass over a model: captured once for every layout of its inputs, then replayed.
+"""CUDA graphs of a computation: captured once for every layout of its inputs, then replayed.
 
-A pass that is launched kernel by kernel waits for Python between them; a replay is one call. Inputs are copied into the
-tensors that were captured, so a graph serves every launch that unpacks alike (PackedLaunch.key).
+A computation that is launched kernel by kernel waits for Python between them; a replay is one call. Inputs are copied
+into the tensors that were captured, so a graph serves every launch that unpacks alike (PackedLaunch.key).
 """
 
 from __future__ import annotations
 
+import gc
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+
+MAX_OUTPUT_BYTES = 1 << 30  # of the graphs of a store: outputs of other layouts lie idle
 
 Tensors = tuple[torch.Tensor, ...]
 Compute = Callable[..., Tensors]  # of tensors; waits for nothing and reads nothing back
@@ -24,12 +29,18 @@ class Graph:
 
 
 class GraphStore:
-    """The graphs of one model."""
+    """The graphs of one computation, the latest used; beyond max_output_bytes the others are forgotten."""
 
-    def __init__(self, record: Callable[[Compute, Tensors], Graph] | None = None) -> None:
+    def __init__(
+        self,
+        record: Callable[[Compute, Tensors], Graph] | None = None,
+        *,
+        max_output_bytes: int = MAX_OUTPUT_BYTES,
+    ) -> None:
         """record: captures a call, which is not made by that; None: as a CUDA graph."""
-        self._record = record or CudaRecorder()
-        self._graphs: dict[Hashable, Graph] = {}
+        self._record = record or record_cuda_graph
+        self._max_output_bytes = max_output_bytes
+        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # the one that was used last comes last
         self._seen: set[Hashable] = set()
 
     def __call__(self, key: Hashable, compute: Compute, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -44,23 +55,38 @@ class GraphStore:
                 self._seen.add(key)
                 return compute(*inputs)
             graph = self._graphs[key] = self._record(compute, inputs)
+            self._forget_oldest()
+        self._graphs.move_to_end(key)
         for held, given in zip(graph.inputs, inputs, strict=True):
             held.copy_(given)
         graph.replay()
         return graph.outputs
 
+    def _forget_oldest(self) -> None:
+        sizes = [sum(output.nbytes for output in graph.outputs) for graph in self._graphs.values()]
+        for size in sizes[:-1]:
+            if sum(sizes) <= self._max_output_bytes:
+                return
+            sizes.remove(size)
+            # Nothing replays it now: capturing has just waited for the device.
+            self._graphs.popitem(last=False)
 
-class CudaRecorder:
-    """Captures calls as CUDA graphs that share one memory pool."""
 
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def __call__(self, compute: Compute, inputs: Tensors) -> Graph:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        held = tuple(tensor.clone() for tensor in inputs)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+def record_cuda_graph(compute: Compute, inputs: Tensors) -> Graph:
+    """All graphs of the process take their memory from one pool: replays follow one another."""
+    held = tuple(tensor.clone() for tensor in inputs)
+    graph = torch.cuda.CUDAGraph()
+    collects = gc.isenabled()
+    gc.disable()  # what it frees may be a graph of another engine, which is no work to capture
+    try:
+        with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
             outputs = compute(*held)
-        return Graph(inputs=held, outputs=outputs, replay=graph.replay)
+    finally:
+        if collects:
+            gc.enable()
+    return Graph(inputs=held, outputs=outputs, replay=graph.replay)
+
+
+@cache
+def _pool() -> Any:
+    return torch.cuda.graph_pool_handle()
