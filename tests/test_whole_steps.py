@@ -19,6 +19,7 @@ from kernels.reference import sampling as sampling_ops
 from kernels.reference.chain_rows import chain_rows
 from kernels.reference.fit_drafts import fit_drafts
 from kernels.reference.follow_verified import follow_verified
+from kernels.reference.ngram_match import ngram_match
 from kernels.reference.philox import Stream
 from runner.engine import backend, graphs
 from runner.engine.forward_batch import ForwardBatch
@@ -40,6 +41,7 @@ pytest.importorskip("triton")
 import kernels.chain_rows
 import kernels.fit_drafts
 import kernels.follow_verified
+import kernels.ngram_match
 import kernels.rejection
 import kernels.sampling
 
@@ -51,6 +53,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
     "draft_model_greedy": {"method": "draft_model", "num_speculative_tokens": 1, "draft_sample_method": "greedy"},
     "eagle": {"method": "eagle", "num_speculative_tokens": 3},
+    "ngram_gpu": {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
 }
 
 
@@ -139,6 +142,7 @@ def verify_strict(
 def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.chain_rows, "chain_rows", chain_rows)
     monkeypatch.setattr(kernels.fit_drafts, "fit_drafts", fit_drafts)
+    monkeypatch.setattr(kernels.ngram_match, "ngram_match", ngram_match)
     monkeypatch.setattr(kernels.follow_verified, "follow_verified", follow_verified)
     monkeypatch.setattr(kernels.sampling, "sample", draw)
     monkeypatch.setattr(kernels.sampling, "greedy", take_the_argmax)
@@ -164,7 +168,7 @@ def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
         drafter: Any = llm.engine.whole_steps[proposer].drafter
         proposer.head = proposer.runner.head = drafter.head = HashingHead(proposer.head)
         drafter.tap_layers = HashingHead.tap_layers
-    elif method != "none":
+    elif method.startswith("draft_model"):
         proposer.runner.model = HashingModel(num_own_rows=60)
     return llm
 
@@ -271,6 +275,8 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(
         expected = by_id[record.request_id]
         for name in ("token_ids", "tokens_per_step", "num_draft_tokens", "draft_depths", "num_accepted_tokens"):
             assert getattr(record, name) == getattr(expected, name), name
+    if method == "ngram_gpu":
+        assert sum(count for record in whole for count in record.num_draft_tokens) > 0
     if method in ("draft_model", "eagle"):
         accepted = [count for record in whole for count in record.num_accepted_tokens]
         assert {0, 3} <= set(accepted), "drafts were rejected, and accepted to the last"
