@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runner.benchmarks import decoding
-from runner.benchmarks.decoding_cases import CASES, DecodingCase, Quantities, read_ratio
+from runner.benchmarks.decoding_cases import CASES, NUM_PROMPTS, DecodingCase, Quantities, read_ratio
 from runner.benchmarks.identical_texts import NUM_TEXTS, VARIANTS
 from runner.benchmarks.shared_target import SharedTarget
 from runner.benchmarks.steady_steps import SteadyRun, TimedStep, decode_steadily
@@ -83,13 +83,24 @@ def test_every_timed_step_has_the_full_batch_and_uncut_drafts(name: str, target:
     llm.engine.block_manager.check_integrity([])
 
 
+def test_prompts_are_a_step_each_and_compared_with_an_engine_that_is_not_invariant(target: SharedTarget) -> None:
+    case = CASES["invariant-prompt"]
+    assert case.compared_with is not None
+    for each, is_invariant in ((case, True), (case.compared_with, False)):
+        run = each.run(target, seed=0)
+        assert [step.num_tokens for step in run.steps] == [target.longest_prompt] * NUM_PROMPTS
+        llm = target.engine(None, 1, batch_invariant=is_invariant)
+        assert llm.config.hardware.batch_invariant is is_invariant
+        llm.engine.block_manager.check_integrity([])
+
+
 def test_the_ratio_is_of_medians_of_steps_with_and_without_drafts() -> None:
     def run(*seconds: float) -> SteadyRun:
         steps = tuple(TimedStep(seconds=each, num_draft_tokens=0, num_tokens=1) for each in seconds)
         return SteadyRun(batch_size=1, seconds=sum(seconds), steps=steps)
 
     found = read_ratio(run(0.3, 0.3, 9.0), run(0.2, 0.1, 0.2))
-    assert found["ratio"] == pytest.approx(1.5) and found["plain_step_ms"] == pytest.approx(200)
+    assert found["ratio"] == pytest.approx(1.5) and found["ms_per_step_of_other"] == pytest.approx(200)
 
 
 def test_an_interrupt_leaves_the_rounds_that_are_there(

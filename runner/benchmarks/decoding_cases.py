@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from runner.benchmarks.fixed_guesses import FixedGuesses
 from runner.benchmarks.shared_target import SharedTarget
-from runner.benchmarks.steady_steps import SteadyRun, decode_steadily
+from runner.benchmarks.steady_steps import SteadyRun, compute_prompts, decode_steadily
 
 BATCH_SIZE = 64
+NUM_PROMPTS = 3
 Quantities = dict[str, float]
 
 
@@ -22,16 +23,26 @@ class DecodingCase:
     goal: float  # on one H200, at the default shape and lengths
     batch_size: int = 1
     method: Mapping[str, Any] | None = None  # keys of the `method` group; None: plain decoding
-    is_ratio: bool = False  # of its steps to those of plain decoding, whose run follows at once
+    batch_invariant: bool = True
+    compared_with: DecodingCase | None = None  # whose run follows at once: a ratio of steps is read off both
 
     def measure(self, target: SharedTarget, seed: int) -> Quantities:
-        run = self._decode(target, self.method, seed)
-        return read_ratio(run, self._decode(target, None, seed)) if self.is_ratio else read_speed(run)
+        run = self.run(target, seed)
+        return read_speed(run) if self.compared_with is None else read_ratio(run, self.compared_with.run(target, seed))
 
-    def _decode(self, target: SharedTarget, method: Mapping[str, Any] | None, seed: int) -> SteadyRun:
-        llm = target.engine(method, self.batch_size)
+    def run(self, target: SharedTarget, seed: int) -> SteadyRun:
+        llm = target.engine(self.method, self.batch_size, batch_invariant=self.batch_invariant)
         prompts = target.prompts(self.batch_size)
         return decode_steadily(llm, prompts, num_new_tokens=target.new_tokens, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCase(DecodingCase):
+    """Prompts instead of decoding, one a step."""
+
+    def run(self, target: SharedTarget, seed: int) -> SteadyRun:
+        llm = target.engine(self.method, self.batch_size, batch_invariant=self.batch_invariant)
+        return compute_prompts(llm, target.prompts(NUM_PROMPTS, target.longest_prompt), seed=seed)
 
 
 def read_speed(run: SteadyRun) -> Quantities:
@@ -44,10 +55,10 @@ def read_speed(run: SteadyRun) -> Quantities:
     }
 
 
-def read_ratio(verifying: SteadyRun, plain: SteadyRun) -> Quantities:
-    """Of steps that verify drafts to plain ones; medians."""
-    verify_s, plain_s = (median(step.seconds for step in run.steps) for run in (verifying, plain))
-    return {"ratio": verify_s / plain_s, "verify_step_ms": 1000 * verify_s, "plain_step_ms": 1000 * plain_s}
+def read_ratio(run: SteadyRun, other: SteadyRun) -> Quantities:
+    """Of their steps; medians."""
+    seconds, of_other = (median(step.seconds for step in each.steps) for each in (run, other))
+    return {"ratio": seconds / of_other, "ms_per_step": 1000 * seconds, "ms_per_step_of_other": 1000 * of_other}
 
 
 def free_guesses(num_tokens: int) -> dict[str, Any]:
@@ -64,14 +75,15 @@ def _accepting(method: dict[str, Any], length: float) -> dict[str, Any]:
     return {**method, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
 
 
+PLAIN = DecodingCase(label="plain decoding, batch 1: ms per token", quantity="ms_per_token", goal=4.2)
 CASES = {
-    "plain": DecodingCase(label="plain decoding, batch 1: ms per token", quantity="ms_per_token", goal=4.2),
+    "plain": PLAIN,
     "verify": DecodingCase(
         label="a step that verifies 8 tokens / a plain step, batch 1",
         quantity="ratio",
         goal=1.05,
         method=free_guesses(7),
-        is_ratio=True,
+        compared_with=PLAIN,
     ),
     "free": DecodingCase(
         label="7 free guesses, 3.9 tokens a step, batch 1: tokens/s",
@@ -97,5 +109,17 @@ CASES = {
         goal=15_000,
         batch_size=BATCH_SIZE,
         method=_accepting(eagle3(3), 2.6),
+    ),
+    "invariant": DecodingCase(
+        label="batch_invariant on / off, a plain step, batch 1",
+        quantity="ratio",
+        goal=1.05,
+        compared_with=replace(PLAIN, batch_invariant=False),
+    ),
+    "invariant-prompt": PromptCase(
+        label="batch_invariant on / off, a prompt as long as the texts",
+        quantity="ratio",
+        goal=1.15,
+        compared_with=PromptCase(label="", quantity="ratio", goal=1.0, batch_invariant=False),
     ),
 }

@@ -64,9 +64,14 @@ class SharedTarget:
         synchronize(self.device)
         return loaded
 
-    def engine(self, method: Mapping[str, Any] | None, batch_size: int) -> LLM:
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that the cache of a plain engine has room for, and one behind them."""
+        return self.prompt_tokens + longest_output(self.new_tokens, 0) - 1
+
+    def engine(self, method: Mapping[str, Any] | None, batch_size: int, *, batch_invariant: bool = True) -> LLM:
         """The engine of a method, keys of the `method` group, with a cache for batch_size requests; None: plain."""
-        key = f"{batch_size} {sorted((method or {}).items())}"
+        key = f"{batch_size} {batch_invariant} {sorted((method or {}).items())}"
         if key not in self._engines:
             drafts = 0 if method is None else int(method["num_speculative_tokens"])
             longest = self.prompt_tokens + longest_output(self.new_tokens, drafts)
@@ -77,14 +82,14 @@ class SharedTarget:
                     f"{self.new_tokens}; lower one of them"
                 )
             blocks = batch_size * -(-longest // BLOCK_SIZE)
-            config = self._config(method, {"num_gpu_blocks_override": blocks})
+            config = self._config(method, {"num_gpu_blocks_override": blocks, "batch_invariant": batch_invariant})
             self._engines[key] = LLM.from_config(config, self.weights)
         return self._engines[key]
 
-    def prompts(self, count: int) -> list[list[int]]:
-        """Random token ids, the same in every run."""
+    def prompts(self, count: int, num_tokens: int | None = None) -> list[list[int]]:
+        """Random token ids, the same in every run; prompt_tokens of them unless told."""
         generator = torch.Generator().manual_seed(0)
-        size = (count, self.prompt_tokens)
+        size = (count, self.prompt_tokens if num_tokens is None else num_tokens)
         ids: list[list[int]] = torch.randint(self.weights.model.vocab_size, size, generator=generator).tolist()
         return ids
 

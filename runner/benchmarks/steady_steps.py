@@ -31,7 +31,7 @@ class TimedStep:
 @dataclass(frozen=True, kw_only=True)
 class SteadyRun:
     batch_size: int
-    seconds: float  # of all steps, the device's remaining work included
+    seconds: float  # of all steps, to the host's knowledge of the last one's tokens
     steps: tuple[TimedStep, ...]
 
     @property
@@ -79,8 +79,7 @@ def decode_steadily(llm: LLM, prompts: Sequence[Sequence[int]], *, num_new_token
                 )
             )
             before = now
-        synchronize(engine.device)
-        seconds = time.perf_counter() - started
+        seconds = before - started
     finally:
         for request in requests:
             scheduler.abort(request)
@@ -92,6 +91,29 @@ def decode_steadily(llm: LLM, prompts: Sequence[Sequence[int]], *, num_new_token
         )
     assert all(request.num_preemptions == 0 for request in requests), "the cache holds all of them"
     return SteadyRun(batch_size=len(requests), seconds=seconds, steps=tuple(steps))
+
+
+def compute_prompts(llm: LLM, prompts: Sequence[Sequence[int]], *, seed: int) -> SteadyRun:
+    """Token-id prompts one after another, a step each, to their first token."""
+    engine, proposer = llm.engine, llm.engine.proposer
+    requests = make_requests(
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+        [SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)] * len(prompts),
+        engine.tokenizer,
+        seed,
+    )
+    scheduler, steps = llm.scheduler_for(proposer), list[TimedStep]()
+    loop = StepLoop(engine, scheduler, proposer, MetricsCollector(), RequestTraces(lambda _: "", {}))
+    for request in requests:
+        scheduler.max_num_batched_tokens = request.num_prompt_tokens
+        scheduler.add(request)
+        synchronize(engine.device)
+        started = time.perf_counter()
+        loop.step()
+        steps.append(
+            TimedStep(seconds=time.perf_counter() - started, num_draft_tokens=0, num_tokens=request.num_prompt_tokens)
+        )
+    return SteadyRun(batch_size=1, seconds=sum(step.seconds for step in steps), steps=tuple(steps))
 
 
 def synchronize(device: torch.device) -> None:
