@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from proposers.base import ProposerContext
+from proposers.captured.dflash import CapturedDFlash
+from proposers.captured.drafter import CapturedDrafter
 from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.drafting.ranked_trees import Choices, RankedTrees
 from proposers.heads.dflash import load_dflash_head
@@ -48,6 +50,7 @@ class DFlashProposer(OnePassProposer):
                 source.model,
                 most,
             )
+            num_speculative_tokens = most
         super().__init__(
             num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
         )
@@ -76,6 +79,17 @@ class DFlashProposer(OnePassProposer):
 
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.head.config.max_draft_tokens, self.head.max_model_len - request.num_tokens))
+
+    def captured_drafter(self) -> CapturedDrafter | None:
+        if self.num_speculative_tokens == 0 or self.trees is not None:
+            return super().captured_drafter()
+        return CapturedDFlash(
+            head=self.head,
+            runner=self.runner,
+            num_tokens=self.num_speculative_tokens,
+            draft_sample_method=self.draft_sample_method,
+            needs_draft_probs=self.context.needs_draft_probs,
+        )
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)

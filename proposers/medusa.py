@@ -7,14 +7,18 @@ places behind it. The guesses know nothing of each other, but their processors s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from proposers.base import ProposerContext
+from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.last_state import CapturedLastState
 from proposers.drafting.from_last_state import LastStateProposer
 from proposers.drafting.ranked_trees import Choices, RankedTrees
-from proposers.heads.medusa import load_medusa_heads
+from proposers.heads.medusa import MedusaHeads, load_medusa_heads
 from runner.engine.checkpoint import ModelSource
+from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import DraftTokens, Request
 from runner.engine.scheduler import Schedule
 
@@ -46,6 +50,11 @@ class MedusaProposer(LastStateProposer):
             self.trees = RankedTrees(self, speculative_token_tree, max_depth=self.max_depth)
         self._rows = torch.empty(0)  # [active requests, hidden]
 
+    def captured_drafter(self) -> CapturedDrafter | None:
+        if self.num_speculative_tokens == 0 or self.trees is not None:
+            return super().captured_drafter()
+        return _CapturedMedusa(self.heads, self.tile, **self.captured_arguments())
+
     def propose(self, schedule: Schedule) -> DraftTokens:
         return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)
 
@@ -62,3 +71,14 @@ class MedusaProposer(LastStateProposer):
 
     def _logits(self, head: int) -> torch.Tensor:
         return self.heads.logits(self.in_tiles(self._rows), head, self.tile)[: len(self._rows)]
+
+
+class _CapturedMedusa(CapturedLastState):
+    def __init__(self, heads: MedusaHeads, tile: int | None, **common: Any) -> None:
+        super().__init__(**common)
+        self.heads, self.tile = heads, tile
+
+    def logits_after(
+        self, batch: DeviceBatch, states: torch.Tensor, step: int, token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        return self.heads.logits(states, step, self.tile)

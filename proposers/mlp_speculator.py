@@ -6,14 +6,18 @@ It starts from the state that yielded the last committed token, and from that to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from proposers.base import ProposerContext
+from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.last_state import CapturedLastState
 from proposers.drafting.from_last_state import LastStateProposer
-from proposers.heads.mlp_speculator import load_mlp_speculator
+from proposers.heads.mlp_speculator import MlpSpeculator, load_mlp_speculator
 from runner.engine.checkpoint import ModelSource
+from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import Request
 from runner.engine.upload import to_device
 
@@ -40,6 +44,11 @@ class MlpSpeculatorProposer(LastStateProposer):
         )
         self._state = torch.empty(0)  # [active requests, width]
 
+    def captured_drafter(self) -> CapturedDrafter | None:
+        if self.num_speculative_tokens == 0:
+            return super().captured_drafter()
+        return _CapturedSpeculator(self.speculator, self.tile, **self.captured_arguments())
+
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
         self._state = self.speculator.first_state(self.last_states(requests))
         pending = [request.tokens_between(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
@@ -59,3 +68,17 @@ class MlpSpeculatorProposer(LastStateProposer):
         rows = self.speculator.next_state(step, rows, F.pad(token_ids, (0, len(rows) - num_rows)), self.tile)
         self._state = rows[:num_rows]
         return self.speculator.logits(step, rows, self.tile)[:num_rows]
+
+
+class _CapturedSpeculator(CapturedLastState):
+    def __init__(self, speculator: MlpSpeculator, tile: int | None, **common: Any) -> None:
+        super().__init__(**common)
+        self.speculator, self.tile = speculator, tile
+        self._state = torch.empty(0)  # [count, width]
+
+    def logits_after(
+        self, batch: DeviceBatch, states: torch.Tensor, step: int, token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        before = self.speculator.first_state(states) if step == 0 else self._state
+        self._state = self.speculator.next_state(step, before, token_ids, self.tile)
+        return self.speculator.logits(step, self._state, self.tile)

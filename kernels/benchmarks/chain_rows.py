@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -29,7 +30,12 @@ def cases(setting: Setting) -> list[Case]:
 def _prepare(setting: Setting, num_requests: int, num_rows: int) -> Work:
     lengths = setting.integers(2, MAX_BLOCKS * BLOCK_SIZE - num_rows, num_requests, seed=0)
     tables = setting.integers(1, 10_000, num_requests, MAX_BLOCKS, seed=1).to(torch.int32)
-    shape = {"offset": -1, "num_rows": num_rows, "block_size": BLOCK_SIZE, "rows_per_tile": ROWS_PER_TILE}
+    shape: dict[str, Any] = {
+        "offset": -1,
+        "num_rows": num_rows,
+        "block_size": BLOCK_SIZE,
+        "rows_per_tile": ROWS_PER_TILE,
+    }
 
     def check() -> list[str]:
         wanted = reference(lengths, tables, **shape)

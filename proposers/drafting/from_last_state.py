@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -77,6 +78,17 @@ class LastStateProposer(TokenByTokenProposer):
 
     def release(self, request_id: str) -> None:
         self._states.pop(request_id, None)
+
+    def captured_arguments(self) -> dict[str, Any]:
+        """Of CapturedLastState."""
+        return {
+            "num_tokens": self.num_speculative_tokens,
+            "draft_sample_method": self.draft_sample_method,
+            "needs_draft_probs": self.context.needs_draft_probs,
+            "states": self._states,
+            "capacity": self.context.max_num_seqs,
+            "max_model_len": self.max_model_len,
+        }
 
     def last_states(self, requests: Sequence[Request]) -> torch.Tensor:
         """[len(requests), hidden], of the position before each request's last token."""

@@ -116,6 +116,7 @@ class DeviceBatch:
         shape: PagedShape,
         block_size: int,
         lengths: Tensor | None = None,  # [count] int64, in place of the batch's; 0: absent
+        is_causal: bool = True,  # False: rows see all of their request's in layers that are not causal
     ) -> tuple[ForwardBatch, Tensor]:
         """A launch of consecutive rows of every request, and the position that each row predicts, -1 for padding."""
         from kernels.chain_rows import chain_rows
@@ -128,6 +129,7 @@ class DeviceBatch:
             num_rows=num_rows,
             block_size=block_size,
             rows_per_tile=shape.rows_per_tile,
+            is_causal=is_causal,
         )
         segments = PagedSegments(
             tile_segments=rows.tile_segments,

@@ -1,0 +1,60 @@
+"""DFlash's pass over a block of masks, captured: nothing has to be kept, for what it reads lies in the head's cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from proposers.captured.token_by_token import CapturedChains
+from proposers.heads.dflash import DFlashHead
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.head_runner import HeadRunner
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.paged_shape import PagedShape
+
+
+class CapturedDFlash(CapturedChains):
+    def __init__(self, *, head: DFlashHead, runner: HeadRunner, **common: Any) -> None:
+        super().__init__(max_model_len=head.max_model_len, **common)
+        self.head, self.runner = head, runner
+        self.tap_layers = head.config.tap_layers
+        self._logits = torch.empty(0)  # [count, num_tokens, vocab], of every place of the drafts
+
+    def first_logits(self, batch: DeviceBatch) -> Tensor:
+        config, count = self.head.config, batch.count
+        num_silent = 0 if config.samples_from_anchor else 1  # rows of a block that guess nothing
+        num_rows = self.num_tokens + num_silent
+        masks = batch.last_token_ids.new_full((count, num_rows - 1), config.mask_token_id)
+        token_ids = torch.cat((batch.last_token_ids[:, 1:], masks), dim=1).flatten()
+        launch, cache = self._launch(batch, token_ids, num_rows, is_causal=False)
+        output = self.head(launch, self.head.embed(token_ids), cache)
+        drafting = output.view(count, num_rows, -1)[:, num_silent:].flatten(0, 1)
+        self._logits = self.head.logits(drafting, launch.linear_tile).view(count, self.num_tokens, -1)
+        return self.next_logits(batch, 0, token_ids)
+
+    def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
+        return self._logits[:, step]
+
+    def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
+        """Write the context of every verified row; what was rejected is overwritten by the next block or context."""
+        states = torch.cat(hidden_states, dim=1)
+        launch, cache = self._launch(batch, token_ids.flatten(), self.num_tokens + 1, is_causal=True)
+        self.head.write_context(launch, states, cache)
+
+    def _launch(
+        self, batch: DeviceBatch, token_ids: Tensor, num_rows: int, *, is_causal: bool
+    ) -> tuple[ForwardBatch, PagedKVCache]:
+        shape, cache = self.runner.shapes["decode"], self.runner.cache
+        assert isinstance(shape, PagedShape) and cache is not None
+        launch, _ = batch.launch(
+            token_ids,
+            offset=-1,
+            num_rows=num_rows,
+            shape=shape,
+            block_size=self.runner.block_size,
+            is_causal=is_causal,
+        )
+        return launch, cache

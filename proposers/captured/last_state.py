@@ -1,0 +1,73 @@
+"""Drafting from one hidden state of the target, captured: the state of each request stays where it is."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from proposers.captured.drafter import GoingOn
+from proposers.captured.token_by_token import CapturedChains
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.hidden_states import NORMED
+from runner.engine.request import Request
+
+
+class CapturedLastState(CapturedChains):
+    tap_layers = (NORMED,)
+
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        draft_sample_method: str,
+        needs_draft_probs: bool,
+        states: dict[str, Tensor],  # the proposer's own: request_id -> [hidden]
+        capacity: int,
+        max_model_len: int,
+    ) -> None:
+        super().__init__(
+            num_tokens,
+            draft_sample_method=draft_sample_method,
+            needs_draft_probs=needs_draft_probs,
+            max_model_len=max_model_len,
+        )
+        self.states, self.capacity = states, capacity
+        self._states: Tensor | None = None  # [capacity, hidden], of the position before each request's last token
+
+    def can_start(self, request: Request) -> bool:
+        return request.request_id in self.states
+
+    def start(self, requests: Sequence[Request]) -> None:
+        states = torch.stack([self.states[request.request_id] for request in requests])
+        if self._states is None:
+            self._states = states.new_zeros(self.capacity, states.shape[1])
+        self._states[: len(requests)].copy_(states)
+
+    @abstractmethod
+    def logits_after(self, batch: DeviceBatch, states: Tensor, step: int, token_ids: Tensor) -> Tensor:
+        """Logits [count, vocab] for place `step` of the drafts.
+
+        states: [count, hidden]. token_ids: [count] int64, in front of that place: the last committed ones, then drafts.
+        """
+
+    def first_logits(self, batch: DeviceBatch) -> Tensor:
+        return self.next_logits(batch, 0, batch.last_token_ids[:, 1].contiguous())
+
+    def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
+        assert self._states is not None, "start comes first"
+        return self.logits_after(batch, self._states[: batch.count], step, token_ids)
+
+    def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
+        assert self._states is not None
+        (normed,) = hidden_states
+        last = torch.arange(0, len(normed), self.num_tokens + 1, device=normed.device)
+        last += ((token_ids >= 0).sum(dim=1) - 1).clamp(min=0)
+        self._states[: batch.count].copy_(normed.index_select(0, last))
+
+    def stop(self, going_on: Sequence[GoingOn]) -> None:
+        assert self._states is not None
+        for row, request, _ in going_on:
+            self.states[request.request_id] = self._states[row].clone()
