@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import types
@@ -9,10 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.plugins.config_source import ConfigResult
 
 from runner.__main__ import main
+from runner.cli.sweep import _basic_sweeper
 from runner.config import SpeculativeConfig
 
 Job = tuple[SpeculativeConfig, Path]
@@ -24,6 +29,9 @@ class Ending:
     out: str
     err: str
     jobs: list[Job]  # configuration and output directory of every run that was started
+
+
+LOADED: dict[tuple[str, str], ConfigResult] = {}  # the files of conf/ and of Hydra's own, read once
 
 
 class CommandLine:
@@ -40,6 +48,18 @@ class CommandLine:
         module = types.ModuleType("runner.run")
         module.execute = self._execute  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "runner.run", module)
+        # Hydra composes every point of a sweep to see that it can, behind `main`, which did so, and before the job,
+        # for which it does so again: a third of the time of these tests.
+        monkeypatch.setattr(_basic_sweeper(), "validate_batch_is_legal", lambda self, batch: None)
+        of_packages: Any = SourcesRegistry.instance().resolve("pkg")
+        load = of_packages.load_config
+
+        def load_config(source: Any, config_path: str) -> ConfigResult:
+            if (key := (source.path, config_path)) not in LOADED:
+                LOADED[key] = load(source, config_path)
+            return copy.deepcopy(LOADED[key])
+
+        monkeypatch.setattr(of_packages, "load_config", load_config)
 
     def __call__(self, *argv: str) -> Ending:
         with _logging_as_it_was():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import hypothesis
@@ -14,6 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated: before any of them is imported
 
+import runner.prompts
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
@@ -21,8 +23,10 @@ from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
 from tests.heads_for_tests import HEADS, make_fair
 
-# The same examples in every run, so that what fails here fails everywhere; --hypothesis-profile=default draws others.
+# The same examples in every run, so that what fails here fails everywhere;
+# `pytest --hypothesis-profile=exploring` draws others.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("exploring", deadline=None, derandomize=False, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 
 TARGET_CONFIG: dict[str, Any] = {
@@ -108,3 +112,11 @@ def kernel_device() -> torch.device:
 def _one_thread() -> None:
     """The models are too small to share; tests that are about threads set their own number and put this one back."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _a_seed_is_folded_once() -> Iterator[None]:
+    """The samples of many laws are the same thousand siblings, and a fold costs as much as a step of one of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.prompts, "fold_seed", cache(runner.prompts.fold_seed))
+        yield

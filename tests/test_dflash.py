@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +169,24 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+# Every layout has the same target, and drafts behind the same texts.
+exact_copy = cache(in_float64)
+
+
+@cache
+def states_behind(target: Any, token_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
+    inputs = torch.tensor([token_ids])
+    states: tuple[Tensor, ...] = target.model(inputs, output_hidden_states=True, use_cache=False).hidden_states
+    return states
+
+
 @torch.inference_mode()
 def reference_logits(layout: str, target: Any, token_ids: list[int], num_tokens: int, taps: list[int]) -> Tensor:
     """[num_tokens, vocab] behind token_ids, in the target's dtype: the head as its paper and z-lab's code have it."""
     config, weights = LAYOUTS[layout]
     embedding, lm_head = target.model.embed_tokens.weight, target.lm_head.weight
     weights = {name: w.to(embedding.dtype) if w.is_floating_point() else w for name, w in weights.items()}
-    states = target.model(torch.tensor([token_ids[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
+    states = states_behind(target, tuple(token_ids[:-1]))
     context = torch.cat([states[tap][0] for tap in taps], dim=-1)
     context = norm(context @ weights["fc.weight"].T, weights["hidden_norm.weight"])
     num_silent = 0 if config.get("sample_from_anchor") else 1
@@ -263,7 +275,7 @@ def check_passes(
 ) -> None:
     passes, _ = passes_of_a_run(target, monkeypatch, method)
     assert len(passes) > 20 and {1, 2, 5} <= {len(one.drafted) for one in passes}
-    exact_model = in_float64(target.model)
+    exact_model = exact_copy(target.model)
     theirs = [reference_logits(layout, target.model, one.token_ids, len(one.drafted), taps) for one in passes]
     with KeepFloat64():
         exact = [reference_logits(layout, exact_model, one.token_ids, len(one.drafted), taps) for one in passes]

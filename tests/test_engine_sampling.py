@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ def next_token_laws(llm: LLM, histories: Sequence[Sequence[int]], temperature: f
     return law
 
 
+@cache
 def sequence_law(llm: LLM, length: int, temperature: float) -> dict[tuple[int, ...], float]:
     """The exact law of the first `length` output tokens."""
     law: dict[tuple[int, ...], float] = {(): 1.0}
@@ -78,7 +80,9 @@ def p_value(observed: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float
     return float(stats.chisquare(counts, np.array(expected) * (total / sum(expected))).pvalue)
 
 
+@cache
 def sampled(llm: LLM, length: int, temperature: float) -> list[tuple[int, ...]]:
+    """Texts of NUM_REQUESTS seeds; several tests look at those of one engine."""
     params = [
         SamplingParams(temperature=temperature, max_tokens=length, seed=seed, ignore_eos=True)
         for seed in range(NUM_REQUESTS)
@@ -109,7 +113,7 @@ METHODS = {
 def test_four_tokens_have_the_models_joint_law(engines: Engines, method: str) -> None:
     """A step of up to three tokens between two others: what one step leaves behind must not bias the next."""
     llm = engines(METHODS[method], architecture=SMALL, weight_scale=4.0, **ROOM)
-    law = sequence_law(llm, 4, temperature=1.5)
+    law = sequence_law(engines(None, architecture=SMALL, weight_scale=4.0, **ROOM), 4, temperature=1.5)
     assert p_value(Counter(sampled(llm, 4, temperature=1.5)), law) > MIN_P_VALUE
 
 
@@ -136,7 +140,7 @@ def test_siblings_are_independent(engines: Engines) -> None:
 
 def test_requests_of_neighbouring_seeds_are_independent(engines: Engines) -> None:
     llm = engines(None, architecture=SMALL, weight_scale=4.0, **ROOM)
-    tokens = [text[0] for text in sampled(llm, 1, temperature=1.5)]
+    tokens = [text[0] for text in sampled(llm, 4, temperature=1.5)]
     pairs = Counter(itertools.pairwise(tokens))
     (law,) = next_token_laws(llm, [PROMPT], 1.5)
     product = {(a, b): law[a] * law[b] for a, b in itertools.product(range(len(law)), repeat=2)}

@@ -7,6 +7,7 @@ and the joint law of their first tokens is compared with the exact one.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Iterator
 from functools import cache
@@ -44,6 +45,7 @@ SMALL = {
 PROMPT = {"prompt_token_ids": [0, 1, 2, 3, 0, 1, 2, 4, 0, 1]}
 NUM_REQUESTS = 1000
 ALPHA = 1e-4  # of each of the tests, their seeds being fixed
+EXACT_LAWS: dict[str, torch.Tensor] = {}  # by weights and parameters
 
 
 def engine(engines: Engines, config: dict[str, Any] | None) -> LLM:
@@ -63,7 +65,20 @@ def sampling_params(sampler: str, num_requests: int, num_tokens: int = NUM_TOKEN
 
 
 def exact_law(llm: LLM, params: SamplingParams) -> torch.Tensor:
-    """Probability of every sequence of NUM_TOKENS tokens after PROMPT, [VOCAB_SIZE ** NUM_TOKENS] float64."""
+    """Probability of every sequence of NUM_TOKENS tokens after PROMPT, [VOCAB_SIZE ** NUM_TOKENS] float64.
+
+    Computed once for all engines whose targets hold the same weights: the law is the target's, whatever drafts.
+    """
+    forbidden = llm.engine.tokenizer.spell_bad_words(params.bad_words)
+    digest = hashlib.sha256(repr((dataclasses.replace(params, n=1, max_tokens=1), forbidden)).encode())
+    for name, weight in llm.engine.target.model.named_parameters():
+        digest.update(name.encode() + weight.numpy().tobytes())
+    if (key := digest.hexdigest()) not in EXACT_LAWS:
+        EXACT_LAWS[key] = compute_law(llm, params, forbidden)
+    return EXACT_LAWS[key]
+
+
+def compute_law(llm: LLM, params: SamplingParams, forbidden: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     probability = {(): torch.tensor(1.0, dtype=torch.float64)}
     for length in range(NUM_TOKENS):
         longer = {}
@@ -73,7 +88,7 @@ def exact_law(llm: LLM, params: SamplingParams) -> torch.Tensor:
                 prompt_token_ids=PROMPT["prompt_token_ids"],
                 output_token_ids=list(prefix),
                 sampling_params=params,
-                bad_words_token_ids=llm.engine.tokenizer.spell_bad_words(params.bad_words),
+                bad_words_token_ids=forbidden,
                 seed=0,
                 block_table=[1],
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from proposers.lookup import compiled as compiled_room
@@ -72,6 +72,14 @@ def assert_equal(found: SuffixDraft, expected: SuffixDraft) -> None:
     max_spec_factor=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     min_token_prob=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     limit=st.integers(0, 6),
+)
+@example(  # the match leaves room for one token, and two are equally likely behind it
+    events=[("open", [1, 0, 1, 1])],
+    max_depth=2,
+    max_cached_requests=0,
+    max_spec_factor=3.0,
+    min_token_prob=0.0,
+    limit=2,
 )
 def test_whatever_requests_do_drafts_are_those_of_the_definition(
     events: list[tuple[str, Any]],

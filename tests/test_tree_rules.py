@@ -61,6 +61,9 @@ def random_law(vocab_size: int, generator: torch.Generator) -> Tensor:
     return weights / weights.sum()
 
 
+NUM_HALVINGS = 40  # of a variate's range: to 1e-12, a hundredth of what the laws may be off
+
+
 @dataclass
 class Laws:
     """A law of the next token for every text; made when it is asked for."""
@@ -142,7 +145,7 @@ def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn], rule: str) 
     places = torch.tensor([[shape.depths[node] - 1 for node in nodes], [rank[node] for node in nodes]])
     own_drafts = (batch.first_draft_idx[chosen] + torch.tensor(nodes)).unsqueeze(1)
     low, high = torch.zeros(len(chosen), dtype=torch.float64), torch.ones(len(chosen), dtype=torch.float64)
-    for _ in range(50):
+    for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
         u[chosen, places[0], places[1]] = middle
         stays = (batch.paths[walk(logits, batch, rows, u, rule)[0][chosen]] == own_drafts).any(dim=1)
@@ -156,7 +159,7 @@ def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn], rule: str) 
             weight = chance
             for node, stays in order(end):
                 weight *= measures[index][node] if stays else 1 - measures[index][node]
-            if weight < 1e-15:
+            if weight <= 2.0**-NUM_HALVINGS:  # what is left of a measure that is 0
                 continue
             request = index * len(ends) + place
             assert int(last_rows[request]) == int(batch.first_row_idx[request]) + 1 + end

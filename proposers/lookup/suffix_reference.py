@@ -91,7 +91,7 @@ def naive_propose(
 ) -> tuple[Fraction, int, list[int], list[int]]:
     """(score, match length, tokens, parents): the highest score; the request's own tree, then the longest match.
 
-    A tree has as many nodes at most as a chain has tokens.
+    A tree has as many nodes at most as a chain has tokens, of which there are max_depth with the match.
     """
     best: tuple[Fraction, int, list[int], list[int]] = (Fraction(0), 0, [], [])
     for texts in ([context], responses):
@@ -100,7 +100,7 @@ def naive_propose(
             match = tuple(context[-length:])
             if match not in substrings.counts:
                 continue
-            num_tokens = min(limit, int(length * max_spec_factor))
+            num_tokens = min(limit, int(length * max_spec_factor), max_depth - length)
             if drafts_trees:
                 score, tokens, parents = substrings.tree(match, num_tokens, min_token_prob)
             else:
