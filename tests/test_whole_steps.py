@@ -306,7 +306,8 @@ def test_whole_steps_of_kernels_say_what_torch_says_and_need_nothing_of_the_host
     def step_alone(steps_: WholeSteps, *args: Any) -> torch.Tensor:
         steps.append(name)
         with NoReadback(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "tensor", None)  # uploads make one
+            for name_ in ("tensor", "from_numpy"):  # uploads begin with one of them
+                patch.setattr(torch, name_, None)
             return step(steps_, *args)
 
     step = WholeSteps._step
