@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.dependent_launch import await_input, can_overlap
+
 MERGED_SPLITS = 16
 LOG2_E = tl.constexpr(1.4426950408889634)  # logits are kept times this, so that exponentials are powers of two
 
@@ -59,8 +61,11 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,  # with the launch before
 ):
     """One row and head: its own splits, MERGED_SPLITS at a time, from the first key it sees to the last."""
+    if OVERLAPS:
+        await_input()
     tile, row_in_tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if row_in_tile >= tl.load(sizes_ptr + tile):
         return
@@ -111,6 +116,7 @@ def merge_splits(
     **seen: int,  # merge_kernel's constants; the first half was given the same
 ) -> None:
     _, num_heads, num_splits, _ = numerators.shape
+    overlaps = can_overlap(numerators.device)
     merge_kernel[(len(tile_rows), max_tile_size, num_heads)](
         numerators,
         maxima,
@@ -123,6 +129,8 @@ def merge_splits(
         last_keys,
         num_splits,
         MERGED_SPLITS=MERGED_SPLITS,
+        OVERLAPS=overlaps,
+        launch_pdl=overlaps,
         **seen,
         num_warps=4,
         enable_fp_fusion=False,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.dependent_launch import await_input, can_overlap
 from kernels.merge_splits import LOG2_E, merge_splits, visible, with_sink
 
 BLOCK_M = 64  # packed rows of a tile: with 4 warps, what Hopper's wgmma takes, for one row as for many
@@ -115,11 +116,14 @@ def attend_kernel(
     IS_CAUSAL: tl.constexpr,
     SOFTCAP: tl.constexpr,  # 0: none
     HAS_BRANCHES: tl.constexpr,
+    OVERLAPS: tl.constexpr,  # with the launch before
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One tile, KV head and split: the attention, or, split, its numerators and their sums and maxima."""
     WIDTH: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)
+    if OVERLAPS:
+        await_input()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     size = tl.load(sizes_ptr + tile)
     position = tl.load(positions_ptr + tile)
@@ -236,6 +240,7 @@ def paged_attention(
     head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     seen: dict[str, Any] = {"WINDOW": sliding_window or 0, "IS_CAUSAL": is_causal}
     seen |= {"SPLIT_KEYS": split_keys if is_split else 0, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
+    overlaps = can_overlap(query.device)
     num_splits = triton.cdiv(segments.max_context, split_keys) if is_split and split_keys is not None else 1
     attended, maxima, sums = output, None, None
     if is_split:
@@ -266,6 +271,8 @@ def paged_attention(
         BLOCK_SIZE=kv_cache.shape[1],
         SOFTCAP=softcap or 0.0,
         HAS_BRANCHES=segments.branch_slots.shape[1] > 0,
+        OVERLAPS=overlaps,
+        launch_pdl=overlaps,
         BLOCK_M=BLOCK_M,
         **seen,
         **launch_options(head_block + value_block, query.element_size()),

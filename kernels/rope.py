@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.dependent_launch import await_input, can_overlap
+
 HEADS = 16  # of a program: with 4 warps a thread has 16 bytes of either half of a 128 wide head
 
 
@@ -32,8 +34,11 @@ def rope_kernel(
     HEAD_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,  # >= HEAD_DIM // 2
     HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,  # with the launch before
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
+    if OVERLAPS:
+        await_input()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
@@ -111,6 +116,7 @@ def rope_and_write(
     assert table.dtype == torch.float32 and table.is_contiguous() and table.shape[1] == head_dim
     assert positions.dtype == slot_mapping.dtype == torch.int64
     assert (k_norm is None) == (eps is None) and (q_norm is None) == (k_norm is None or num_heads == 0)
+    overlaps = can_overlap(qkv.device)
     if num_rows:
         rope_kernel[(num_rows, triton.cdiv(num_all_heads, HEADS))](
             qkv,
@@ -127,6 +133,8 @@ def rope_and_write(
             HEAD_DIM=head_dim,
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
             HEADS=HEADS,
+            OVERLAPS=overlaps,
+            launch_pdl=overlaps,
             num_warps=4,
             enable_fp_fusion=False,  # as torch rounds: products, then their sum
         )

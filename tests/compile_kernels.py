@@ -19,7 +19,9 @@ from typing import Any
 from kernels.linear_plan import PREFETCHED, plan_linear
 
 COMPUTE_CAPABILITIES = (80, 90)
+OVERLAPS = "OVERLAPS"  # the constant of kernels that may begin while the launch before runs: on Hopper
 OPCODES = r"(?:wgmma\.mma_async|\bmma)\.sync[\w.]*|cp\.async\.c[ag]|griddepcontrol\.wait"  # of interest in PTX
+ACCESSES = r"griddepcontrol\.wait|(?:ld|st|atom)(?:\.\w+)?\.global|cp\.async\.c[ag]"  # of memory; to prefetch is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +145,14 @@ KERNELS = [
         module="kernels.rms_norm",
         name="rms_norm_kernel",
         signature="*bf16:16 *bf16:16 *fp32:16 *bf16:16 i32 i32:16 i32:16",
-        constants={"residual_ptr": None, "new_residual_ptr": None, "HIDDEN": 128, "BLOCK": 128, "OVERLAPS": False},
+        constants={"residual_ptr": None, "new_residual_ptr": None, "HIDDEN": 128, "BLOCK": 128},
         options={"num_warps": 1},
     ),
     Kernel(  # of rows, with the residual added
         module="kernels.rms_norm",
         name="rms_norm_kernel",
         signature="*bf16:16 *bf16:16 *bf16:16 *fp32:16 *bf16:16 *bf16:16 i32 i32:16 i32:16",
-        constants={"HIDDEN": 14000, "BLOCK": 16384, "OVERLAPS": True},
+        constants={"HIDDEN": 14000, "BLOCK": 16384},
         options={"num_warps": 16},
         max_shared=1024,
         compute_capabilities=(90,),
@@ -273,6 +275,7 @@ class Compiled:
     shared: int  # bytes of a program
     stack: int  # bytes of a thread: registers that were spilled
     opcodes: list[str]  # in the order of the PTX
+    first_access: str  # of ACCESSES
     aligned: list[str]  # pointers whose alignment another program would be compiled for
 
 
@@ -283,7 +286,10 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
     from triton.compiler import ASTSource
 
     function = getattr(importlib.import_module(kernel.module), kernel.name)
-    variables = [name for name in function.arg_names if name not in kernel.constants]
+    constants = dict(kernel.constants)
+    if OVERLAPS in function.arg_names:
+        constants[OVERLAPS] = compute_capability >= 90
+    variables = [name for name in function.arg_names if name not in constants]
     types = dict(zip(variables, kernel.signature.split(), strict=True))
     params = {param.name: param for param in function.params}
     aligned = [  # pointers as torch allocates
@@ -295,7 +301,7 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
     source = ASTSource(
         fn=function,
         signature={name: types.get(name, "constexpr").split(":")[0] for name in function.arg_names},
-        constexprs={(function.arg_names.index(name),): value for name, value in kernel.constants.items()},
+        constexprs={(function.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget("cuda", compute_capability, 32)
@@ -312,6 +318,7 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
         shared=compiled.metadata.shared,
         stack=int(stack[1]),
         opcodes=re.findall(OPCODES, compiled.asm["ptx"]),
+        first_access=next(iter(re.findall(ACCESSES, compiled.asm["ptx"])), ""),
         aligned=[name for name in aligned if types[name].startswith("*")],
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kernels
-from tests.compile_kernels import KERNELS
+from tests.compile_kernels import KERNELS, OVERLAPS
 
 pytest.importorskip("triton")
 
@@ -68,6 +68,19 @@ def test_every_kernel_compiles_and_keeps_to_its_shared_memory_and_registers(comp
             assert found["shared"] <= kernel.max_shared, str(kernel)
             # What Hopper's matrix instructions take from shared memory older ones hold in registers.
             assert found["stack"] == 0 or capability < 90, f"{kernel} spills registers"
+
+
+def test_what_overlaps_with_the_launch_before_awaits_it_before_it_touches_memory(compiled: dict[str, Any]) -> None:
+    """On Hopper; weights it may ask for before. Elsewhere nothing overlaps."""
+    found = set[str]()
+    for kernel in KERNELS:
+        function = getattr(importlib.import_module(kernel.module), kernel.name)
+        if OVERLAPS in function.arg_names or "PREFETCHED" in function.arg_names:
+            for capability in kernel.compute_capabilities:
+                awaits = compiled[f"{kernel} sm_{capability}"]["first_access"] == "griddepcontrol.wait"
+                assert awaits == (capability >= 90 and kernel.constants.get("PREFETCHED", 1) > 0), str(kernel)
+            found.add(kernel.name)
+    assert found == {"linear_kernel", "rms_norm_kernel", "rope_kernel", "attend_kernel", "merge_kernel"}
 
 
 # One of a row, request or tile: views of an upload or of another such tensor, that begin where what lies before ends.
