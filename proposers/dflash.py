@@ -86,9 +86,7 @@ class DFlashProposer(OnePassProposer):
         return CapturedDFlash(
             head=self.head,
             runner=self.runner,
-            num_tokens=self.num_speculative_tokens,
-            draft_sample_method=self.draft_sample_method,
-            needs_draft_probs=self.context.needs_draft_probs,
+            **self.captured_arguments(),
         )
 
     def propose(self, schedule: Schedule) -> DraftTokens:

@@ -91,13 +91,11 @@ class DraftModelProposer(TokenByTokenProposer):
         if self.num_speculative_tokens == 0 or not self.runner.is_paged:
             return super().captured_drafter()
         return CapturedDraftModel(
-            self.num_speculative_tokens,
-            draft_sample_method=self.draft_sample_method,
-            needs_draft_probs=self.context.needs_draft_probs,
             runner=self.runner,
             translation=self._translation,
             num_computed=self._num_computed,
             max_model_len=self.max_model_len,
+            **self.captured_arguments(),
         )
 
     @torch.inference_mode()

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from proposers.base import ProposerContext
+from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.pard import CapturedPard
 from proposers.draft_model import DraftModelProposer
 from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.heads.mask_token import mask_token_id
@@ -44,6 +46,18 @@ class PardProposer(OnePassProposer, DraftModelProposer):
             max_model_len=max_model_len,
         )
         self.mask_token_id = mask_token_id(config, source, self.runner.model.vocab_size)
+
+    def captured_drafter(self) -> CapturedDrafter | None:
+        if self.num_speculative_tokens == 0 or not self.runner.is_paged:
+            return super().captured_drafter()
+        return CapturedPard(
+            runner=self.runner,
+            num_computed=self._num_computed,
+            mask_token_id=self.mask_token_id,
+            capacity=self.context.max_num_seqs,
+            max_model_len=self.max_model_len,
+            **self.captured_arguments(),
+        )
 
     def all_logits(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
         self._catch_up(requests)

@@ -92,6 +92,7 @@ class WholeSteps:
                 and self._takes(item.request)
                 for item in schedule.scheduled
             )
+            and scheduler.reserve_ahead(num_drafts)
         )
 
     def _takes(self, request: Request) -> bool:

@@ -36,14 +36,25 @@ def owners_of(batch: ForwardBatch) -> torch.Tensor:
     return owners
 
 
-def sum_of_context(batch: ForwardBatch, cache: PagedKVCache, last_keys: torch.Tensor) -> torch.Tensor:
-    """What is stored for each row up to its last key [num_rows], every place by its weight, modulo NUM_STATES."""
+def stored_at(batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    """What is stored for each row at every place, [num_rows, num_places] int64."""
     stored, block_size = cache.layers[0].flatten(0, 1), cache.layers[0].shape[1]
     tables = batch.attention.segments.block_tables
     keys = torch.arange(tables.shape[1] * block_size)
     slots = tables[owners_of(batch)][:, keys // block_size].long() * block_size + keys % block_size
-    seen = stored[slots, 0].long() * weight(keys) * (keys <= last_keys.unsqueeze(1))
-    return seen.sum(dim=1) % NUM_STATES
+    return stored[slots, 0].long()
+
+
+def tokens_at(batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    """Of caches that hold tokens."""
+    return stored_at(batch, cache) - 1
+
+
+def sum_of_context(batch: ForwardBatch, cache: PagedKVCache, last_keys: torch.Tensor) -> torch.Tensor:
+    """What is stored for each row up to its last key [num_rows], every place by its weight, modulo NUM_STATES."""
+    stored = stored_at(batch, cache)
+    keys = torch.arange(stored.shape[1])
+    return (stored * weight(keys) * (keys <= last_keys.unsqueeze(1))).sum(dim=1) % NUM_STATES
 
 
 def step(states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -100,6 +111,44 @@ class HashingHead:
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         return logits_of(output)
+
+
+class HashingMaskModel(HashingModel):
+    """PARD's model: masks, and tokens that look like one, stand for the likeliest tokens."""
+
+    def __init__(self, mask_token_id: int) -> None:
+        super().__init__(is_draft=True)
+        self.mask_token_id = mask_token_id
+
+    def __call__(
+        self, batch: ForwardBatch, cache: PagedKVCache, taps: tuple[int, ...]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        store(batch, cache, batch.token_ids + 1)
+        last = batch.positions.clone()
+        token_ids = tokens_at(batch, cache)
+        for row, position in enumerate(batch.positions.tolist()):
+            while position > 0 and token_ids[row, position] == self.mask_token_id:
+                position -= 1
+            last[row] = position
+        states = torch.stack((sum_of_context(batch, cache, last), last), dim=1)
+        rows = [roll(states[row : row + 1], int(batch.positions[row] - last[row]))[0] for row in range(len(states))]
+        return torch.stack(rows).float(), []
+
+
+class HashingMaskableHead(HashingHead):
+    """P-EAGLE's: a mask's state is no state, so its row goes on from the row before."""
+
+    mask_token_id: int | None = 1
+
+    def mask_state(self) -> torch.Tensor:
+        return torch.tensor([[-1.0, -1.0]])
+
+    def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
+        output = super().__call__(batch, hidden, cache)
+        for row in range(1, len(output)):
+            if hidden[row, 0] < 0:
+                output[row] = roll(output[row - 1 : row], 1)[0]
+        return output
 
 
 class HashingBlocks:

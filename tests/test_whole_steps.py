@@ -7,7 +7,7 @@ The kernels themselves, interpreted, have a few short texts at the end.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,6 +37,8 @@ from tests.hashing_models import (
     HashingBlocks,
     HashingHead,
     HashingLastStates,
+    HashingMaskableHead,
+    HashingMaskModel,
     HashingModel,
     HashingRecurrence,
 )
@@ -57,6 +59,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
     "draft_model_greedy": {"method": "draft_model", "num_speculative_tokens": 1, "draft_sample_method": "greedy"},
     "eagle": {"method": "eagle", "num_speculative_tokens": 3},
+    "p_eagle": {"method": "eagle3", "num_speculative_tokens": 3},
+    "pard": {"method": "pard", "num_speculative_tokens": 3},
     "dflash": {"method": "dflash", "num_speculative_tokens": 3},
     "medusa": {"method": "medusa", "num_speculative_tokens": 3},
     "mlp_speculator": {"method": "mlp_speculator", "num_speculative_tokens": 3},
@@ -114,18 +118,27 @@ def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
     engine_args = {"architecture": {"num_hidden_layers": 1}, "batch_invariant": False, **engine_args}
     llm = engines(METHODS[method], **engine_args)
     llm.engine.target.model = HashingModel()  # type: ignore[assignment]
-    proposer: Any = llm.engine.proposer
-    drafter: Any = llm.engine.whole_steps[proposer].drafter
-    if method in ("eagle", "dflash"):
-        make = {"eagle": HashingHead, "dflash": HashingBlocks}[method]
-        proposer.head = proposer.runner.head = drafter.head = make(proposer.head)
-        drafter.tap_layers = proposer.tap_layers
+    engine, proposer = llm.engine, cast(Any, llm.engine.proposer)
+    heads = {"eagle": HashingHead, "p_eagle": HashingMaskableHead, "dflash": HashingBlocks}
+    if method in heads:
+        proposer.head = proposer.runner.head = heads[method](proposer.head)
     elif method == "medusa":
-        proposer.heads = drafter.heads = HashingLastStates()
+        proposer.heads = HashingLastStates()
     elif method == "mlp_speculator":
-        proposer.speculator = drafter.speculator = HashingRecurrence()
-    elif method.startswith("draft_model"):
+        proposer.speculator = HashingRecurrence()
+    elif method in ("draft_model", "draft_model_greedy"):
         proposer.runner.model = HashingModel(is_draft=True)
+    elif method == "pard":
+        proposer.runner.model = HashingMaskModel(proposer.mask_token_id)
+    steps = WholeSteps.of(
+        proposer,
+        target=engine.target,
+        rule=engine.verifier.rejection_sampler.rule,
+        max_num_seqs=llm.config.hardware.max_num_seqs,
+        max_model_len=engine.target_info.max_model_len,
+    )
+    assert steps is not None
+    cast(dict[Any, WholeSteps], engine.whole_steps)[proposer] = steps
     return llm
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -18,21 +19,13 @@ from runner.engine.request import Request
 class CapturedDraftModel(CapturedChains):
     def __init__(
         self,
-        num_tokens: int,
         *,
-        draft_sample_method: str,
-        needs_draft_probs: bool,
         runner: ModelRunner,
         translation: Translation | None,
         num_computed: dict[str, int],  # the proposer's own: request_id -> tokens whose KV is in the draft's cache
-        max_model_len: int,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            num_tokens,
-            draft_sample_method=draft_sample_method,
-            needs_draft_probs=needs_draft_probs,
-            max_model_len=max_model_len,
-        )
+        super().__init__(**common)
         self.runner, self.translation, self.num_computed = runner, translation, num_computed
 
     def can_start(self, request: Request) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +21,12 @@ class CapturedLastState(CapturedChains):
 
     def __init__(
         self,
-        num_tokens: int,
         *,
-        draft_sample_method: str,
-        needs_draft_probs: bool,
         states: dict[str, Tensor],  # the proposer's own: request_id -> [hidden]
         capacity: int,
-        max_model_len: int,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            num_tokens,
-            draft_sample_method=draft_sample_method,
-            needs_draft_probs=needs_draft_probs,
-            max_model_len=max_model_len,
-        )
+        super().__init__(**common)
         self.states, self.capacity = states, capacity
         self._states: Tensor | None = None  # [capacity, hidden], of the position before each request's last token
 

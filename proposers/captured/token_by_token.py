@@ -15,7 +15,7 @@ from runner.engine.row_sampling import RowSampling
 
 class CapturedChains(CapturedDrafter):
     def __init__(
-        self, num_tokens: int, *, draft_sample_method: str, needs_draft_probs: bool, max_model_len: int
+        self, *, num_tokens: int, draft_sample_method: str, needs_draft_probs: bool, max_model_len: int
     ) -> None:
         super().__init__(num_tokens, max_model_len)
         self.draft_sample_method, self.needs_draft_probs = draft_sample_method, needs_draft_probs

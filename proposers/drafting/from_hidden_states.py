@@ -98,15 +98,18 @@ class HeadProposer(LevelByLevelProposer):
         if self.num_speculative_tokens == 0 or self.drafts_trees or self.head.attention is None:
             return super().captured_drafter()
         return CapturedHead(
-            self.num_speculative_tokens,
-            draft_sample_method=self.draft_sample_method,
-            needs_draft_probs=self.context.needs_draft_probs,
             head=self.head,
             runner=self.runner,
             known=self._known,
             capacity=self.context.max_num_seqs,
+            mask=self.captured_mask(),
             max_model_len=self.max_model_len,
+            **self.captured_arguments(),
         )
+
+    def captured_mask(self) -> tuple[int, torch.Tensor] | None:
+        """Token and state [1, width] of places yet to be guessed; None: the head drafts token by token."""
+        return None
 
     @torch.inference_mode()
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:

@@ -80,11 +80,8 @@ class LastStateProposer(TokenByTokenProposer):
         self._states.pop(request_id, None)
 
     def captured_arguments(self) -> dict[str, Any]:
-        """Of CapturedLastState."""
         return {
-            "num_tokens": self.num_speculative_tokens,
-            "draft_sample_method": self.draft_sample_method,
-            "needs_draft_probs": self.context.needs_draft_probs,
+            **super().captured_arguments(),
             "states": self._states,
             "capacity": self.context.max_num_seqs,
             "max_model_len": self.max_model_len,

@@ -12,8 +12,7 @@ from typing import Protocol
 
 import torch
 
-from proposers.base import Proposer, ProposerContext
-from proposers.captured.drafter import CapturedDrafter
+from proposers.base import ProposerContext
 from proposers.drafting.from_hidden_states import HeadProposer, MaskRows
 from proposers.heads.autoregressive import AutoregressiveHead
 from runner.engine.errors import UserError
@@ -65,8 +64,11 @@ class OnePassHeadProposer(HeadProposer):
         self._first_rows: dict[str, int] = {}  # request_id -> row of its first draft's output
         self._outputs = torch.empty(0)  # [sum of the drafts' rows, width], request by request
 
-    def captured_drafter(self) -> CapturedDrafter | None:
-        return super().captured_drafter() if self.head.mask_token_id is None else Proposer.captured_drafter(self)
+    @torch.inference_mode()
+    def captured_mask(self) -> tuple[int, torch.Tensor] | None:
+        if self.head.mask_token_id is None:
+            return None
+        return self.head.mask_token_id, self.head.mask_state()
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
         if self.head.mask_token_id is None:

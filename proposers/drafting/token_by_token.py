@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -129,6 +130,14 @@ class TokenByTokenProposer(Proposer):
     def draft_step(self, rows: SamplingRows, step: int) -> int | torch.Tensor:
         """The key of a step's draws, where the rule asks for one: the committed tokens of each row's request."""
         return rows.positions - step if self.context.keys_by_draft_step else 0
+
+    def captured_arguments(self) -> dict[str, Any]:
+        """Of CapturedChains, but for what the drafter is."""
+        return {
+            "num_tokens": self.num_speculative_tokens,
+            "draft_sample_method": self.draft_sample_method,
+            "needs_draft_probs": self.context.needs_draft_probs,
+        }
 
     def may_draft(self, request: Request) -> bool:
         """Whether a request may ever get drafts."""

@@ -227,20 +227,14 @@ class Scheduler:
         return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._has_room(self.waiting[0])
 
     def reserve_ahead(self, num_tokens: int) -> bool:
-        """Blocks for this many tokens behind those committed of every running request, as far as it may get.
+        """Blocks for this many tokens behind those committed of every running request.
 
-        For steps that are launched before the result of the last one is known. False: there are too few; what could be
-        had is kept.
+        For steps that draft for all of them alike, and are launched before the result of the last one is known. False:
+        there are too few; what could be had is kept.
         """
+        longest = self.stop_rules.max_model_len
         return all(
-            self.blocks.grow(
-                request.block_table,
-                min(
-                    request.num_tokens + num_tokens,
-                    request.num_prompt_tokens + request.sampling_params.max_tokens,
-                    self.stop_rules.max_model_len,
-                ),
-            )
+            self.blocks.grow(request.block_table, min(request.num_tokens + num_tokens, longest))
             for request in self.running
         )
 

@@ -1,0 +1,69 @@
+"""PARD's pass over the fresh tokens and the masks behind them, captured; KV of masks is scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from proposers.captured.drafter import GoingOn
+from proposers.captured.fresh_tokens import FreshTokens
+from proposers.captured.token_by_token import CapturedChains
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.model_runner import ModelRunner
+from runner.engine.paged_shape import PagedShape
+from runner.engine.request import Request
+
+
+class CapturedPard(CapturedChains):
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        num_computed: dict[str, int],  # the proposer's own: request_id -> tokens whose KV is in the draft's cache
+        mask_token_id: int,
+        capacity: int,
+        num_tokens: int,
+        max_model_len: int,
+        **common: Any,
+    ) -> None:
+        # Masks stand behind one fresh token or behind many, so there may be as many rows behind the last mask.
+        super().__init__(num_tokens=num_tokens, max_model_len=max_model_len - num_tokens + 1, **common)
+        self.runner, self.num_computed, self.mask_token_id = runner, num_computed, mask_token_id
+        self._fresh = FreshTokens(capacity=capacity, most=self.num_tokens + 1, device=runner.device)
+        self._logits = torch.empty(0)  # [count, num_tokens, vocab]
+
+    def can_start(self, request: Request) -> bool:
+        return self._fresh.fit(request, self.num_computed.get(request.request_id, 0))
+
+    def start(self, requests: Sequence[Request]) -> None:
+        self._fresh.load(requests, [self.num_computed[request.request_id] for request in requests])
+
+    def first_logits(self, batch: DeviceBatch) -> Tensor:
+        shape, num_masks = self.runner.shapes["decode"], self.num_tokens - 1
+        assert isinstance(shape, PagedShape)
+        token_ids = self._fresh.rows(batch, self.mask_token_id, num_masks)
+        launch, _ = batch.launch(
+            token_ids.flatten(),
+            offset=0,
+            num_rows=token_ids.shape[1],
+            shape=shape,
+            block_size=self.runner.block_size,
+            lengths=self._fresh.first_positions(batch),
+        )
+        hidden, _ = self.runner.compute(launch)
+        drafting = hidden.index_select(0, self._fresh.last_rows(batch, num_masks).flatten())
+        self._logits = self.runner.model.logits(drafting, shape.linear).view(batch.count, self.num_tokens, -1)
+        return self.next_logits(batch, 0, token_ids)
+
+    def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
+        return self._logits[:, step]
+
+    def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
+        self._fresh.learn(batch, token_ids)
+
+    def stop(self, going_on: Sequence[GoingOn]) -> None:
+        for _, request, num_new_tokens in going_on:
+            self.num_computed[request.request_id] = request.num_tokens - num_new_tokens
