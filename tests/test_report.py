@@ -92,7 +92,7 @@ def test_the_summary_shows_the_numbers_of_the_run() -> None:
         "tokens per step               1.33",
         "output tokens per second      200.0",
         "6.67 ms (p20 6.67, p80 6.67, p99 6.67)",
-        "propose 0%, verify 50%, schedule 0%, other 50%",
+        "share of time                 verify 50%, other 50%",
         "4 MiB",
         "category 1",
     ):

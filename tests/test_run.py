@@ -12,8 +12,8 @@ import pytest
 
 from runner.config import SpeculativeConfig
 from runner.engine.errors import UserError
-from runner.llm import LLM
 from runner.run import execute
+from runner.step_loop import StepLoop
 from runner.tiny import DRAFT_DIR
 from runner.tracking import PARENT_RUN_ENV
 
@@ -172,7 +172,7 @@ def test_an_interrupted_run_is_marked_so_and_leaves_no_result(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(LLM, "step", interrupted)
+    monkeypatch.setattr(StepLoop, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         execute(config(tracking="mlflow", tracking_uri=store), tmp_path)
     client = mlflow.MlflowClient(store)
