@@ -12,8 +12,6 @@ from itertools import accumulate
 
 import torch
 
-from proposers.base import Proposer
-from proposers.captured.drafter import CapturedDrafter
 from proposers.drafting.token_by_token import Draw, TokenByTokenProposer
 from runner.engine.request import Request
 from runner.engine.upload import to_device
@@ -27,9 +25,6 @@ class OnePassProposer(TokenByTokenProposer):
     @abstractmethod
     def all_logits(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
         """Logits [sum(counts), vocab] float32: of the next counts[b] >= 1 places of requests[b], request by request."""
-
-    def captured_drafter(self) -> CapturedDrafter | None:
-        return Proposer.captured_drafter(self)  # not that of a drafter token by token that this one extends
 
     def walk(self, requests: Sequence[Request], counts: Sequence[int], draw: Draw) -> torch.Tensor:
         self._counts = {request.request_id: count for request, count in zip(requests, counts, strict=True)}
