@@ -18,7 +18,8 @@ from torch import Tensor
 from kernels.philox import gumbel_block, log
 from kernels.reference.philox import Stream
 from kernels.rejection import Verified, accept_uniforms, empty_result, length_of_prefix, load_drafts, store_tokens
-from kernels.row_laws import RowLaws, check_rows, load_logits, ranks_of, token_of, value_of
+from kernels.row_laws import RowLaws
+from kernels.scores import check_rows, load_logits, ranks_of, token_of, value_of
 
 BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.philox import gumbel_block
-from kernels.row_laws import RowLaws, check_rows, load_logits, ranks_of, row_laws, token_of
+from kernels.row_laws import RowLaws, row_laws
+from kernels.scores import check_rows, load_logits, ranks_of, token_of
 
 BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8

@@ -73,6 +73,7 @@ SEEN = {"WINDOW": 0, "IS_CAUSAL": 1, "VALUE_DIM": 128, "VALUE_BLOCK": 128}
 ATTEND = HEADS | SEEN | {"GROUP": 4, "HEAD_BLOCK": 128, "BLOCK_SIZE": 16, "SOFTCAP": 0, "HAS_BRANCHES": 1}
 ATTEND |= {"BLOCK_M": 64, "BLOCK_N": 64, "sinks_ptr": None}
 NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
+ROW_LAWS = {"num_warps": 8, "enable_fp_fusion": False}
 
 GREEDY_HAS_NO = ("seeds_ptr", "draft_steps_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr")
 
@@ -211,11 +212,51 @@ KERNELS = [
     ),
     Kernel(
         module="kernels.row_laws",
-        name="row_laws_kernel",
-        signature="*i64 *fp32 *fp32 *i64 *fp32 *i64 *i1 *fp32 *fp32 *i64 *fp64 i32 i32",
+        name="best_kernel",
+        signature="*i64 *fp32 *i64 i32 i32",
         constants={"BLOCK": 2048},
-        options={"num_warps": 16},
-        max_shared=8192,
+        options=ROW_LAWS,
+        max_shared=1024,
+    ),
+    Kernel(
+        module="kernels.row_laws",
+        name="begin_kernel",
+        signature="*i64 *fp32 *fp32 *i64 *i64 *i1 *fp32 *fp32 i32",
+        constants={"SPLITS": 64},
+        options={"num_warps": 1, "enable_fp_fusion": False},
+    ),
+    *(
+        Kernel(
+            module="kernels.row_laws",
+            name=name,
+            signature=signature,
+            constants=constants,
+            options=options,
+            max_shared=8192,
+        )
+        for by_mass, wanted, absent in ((0, "*i64", {"totals_ptr": None}), (1, "*fp64 *i64", {}))
+        for name, signature, constants, options in (
+            (
+                "measure_kernel",
+                f"*i64 *fp32 *i64 *i1 *fp32 *fp32 *fp32 {wanted} i32 i32 i32",
+                {"BY_MASS": by_mass, "BLOCK": 2048, **absent},
+                ROW_LAWS,
+            ),
+            (
+                "settle_kernel",
+                f"*i64 *i64 *i1 *fp32 *fp32 {wanted} i32 i32",
+                {"BY_MASS": by_mass, **absent},
+                {"num_warps": 1, "enable_fp_fusion": False},
+            ),
+        )
+    ),
+    Kernel(
+        module="kernels.row_laws",
+        name="mass_kernel",
+        signature="*i64 *fp32 *i64 *i1 *fp32 *fp32 *fp32 i32 i32",
+        constants={"BLOCK": 2048},
+        options=ROW_LAWS,
+        max_shared=1024,
     ),
     *(
         Kernel(
