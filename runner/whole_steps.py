@@ -7,7 +7,7 @@ one before it knows the last one's tokens, and its own work hides behind the dev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -25,12 +25,15 @@ from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
 from verifier.kernel_rules import ChainJudge
 from verifier.rules import Rule
 
+SMALLEST_SHARE = 0.75  # of a batch's places that hold a request; what the others cost is for nothing
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedStep:
     """A step on its way."""
 
     schedule: Schedule
+    places: list[int]  # of the scheduled requests in the batch; at the others nobody is
     told: Download  # [count, num_rows + 2] int64, as kernels/follow_verified.py lays it out
 
     @property
@@ -39,7 +42,7 @@ class LaunchedStep:
 
     def read(self) -> tuple[DraftTokens, VerifyOutput]:
         """What was drafted and what came of it; waits for the step."""
-        told = self.told.read()[: len(self.schedule.scheduled)]
+        told = self.told.read()[self.places]
         drafts = DraftTokens(token_ids=told[:0, 0], cu_num_draft_tokens=[0, *accumulate(told[:, -1].tolist())])
         return drafts, VerifyOutput(token_ids=told[:, :-2], num_accepted_tokens=told[:, -2])
 
@@ -65,7 +68,9 @@ class WholeSteps:
         self._graphs = GraphStore()
         self._requests: DeviceRequests | None = None
         self._cu = torch.arange(max_num_seqs + 1, dtype=torch.int64, device=target.device) * drafter.num_tokens
+        # Of the steps under way:
         self._drawn_by = DrawnBy.of([])
+        self._count = 0  # places in the batch
 
     @classmethod
     def of(
@@ -119,17 +124,25 @@ class WholeSteps:
             )
         requests = [item.request for item in schedule.scheduled]
         self._drawn_by = DrawnBy.of([request.sampling_params for request in requests])
+        self._count = min(bucket(len(requests)), self.max_num_seqs)
         self._requests.load(requests)
         self.drafter.start(requests)
-        return self._launch(schedule, longest=max(request.num_tokens for request in requests))
+        longest = max(request.num_tokens for request in requests)
+        return self._launch(schedule, list(range(len(requests))), longest=longest)
 
     def go_on(self, launched: LaunchedStep, scheduler: Scheduler) -> LaunchedStep | None:
         """Launch the step behind one that is not read yet; None where it has to be read first."""
-        requests = launched.requests
+        staying = [
+            (place, item)
+            for place, item in zip(launched.places, launched.schedule.scheduled, strict=True)
+            if not item.request.is_finished
+        ]
+        requests = [item.request for _, item in staying]
         longest = max(request.num_tokens for request in requests) + self.num_rows
         if (
             requests != scheduler.running
             or scheduler.may_admit
+            or len(requests) < SMALLEST_SHARE * self._count  # better to begin again with a smaller batch
             or scheduler.max_draft_tokens != self.drafter.num_tokens
             or longest + self.drafter.num_tokens > self._longest_drafted
             # The step under way brings each a token at least.
@@ -138,35 +151,38 @@ class WholeSteps:
         ):
             return None
         assert self._requests is not None
-        self._requests.extend_tables(requests)
-        return self._launch(launched.schedule, longest=longest)
+        places = [place for place, _ in staying]
+        if len(places) < len(launched.places):
+            self._requests.remove([place for place in launched.places if place not in places])
+        self._requests.extend_tables(places, requests)
+        schedule = replace(launched.schedule, scheduled=[item for _, item in staying])
+        return self._launch(schedule, places, longest=longest)
 
     def stop(self, launched: LaunchedStep, committed: Sequence[CommittedTokens]) -> None:
         """No step is under way: `launched` was the last one, and brought this."""
-        rows = {request.request_id: row for row, request in enumerate(launched.requests)}
+        places = {request.request_id: place for place, request in zip(launched.places, launched.requests, strict=True)}
         self.drafter.stop(
             [
-                GoingOn(rows[gain.request.request_id], gain.request, len(gain.token_ids))
+                GoingOn(places[gain.request.request_id], gain.request, len(gain.token_ids))
                 for gain in committed
                 if not gain.request.is_finished
             ]
         )
 
     @torch.inference_mode()
-    def _launch(self, schedule: Schedule, *, longest: int) -> LaunchedStep:
+    def _launch(self, schedule: Schedule, places: list[int], *, longest: int) -> LaunchedStep:
         assert self._requests is not None
         shape = self.target.shapes["decode"]
         assert isinstance(shape, PagedShape)
-        count = min(bucket(len(schedule.scheduled)), self.max_num_seqs)
         # Up to one split, contexts of any length are launched alike.
         max_context = shape.context_bucket(max(longest + self.drafter.num_tokens, shape.split_keys or 0))
-        batch = self._requests.batch(count, self._drawn_by, max_context)
+        batch = self._requests.batch(self._count, self._drawn_by, max_context)
 
         def compute() -> tuple[Tensor]:
             return (self._step(batch, shape),)
 
-        (told,) = self._graphs((count, self._drawn_by, max_context), compute)
-        return LaunchedStep(schedule=schedule, told=Download(told))
+        (told,) = self._graphs((self._count, self._drawn_by, max_context), compute)
+        return LaunchedStep(schedule=schedule, places=places, told=Download(told))
 
     def _step(self, batch: DeviceBatch, shape: PagedShape) -> Tensor:
         from kernels.fit_drafts import fit_drafts

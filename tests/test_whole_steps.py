@@ -266,6 +266,27 @@ def test_the_step_behind_is_launched_before_a_step_is_read(
     assert events.count("launch") - events.count("read") in (0, 1), "at most one was launched for nothing"
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "ngram_gpu"])
+def test_who_ends_leaves_a_gap_until_there_are_many(
+    captured: Engines, by_definition: None, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight two may be missing; then the others begin again in a batch of their own."""
+    llm = hashing(captured, method)
+    lengths = (60, 12, 60, 20, 60, 28, 60, 60)
+    params = tuple(replace(SAMPLED, seed=None, max_tokens=length) for length in lengths)
+    traffic = Traffic(arrivals=((0, 3),) * 8, params=params, cancelled={}, max_num_seqs=8)
+    _, in_parts, _ = play(llm, traffic, whole=False)
+    counts: list[int] = []
+    start = WholeSteps.start
+    monkeypatch.setattr(
+        WholeSteps, "start", lambda steps, schedule: (counts.append(len(schedule.scheduled)), start(steps, schedule))[1]
+    )
+    _, whole, _ = play(llm, traffic, whole=True)
+    expected = {record.request_id: record for record in in_parts}
+    assert all(record.token_ids == expected[record.request_id].token_ids for record in whole)
+    assert counts[0] == 8 and counts[1] < 6
+
+
 def test_who_arrives_meanwhile_is_let_in_at_once(captured: Engines, by_definition: None) -> None:
     llm = hashing(captured, "draft_model")
     scheduler = llm.scheduler_for(llm.engine.proposer)

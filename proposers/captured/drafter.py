@@ -24,7 +24,7 @@ class CapturedDrafts(NamedTuple):
 
 
 class GoingOn(NamedTuple):
-    row: int  # place in `start`
+    row: int  # its place in `start`
     request: Request
     num_new_tokens: int  # that the last step brought
 

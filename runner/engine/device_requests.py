@@ -212,20 +212,24 @@ class DeviceRequests:
         self.last_token_ids[: len(requests)].copy_(numbers[2:4].t())
         self._of_requests.fill(numbers[4:], floats, 1)
         self._of_rows.fill(numbers[4:], floats, self.num_rows)
-        self.extend_tables(requests)
+        self.extend_tables(range(len(requests)), requests)
 
-    def extend_tables(self, requests: Sequence[Request]) -> None:
-        """Tell of blocks that the loaded requests have got since; their order is that of `load`."""
+    def remove(self, places: Sequence[int]) -> None:
+        """Requests of `load`, by their order there, that are absent from now on."""
+        self.lengths.index_fill_(0, to_device(places, torch.int64, self.device), 0)
+
+    def extend_tables(self, places: Sequence[int], requests: Sequence[Request]) -> None:
+        """Tell of blocks that requests have got since; places: theirs in `load`."""
         rows, columns, blocks = list[int](), list[int](), list[int]()
-        for row, request in enumerate(requests):
+        for row, request in zip(places, requests, strict=True):
             fresh = request.block_table[self._num_blocks[row] :]
             rows += [row] * len(fresh)
             columns += range(self._num_blocks[row], len(request.block_table))
             blocks += fresh
             self._num_blocks[row] = len(request.block_table)
         if blocks:
-            places = to_device([rows, columns, blocks], torch.int64, self.device)
-            self.block_tables.index_put_((places[0], places[1]), places[2].to(torch.int32))
+            index = to_device([rows, columns, blocks], torch.int64, self.device)
+            self.block_tables.index_put_((index[0], index[1]), index[2].to(torch.int32))
 
     def batch(self, count: int, drawn_by: DrawnBy, max_context: int) -> DeviceBatch:
         return DeviceBatch(
