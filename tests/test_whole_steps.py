@@ -22,6 +22,8 @@ from kernels.reference.follow_verified import follow_verified
 from kernels.reference.ngram_match import ngram_match
 from kernels.reference.philox import Stream
 from runner.engine import backend, graphs
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
@@ -251,6 +253,29 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(
     if method not in ("none", "ngram_gpu", "draft_model_greedy"):
         accepted = [count for record in whole for count in record.num_accepted_tokens]
         assert {0, 3} <= set(accepted), "drafts were rejected, and accepted to the last"
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("none", "ngram_gpu")])
+def test_no_row_stands_behind_what_its_launch_has_room_for(
+    captured: Engines, by_definition: None, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows behind the last mask did: merging their splits read memory of nobody, wherever a text crossed a bucket."""
+    monkeypatch.setattr(PagedShape, "context_bucket", lambda shape, context: context)
+    llm = hashing(captured, method)
+    decode = cast(PagedShape, llm.engine.target.shapes["decode"])
+    llm.engine.target.shapes["decode"] = replace(decode, split_keys=None)
+    room = list[int]()
+    launch = DeviceBatch.launch
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        batch, predicted = launch(*args, **kwargs)
+        segments = cast(PagedAttention, batch.attention).segments
+        room.append(segments.max_context - 1 - int((segments.tile_positions + segments.tile_sizes - 1).max()))
+        return batch, predicted
+
+    monkeypatch.setattr(DeviceBatch, "launch", checked)
+    complete(llm, [{"prompt_token_ids": [5, 6]}], [replace(GREEDY, max_tokens=60)])
+    assert min(room) >= 0
 
 
 def test_the_step_behind_is_launched_before_a_step_is_read(
