@@ -23,6 +23,7 @@ from kernels.reference.ngram_match import ngram_match
 from kernels.reference.philox import Stream
 from runner.engine import backend, graphs
 from runner.engine.device_requests import DeviceBatch
+from runner.engine.forward_batch import ForwardBatch
 from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
@@ -276,6 +277,26 @@ def test_no_row_stands_behind_what_its_launch_has_room_for(
     monkeypatch.setattr(DeviceBatch, "launch", checked)
     complete(llm, [{"prompt_token_ids": [5, 6]}], [replace(GREEDY, max_tokens=60)])
     assert min(room) >= 0
+
+
+def test_a_draft_keeps_what_prompt_kernels_stored_of_a_prompt(
+    captured: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first whole step stored the prompt's last token anew: its bits told whether that step had been whole."""
+    llm = hashing(captured, "draft_model")
+    prompt = list(range(1, 12))
+    stored = set[int]()
+    compute = HashingModel.__call__
+
+    def noted(model: HashingModel, batch: ForwardBatch, *args: Any) -> Any:
+        if model.is_draft and batch.family == "decode":
+            kept = batch.slot_mapping >= llm.engine.block_manager.block_size  # the others are in the null block
+            stored.update(batch.positions[kept].tolist())
+        return compute(model, batch, *args)
+
+    monkeypatch.setattr(HashingModel, "__call__", noted)
+    complete(llm, [{"prompt_token_ids": prompt}], [replace(GREEDY, max_tokens=9)])
+    assert min(stored) == len(prompt)
 
 
 def test_the_step_behind_is_launched_before_a_step_is_read(
