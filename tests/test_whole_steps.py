@@ -6,7 +6,9 @@ The kernels themselves, interpreted, have a few short texts at the end.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -330,6 +332,27 @@ def test_who_arrives_meanwhile_is_let_in_at_once(captured: Engines, by_definitio
     for request in (first, second):
         scheduler.abort(request)
         llm.engine.proposer.release(request.request_id)
+
+
+def test_graphs_share_a_pool_while_one_of_them_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to capture into a pool whose graphs are all gone: those of an engine that another one replaced."""
+    entered = list[int]()
+    handles = iter(range(9))
+
+    def capture(graph: Any, *, pool: int, **_: Any) -> Any:
+        entered.append(pool)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    first = graphs.record_cuda_graph(lambda: (), ())
+    second = graphs.record_cuda_graph(lambda: (), ())
+    del first
+    third = graphs.record_cuda_graph(lambda: (), ())
+    del second, third
+    graphs.record_cuda_graph(lambda: (), ())
+    assert entered == [0, 0, 0, 1]
 
 
 KERNEL_PARAMS = [
