@@ -108,7 +108,7 @@ class WholeSteps:
             and params.logprobs is None
             and params.prompt_logprobs is None
             and (asked is None or asked >= num_drafts)
-            and request.num_tokens + num_drafts <= self._longest_drafted
+            and request.num_tokens + self.drafter.reach <= self._longest_drafted
             and self.drafter.can_start(request)
         )
 
@@ -144,7 +144,7 @@ class WholeSteps:
             or scheduler.may_admit
             or len(requests) < SMALLEST_SHARE * self._count  # better to begin again with a smaller batch
             or scheduler.max_draft_tokens != self.drafter.num_tokens
-            or longest + self.drafter.num_tokens > self._longest_drafted
+            or longest + self.drafter.reach > self._longest_drafted
             # The step under way brings each a token at least.
             or all(len(r.output_token_ids) + 1 >= r.sampling_params.max_tokens for r in requests)
             or not scheduler.reserve_ahead(2 * self.num_rows - 1)
@@ -175,7 +175,7 @@ class WholeSteps:
         shape = self.target.shapes["decode"]
         assert isinstance(shape, PagedShape)
         # Up to one split, contexts of any length are launched alike.
-        max_context = shape.context_bucket(max(longest + self.drafter.num_tokens, shape.split_keys or 0))
+        max_context = shape.context_bucket(max(longest + self.drafter.reach, shape.split_keys or 0))
         batch = self._requests.batch(self._count, self._drawn_by, max_context)
 
         def compute() -> tuple[Tensor]:

@@ -6,7 +6,9 @@ The kernels themselves, interpreted, have a few short texts at the end.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,6 +24,9 @@ from kernels.reference.follow_verified import follow_verified
 from kernels.reference.ngram_match import ngram_match
 from kernels.reference.philox import Stream
 from runner.engine import backend, graphs
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
@@ -253,6 +258,49 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(
         assert {0, 3} <= set(accepted), "drafts were rejected, and accepted to the last"
 
 
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("none", "ngram_gpu")])
+def test_no_row_stands_behind_what_its_launch_has_room_for(
+    captured: Engines, by_definition: None, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows behind the last mask did: merging their splits read memory of nobody, wherever a text crossed a bucket."""
+    monkeypatch.setattr(PagedShape, "context_bucket", lambda shape, context: context)
+    llm = hashing(captured, method)
+    decode = cast(PagedShape, llm.engine.target.shapes["decode"])
+    llm.engine.target.shapes["decode"] = replace(decode, split_keys=None)
+    room = list[int]()
+    launch = DeviceBatch.launch
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        batch, predicted = launch(*args, **kwargs)
+        segments = cast(PagedAttention, batch.attention).segments
+        room.append(segments.max_context - 1 - int((segments.tile_positions + segments.tile_sizes - 1).max()))
+        return batch, predicted
+
+    monkeypatch.setattr(DeviceBatch, "launch", checked)
+    complete(llm, [{"prompt_token_ids": [5, 6]}], [replace(GREEDY, max_tokens=60)])
+    assert min(room) >= 0
+
+
+def test_a_draft_keeps_what_prompt_kernels_stored_of_a_prompt(
+    captured: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first whole step stored the prompt's last token anew: its bits told whether that step had been whole."""
+    llm = hashing(captured, "draft_model")
+    prompt = list(range(1, 12))
+    stored = set[int]()
+    compute = HashingModel.__call__
+
+    def noted(model: HashingModel, batch: ForwardBatch, *args: Any) -> Any:
+        if model.is_draft and batch.family == "decode":
+            kept = batch.slot_mapping >= llm.engine.block_manager.block_size  # the others are in the null block
+            stored.update(batch.positions[kept].tolist())
+        return compute(model, batch, *args)
+
+    monkeypatch.setattr(HashingModel, "__call__", noted)
+    complete(llm, [{"prompt_token_ids": prompt}], [replace(GREEDY, max_tokens=9)])
+    assert min(stored) == len(prompt)
+
+
 def test_the_step_behind_is_launched_before_a_step_is_read(
     captured: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +353,27 @@ def test_who_arrives_meanwhile_is_let_in_at_once(captured: Engines, by_definitio
     for request in (first, second):
         scheduler.abort(request)
         llm.engine.proposer.release(request.request_id)
+
+
+def test_graphs_share_a_pool_while_one_of_them_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to capture into a pool whose graphs are all gone: those of an engine that another one replaced."""
+    entered = list[int]()
+    handles = iter(range(9))
+
+    def capture(graph: Any, *, pool: int, **_: Any) -> Any:
+        entered.append(pool)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    first = graphs.record_cuda_graph(lambda: (), ())
+    second = graphs.record_cuda_graph(lambda: (), ())
+    del first
+    third = graphs.record_cuda_graph(lambda: (), ())
+    del second, third
+    graphs.record_cuda_graph(lambda: (), ())
+    assert entered == [0, 0, 0, 1]
 
 
 KERNEL_PARAMS = [

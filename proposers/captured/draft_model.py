@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +33,11 @@ class CapturedDraftModel(CapturedChains):
         return self.num_computed.get(request.request_id, 0) >= request.num_tokens - 2
 
     def first_logits(self, batch: DeviceBatch) -> Tensor:
-        """After full acceptance two tokens are missing, else one; the other is computed once more, to the same bits."""
+        """After full acceptance two tokens are missing, else one; the other is computed once more.
+
+        To the same bits where it was generated. A prompt's last token was computed by the kernels for prompts, so what
+        is stored of it stays.
+        """
         return self._logits(batch, batch.last_token_ids.flatten(), offset=-2, num_rows=2)
 
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
@@ -48,6 +53,9 @@ class CapturedDraftModel(CapturedChains):
         launch, _ = batch.launch(
             token_ids, offset=offset, num_rows=num_rows, shape=shape, block_size=self.runner.block_size
         )
+        if offset < -1:
+            is_generated = launch.positions.view(-1, num_rows) >= batch.num_prompt_tokens.unsqueeze(1)
+            launch = replace(launch, slot_mapping=launch.slot_mapping * is_generated.flatten())  # 0: the null block
         hidden, _ = self.runner.compute(launch)
         last = hidden.view(batch.count, num_rows, -1)[:, -1].contiguous()
         logits = self.runner.model.logits(last, shape.linear)

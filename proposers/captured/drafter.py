@@ -32,9 +32,15 @@ class GoingOn(NamedTuple):
 class CapturedDrafter(ABC):
     tap_layers: tuple[int, ...] = ()  # the target's hidden states that `learn` takes
 
-    def __init__(self, num_tokens: int, max_model_len: int | None = None) -> None:
-        """num_tokens: drafts of every request. max_model_len: tokens of a request that the drafter can see."""
+    def __init__(self, num_tokens: int, max_model_len: int | None = None, num_scratch_rows: int = 0) -> None:
+        """
+        Args:
+            num_tokens: drafts of every request.
+            max_model_len: tokens of a request that the drafter can see.
+            num_scratch_rows: rows that a launch may have behind those of the drafts, whose results nobody looks at.
+        """
         self.num_tokens, self.max_model_len = num_tokens, max_model_len
+        self.reach = num_tokens + num_scratch_rows  # places behind the committed tokens that a launch may stand on
 
     def can_start(self, request: Request) -> bool:
         """Whether what is known of a request is what `start` can take along."""

@@ -33,12 +33,11 @@ class CapturedHead(CapturedChains):
         capacity: int,
         mask: tuple[int, Tensor] | None,  # token and state [1, width] of places yet to be guessed
         num_tokens: int,
-        max_model_len: int,
         **common: Any,
     ) -> None:
         self.mask, self._num_masks = mask, 0 if mask is None else num_tokens - 1
         # Masks stand behind one fresh token or behind many, so there may be as many rows behind the last mask.
-        super().__init__(num_tokens=num_tokens, max_model_len=max_model_len - self._num_masks, **common)
+        super().__init__(num_tokens=num_tokens, num_scratch_rows=self._num_masks, **common)
         self.head, self.runner, self.known = head, runner, known
         self.tap_layers = head.tap_layers
         self._fresh = FreshTokens(capacity=capacity, most=self.num_tokens + 1, device=runner.device)

@@ -26,11 +26,10 @@ class CapturedPard(CapturedChains):
         mask_token_id: int,
         capacity: int,
         num_tokens: int,
-        max_model_len: int,
         **common: Any,
     ) -> None:
         # Masks stand behind one fresh token or behind many, so there may be as many rows behind the last mask.
-        super().__init__(num_tokens=num_tokens, max_model_len=max_model_len - num_tokens + 1, **common)
+        super().__init__(num_tokens=num_tokens, num_scratch_rows=num_tokens - 1, **common)
         self.runner, self.num_computed, self.mask_token_id = runner, num_computed, mask_token_id
         self._fresh = FreshTokens(capacity=capacity, most=self.num_tokens + 1, device=runner.device)
         self._logits = torch.empty(0)  # [count, num_tokens, vocab]

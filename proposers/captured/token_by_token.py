@@ -15,9 +15,15 @@ from runner.engine.row_sampling import RowSampling
 
 class CapturedChains(CapturedDrafter):
     def __init__(
-        self, *, num_tokens: int, draft_sample_method: str, needs_draft_probs: bool, max_model_len: int
+        self,
+        *,
+        num_tokens: int,
+        draft_sample_method: str,
+        needs_draft_probs: bool,
+        max_model_len: int,
+        num_scratch_rows: int = 0,
     ) -> None:
-        super().__init__(num_tokens, max_model_len)
+        super().__init__(num_tokens, max_model_len, num_scratch_rows)
         self.draft_sample_method, self.needs_draft_probs = draft_sample_method, needs_draft_probs
 
     @abstractmethod

@@ -98,6 +98,7 @@ class DeviceBatch:
     count: int  # requests, absent ones included
     lengths: Tensor  # [count] int64: committed tokens; 0: absent
     limits: Tensor  # [count] int64: committed tokens that a request may come to
+    num_prompt_tokens: Tensor  # [count] int64
     last_token_ids: Tensor  # [count, 2] int64: the last two committed tokens
     block_tables: Tensor  # [count, max_blocks] int32
     branch_starts: Tensor  # [count] int32
@@ -166,6 +167,7 @@ class DeviceRequests:
         self.num_rows, self.max_model_len, self.device = num_rows, max_model_len, device
         self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.limits = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.num_prompt_tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.last_token_ids = torch.zeros(capacity, 2, dtype=torch.int64, device=device)
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = torch.zeros(capacity, max_blocks, dtype=torch.int32, device=device)
@@ -191,6 +193,7 @@ class DeviceRequests:
                 ],
                 [before for before, _ in last],
                 [token_id for _, token_id in last],
+                [request.num_prompt_tokens for request in requests],
                 [seed_to_int64(request.seed) for request in requests],
                 [p.is_greedy for p in params],
                 [0 if p.is_greedy else max(p.top_k, 0) for p in params],
@@ -210,8 +213,9 @@ class DeviceRequests:
         self.lengths[: len(requests)].copy_(numbers[0])
         self.limits[: len(requests)].copy_(numbers[1])
         self.last_token_ids[: len(requests)].copy_(numbers[2:4].t())
-        self._of_requests.fill(numbers[4:], floats, 1)
-        self._of_rows.fill(numbers[4:], floats, self.num_rows)
+        self.num_prompt_tokens[: len(requests)].copy_(numbers[4])
+        self._of_requests.fill(numbers[5:], floats, 1)
+        self._of_rows.fill(numbers[5:], floats, self.num_rows)
         self.extend_tables(range(len(requests)), requests)
 
     def remove(self, places: Sequence[int]) -> None:
@@ -236,6 +240,7 @@ class DeviceRequests:
             count=count,
             lengths=self.lengths[:count],
             limits=self.limits[:count],
+            num_prompt_tokens=self.num_prompt_tokens[:count],
             last_token_ids=self.last_token_ids[:count],
             block_tables=self.block_tables[:count],
             branch_starts=self._branch_starts[:count],

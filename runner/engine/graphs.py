@@ -10,8 +10,8 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -26,6 +26,14 @@ class Graph:
     inputs: Tensors  # what a replay reads
     outputs: Sequence[torch.Tensor]  # what a replay writes
     replay: Callable[[], None]
+    pool: GraphPool | None = None  # of its memory; None: it has no other than these tensors
+
+
+class GraphPool:
+    """Memory that graphs share, for as long as one of them lives: torch opens no pool again that all have left."""
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
 
 
 class GraphStore:
@@ -75,18 +83,17 @@ class GraphStore:
 def record_cuda_graph(compute: Compute, inputs: Tensors) -> Graph:
     """All graphs of the process take their memory from one pool: replays follow one another."""
     held = tuple(tensor.clone() for tensor in inputs)
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), _pools.get("shared") or GraphPool()
+    _pools["shared"] = pool
     collects = gc.isenabled()
     gc.disable()  # what it frees may be a graph of another engine, which is no work to capture
     try:
-        with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
             outputs = compute(*held)
     finally:
         if collects:
             gc.enable()
-    return Graph(inputs=held, outputs=outputs, replay=graph.replay)
+    return Graph(inputs=held, outputs=outputs, replay=graph.replay, pool=pool)
 
 
-@cache
-def _pool() -> Any:
-    return torch.cuda.graph_pool_handle()
+_pools: WeakValueDictionary[str, GraphPool] = WeakValueDictionary()
