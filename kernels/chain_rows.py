@@ -29,7 +29,6 @@ def chain_rows_kernel(
     ROWS_PER_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # >= NUM_ROWS and NUM_TILES
-    IS_CAUSAL: tl.constexpr,
 ):
     request = tl.program_id(0)
     all_rows, all_tiles = tl.num_programs(0) * NUM_ROWS, tl.num_programs(0) * NUM_TILES
@@ -58,10 +57,7 @@ def chain_rows_kernel(
     tl.store(tile_ptr + all_tiles, request * NUM_ROWS + first_row, mask=is_tile)
     tl.store(tile_ptr + 2 * all_tiles, size, mask=is_tile)
     tl.store(tile_ptr + 3 * all_tiles, tile_position.to(tl.int32), mask=is_tile)
-    if IS_CAUSAL:
-        last_key = tl.maximum(tile_position + size - 1, 0)
-    else:
-        last_key = tl.where(is_here, tl.maximum(first + NUM_ROWS - 1, 0), 0) + place * 0
+    last_key = tl.maximum(tile_position + size - 1, 0)
     tl.store(tile_ptr + 4 * all_tiles, last_key.to(tl.int32), mask=is_tile)
 
 
@@ -73,7 +69,6 @@ def chain_rows(
     num_rows: int,
     block_size: int,
     rows_per_tile: int,
-    is_causal: bool = True,
 ) -> ChainRows:
     """What kernels.reference.chain_rows.chain_rows says, read from the device and left there."""
     num_requests, max_blocks = block_tables.shape
@@ -94,7 +89,6 @@ def chain_rows(
             ROWS_PER_TILE=rows_per_tile,
             BLOCK_SIZE=block_size,
             ROWS=triton.next_power_of_2(num_rows),
-            IS_CAUSAL=is_causal,
             num_warps=1,
         )
     return ChainRows(*rows.unbind(0), *tiles.unbind(0))

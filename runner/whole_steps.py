@@ -66,7 +66,7 @@ class WholeSteps:
         self.max_num_seqs, self.num_rows = max_num_seqs, drafter.num_tokens + 1
         self._judge = ChainJudge(rule, target.device) if drafter.num_tokens > 0 else None
         self._graphs = GraphStore()
-        self._requests: DeviceRequests | None = None
+        self._on_device: DeviceRequests | None = None
         self._cu = torch.arange(max_num_seqs + 1, dtype=torch.int64, device=target.device) * drafter.num_tokens
         # Of the steps under way:
         self._drawn_by = DrawnBy.of([])
@@ -114,8 +114,8 @@ class WholeSteps:
 
     def start(self, schedule: Schedule) -> LaunchedStep:
         """Take a schedule's requests to the device, and launch their step."""
-        if self._requests is None:
-            self._requests = DeviceRequests(
+        if self._on_device is None:
+            self._on_device = DeviceRequests(
                 capacity=self.max_num_seqs,
                 num_rows=self.num_rows,
                 max_model_len=self._longest_text,
@@ -125,7 +125,7 @@ class WholeSteps:
         requests = [item.request for item in schedule.scheduled]
         self._drawn_by = DrawnBy.of([request.sampling_params for request in requests])
         self._count = min(bucket(len(requests)), self.max_num_seqs)
-        self._requests.load(requests)
+        self._on_device.load(requests)
         self.drafter.start(requests)
         longest = max(request.num_tokens for request in requests)
         return self._launch(schedule, list(range(len(requests))), longest=longest)
@@ -150,11 +150,11 @@ class WholeSteps:
             or not scheduler.reserve_ahead(2 * self.num_rows - 1)
         ):
             return None
-        assert self._requests is not None
+        assert self._on_device is not None
         places = [place for place, _ in staying]
         if len(places) < len(launched.places):
-            self._requests.remove([place for place in launched.places if place not in places])
-        self._requests.extend_tables(places, requests)
+            self._on_device.remove([place for place in launched.places if place not in places])
+        self._on_device.extend_tables(places, requests)
         schedule = replace(launched.schedule, scheduled=[item for _, item in staying])
         return self._launch(schedule, places, longest=longest)
 
@@ -171,12 +171,12 @@ class WholeSteps:
 
     @torch.inference_mode()
     def _launch(self, schedule: Schedule, places: list[int], *, longest: int) -> LaunchedStep:
-        assert self._requests is not None
+        assert self._on_device is not None
         shape = self.target.shapes["decode"]
         assert isinstance(shape, PagedShape)
         # Up to one split, contexts of any length are launched alike.
         max_context = shape.context_bucket(max(longest + self.drafter.reach, shape.split_keys or 0))
-        batch = self._requests.batch(self._count, self._drawn_by, max_context)
+        batch = self._on_device.batch(self._count, self._drawn_by, max_context)
 
         def compute() -> tuple[Tensor]:
             return (self._step(batch, shape),)

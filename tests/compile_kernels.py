@@ -105,7 +105,7 @@ KERNELS = [
         module="kernels.chain_rows",
         name="chain_rows_kernel",
         signature="*i64 *i32 *i64 *i32 i32 i32 i32",
-        constants={"NUM_ROWS": 17, "NUM_TILES": 2, "ROWS": 32, "ROWS_PER_TILE": 16, "BLOCK_SIZE": 16, "IS_CAUSAL": 0},
+        constants={"NUM_ROWS": 17, "NUM_TILES": 2, "ROWS": 32, "ROWS_PER_TILE": 16, "BLOCK_SIZE": 16},
         options={"num_warps": 1},
     ),
     Kernel(

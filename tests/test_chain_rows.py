@@ -36,7 +36,6 @@ def chains(draw: st.DrawFn) -> dict[str, Any]:
             "num_rows": num_rows,
             "block_size": block_size,
             "rows_per_tile": draw(st.sampled_from([1, 4, 16])),
-            "is_causal": draw(st.booleans()),
         },
     }
 
@@ -73,7 +72,6 @@ def test_rows_and_tiles_are_those_that_the_host_plans(case: dict[str, Any]) -> N
         token_ids,
         shape=planned,
         block_size=shape["block_size"],
-        is_causal=shape["is_causal"],
     )
     batch = packed.unpack(torch.tensor(packed.numbers))
     found, _ = both_ways(case, torch.device("cpu"))

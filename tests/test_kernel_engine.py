@@ -104,3 +104,8 @@ def test_the_layouts_that_were_used_last_are_kept() -> None:
     for key in (1, 2, 1, 3, 1, 2):  # 3 takes the place of 2, and 2 that of 3
         assert int(store(key, lambda number: (number,), torch.tensor(key))[0]) == key
     assert recordings == [1, 2, 3, 2]
+    recordings.clear()
+    store = GraphStore(record, max_graphs=2)
+    for key in (1, 2, 3, 1, 2, 3):
+        store(key, lambda number: (number,), torch.tensor(key))
+    assert recordings == [1, 2, 3] and len(store._graphs) == 2

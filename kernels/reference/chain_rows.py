@@ -32,7 +32,6 @@ def chain_rows(
     num_rows: int,  # of each request
     block_size: int,
     rows_per_tile: int,
-    is_causal: bool = True,  # False: every row may see all of its request's
 ) -> ChainRows:
     num_requests, max_blocks = block_tables.shape
     is_here = (lengths > 0).unsqueeze(1)
@@ -53,7 +52,7 @@ def chain_rows(
         requests * num_rows + firsts,
         sizes,
         tile_positions,
-        (tile_positions + sizes - 1 if is_causal else (positions[:, -1:] * is_here).expand_as(sizes)).clamp(min=0),
+        (tile_positions + sizes - 1).clamp(min=0),
     )
     return ChainRows(
         positions.flatten(),

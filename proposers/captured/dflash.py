@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,13 @@ class CapturedDFlash(CapturedChains):
         num_rows = self.num_tokens + num_silent
         masks = batch.last_token_ids.new_full((count, num_rows - 1), config.mask_token_id)
         token_ids = torch.cat((batch.last_token_ids[:, 1:], masks), dim=1).flatten()
-        launch, cache = self._launch(batch, token_ids, num_rows, is_causal=False)
+        launch, cache = self._launch(batch, token_ids, num_rows)
+        # What a row sees of its block ends where that of a step in parts does: no mask stands where no draft has room.
+        room = (batch.limits - batch.lengths - 1).clamp(1, self.num_tokens)
+        segments = launch.attention.segments
+        ends = (batch.lengths - 2 + num_silent + room).to(torch.int32).unsqueeze(1)
+        segments = replace(segments, last_keys=ends.expand(-1, len(segments.last_keys) // count).flatten())
+        launch = replace(launch, attention=replace(launch.attention, segments=segments))
         output = self.head(launch, self.head.embed(token_ids), cache)
         drafting = output.view(count, num_rows, -1)[:, num_silent:].flatten(0, 1)
         self._logits = self.head.logits(drafting, launch.linear_tile).view(count, self.num_tokens, -1)
@@ -41,12 +48,10 @@ class CapturedDFlash(CapturedChains):
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         """Write the context of every verified row; what was rejected is overwritten by the next block or context."""
         states = torch.cat(hidden_states, dim=1)
-        launch, cache = self._launch(batch, token_ids.flatten(), self.num_tokens + 1, is_causal=True)
+        launch, cache = self._launch(batch, token_ids.flatten(), self.num_tokens + 1)
         self.head.write_context(launch, states, cache)
 
-    def _launch(
-        self, batch: DeviceBatch, token_ids: Tensor, num_rows: int, *, is_causal: bool
-    ) -> tuple[ForwardBatch, PagedKVCache]:
+    def _launch(self, batch: DeviceBatch, token_ids: Tensor, num_rows: int) -> tuple[ForwardBatch, PagedKVCache]:
         shape, cache = self.runner.shapes["decode"], self.runner.cache
         assert isinstance(shape, PagedShape) and cache is not None
         launch, _ = batch.launch(
@@ -55,6 +60,5 @@ class CapturedDFlash(CapturedChains):
             num_rows=num_rows,
             shape=shape,
             block_size=self.runner.block_size,
-            is_causal=is_causal,
         )
         return launch, cache

@@ -25,8 +25,6 @@ class DrawnBy:
     """Which parameters the requests of a batch use: the others' kernels need not look at them."""
 
     all_greedy: bool
-    any_greedy: bool
-    temperatures: bool
     min_p: bool
     top_k: bool
     top_p: bool
@@ -36,8 +34,6 @@ class DrawnBy:
         drawn = [p for p in params if not p.is_greedy]
         return cls(
             all_greedy=not drawn,
-            any_greedy=len(drawn) < len(params),
-            temperatures=any(p.temperature != 1.0 for p in drawn),
             min_p=any(p.min_p > 0.0 for p in drawn),
             top_k=any(p.top_k > 0 for p in drawn),
             top_p=any(p.top_p < 1.0 for p in drawn),
@@ -83,8 +79,8 @@ class _Values:
             seeds=self.seeds[:count],
             positions=positions,
             all_greedy=drawn_by.all_greedy,
-            is_greedy=self.is_greedy[:count] if drawn_by.any_greedy else None,
-            temperatures=self.temperatures[:count] if drawn_by.temperatures else None,
+            is_greedy=None if drawn_by.all_greedy else self.is_greedy[:count],
+            temperatures=None if drawn_by.all_greedy else self.temperatures[:count],
             min_p=self.min_p[:count] if drawn_by.min_p else None,
             top_k=self.top_k[:count] if drawn_by.top_k else None,
             top_p=self.top_p[:count] if drawn_by.top_p else None,
@@ -117,7 +113,6 @@ class DeviceBatch:
         shape: PagedShape,
         block_size: int,
         lengths: Tensor | None = None,  # [count] int64, in place of the batch's; 0: absent
-        is_causal: bool = True,  # False: rows see all of their request's in layers that are not causal
     ) -> tuple[ForwardBatch, Tensor]:
         """A launch of consecutive rows of every request, and the position that each row predicts, -1 for padding."""
         from kernels.chain_rows import chain_rows
@@ -130,7 +125,6 @@ class DeviceBatch:
             num_rows=num_rows,
             block_size=block_size,
             rows_per_tile=shape.rows_per_tile,
-            is_causal=is_causal,
         )
         segments = PagedSegments(
             tile_segments=rows.tile_segments,

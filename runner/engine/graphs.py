@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 MAX_OUTPUT_BYTES = 1 << 30  # of the graphs of a store: outputs of other layouts lie idle
+MAX_GRAPHS = 128  # of a store: a graph of hundreds of kernels takes about a megabyte
 
 Tensors = tuple[torch.Tensor, ...]
 Compute = Callable[..., Tensors]  # of tensors; waits for nothing and reads nothing back
@@ -37,17 +38,18 @@ class GraphPool:
 
 
 class GraphStore:
-    """The graphs of one computation, the latest used; beyond max_output_bytes the others are forgotten."""
+    """The graphs of one computation, the latest used; beyond the bounds the others are forgotten."""
 
     def __init__(
         self,
         record: Callable[[Compute, Tensors], Graph] | None = None,
         *,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
+        max_graphs: int = MAX_GRAPHS,
     ) -> None:
         """record: captures a call, which is not made by that; None: as a CUDA graph."""
         self._record = record or record_cuda_graph
-        self._max_output_bytes = max_output_bytes
+        self._max_output_bytes, self._max_graphs = max_output_bytes, max_graphs
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # the one that was used last comes last
         self._seen: set[Hashable] = set()
 
@@ -72,10 +74,11 @@ class GraphStore:
 
     def _forget_oldest(self) -> None:
         sizes = [sum(output.nbytes for output in graph.outputs) for graph in self._graphs.values()]
+        kept = sum(sizes)
         for size in sizes[:-1]:
-            if sum(sizes) <= self._max_output_bytes:
+            if kept <= self._max_output_bytes and len(self._graphs) <= self._max_graphs:
                 return
-            sizes.remove(size)
+            kept -= size
             # Nothing replays it now: capturing has just waited for the device.
             self._graphs.popitem(last=False)
 

@@ -37,13 +37,13 @@ class RowSampling:
             "top_p": self.top_p,
         }
 
-    def draw(self, logits: Tensor, stream: Stream = Stream.TARGET, draft_steps: Tensor | None = None) -> Tensor:
+    def draw(self, logits: Tensor, stream: Stream = Stream.TARGET) -> Tensor:
         """A token for each row of logits [num_rows, vocab] float32: [num_rows] int64, -1 for padding."""
         from kernels.sampling import greedy, sample
 
         if self.all_greedy:
             return greedy(logits, self.positions)
-        return sample(logits, self.seeds, self.positions, stream=int(stream), draft_steps=draft_steps, **self._law)
+        return sample(logits, self.seeds, self.positions, stream=int(stream), **self._law)
 
     def laws(self, logits: Tensor, *, need_mass: bool = True) -> RowLaws:
         """The cuts of the rows' laws and what normalises them."""

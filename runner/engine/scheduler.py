@@ -223,7 +223,7 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether the next schedule would hold a request that waits."""
+        """Whether a request that waits has a place and room; the token budget may be against it all the same."""
         return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._has_room(self.waiting[0])
 
     def reserve_ahead(self, num_tokens: int) -> bool:
