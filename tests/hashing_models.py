@@ -177,7 +177,7 @@ class HashingBlocks:
         blocks = segments.block_tables[owners].long().gather(1, (context // block_size).clamp(min=0).unsqueeze(1))
         states = torch.stack((stored[blocks[:, 0] * block_size + context % block_size, 0], context), dim=1)
         # Its rows see the whole block, so how long that is has its part in them.
-        is_wrong = (sum_of_context(batch, cache, context) + (ends - anchors)[owners]) % 5 == 0
+        is_wrong = (sum_of_context(batch, cache, context) % 5 == 0) ^ ((ends - anchors)[owners] < 3)
         store(batch, cache, batch.token_ids)
         outputs = step(states, batch.token_ids[firsts[owners]])
         for row, depth in enumerate((batch.positions - anchors[owners]).tolist()):
