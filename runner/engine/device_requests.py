@@ -213,8 +213,10 @@ class DeviceRequests:
         self.extend_tables(range(len(requests)), requests)
 
     def remove(self, places: Sequence[int]) -> None:
-        """Requests of `load`, by their order there, that are absent from now on."""
-        self.lengths.index_fill_(0, to_device(places, torch.int64, self.device), 0)
+        """Requests of `load`, by their order there, that are absent from now on; their blocks are others' now."""
+        index = to_device(places, torch.int64, self.device)
+        self.lengths.index_fill_(0, index, 0)
+        self.block_tables.index_fill_(0, index, 0)  # a drafter may have rows of theirs left to compute
 
     def extend_tables(self, places: Sequence[int], requests: Sequence[Request]) -> None:
         """Tell of blocks that requests have got since; places: theirs in `load`."""
