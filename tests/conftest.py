@@ -16,11 +16,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated: before any of them is imported
 
 import runner.prompts
+from runner.engine import backend, graphs
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
+from tests.graphs_for_tests import recorded
 from tests.heads_for_tests import HEADS, make_fair
 
 # The same examples in every run, so that what fails here fails everywhere;
@@ -106,6 +108,16 @@ def engines() -> Engines:
 def kernel_device() -> torch.device:
     """Where Triton kernels run: compiled on a GPU, else interpreted on CPU tensors."""
     return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> Engines:
+    """Engines on the CPU whose operations are interpreted kernels, and whose steps are captured by a stand-in."""
+    if kernel_device.type != "cpu":
+        pytest.skip("kernels are compiled here; tests/test_gpu_engine.py runs them")
+    monkeypatch.setattr(backend, "interprets_kernels", True)
+    monkeypatch.setattr(graphs, "record_cuda_graph", recorded)
+    return Engines()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.engine import backend, graphs
+from runner.engine import backend
 from runner.engine.graphs import Compute, Graph, GraphStore, Tensors
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
@@ -36,16 +36,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
     },
     "tree": {"method": "eagle", "num_speculative_tokens": 3, "speculative_token_tree": [[0], [1], [0, 0]]},
 }
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> Engines:
-    """Engines on the CPU whose operations are kernels."""
-    if kernel_device.type != "cpu":
-        pytest.skip("kernels are compiled here; tests/test_gpu_engine.py runs them")
-    monkeypatch.setattr(backend, "interprets_kernels", True)
-    monkeypatch.setattr(graphs, "record_cuda_graph", recorded)
-    return Engines()
 
 
 def texts(llm: LLM) -> list[list[int]]:

@@ -36,7 +36,6 @@ from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 from runner.whole_steps import LaunchedStep, WholeSteps
 from tests.conftest import Engines, complete
-from tests.graphs_for_tests import recorded
 from tests.hashing_models import (
     VOCAB_SIZE,
     HashingBlocks,
@@ -107,16 +106,6 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.sampling, "sample", draw)
     monkeypatch.setattr(kernels.sampling, "greedy", take_the_argmax)
     monkeypatch.setattr(kernels.rejection, "verify_strict", verify_strict)
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> Engines:
-    """Engines on the CPU whose operations are kernels, and whose steps can be captured."""
-    if kernel_device.type != "cpu":
-        pytest.skip("kernels are compiled here; tests/test_gpu_engine.py runs them")
-    monkeypatch.setattr(backend, "interprets_kernels", True)
-    monkeypatch.setattr(graphs, "record_cuda_graph", recorded)
-    return Engines()
 
 
 def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
@@ -210,9 +199,9 @@ def traffics(draw: st.DrawFn) -> Traffic:
     ("method", "num_blocks"),
     [("none", 4), ("draft_model", 400), ("draft_model", 4), ("eagle", 4), ("dflash", 4), ("ngram_gpu", 4)],
 )
-def test_no_traffic_changes_a_text(captured: Engines, by_definition: None, method: str, num_blocks: int) -> None:
+def test_no_traffic_changes_a_text(interpreted: Engines, by_definition: None, method: str, num_blocks: int) -> None:
     """With blocks for all, and with so few that requests are preempted between two runs of whole steps."""
-    llm = hashing(captured, method, num_gpu_blocks_override=num_blocks)
+    llm = hashing(interpreted, method, num_gpu_blocks_override=num_blocks)
     num_whole_steps = num_preemptions = 0
 
     @settings(max_examples=8)
@@ -235,10 +224,10 @@ def test_no_traffic_changes_a_text(captured: Engines, by_definition: None, metho
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_step_drafts_and_accepts_what_it_does_in_parts(
-    captured: Engines, by_definition: None, method: str
+    interpreted: Engines, by_definition: None, method: str
 ) -> None:
     """The drafter's cache is as good as in parts, and drafts that cannot be committed are not counted."""
-    llm = hashing(captured, method)
+    llm = hashing(interpreted, method)
     lengths = (90, 23, 1, 2, 1, 5, 2, 3)
     params = tuple(replace(SAMPLED if length == 23 else GREEDY, max_tokens=length) for length in lengths)
     arrivals = tuple((4 * index, 3 + index) for index in range(len(lengths)))  # whole steps end with each of them
@@ -260,11 +249,11 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in ("none", "ngram_gpu")])
 def test_no_row_stands_behind_what_its_launch_has_room_for(
-    captured: Engines, by_definition: None, method: str, monkeypatch: pytest.MonkeyPatch
+    interpreted: Engines, by_definition: None, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows behind the last mask did: merging their splits read memory of nobody, wherever a text crossed a bucket."""
     monkeypatch.setattr(PagedShape, "context_bucket", lambda shape, context: context)
-    llm = hashing(captured, method)
+    llm = hashing(interpreted, method)
     decode = cast(PagedShape, llm.engine.target.shapes["decode"])
     llm.engine.target.shapes["decode"] = replace(decode, split_keys=None)
     room = list[int]()
@@ -282,10 +271,10 @@ def test_no_row_stands_behind_what_its_launch_has_room_for(
 
 
 def test_a_draft_keeps_what_prompt_kernels_stored_of_a_prompt(
-    captured: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch
+    interpreted: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A first whole step stored the prompt's last token anew: its bits told whether that step had been whole."""
-    llm = hashing(captured, "draft_model")
+    llm = hashing(interpreted, "draft_model")
     prompt = list(range(1, 12))
     stored = set[int]()
     compute = HashingModel.__call__
@@ -302,9 +291,9 @@ def test_a_draft_keeps_what_prompt_kernels_stored_of_a_prompt(
 
 
 def test_the_step_behind_is_launched_before_a_step_is_read(
-    captured: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch
+    interpreted: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = hashing(captured, "draft_model")
+    llm = hashing(interpreted, "draft_model")
     events: list[str] = []
     launch, read = WholeSteps._launch, LaunchedStep.read
     monkeypatch.setattr(WholeSteps, "_launch", lambda *a, **k: (events.append("launch"), launch(*a, **k))[1])
@@ -316,13 +305,13 @@ def test_the_step_behind_is_launched_before_a_step_is_read(
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "ngram_gpu"])
 def test_who_ends_leaves_a_gap_until_there_are_many(
-    captured: Engines, by_definition: None, method: str, monkeypatch: pytest.MonkeyPatch
+    interpreted: Engines, by_definition: None, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of eight two may be missing; then the others begin again in a batch of their own.
 
     Who has ended has given its blocks back, so nothing may be stored there any more.
     """
-    llm = hashing(captured, method)
+    llm = hashing(interpreted, method)
     launch = DeviceBatch.launch
 
     def checked(batch: DeviceBatch, *args: Any, **kwargs: Any) -> Any:
@@ -349,8 +338,8 @@ def test_who_ends_leaves_a_gap_until_there_are_many(
     assert counts[0] == 8 and counts[1] < 6
 
 
-def test_who_arrives_meanwhile_is_let_in_at_once(captured: Engines, by_definition: None) -> None:
-    llm = hashing(captured, "draft_model")
+def test_who_arrives_meanwhile_is_let_in_at_once(interpreted: Engines, by_definition: None) -> None:
+    llm = hashing(interpreted, "draft_model")
     scheduler = llm.scheduler_for(llm.engine.proposer)
     loop = StepLoop(llm.engine, scheduler, llm.engine.proposer, MetricsCollector(), RequestTraces(str, {}))
     prompts = [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}]
@@ -408,16 +397,16 @@ KERNEL_CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
 
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_whole_steps_of_kernels_say_what_torch_says_and_need_nothing_of_the_host(
-    captured: Engines, name: str, monkeypatch: pytest.MonkeyPatch
+    interpreted: Engines, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, params = KERNEL_CASES[name]
     small: dict[str, Any] = {"architecture": {"num_hidden_layers": 1}, "batch_invariant": False}
     prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11]}, {"prompt_token_ids": [3, 4]}]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "interprets_kernels", False)
-        expected = [request.output_token_ids for request in complete(captured(method, **small), prompts, params)[0]]
-        captured = Engines()
-    llm = captured(method, **small)
+        expected = [request.output_token_ids for request in complete(interpreted(method, **small), prompts, params)[0]]
+        interpreted = Engines()
+    llm = interpreted(method, **small)
     steps: list[str] = []
 
     def step_alone(steps_: WholeSteps, *args: Any) -> torch.Tensor:
