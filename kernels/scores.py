@@ -1,4 +1,4 @@
-"""Logits as kernels compare and add them up: integers that keep their order, and weights that add up in any order."""
+"""Logits as kernels read, compare and add them up: integers that keep their order, weights that add up in any order."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -50,6 +50,23 @@ def load_logits(row_ptr, tokens, vocab_size):
 def load_scaled(row_ptr, tokens, vocab_size, temperature):
     """logits / temperature, rounded once as in torch."""
     return tl.div_rn(load_logits(row_ptr, tokens, vocab_size), temperature)
+
+
+@triton.jit
+def is_drawn(positions_ptr, is_greedy_ptr, row):
+    """Whether a law is wanted of a row."""
+    wanted = tl.load(positions_ptr + row) >= 0
+    if is_greedy_ptr is not None:
+        wanted = wanted & (tl.load(is_greedy_ptr + row) == 0)
+    return wanted
+
+
+@triton.jit
+def temperature_of(temperatures_ptr, row):
+    temperature = tl.full((), 1.0, dtype=tl.float32)
+    if temperatures_ptr is not None:
+        temperature = tl.load(temperatures_ptr + row)
+    return temperature
 
 
 @triton.jit

@@ -227,7 +227,7 @@ KERNELS = [
     ),
     *(
         Kernel(
-            module="kernels.row_laws",
+            module="kernels.cut_search",
             name=name,
             signature=signature,
             constants=constants,

@@ -16,6 +16,7 @@ from kernels.reference.philox import Stream
 
 triton_ops = pytest.importorskip("kernels.sampling")
 laws_ops = pytest.importorskip("kernels.row_laws")
+search_ops = pytest.importorskip("kernels.cut_search")
 
 NEG_INF = float("-inf")
 OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}
@@ -118,6 +119,13 @@ def test_cuts_find_their_way_in_rows_made_to_mislead_the_search(kernel_device: t
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(laws_ops, "BLOCK", 128)
         assert_laws_are_the_references(torch.stack([row for row, _ in rows]), [own for _, own in rows], kernel_device)
+
+
+def test_the_passes_of_a_search_leave_one_of_all_values_there_are() -> None:
+    widest = 2**32  # images between one that suffices and one that does not
+    for _ in range(search_ops.NUM_PASSES):
+        widest = -(-widest // (search_ops.NUM_THRESHOLDS.value + 1))
+    assert widest == 1
 
 
 def test_cuts_of_a_long_row_of_near_ties(kernel_device: torch.device) -> None:
