@@ -39,12 +39,13 @@ from runner.tiny.agreement import mean_acceptance_length
 from runner.tiny.corpus import Corpus, TokenStream, is_held_out, read_corpus
 from runner.tiny.distill import held_out_loss
 from runner.tiny.head_recipe import HeadTexts, build_head, mask_token_id, train_heads
-from runner.tiny.heads.states import TargetStates, target_states
-from runner.tiny.manifest import file_records, read_manifest, replaced_directory
+from runner.tiny.manifest import file_records, read_manifest
 from runner.tiny.model import ModelShape, build_model, load_model, num_parameters
-from runner.tiny.optimizer import OptimizerSettings, lr_factor
 from runner.tiny.recipe import HEADS, Phase, Recipe, train_draft, train_target
 from runner.tiny.tokenizer import END_OF_TEXT, END_OF_TEXT_ID
+from runner.train.directory import replaced_directory
+from runner.train.heads.states import TargetStates, target_states
+from runner.train.optimizer import OptimizerSettings, lr_factor
 
 CPU = torch.device("cpu")
 CATEGORIES = {"code_completion", "code_edit", "structured_data", "docstrings", "repetitive_logs"}

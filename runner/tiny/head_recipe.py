@@ -19,19 +19,15 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from runner.tiny import NUM_SPECULATIVE_TOKENS, distill, manifest
 from runner.tiny.agreement import mean_acceptance_length
 from runner.tiny.corpus import TokenStream, read_corpus
-from runner.tiny.heads.dflash import DFlashHead
-from runner.tiny.heads.eagle import EagleHead
-from runner.tiny.heads.eagle3 import Eagle3Head
-from runner.tiny.heads.head import Head
-from runner.tiny.heads.medusa import MedusaHead
-from runner.tiny.heads.mlp_speculator import MLPSpeculatorHead
-from runner.tiny.heads.mtp import MTPHead
-from runner.tiny.heads.pard import PardHead
-from runner.tiny.heads.states import FrozenTarget, TargetStates, target_states
 from runner.tiny.model import load_model, num_parameters
-from runner.tiny.optimizer import Trainer
-from runner.tiny.recipe import HeadRecipe, Recipe, ReportProgress, run_steps
+from runner.tiny.recipe import HeadRecipe, Recipe
 from runner.tiny.tokenizer import load_tokenizer
+from runner.train.directory import replaced_directory
+from runner.train.heads.by_method import HEAD_CLASSES
+from runner.train.heads.head import Head
+from runner.train.heads.states import FrozenTarget, TargetStates, target_states
+from runner.train.loop import ReportProgress, run_steps
+from runner.train.optimizer import Trainer
 
 STATE_ROWS = 16  # texts that the target reads at a time
 
@@ -133,7 +129,7 @@ def train_head(
         )
         stage["tokens"] = settings.num_steps * settings.num_rows * texts.train.length
     head.round_weights()
-    with manifest.replaced_directory(root / name) as directory:
+    with replaced_directory(root / name) as directory:
         head.save(directory)
     measured = {"parameters": num_parameters(head), **agreement(head, texts, NUM_SPECULATIVE_TOKENS[name])}
     stage |= computed_on(device)
@@ -159,17 +155,6 @@ def build_head(
         head = HEAD_CLASSES[name](frozen, **options)
     nn.Module.to(head, device)
     return head
-
-
-HEAD_CLASSES: dict[str, Callable[..., Head]] = {
-    "eagle": EagleHead,
-    "eagle3": Eagle3Head,
-    "mtp": MTPHead,
-    "medusa": MedusaHead,
-    "mlp_speculator": MLPSpeculatorHead,
-    "pard": PardHead,
-    "dflash": DFlashHead,
-}
 
 
 def mask_token_id(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -47,22 +46,6 @@ def file_records(root: Path, directories: tuple[str, ...]) -> dict[str, dict[str
 def without(entries: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The entries of other models than `names`; an entry is called after its model or a file of it."""
     return {name: entry for name, entry in entries.items() if name.partition("/")[0] not in names}
-
-
-@contextmanager
-def replaced_directory(directory: Path) -> Iterator[Path]:
-    """Yields an empty staging directory that takes the place of `directory` when the block ends without an error."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        new = staging / "new"
-        new.mkdir()
-        yield new
-        if directory.exists():
-            os.replace(directory, staging / "old")
-        os.replace(new, directory)
-    finally:
-        shutil.rmtree(staging)
 
 
 @contextmanager

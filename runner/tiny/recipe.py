@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from runner.tiny import HEAD_DIRS, distill, manifest
 from runner.tiny.corpus import Corpus, TokenStream, num_bytes, read_corpus
 from runner.tiny.model import ModelShape, build_model, load_model, num_parameters, save_model
-from runner.tiny.optimizer import OptimizerSettings, Trainer
 from runner.tiny.tokenizer import load_tokenizer, train_tokenizer
-
-ReportProgress = Callable[[int, int, str], None]  # done, total, what to say
+from runner.train.directory import replaced_directory
+from runner.train.loop import ReportProgress, run_steps
+from runner.train.optimizer import OptimizerSettings, Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ def train_target(recipe: Recipe, root: Path, *, device: torch.device, report: Re
         trainer = Trainer(model, settings=recipe.target_optimizer, num_steps=num_steps)
         loss_fn = partial(distill.next_token_loss, model)
         stages["target"] |= run_steps(trainer, batches, loss_fn, device=device, report=report)
-    with manifest.replaced_directory(root / "target") as directory:
+    with replaced_directory(root / "target") as directory:
         save_model(model, tokenizer, directory)
     for name in ("draft", *HEAD_DIRS):
         shutil.rmtree(root / name, ignore_errors=True)
@@ -209,7 +209,7 @@ def train_draft(recipe: Recipe, root: Path, *, device: torch.device, report: Rep
         trainer = Trainer(model, settings=recipe.draft_optimizer, num_steps=num_steps)
         loss_fn = partial(distill.distillation_loss, model, target)
         stages["draft"] |= run_steps(trainer, batches, loss_fn, device=device, report=report)
-    with manifest.replaced_directory(root / "draft") as directory:
+    with replaced_directory(root / "draft") as directory:
         save_model(model, tokenizer, directory)
     shutil.rmtree(root / "pard", ignore_errors=True)
     update_manifest(recipe, root, corpus, stages, names=("target", "draft"), device=device)
@@ -237,24 +237,6 @@ def generate(
         generator=generator,
         on_tokens=on_tokens,
     )
-
-
-def run_steps(
-    trainer: Trainer,
-    batches: Iterator[tuple[Tensor, ...]],
-    loss_fn: Callable[[Tensor], Tensor],
-    *,
-    device: torch.device,
-    report: ReportProgress,
-) -> dict[str, Any]:
-    """Runs the trainer over all batches; returns steps, tokens and the mean loss of the last tenth."""
-    losses, tokens = [], 0
-    for micro_batches in batches:
-        losses.append(trainer.step(tuple(batch.to(device) for batch in micro_batches), loss_fn))
-        tokens += sum(batch.numel() for batch in micro_batches)
-        report(trainer.step_idx, trainer.num_steps, f"loss {sum(losses[-50:]) / len(losses[-50:]):.3f}")
-    tail = losses[-max(1, len(losses) // 10) :]
-    return {"steps": trainer.step_idx, "tokens": tokens, "final_training_loss": round(sum(tail) / len(tail), 4)}
 
 
 def evaluate(

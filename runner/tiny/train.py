@@ -55,19 +55,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     import torch
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
     from transformers.utils import logging as transformers_logging
 
     from runner.tiny.head_recipe import train_heads
     from runner.tiny.manifest import read_manifest
-    from runner.tiny.recipe import Recipe, ReportProgress, train_draft, train_target
+    from runner.tiny.recipe import Recipe, train_draft, train_target
+    from runner.train.progress import stage_bars
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # one bar is enough
     torch.set_num_threads(arguments.threads)
@@ -75,20 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     recipe = Recipe(seed=arguments.seed)
     started = time.perf_counter()
-    columns = (
-        TextColumn("{task.description:>14}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns) as progress:
-
-        def report_of(stage: str) -> ReportProgress:
-            task = progress.add_task(stage, total=None, note="")
-            return lambda done, total, note: progress.update(task, completed=done, total=total, note=note)
-
+    with stage_bars() as report_of:
         if "target" in arguments.stages:
             train_target(recipe, arguments.output, device=device, report=report_of("target"))
         if "draft" in arguments.stages:

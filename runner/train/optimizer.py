@@ -1,4 +1,4 @@
-"""How the tiny models are optimised: Muon for the matrices, AdamW for embeddings and norms, one learning-rate schedule.
+"""How models and heads are optimised: Muon for matrices, AdamW for embeddings and norms, one schedule of the rate.
 
 Muon (Jordan et al. 2024) reaches a given loss in far fewer tokens than AdamW at this size, and tokens are what two
 CPU cores are short of. The schedule is warm-up, constant, linear to zero, in steps and never in seconds: a slower

@@ -15,9 +15,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from runner.tiny.heads.block import DecoderBlock, concat_keys
-from runner.tiny.heads.head import Head, soft_label_loss
-from runner.tiny.heads.states import FrozenTarget, TargetStates
+from runner.train.heads.block import DecoderBlock, concat_keys
+from runner.train.heads.head import Head, soft_label_loss
+from runner.train.heads.states import FrozenTarget, TargetStates
 
 
 class UnrolledHead(Head):

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.tiny.heads.head import Head, soft_label_loss
-from runner.tiny.heads.states import FrozenTarget, TargetStates
+from runner.train.heads.head import Head, soft_label_loss
+from runner.train.heads.states import FrozenTarget, TargetStates
 
 TOP_K_TOKENS_PER_HEAD = (4, 3, 2, 2, 2, 2, 2, 2)  # of IBM's trees; chains do not use them
 EPS = 1e-6

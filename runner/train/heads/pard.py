@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from runner.tiny.heads.head import Head, soft_label_loss
-from runner.tiny.heads.states import FrozenTarget, TargetStates
+from runner.train.heads.head import Head, soft_label_loss
+from runner.train.heads.states import FrozenTarget, TargetStates
 
 
 class PardHead(Head):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.tiny.heads.block import DecoderBlock
-from runner.tiny.heads.llama_config import block_config, published_keys
-from runner.tiny.heads.states import FrozenTarget, TargetStates
-from runner.tiny.heads.unrolled import UnrolledHead
+from runner.train.heads.block import DecoderBlock
+from runner.train.heads.llama_config import block_config, published_keys
+from runner.train.heads.states import FrozenTarget, TargetStates
+from runner.train.heads.unrolled import UnrolledHead
 
 
 class EagleHead(UnrolledHead):

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from runner.tiny.heads.head import copy_matching
+from runner.train.heads.head import copy_matching
 
 KeysValues = tuple[Tensor, Tensor]  # each [num_texts, num_kv_heads, num_keys, head_dim]
 

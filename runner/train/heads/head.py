@@ -1,4 +1,4 @@
-"""A trained draft head of the family: what it learns, what it guesses, and the directory it is published as.
+"""A draft head in training: what it learns, what it guesses, and the directory it is published as.
 
 A head is an `nn.Module` whose `state_dict` has the names of the published layout (up to `tensor_prefix`), so that
 saving it needs no translation. Guesses are counted from the pending token: `draft(...)[:, p]` are the tokens at
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from runner.tiny.heads.states import FrozenTarget, TargetStates
+from runner.train.heads.states import FrozenTarget, TargetStates
 
 START_NORM = 0.02
 """Weight of a last norm before training: a first guess without opinion costs less to unlearn than a confident one."""

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.tiny.heads.head import Head, soft_label_loss
-from runner.tiny.heads.states import FrozenTarget, TargetStates
+from runner.train.heads.head import Head, soft_label_loss
+from runner.train.heads.states import FrozenTarget, TargetStates
 
 
 class MedusaHead(Head):

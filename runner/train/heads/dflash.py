@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from runner.tiny.heads.block import DecoderBlock, concat_keys
-from runner.tiny.heads.head import START_NORM, Head, soft_label_loss
-from runner.tiny.heads.llama_config import block_config, published_keys
-from runner.tiny.heads.states import FrozenTarget, TargetStates
+from runner.train.heads.block import DecoderBlock, concat_keys
+from runner.train.heads.head import START_NORM, Head, soft_label_loss
+from runner.train.heads.llama_config import block_config, published_keys
+from runner.train.heads.states import FrozenTarget, TargetStates
 
 
 class DFlashHead(Head):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from runner.tiny.heads.block import DecoderBlock
-from runner.tiny.heads.head import START_NORM
-from runner.tiny.heads.llama_config import block_config, published_keys
-from runner.tiny.heads.states import FrozenTarget, TargetStates
-from runner.tiny.heads.unrolled import UnrolledHead
+from runner.train.heads.block import DecoderBlock
+from runner.train.heads.head import START_NORM
+from runner.train.heads.llama_config import block_config, published_keys
+from runner.train.heads.states import FrozenTarget, TargetStates
+from runner.train.heads.unrolled import UnrolledHead
 
 
 class Eagle3Head(UnrolledHead):
