@@ -13,7 +13,7 @@ def block_config(target: PreTrainedConfig, *, intermediate_size: int | None = No
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size or target.intermediate_size,
+        intermediate_size=intermediate_size or mlp_width(target),
         num_hidden_layers=1,
         num_attention_heads=num_heads,
         num_key_value_heads=getattr(target, "num_key_value_heads", None) or num_heads,
@@ -22,6 +22,11 @@ def block_config(target: PreTrainedConfig, *, intermediate_size: int | None = No
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
+
+
+def mlp_width(target: PreTrainedConfig) -> int:
+    """Of the target's MLP; four times its own width where the family has no word for it."""
+    return getattr(target, "intermediate_size", None) or 4 * int(target.hidden_size)
 
 
 def published_keys(config: LlamaConfig, target: PreTrainedConfig) -> dict[str, Any]:

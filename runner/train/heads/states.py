@@ -51,11 +51,11 @@ def target_states(
 
 
 class FrozenTarget:
-    """The two ends of the target that heads share: its embeddings and its head."""
+    """The two ends of the target that heads share, its embeddings and its head, in float32."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.config = model.config
+        self.config = model.config.get_text_config()
         self.embedding: Tensor = _weight(model.get_input_embeddings())  # [vocab, hidden]
         self.lm_head: Tensor = _weight(model.get_output_embeddings())  # type: ignore[no-untyped-call]  # [vocab, hidden]
 
@@ -81,4 +81,4 @@ def _weight(module: nn.Module | None) -> Tensor:
     assert module is not None
     weight = module.weight
     assert isinstance(weight, Tensor)
-    return weight.detach()
+    return weight.detach().float()

@@ -1,0 +1,189 @@
+"""`python -m runner.train`: a head of every kind for targets that are not ours, saved so that the engine runs it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from runner.cli.compose import Composer
+from runner.config.checkpoint_method import method_of_model
+from runner.engine.errors import UserError
+from runner.tiny import DEMO_PATH, TARGET_DIR
+from runner.tiny.recipe import HEAD_OPTIMIZER
+from runner.train import fit
+from runner.train.command import RECORD_FILE, main
+from runner.train.heads.for_target import METHODS, head_for, tapped_layers
+from runner.train.texts import split_prompts
+from runner.workload import WorkloadItem
+
+CPU = torch.device("cpu")
+SMALL = {
+    "vocab_size": 2048,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def random_target(directory: Path, model_type: str, **keys: Any) -> Path:
+    """A checkpoint of another family with the tiny family's tokenizer, as it would come from the hub."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SMALL, **keys))
+    model.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGET_DIR / name, directory / name)
+    return directory
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"def f{index}(x):\n    return x"}) + "\n" for index in range(4)))
+    return path
+
+
+def train(target: Path, prompts: Path, output: Path, *argv: str) -> int:
+    return main(
+        [
+            *("--output", str(output), "--steps", "2", "--rows", "2", "--length", "16", "--texts", "2"),
+            *("model=hf", f"model.model={target}", "workload=jsonl", f"workload.path={prompts}"),
+            *("sampler.max_tokens=12", "hardware=cpu", "hardware.num_threads=1", *argv),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "model_type", "keys"),
+    [
+        *((method, "qwen3", {}) for method in METHODS),
+        ("eagle3", "mixtral", {"num_local_experts": 2}),  # runs through transformers' own code
+    ],
+)
+def test_a_head_for_any_target_is_read_by_the_engine_and_changes_no_token(
+    tmp_path: Path,
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+    model_type: str,
+    keys: dict[str, Any],
+) -> None:
+    target, output = random_target(tmp_path / "target", model_type, **keys), tmp_path / "a head's"
+    assert train(target, prompts, output, f"method={method}", "method.num_speculative_tokens=3") == 0
+    assert method_of_model(str(output)) == method
+    record = json.loads((output / RECORD_FILE).read_text())
+    assert record["steps"] == 2 and record["tokens"] == 2 * 2 * 16
+    held_out = record["held_out"]
+    assert held_out["identical_to_baseline"] == {"requests": 1, "identical": 1}
+    assert held_out["num_draft_tokens"] > 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("use it: python -m runner "))
+    with Composer() as composer:
+        assert composer.config(command).model_dump()["method"]["model"] == str(output)
+
+
+def test_training_teaches_a_head_what_the_target_says_next() -> None:
+    target = fit.load_frozen(TARGET_DIR, device=CPU, dtype=torch.float32, trust_remote_code=False)
+    texts = [json.loads(line)["prompt"] for line in DEMO_PATH.read_text().splitlines()]
+    tokens = AutoTokenizer.from_pretrained(TARGET_DIR)(texts)["input_ids"]
+    flat = torch.tensor([token for text in tokens for token in text])
+    windows = flat[: len(flat) // 64 * 64].view(-1, 64)
+    learnt, unseen = windows[:-8], fit.read_states(target, windows[-8:])
+    head = head_for(
+        "eagle",
+        target,
+        num_speculative_tokens=2,
+        token_counts=torch.bincount(flat, minlength=2048),
+        states=unseen,
+        seed=0,
+    )
+
+    def share_of_right_guesses() -> float:
+        guesses = head.draft(unseen, 1)[:, 1:-1, 0]
+        return (guesses == unseen.token_ids[:, 2:]).float().mean().item()
+
+    before = share_of_right_guesses()
+    fit.fit_head(
+        head, learnt, num_steps=30, num_rows=8, optimizer=HEAD_OPTIMIZER, seed=0, report=lambda done, total, note: None
+    )
+    assert before < 0.05 and share_of_right_guesses() > 0.1
+
+
+def test_what_cannot_be_trained_is_said_before_anything_is_loaded(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "missing"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    for output, argv, message in (
+        ("new", ["method=ngram"], "method must be one of eagle, eagle3"),
+        ("new", [], "method must be one of eagle, eagle3"),
+        ("new", ["method=eagle", "model.load_format=dummy"], "must not be dummy"),
+        ("new", ["method=eagel"], "did you mean 'eagle'"),
+        ("full", ["method=eagle"], "--output must be a new or empty directory"),
+    ):
+        assert train(target, prompts, tmp_path / output, *argv) == 2
+        assert message in capsys.readouterr().err
+    assert main(["--output", str(tmp_path / "new"), "method=eagle", "workload=synthetic"]) == 2
+    assert "workload must have prompts" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "prompts.jsonl"]
+
+
+def test_a_target_that_scales_its_embeddings_is_refused(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = random_target(tmp_path / "target", "gemma2", query_pre_attn_scalar=16)
+    assert train(target, prompts, tmp_path / "head", "method=eagle") == 2
+    assert "no published layout of a head can say" in capsys.readouterr().err
+    assert not (tmp_path / "head").exists()
+
+
+def test_an_interrupt_while_it_trains_leaves_nothing_behind(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any, **keys: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fit, "run_steps", interrupt)
+    target = random_target(tmp_path / "target", "llama")
+    assert train(target, prompts, tmp_path / "head", "method=medusa") == 130
+    assert "interrupted; nothing was saved" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "target"]
+
+
+def test_texts_shorter_than_a_window_are_refused(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = random_target(tmp_path / "target", "llama")
+    assert train(target, prompts, tmp_path / "head", "method=eagle", "--length", "128", "--texts", "1") == 2
+    assert "--length 128 asks for more" in capsys.readouterr().err
+    assert train(target, prompts, tmp_path / "head", "method=eagle", "--length", "129") == 2
+    assert "--length must be <= 128" in capsys.readouterr().err
+
+
+def test_every_tenth_prompt_is_held_out_and_at_least_one() -> None:
+    items = [WorkloadItem(prompt=str(index)) for index in range(40)]
+    learnt, held_out = split_prompts(items)
+    assert [item.prompt for item in held_out] == ["5", "15", "25", "35"] and len(learnt) == 36
+    assert [len(part) for part in split_prompts(items[:2])] == [1, 1]
+    with pytest.raises(UserError, match="at least 2 prompts"):
+        split_prompts(items[:1])
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layers"), [(32, (2, 16, 29)), (80, (2, 40, 77)), (8, (2, 4, 5)), (6, (2, 4, 5)), (4, (1, 2, 3))]
+)
+def test_taps_are_three_depths_of_any_target(num_layers: int, layers: tuple[int, ...]) -> None:
+    assert tapped_layers(num_layers) == layers
