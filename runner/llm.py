@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from proposers.base import Proposer
-from runner.assembly import assemble, model_path
+from runner.assembly import assemble
 from runner.config import SpeculativeConfig
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
@@ -26,6 +26,7 @@ from runner.engine.scheduler import Scheduler
 from runner.engine.stopping import StopRules
 from runner.engine.structured_outputs import StructuredOutputsParams
 from runner.metrics import MetricsCollector
+from runner.model_files import model_path
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import Prompt, make_requests
 from runner.step_loop import StepLoop

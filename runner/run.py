@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 
 from proposers.base import Proposer
-from runner.assembly import model_path
 from runner.config import SpeculativeConfig, SuffixMethod, SyntheticWorkload
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector, RequestRecord, count_identical
+from runner.model_files import model_path
 from runner.outputs import logprob_fields
 from runner.prompts import make_requests
 from runner.report import RunProgress, open_console, print_summary

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from runner.assembly import hide_kernels_client
 from runner.benchmarks.machine import describe_machine
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.metrics.rates import percentiles
 from runner.prompts import make_requests
+from runner.target import hide_kernels_client
 from runner.tiny import DEMO_PATH, TARGET_DIR
 
 SINGLE, BATCH = 1, 16

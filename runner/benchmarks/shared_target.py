@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from runner.assembly import load_target, model_path, model_source, resolve_device
 from runner.benchmarks.steady_steps import decode_steadily, longest_output, synchronize
 from runner.cli.compose import Composer
 from runner.config import ModelConfig, SpeculativeConfig
@@ -24,6 +23,8 @@ from runner.engine.checkpoint import resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
 from runner.llm import LLM
+from runner.model_files import model_path, model_source
+from runner.target import load_target, resolve_device
 
 DRAFT_VOCAB_SIZE = 32_000
 START_TOKENS = 4  # of the prompt's pass, one made kernel by kernel, one captured and one replayed

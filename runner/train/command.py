@@ -84,9 +84,9 @@ def _train(config: SpeculativeConfig, options: argparse.Namespace) -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from runner.assembly import model_source
     from runner.engine.checkpoint import resolve_directory
     from runner.llm import LLM
+    from runner.model_files import model_source
     from runner.results import write_metrics
     from runner.run import measure
     from runner.train.directory import replaced_directory

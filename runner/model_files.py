@@ -1,0 +1,60 @@
+"""What a model node of the configuration names: its place, its tokenizer, its end tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.config import ModelConfig
+from runner.engine.checkpoint import ModelSource, resolve_directory
+from runner.engine.loader import LoadedModel
+from runner.prompts import Tokenizer
+from runner.tiny import BUILT_IN_MODELS
+
+
+def model_path(name: str) -> str:
+    """A model's directory or hub id."""
+    return str(BUILT_IN_MODELS.get(name, name))
+
+
+def model_source(model: ModelConfig, name: str) -> ModelSource:
+    return ModelSource(
+        model=model_path(model.model),
+        revision=model.revision,
+        load_format=model.load_format,
+        trust_remote_code=model.trust_remote_code,
+        hf_config=model.hf_config,
+        name=name,
+    )
+
+
+def load_tokenizer(model: ModelConfig, source: ModelSource) -> Tokenizer:
+    if model.tokenizer is not None:
+        tokenizer_source = ModelSource(model=model_path(model.tokenizer), name="model.tokenizer")
+        return Tokenizer(resolve_directory(tokenizer_source, weights=False), trust_remote_code=model.trust_remote_code)
+    return own_tokenizer(source, "model.tokenizer")
+
+
+def own_tokenizer(source: ModelSource, name: str | None = None) -> Tokenizer:
+    """The tokenizer that comes with a model; name: the option to set when there is none."""
+    if source.is_dummy and source.hf_config is not None:
+        return Tokenizer(None)
+    directory = resolve_directory(source, weights=False)
+    return Tokenizer(directory, trust_remote_code=source.trust_remote_code, name=name or source.name)
+
+
+def find_eos_token_ids(source: ModelSource, info: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """generation_config.json's eos tokens, else config.json's, else the tokenizer's; those the model can say."""
+    from transformers import GenerationConfig
+
+    found: Any = None
+    if not (source.is_dummy and source.hf_config is not None):
+        directory = resolve_directory(source, weights=False)
+        if (directory / "generation_config.json").is_file():
+            found = GenerationConfig.from_pretrained(directory).eos_token_id
+    if found is None:
+        found = getattr(info.hf_config, "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    listed = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    # Some configurations name an id that the head has no row for, or -1 for none.
+    return tuple(int(token_id) for token_id in listed if 0 <= token_id < info.model.vocab_size)

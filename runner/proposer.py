@@ -1,0 +1,63 @@
+"""From the method's configuration to its proposer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from proposers.base import Proposer, ProposerContext, proposer_class
+from proposers.vocabularies.spelling import read_spelling
+from runner.config import DrafterMethod, MethodConfig, SpeculativeConfig, SuffixMethod
+from runner.engine.checkpoint import ModelSource, resolve_directory
+from runner.engine.errors import UserError
+from runner.model_files import model_source, own_tokenizer
+from runner.prompts import Tokenizer
+from runner.responses import check_responses_file, read_responses
+
+COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parallel_size"})
+
+
+def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenizer: Tokenizer) -> Proposer:
+    method = config.method
+    own_keys: dict[str, Any] = method.model_dump(exclude=set(COMMON_METHOD_KEYS))
+    if isinstance(method, DrafterMethod):
+        target_source, draft = model_source(config.model, "model.model"), config.draft_model_config()
+        source = target_source if draft is None else model_source(draft, "method.model")
+        own_keys |= {"source": source, "draft_sample_method": method.draft_sample_method}
+        for key in ("model", "revision"):
+            own_keys.pop(key)
+        if own_keys.pop("use_heterogeneous_vocab", False):
+            own_keys["vocabularies"] = (
+                read_spelling(tokenizer.backend, "the target"),
+                read_spelling(own_tokenizer(source).backend, f"the draft {source.model}"),
+            )
+        else:
+            _require_same_tokens(
+                target_source, source, takes_another="use_heterogeneous_vocab" in type(method).model_fields
+            )
+    if isinstance(method, SuffixMethod):
+        path = own_keys.pop("suffix_decoding_corpus")
+        if path is not None:
+            own_keys["corpus"] = read_responses(check_responses_file(path), tokenizer, context.vocab_size)
+    num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
+    return proposer_class(method.method)(num_speculative_tokens=num_tokens, context=context, **own_keys)
+
+
+def _require_same_tokens(target: ModelSource, draft: ModelSource, *, takes_another: bool) -> None:
+    """Raises UserError when both have a tokenizer.json and they number the tokens differently.
+
+    Vocabularies of one size may still be two (Llama 2 and Mistral); a draft of the other one is never right.
+    takes_another: whether the method has a way to draft with another vocabulary all the same.
+    """
+    if target.is_dummy or draft.is_dummy:
+        return
+    files = [resolve_directory(source, weights=False) / "tokenizer.json" for source in (target, draft)]
+    if not all(file.is_file() for file in files):
+        return
+    ours, theirs = (json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"] for file in files)
+    if ours != theirs:
+        raise UserError(
+            f"method.model={draft.model} must number its tokens as {target.model} does, and its tokenizer.json "
+            "differs; choose a draft of the same family as the target"
+            + (", or set method.use_heterogeneous_vocab=true" if takes_another else "")
+        )
