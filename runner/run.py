@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,14 +24,18 @@ from runner.prompts import make_requests
 from runner.report import RunProgress, open_console, print_summary
 from runner.results import METRICS_FILE, OUTPUTS_FILE, write_metrics, write_outputs, write_vllm_config
 from runner.tracking import add_row, open_tracker
+from runner.tracking.flatten import flat_params
 from runner.workload import WorkloadItem, read_workload, synthetic_workload
 
 MAX_FAILURES_SHOWN = 3
 WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code path and cache first
 
 
-def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
+def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a configuration; files go to output_dir. Returns the summary.
+
+    Args:
+        written: how it was asked for (`sampler: sampled`), recorded beside its values.
 
     Raises:
         UserError: the configuration cannot run on this machine; nothing is recorded then.
@@ -62,8 +66,9 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
             "lossless": str(_lossless(config)).lower(),  # tokens | distribution | false
         },
     )
+    params = {**(written or {}), **flat_params(config.model_dump(mode="json"))}
     with tracker:
-        tracker.log_params(config.model_dump(mode="json"))
+        tracker.log_params(params)
         measurement = measure(llm, items)
         summary, metrics = measurement.summary, measurement.metrics
         files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
@@ -73,7 +78,7 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
         tracker.log_summary(summary)
         tracker.log_series(metrics.step_points)
         tracker.log_artifacts(files)
-    add_row(summary, config.model_dump(mode="json"), run_name)
+    add_row(summary, params, run_name)
     print_summary(
         summary,
         model=config.model.model,

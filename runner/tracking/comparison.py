@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.tracking.tracker import comparison_row
+
 BAR, BEST, GRID = "#9db4c0", "#2a6f97", "#e5e5e5"
+_COMPARED_KEYS = comparison_row({}, run_name=None, status="")
 ON_TOP: Any = {"zorder": 4, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
 
 
@@ -56,6 +59,6 @@ def _draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _label(row: Mapping[str, Any]) -> str:
     k = row["num_speculative_tokens"]
     name = row["run_name"] or (f"{row['method']} K={k}" if k else str(row["method"]))
-    params = [str(value) for key, value in row.items() if "." in key]  # the swept ones, by their flat keys
+    params = [str(value) for key, value in row.items() if key not in _COMPARED_KEYS]  # the swept ones
     name = ", ".join([name, *params, *(["lossy"] if row.get("lossless") is False else [])])
     return name if row["status"] == "FINISHED" else f"{name} ({row['status'].lower()})"
