@@ -26,6 +26,9 @@ KEYS = {
 }  # fmt: skip
 
 
+ONE_BY_ONE = {"name": "demo", "limit": 4, "max_concurrency": 1}
+
+
 def config(**changes: Any) -> SpeculativeConfig:
     values: dict[str, Any] = {
         "model": {"model": "tiny", "draft": {"model": "tiny-draft"}},
@@ -180,6 +183,30 @@ def test_an_interrupted_run_is_marked_so_and_leaves_no_result(
     runs = client.search_runs([entry.experiment_id for entry in client.search_experiments()])
     assert [run.info.status for run in runs] == ["KILLED"]
     assert not (tmp_path / "metrics.json").exists()
+
+
+def test_an_interrupted_run_keeps_the_requests_that_finished(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were thrown away with the run, whether it had been going for a minute or for a night."""
+    step = StepLoop.step
+
+    def interrupted_after_two(loop: StepLoop) -> None:
+        if len(loop.metrics.records) == 2 and loop.proposer.num_speculative_tokens:
+            raise KeyboardInterrupt
+        step(loop)
+
+    monkeypatch.setattr(StepLoop, "step", interrupted_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        execute(config(tracking="mlflow", tracking_uri=store, workload=ONE_BY_ONE), tmp_path)
+    path = tmp_path / "partial_outputs.jsonl"
+    assert [json.loads(line)["request_id"] for line in path.read_text().splitlines()] == ["0", "1"]
+    assert capsys.readouterr().err.splitlines()[-1] == f"2 of 4 requests had finished: {path}"
+    client = mlflow.MlflowClient(store)
+    (run,) = client.search_runs([entry.experiment_id for entry in client.search_experiments()])
+    assert run.info.status == "KILLED"
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["partial_outputs.jsonl"]
+    assert not (tmp_path / "outputs.jsonl").exists()
 
 
 @pytest.mark.parametrize(
