@@ -234,6 +234,7 @@ def test_draft_length_is_between_0_and_128(value: int) -> None:
         ({"min_tokens": 9, "max_tokens": 8}, "sampler.min_tokens must be in [0, max_tokens (8)], got 9"),
         ({"min_tokens": 200, "max_tokens": 300, "min_p": 2}, "sampler.min_p must be in [0, 1], got 2.0"),
         ({"max_tokens": 0, "min_tokens": 9}, "sampler.max_tokens must be >= 1, got 0"),
+        ({"logit_bias": {"a": 1}}, "sampler.logit_bias has a key that must be an integer, got 'a'"),
         ({"logit_bias": {3: 200}}, "sampler.logit_bias must have values in [-100, 100], got {3: 200.0}"),
     ],
 )
