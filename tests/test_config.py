@@ -288,6 +288,13 @@ def test_parallel_sizes_above_one_are_refused_with_the_remedy(values: dict[str, 
     assert problems(**values) == f"{name} must be 1, got 2; tensor parallelism is not available yet; set {name}=1"
 
 
+def test_a_server_of_mlflow_without_its_scheme_is_refused_before_a_model_is_loaded() -> None:
+    text = problems(tracking_uri="localhost:5000")
+    assert text == "tracking_uri must begin with a scheme, got 'localhost:5000'; write http://localhost:5000"
+    for uri in ("http://localhost:5000", "sqlite:///mlflow.db", "mlruns"):
+        SpeculativeConfig.parse({"model": TINY, "tracking_uri": uri})
+
+
 @pytest.mark.parametrize("block_size", [0, 8, 24, 272])
 def test_block_size_is_a_multiple_of_16_up_to_256(block_size: int) -> None:
     assert problems(hardware={"block_size": block_size}).startswith("hardware.block_size must be")
