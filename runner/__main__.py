@@ -15,7 +15,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from runner.cli.compose import HYDRA_VERSION_BASE, read_config
+from runner.cli.compose import HYDRA_VERSION_BASE, read_config, written_choices
 from runner.cli.launch import checked, parse_args
 from runner.cli.screen import USER_ERROR_STATUS, show_error, show_interrupt
 from runner.cli.speculative_config import quote_json
@@ -29,12 +29,13 @@ def app(cfg: DictConfig) -> None:
     """One job."""
     from runner.run import execute
 
-    runtime = HydraConfig.get().runtime
+    job = HydraConfig.get()
+    cwd, output_dir = Path(job.runtime.cwd), Path(job.runtime.output_dir)
     try:
-        execute(read_config(cfg, Path(runtime.cwd)), Path(runtime.output_dir))
+        execute(read_config(cfg, cwd), output_dir, written=written_choices(job))
     except UserError as error:
         status = show_error(error)
-        if HydraConfig.get().mode is RunMode.RUN:
+        if job.mode is RunMode.RUN:
             raise SystemExit(status) from None
         _shown.append(error)
         raise  # the sweep goes on with its other points and fails at its end

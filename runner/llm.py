@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from runner.engine.structured_outputs import StructuredOutputsParams
 from runner.metrics import MetricsCollector
 from runner.model_files import model_path
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
-from runner.prompts import Prompt, make_requests
+from runner.prompts import PROMPT_RULE, Prompt, make_requests
 from runner.step_loop import StepLoop
 from runner.tiny import DRAFTER_KEYS, TARGET_NAME
 from runner.trace import RequestTraces
@@ -96,6 +96,11 @@ class LLM:
             params = [sampling_params or SamplingParams()] * len(listed)
         else:
             params = list(sampling_params)
+            if isinstance(sampling_params, Mapping) or not all(isinstance(entry, SamplingParams) for entry in params):
+                kind = type(sampling_params).__name__
+                raise UserError(
+                    f"sampling_params must be SamplingParams(...), or a list of them, one a prompt, got {kind}"
+                )
             if len(params) != len(listed):
                 raise ValueError(f"sampling_params must be one or {len(listed)}, one a prompt, got {len(params)}")
         for parameters in params:
@@ -262,6 +267,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a string, a mapping and a list of chat messages are one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and all(isinstance(item, Mapping) and "role" in item for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"{PROMPT_RULE}, or a list of these, got {type(prompts).__name__}")
+    listed: list[Any] = list(prompts)  # also of a generator, which may be asked once
+    if listed and all(isinstance(item, Mapping) and "role" in item for item in listed):
+        return [listed]
+    return listed

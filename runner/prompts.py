@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 
+PROMPT_RULE = "a prompt must be a string, a list of chat messages or {'prompt_token_ids': [...]}"
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]  # text | {"prompt_token_ids": [...]} | chat messages
 
 
@@ -52,7 +54,11 @@ class Tokenizer:
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, if it has one, and its token ids."""
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), [int(token) for token in prompt["prompt_token_ids"]]
+            token_ids = prompt["prompt_token_ids"]
+            try:
+                return prompt.get("prompt"), [operator.index(token) for token in token_ids]
+            except TypeError as error:  # a float that int() would cut, or text
+                raise UserError(f"prompt_token_ids must be a list of token ids, got {str(token_ids)[:60]}") from error
         if isinstance(prompt, Mapping) and "prompt" in prompt:
             prompt = str(prompt["prompt"])
         if self._tokenizer is None:
@@ -69,10 +75,7 @@ class Tokenizer:
                 )
             text = self._tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
             return text, self._tokenizer.encode(text, add_special_tokens=False)
-        raise UserError(
-            "a prompt must be a string, a list of chat messages or {'prompt_token_ids': [...]}, "
-            f"got {type(prompt).__name__}"
-        )
+        raise UserError(f"{PROMPT_RULE}, got {type(prompt).__name__}")
 
     def encode_response(self, text: str) -> list[int]:
         """Token ids of a text that a model said: nothing is put before or behind it."""

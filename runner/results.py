@@ -17,6 +17,7 @@ from runner.metrics import RequestRecord
 
 METRICS_FILE = "metrics.json"
 OUTPUTS_FILE = "outputs.jsonl"
+PARTIAL_OUTPUTS_FILE = "partial_outputs.jsonl"  # the requests that an interrupted run had finished
 VLLM_FILE = "vllm_speculative_config.json"
 VLLM_NOTES_FILE = "vllm_speculative_config.txt"
 

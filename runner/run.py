@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,16 +22,27 @@ from runner.model_files import model_path
 from runner.outputs import logprob_fields
 from runner.prompts import make_requests
 from runner.report import RunProgress, open_console, print_summary
-from runner.results import METRICS_FILE, OUTPUTS_FILE, write_metrics, write_outputs, write_vllm_config
+from runner.results import (
+    METRICS_FILE,
+    OUTPUTS_FILE,
+    PARTIAL_OUTPUTS_FILE,
+    write_metrics,
+    write_outputs,
+    write_vllm_config,
+)
 from runner.tracking import add_row, open_tracker
+from runner.tracking.flatten import flat_params
 from runner.workload import WorkloadItem, read_workload, synthetic_workload
 
 MAX_FAILURES_SHOWN = 3
 WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code path and cache first
 
 
-def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
+def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a configuration; files go to output_dir. Returns the summary.
+
+    Args:
+        written: how it was asked for (`sampler: sampled`), recorded beside its values.
 
     Raises:
         UserError: the configuration cannot run on this machine; nothing is recorded then.
@@ -62,10 +73,16 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
             "lossless": str(_lossless(config)).lower(),  # tokens | distribution | false
         },
     )
+    params = {**(written or {}), **flat_params(config.model_dump(mode="json"))}
     with tracker:
-        tracker.log_params(config.model_dump(mode="json"))
-        measurement = measure(llm, items)
-        summary, metrics = measurement.summary, measurement.metrics
+        tracker.log_params(params)
+        metrics = MetricsCollector()
+        try:
+            measurement = measure(llm, items, metrics)
+        except BaseException:  # what a run of hours has said is not lost with it
+            tracker.log_artifacts(_keep_finished(output_dir, metrics.records, len(items) * config.sampler.n))
+            raise
+        summary = measurement.summary
         files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
         write_metrics(files[0], summary)
         write_outputs(files[1], measurement.records, measurement.logprobs)
@@ -73,7 +90,7 @@ def execute(config: SpeculativeConfig, output_dir: Path) -> dict[str, Any]:
         tracker.log_summary(summary)
         tracker.log_series(metrics.step_points)
         tracker.log_artifacts(files)
-    add_row(summary, config.model_dump(mode="json"), run_name)
+    add_row(summary, params, run_name)
     print_summary(
         summary,
         model=config.model.model,
@@ -102,8 +119,12 @@ class Measurement:
     logprobs: dict[str, dict[str, Any]]  # request_id -> what outputs.jsonl says of them, where asked for
 
 
-def measure(llm: LLM, items: Sequence[WorkloadItem]) -> Measurement:
-    """Run a workload plainly (unless baseline is off) and with the method, on one engine and one clock."""
+def measure(llm: LLM, items: Sequence[WorkloadItem], metrics: MetricsCollector | None = None) -> Measurement:
+    """Run a workload plainly (unless baseline is off) and with the method, on one engine and one clock.
+
+    metrics: an empty one that follows the method, for who wants to know how far it came if this raises.
+    """
+    metrics = metrics or MetricsCollector()
     config, engine = llm.config, llm.engine
     params = config.sampler.to_sampling_params()
     method = config.method.method
@@ -111,8 +132,9 @@ def measure(llm: LLM, items: Sequence[WorkloadItem]) -> Measurement:
     _warm_up(llm, items, params)
     baseline = None
     if config.baseline and not is_plain:
-        baseline, _, _ = _measure_one(llm, engine.plain_proposer, items, params, "plain decoding")
-    metrics, requests, errors = _measure_one(llm, engine.proposer, items, params, method)
+        baseline = MetricsCollector()
+        _measure_one(llm, engine.plain_proposer, items, params, "plain decoding", baseline)
+    requests, errors = _measure_one(llm, engine.proposer, items, params, method, metrics)
     identical = None
     if baseline is not None and _lossless(config) == "tokens":
         identical = count_identical(metrics.records, baseline.records)
@@ -171,15 +193,19 @@ def promise_notes(llm: LLM) -> list[str]:
 
 
 def _measure_one(
-    llm: LLM, proposer: Proposer, items: Sequence[WorkloadItem], params: SamplingParams, title: str
-) -> tuple[MetricsCollector, list[Request], dict[str, str]]:
+    llm: LLM,
+    proposer: Proposer,
+    items: Sequence[WorkloadItem],
+    params: SamplingParams,
+    title: str,
+    metrics: MetricsCollector,
+) -> tuple[list[Request], dict[str, str]]:
     requests = _requests(llm, items, params)
     categories = {
         request.request_id: category
         for request in requests
         if (category := items[request.prompt_index].category) is not None
     }
-    metrics = MetricsCollector()
     with RunProgress(title, len(requests)) as progress:
         traces = llm.run(
             requests,
@@ -189,7 +215,7 @@ def _measure_one(
             categories=categories,
             observer=progress.update,
         )
-    return metrics, requests, traces.errors
+    return requests, traces.errors
 
 
 def _warm_up(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> None:
@@ -228,6 +254,17 @@ def _run_name(config: SpeculativeConfig) -> str:
     tokens = "" if method.method == "none" else f"-k{method.num_speculative_tokens}"
     rule = "" if method.method == "none" or _lossless(config) == "tokens" else f"-{method.rejection_sample_method}"
     return f"{Path(config.model.model).name}-{method.method}{tokens}{rule}"
+
+
+def _keep_finished(output_dir: Path, records: Sequence[RequestRecord], num_requests: int) -> list[Path]:
+    """Writes what a run that breaks off has finished, in the order it finished, and says where; nothing for nothing."""
+    finished = [record for record in records if not record.failed]
+    if not finished:
+        return []
+    path = output_dir / PARTIAL_OUTPUTS_FILE
+    write_outputs(path, finished)
+    print(f"{len(finished)} of {num_requests} requests had finished: {path}", file=sys.stderr)
+    return [path]
 
 
 def _peak_memory(device: torch.device) -> int:

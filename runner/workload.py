@@ -44,14 +44,26 @@ def synthetic_workload(config: SyntheticWorkload, vocab_size: int) -> list[Workl
 
 def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[WorkloadItem]:
     if not path.is_file():
-        raise UserError(f"workload.path must be a .jsonl file, got {str(path)!r}, which does not exist; check the path")
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise UserError(f"workload.path must be a .jsonl file, got {str(path)!r}, which {what}; check the path")
     items: list[WorkloadItem] = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if limit is not None and len(items) == limit:
-                break
-            if line.strip():
-                items.append(_read_line(line, prompt_field, f"{path}:{number}"))
+    try:
+        with path.open(encoding="utf-8-sig") as file:  # with or without the mark that some editors put first
+            for number, line in enumerate(file, start=1):
+                if limit is not None and len(items) == limit:
+                    break
+                if line.strip():
+                    items.append(_read_line(line, prompt_field, f"{path}:{number}"))
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x}"
+        raise UserError(
+            f"workload.path must be a file in UTF-8, got {str(path)!r}, which holds {byte} ({error.reason}); "
+            "convert it, as with: iconv -f latin1 -t utf-8"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"workload.path must be a file that can be read, got {str(path)!r}: {error.strerror}; check its permissions"
+        ) from error
     if not items:
         raise UserError(f"workload.path must hold at least one prompt, got {str(path)!r}, which holds none")
     return items
@@ -72,9 +84,9 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
     if isinstance(prompt, list) and prompt and all(isinstance(entry, int) for entry in prompt):
         prompt = {"prompt_token_ids": prompt}
     is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(entry, Mapping) for entry in prompt)
-    if not (is_chat or (isinstance(prompt, str) and prompt) or isinstance(prompt, Mapping)):
-        raise UserError(
-            f"{place}: {prompt_field} must be a string, chat messages or token ids, got {str(prompt)[:60]!r}"
-        )
+    is_mapping = isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(("prompt", "prompt_token_ids"))
+    if not (is_chat or (isinstance(prompt, str) and prompt) or is_mapping):
+        got = "an empty one" if prompt in ("", []) else repr(str(prompt)[:60])
+        raise UserError(f"{place}: {prompt_field} must be a string, chat messages or token ids, got {got}")
     category = row.get("category")
     return WorkloadItem(prompt=prompt, category=None if category is None else str(category))

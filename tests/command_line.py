@@ -40,6 +40,7 @@ class CommandLine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], directory: Path) -> None:
         self._capsys = capsys
         self.jobs: list[Job] = []
+        self.written: list[dict[str, str]] = []
         self.on_job: Callable[[SpeculativeConfig], None] = lambda config: None
         monkeypatch.chdir(directory)
         monkeypatch.setattr(sys, "argv", ["runner"])
@@ -70,7 +71,8 @@ class CommandLine:
         captured = self._capsys.readouterr()
         return Ending(status=status, out=captured.out, err=captured.err, jobs=self.jobs)
 
-    def _execute(self, config: SpeculativeConfig, output_dir: Path) -> None:
+    def _execute(self, config: SpeculativeConfig, output_dir: Path, *, written: dict[str, str]) -> None:
+        self.written.append(written)
         self.jobs.append((config, output_dir))
         self.on_job(config)
 

@@ -180,6 +180,23 @@ def test_a_bug_keeps_its_traceback(cli: CommandLine) -> None:
         cli()
 
 
+@pytest.mark.parametrize("argv", [("hydra.run.dir=taken/x",), ("-m", "hydra.sweep.dir=taken", "seed=0,1")])
+def test_a_directory_that_cannot_be_made_is_one_screen(cli: CommandLine, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    """Hydra makes it, and crashed with a traceback."""
+    (tmp_path / "taken").write_text("a file")
+    ending = cli(*argv)
+    assert (ending.status, ending.jobs) == (2, [])
+    assert ".dir must be a directory that can be made, got" in ending.err
+    assert f"{tmp_path / 'taken'} is no directory; set hydra." in ending.err
+
+
+def test_a_current_directory_that_may_not_be_written_to_is_one_screen(
+    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.cli.launch.os.access", lambda path, mode: False)  # root may write anywhere
+    assert f"{tmp_path} may not be written to; set hydra.run.dir=" in cli().err
+
+
 def test_an_interrupt_is_one_line(cli: CommandLine) -> None:
     def interrupt(_: SpeculativeConfig) -> None:
         raise KeyboardInterrupt

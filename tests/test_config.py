@@ -234,6 +234,7 @@ def test_draft_length_is_between_0_and_128(value: int) -> None:
         ({"min_tokens": 9, "max_tokens": 8}, "sampler.min_tokens must be in [0, max_tokens (8)], got 9"),
         ({"min_tokens": 200, "max_tokens": 300, "min_p": 2}, "sampler.min_p must be in [0, 1], got 2.0"),
         ({"max_tokens": 0, "min_tokens": 9}, "sampler.max_tokens must be >= 1, got 0"),
+        ({"logit_bias": {"a": 1}}, "sampler.logit_bias has a key that must be an integer, got 'a'"),
         ({"logit_bias": {3: 200}}, "sampler.logit_bias must have values in [-100, 100], got {3: 200.0}"),
     ],
 )
@@ -285,6 +286,13 @@ def test_an_unknown_key_is_told_where_it_belongs(key: str, remedy: str) -> None:
 )
 def test_parallel_sizes_above_one_are_refused_with_the_remedy(values: dict[str, Any], name: str) -> None:
     assert problems(**values) == f"{name} must be 1, got 2; tensor parallelism is not available yet; set {name}=1"
+
+
+def test_a_server_of_mlflow_without_its_scheme_is_refused_before_a_model_is_loaded() -> None:
+    text = problems(tracking_uri="localhost:5000")
+    assert text == "tracking_uri must begin with a scheme, got 'localhost:5000'; write http://localhost:5000"
+    for uri in ("http://localhost:5000", "sqlite:///mlflow.db", "mlruns"):
+        SpeculativeConfig.parse({"model": TINY, "tracking_uri": uri})
 
 
 @pytest.mark.parametrize("block_size", [0, 8, 24, 272])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.benchmarks import decoding
+from runner.benchmarks import decoding, generate, ngram, suffix
 from runner.benchmarks.decoding_cases import CASES, NUM_PROMPTS, DecodingCase, Quantities, read_ratio
 from runner.benchmarks.identical_texts import NUM_TEXTS, VARIANTS
 from runner.benchmarks.shared_target import SharedTarget
@@ -194,3 +194,17 @@ def test_prompts_that_outlast_the_first_text_are_refused(target: SharedTarget) -
     with pytest.raises(UserError, match="--new-tokens must outlast the prompts, got 1"):
         decode_steadily(llm, target.prompts(64), num_new_tokens=1, seed=0)
     llm.engine.block_manager.check_integrity([])
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "option", "minimum"),
+    [(generate, "--rounds", 1), (ngram, "--requests", 1), (suffix, "--responses", 1), (suffix, "--length", 101)],
+)
+def test_a_size_that_leaves_nothing_to_measure_is_refused(
+    benchmark: Any, option: str, minimum: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They ran, some for a minute, and ended in a division by zero, in numba's compiler or at an empty list."""
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main([option, str(minimum - 1)])
+    assert ended.value.code == 2
+    assert f"argument {option}: must be an integer >= {minimum}, got '{minimum - 1}'" in capsys.readouterr().err

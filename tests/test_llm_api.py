@@ -101,6 +101,32 @@ def test_a_prompt_of_no_known_form_is_refused(tiny: LLM, prompt: Any) -> None:
         tiny.generate([prompt], GREEDY)
 
 
+@pytest.mark.parametrize("prompts", [None, 7])
+def test_what_is_no_list_of_prompts_is_refused_as_one_prompt_is(tiny: LLM, prompts: Any) -> None:
+    with pytest.raises(UserError, match=r"a prompt must be a string, .* or a list of these, got (NoneType|int)"):
+        tiny.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("token_ids", [["a"], [1.5], 7, None])
+def test_token_ids_that_are_none_are_refused(tiny: LLM, token_ids: Any) -> None:
+    with pytest.raises(UserError, match="prompt_token_ids must be a list of token ids, got"):
+        tiny.generate({"prompt_token_ids": token_ids}, GREEDY)
+
+
+def test_no_prompt_of_a_generator_is_lost(tiny: LLM) -> None:
+    """The first one was: looking whether it is a chat message took it out."""
+    outputs = tiny.generate((text for text in ("a", "b")), GREEDY)  # type: ignore[arg-type]
+    assert [output.prompt for output in outputs] == ["a", "b"]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, ["greedy"]])
+def test_sampling_params_of_another_type_are_refused(tiny: LLM, params: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"sampling_params must be SamplingParams\(\.\.\.\), or a list .*got (dict|list)"
+    ):
+        tiny.generate(["a"], params)
+
+
 def test_a_model_without_a_tokenizer_takes_token_ids_alone(engines: Engines) -> None:
     with pytest.raises(UserError, match=r"prompt_token_ids.*without a tokenizer"):
         engines().generate("text", GREEDY)

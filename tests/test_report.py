@@ -206,6 +206,15 @@ def test_a_sweep_without_a_baseline_is_ranked_by_throughput() -> None:
     assert ["*" in line.split() for line in lines[2:4]] == [False, True]
 
 
+def test_plain_decoding_is_not_the_fastest_for_being_the_only_one_with_a_speedup() -> None:
+    """experiment=compare_methods runs method=none itself, without a baseline, and its star stood at none."""
+    lines = compared(
+        row(method="none", speedup=1.0, output_tokens_per_second=100.0),
+        row(method="ngram", speedup=None, output_tokens_per_second=250.0),
+    )
+    assert [line.split()[0] for line in lines if " * " in line and "fastest" not in line] == ["ngram"]
+
+
 def test_a_failed_run_is_shown_as_failed_and_never_the_fastest() -> None:
     lines = compared(row(speedup=9.0, status="FAILED"), row(num_speculative_tokens=8, status="FINISHED"))
     assert lines[2].split()[:2] == ["ngram", "(failed)"]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runner.engine.errors import UserError
@@ -214,6 +215,37 @@ def test_another_draft_is_refused_with_where_to_give_it(method: str, loaded: str
 def test_a_ratio_that_is_no_number_of_tokens_is_refused(ratio: Any) -> None:
     with pytest.raises(ValueError, match=rf"speculative_ratio must be a number of tokens, .*got {ratio}"):
         SamplingParams(speculative_ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("n", 2.0, "an integer"),
+        ("max_tokens", 3.5, "an integer; for no limit but max_model_len give a large number"),
+        ("max_tokens", None, "an integer; for no limit but max_model_len give a large number"),
+        ("seed", 1.5, "an integer or null"),
+        ("logprobs", True, "an integer or null"),
+        ("temperature", "hot", "a number"),
+        ("top_p", None, "a number"),
+        ("stop", [1], "a list of strings"),
+        ("stop", 1, "a list of strings"),
+        ("stop_token_ids", "12", "a list of token ids"),
+        ("allowed_token_ids", [0.5], "a list of token ids"),
+        ("logit_bias", [1], "a mapping of token ids to numbers"),
+        ("logit_bias", {"a": 1.0}, "a mapping of token ids to numbers"),
+        ("logit_bias", {1: "x"}, "a mapping of token ids to numbers"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any, rule: str) -> None:
+    """Some were taken as they are (n=2.0, stop=[1]), others were a TypeError that named nothing."""
+    with pytest.raises(ValueError, match="must be") as raised:
+        SamplingParams(**{name: value})
+    assert str(raised.value) == f"{name} must be {rule}, got {value!r}"
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(n=np.int64(2), temperature=np.float32(0.5), stop_token_ids=(np.int32(3),))
+    assert (params.n, params.stop_token_ids) == (2, (3,))
 
 
 def test_speculative_sampling_without_a_method_is_plain_decoding() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import mlflow
 import pytest
 
-from runner.config import SpeculativeConfig
+from runner.config import JsonlWorkload, SpeculativeConfig
 from runner.engine.errors import UserError
 from runner.run import execute
 from runner.step_loop import StepLoop
 from runner.tiny import DRAFT_DIR
 from runner.tracking import PARENT_RUN_ENV
+from runner.workload import read_workload
 
 KEYS = {
     "method", "num_requests", "num_output_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
@@ -23,6 +24,9 @@ KEYS = {
     "acceptance_per_position", "conditional_acceptance_per_position", "output_tokens_per_second", "ttft_ms", "tpot_ms",
     "itl_ms", "time_share", "speedup", "identical_to_baseline", "peak_memory_bytes",
 }  # fmt: skip
+
+
+ONE_BY_ONE = {"name": "demo", "limit": 4, "max_concurrency": 1}
 
 
 def config(**changes: Any) -> SpeculativeConfig:
@@ -181,12 +185,38 @@ def test_an_interrupted_run_is_marked_so_and_leaves_no_result(
     assert not (tmp_path / "metrics.json").exists()
 
 
+def test_an_interrupted_run_keeps_the_requests_that_finished(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were thrown away with the run, whether it had been going for a minute or for a night."""
+    step = StepLoop.step
+
+    def interrupted_after_two(loop: StepLoop) -> None:
+        if len(loop.metrics.records) == 2 and loop.proposer.num_speculative_tokens:
+            raise KeyboardInterrupt
+        step(loop)
+
+    monkeypatch.setattr(StepLoop, "step", interrupted_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        execute(config(tracking="mlflow", tracking_uri=store, workload=ONE_BY_ONE), tmp_path)
+    path = tmp_path / "partial_outputs.jsonl"
+    assert [json.loads(line)["request_id"] for line in path.read_text().splitlines()] == ["0", "1"]
+    assert capsys.readouterr().err.splitlines()[-1] == f"2 of 4 requests had finished: {path}"
+    client = mlflow.MlflowClient(store)
+    (run,) = client.search_runs([entry.experiment_id for entry in client.search_experiments()])
+    assert run.info.status == "KILLED"
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["partial_outputs.jsonl"]
+    assert not (tmp_path / "outputs.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
         ("not json", "must be a JSON object"),
         ('{"text": "x"}', "set workload.prompt_field"),
         ('{"prompt": 7}', "must be a string, chat messages or token ids"),
+        ('{"prompt": ""}', "1: prompt must be a string, chat messages or token ids, got an empty one"),
+        ('{"prompt": {"text": "x"}}', "1: prompt must be a string, chat messages or token ids, got"),
         ("", "must hold at least one prompt"),
     ],
 )
@@ -195,6 +225,21 @@ def test_a_malformed_workload_is_named_by_its_line(tmp_path: Path, line: str, co
     path.write_text(line + "\n")
     with pytest.raises(UserError, match=complaint):
         execute(config(workload={"name": "jsonl", "path": str(path)}), tmp_path)
+
+
+def test_a_file_that_is_no_text_in_utf_8_is_named_and_not_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('{"prompt": "caf\xe9"}\n'.encode("latin1"))
+    with pytest.raises(UserError, match=r"workload\.path must be a file in UTF-8, got '.*', which holds byte 0xe9"):
+        read_workload(JsonlWorkload(name="jsonl", path=str(path)))
+    with pytest.raises(UserError, match=r"workload\.path must be a \.jsonl file, got '.*', which is a directory"):
+        read_workload(JsonlWorkload(name="jsonl", path=str(tmp_path)))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n', encoding="utf-8-sig")
+    assert [item.prompt for item in read_workload(JsonlWorkload(name="jsonl", path=str(path)))] == ["x"]
 
 
 def test_a_run_that_no_request_can_start_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -184,6 +184,16 @@ def test_an_mlflow_sweep_runs_inside_one_parent_run(cli: CommandLine, monkeypatc
     ]
 
 
+def test_a_job_is_told_how_its_point_was_written(cli: CommandLine) -> None:
+    swept = """speculative_config={"method": "ngram"},{"method": "ngram", "prompt_lookup_max": 3}"""
+    cli("-m", "sampler=greedy,sampled", swept, "tracking=none")
+    groups = {"model": "tiny", "hardware": "auto", "workload": "demo"}
+    assert len(cli.written) == 4 and all(written.items() >= groups.items() for written in cli.written)
+    assert [written["sampler"] for written in cli.written] == ["greedy", "greedy", "sampled", "sampled"]
+    assert "prompt_lookup_max" in cli.written[1]["speculative_config"]
+    assert "method" not in cli.written[0], "the configuration names it, also where a speculative_config does"
+
+
 def test_an_invalid_sweep_opens_no_parent_run(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.tracking, "start_sweep", None)  # calling it would be a TypeError
     assert cli("-m", "method=ngram,ngrm").status == 2

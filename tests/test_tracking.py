@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from runner.engine.errors import UserError
 from runner.metrics import StepPoint
 from runner.tracking import PARENT_RUN_ENV, Tracker, open_tracker, start_sweep
-from runner.tracking.comparison import write_comparison
+from runner.tracking.comparison import _label, write_comparison
 from runner.tracking.flatten import flat_metrics, flat_params
 from runner.tracking.git_sha import git_sha
 from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path
@@ -212,6 +212,19 @@ def test_a_comparison_shows_what_was_swept_and_which_runs_are_lossy(tracking: st
     assert [(row[rule], row["lossless"]) for row in rows] == [("block", "distribution"), ("typical", False)]
     assert set(rows[0]) - set(parent.children()[0]) == {rule}  # the method and K have columns of their own
     assert [path.name for path in write_comparison(tmp_path, rows)] == ["comparison.csv", "comparison.png"]
+
+
+@pytest.mark.parametrize("tracking", ["mlflow", "jsonl"])
+def test_a_swept_group_tells_its_runs_apart(tracking: str, uri: str, tmp_path: Path) -> None:
+    """A sweep over sampler=greedy,sampled compared runs of one name, and no column said which was which."""
+    options: dict[str, Any] = {"tracking_uri": uri} if tracking == "mlflow" else {"output_dir": tmp_path}
+    with start_sweep(tracking, params={"sampler": "greedy,sampled", "seed": "0,1"}, **options) as parent:
+        for sampler, seed in (("greedy", 0), ("sampled", 1)):
+            with open_tracker(tracking, run_name="ngram", **options) as child:
+                child.log_params({"sampler": sampler, "sampler.temperature": "0.5", "seed": seed})
+        rows = parent.children(("sampler", "seed"))
+    assert [(row["sampler"], row["seed"]) for row in rows] == [("greedy", "0"), ("sampled", "1")]
+    assert [_label(row) for row in rows] == ["ngram, greedy, 0", "ngram, sampled, 1"]
 
 
 def test_an_interrupted_sweep_is_killed_and_still_compares_what_ran(uri: str, client: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from runner.benchmarks.arguments import at_least
 from runner.benchmarks.decoding_cases import BATCH_SIZE, CASES, Quantities
 from runner.benchmarks.identical_texts import VARIANTS, count_equal_texts, plain_texts
 from runner.benchmarks.machine import describe_machine
@@ -212,18 +213,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="bfloat16 on a GPU, float32 on the CPU"
     )
     parser.add_argument("--cases", nargs="+", choices=CASE_NAMES, default=CASE_NAMES, metavar="CASE", help="see below")
-    parser.add_argument("--rounds", type=_positive, default=5, help="timed, after those that warm up (default: 5)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed, after those that warm up (default: 5)")
     for name, what in (("prompt_tokens", "tokens of every prompt"), ("new_tokens", "tokens decoded for every prompt")):
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=_positive, default=DEFAULTS[name], help=f"{what} (default: %(default)s)")
+        parser.add_argument(option, type=at_least(1), default=DEFAULTS[name], help=f"{what} (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

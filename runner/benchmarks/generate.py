@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from runner.benchmarks.arguments import at_least
 from runner.benchmarks.machine import describe_machine
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
@@ -167,10 +168,18 @@ def _as_json(rounds: dict[str, list[float]], options: argparse.Namespace) -> dic
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m runner.benchmarks.generate", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of both sides")
-    parser.add_argument("--prompt-len", type=int, default=64, help="tokens of every prompt")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens generated for every prompt")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that warms up")
+    parser.add_argument(
+        "--threads", type=at_least(1), default=torch.get_num_threads(), help="CPU threads of both sides"
+    )
+    parser.add_argument(
+        "--prompt-len", type=at_least(1), default=64, help="tokens of every prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-len", type=at_least(1), default=128, help="tokens generated for every prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=5, help="timed rounds, after one that warms up (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     return parser.parse_args(argv)
 

@@ -25,6 +25,7 @@ from proposers.lookup.ngram_index import NgramIndex
 from proposers.lookup.ngram_table import Int32Array, extend_and_draft
 from proposers.ngram import NgramProposer
 from proposers.ngram_gpu import ngram_match_on
+from runner.benchmarks.arguments import at_least
 from runner.benchmarks.machine import describe_machine
 from runner.benchmarks.ngram_texts import next_tokens, text_of
 from runner.engine.request import Request
@@ -95,6 +96,7 @@ def _time_index(texts: list[list[int]]) -> dict[str, Spread]:
     evicted = np.zeros(CACHE_BYTES // 8, dtype=np.int64)
     for num_new in (1, 4):
         for caches in ("warm", "cold"):
+            print(f"timing the compiled call, {num_new} new a step, {caches} caches", file=sys.stderr)
             index, seconds = NgramIndex(MIN_N, MAX_N), []
             sequences = [index.add() for _ in texts]
             for sequence, text in zip(sequences, texts, strict=True):
@@ -240,9 +242,11 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m runner.benchmarks.ngram")
-    parser.add_argument("--requests", type=int, default=64, help="contexts in one call")
-    parser.add_argument("--context", type=int, default=32_000, help="tokens of every context")
+    parser = argparse.ArgumentParser(prog="python -m runner.benchmarks.ngram", description=__doc__)
+    parser.add_argument("--requests", type=at_least(1), default=64, help="contexts in one call (default: %(default)s)")
+    parser.add_argument(
+        "--context", type=at_least(1), default=32_000, help="tokens of every context (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the texts")
     parser.add_argument("--output", type=Path, help="also write the numbers to this JSON file")
     return parser.parse_args(argv)

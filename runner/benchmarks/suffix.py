@@ -26,6 +26,7 @@ import numpy as np
 from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
 from proposers.lookup.suffix_forest import Int32Array
 from proposers.lookup.suffix_reference import naive_propose
+from runner.benchmarks.arguments import at_least
 from runner.benchmarks.machine import describe_machine
 from runner.benchmarks.suffix_corpora import NAMES, Corpus
 
@@ -257,10 +258,18 @@ def _print_table(title: str, results: dict[str, dict[str, float]]) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m runner.benchmarks.suffix", description=__doc__)
-    parser.add_argument("--responses", type=int, nargs="+", default=[1_000, 10_000], help="cached responses")
-    parser.add_argument("--length", type=int, default=1_000, help="tokens of every response")
+    parser.add_argument(
+        "--responses",
+        type=at_least(1),
+        nargs="+",
+        default=[1_000, 10_000],
+        help="cached responses (default: 1000 10000)",
+    )
+    parser.add_argument(
+        "--length", type=at_least(PROMPT_LEN + 1), default=1_000, help="tokens of every response (default: %(default)s)"
+    )
     parser.add_argument("--corpora", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--rounds", type=int, default=5, help="requests that are timed")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="requests that are timed (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="also write the numbers to this JSON file")
     return parser.parse_args(argv)

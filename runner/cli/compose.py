@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hydra import compose, initialize_config_module
+from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -144,6 +145,18 @@ class Composer:
 def written_value(override: Override) -> str:
     """The value of an override as it was typed, sweeps included."""
     return (override.input_line or "").partition("=")[2]
+
+
+def written_choices(job: HydraConf) -> dict[str, str]:
+    """The option of every group, and what the command line set: how the points of a sweep are told apart.
+
+    The resolved configuration has no name for sampler=sampled, and a mapping falls apart in it. The method is in it.
+    """
+    choices = {group: option for group, option in job.runtime.choices.items() if option is not None}
+    for text in job.overrides.task:
+        key, _, value = text.partition("=")
+        choices[key.lstrip("+~")] = value
+    return {key: value for key, value in choices.items() if key != "method" and re.fullmatch(r"[\w.]+", key)}
 
 
 def read_config(cfg: DictConfig, directory: Path | None = None) -> SpeculativeConfig:

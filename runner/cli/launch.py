@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 
 from hydra._internal.utils import get_args_parser
 from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from runner.cli.compose import Composer
 from runner.cli.speculative_config import KEY
@@ -55,14 +58,32 @@ def checked(args: argparse.Namespace) -> Iterator[None]:
                 print(f"{KEY} stands in place of the method group shown here", file=sys.stderr)
         elif args.multirun or hydra.mode == RunMode.MULTIRUN:
             sweep = read_sweep(composer, args.overrides, hydra)
+            _check_directory("hydra.sweep.dir", hydra.sweep)
         else:
             composer.config(args.overrides)
+            _check_directory("hydra.run.dir", hydra.run)
     if sweep is None:
         yield
         return
     _report_duplicates(sweep)
     with launching(sweep):
         yield
+
+
+def _check_directory(name: str, node: DictConfig) -> None:
+    """Hydra makes the directory of the files, the current one's runs/ by default; where it cannot, it only crashes."""
+    try:
+        path = os.path.abspath(node.dir)
+    except OmegaConfBaseException:
+        return  # it follows what only the job knows
+    existing = path
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK):
+        return
+    what = "may not be written to" if os.path.isdir(existing) else "is no directory"
+    remedy = f"{existing} {what}; set {name}=<another directory>"
+    raise ConfigError([Problem(name=name, rule="must be a directory that can be made", value=path, remedy=remedy)])
 
 
 def _report_duplicates(sweep: Sweep) -> None:

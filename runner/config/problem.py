@@ -20,6 +20,7 @@ NO_VALUE = object()  # the problem is not about a value, for instance a missing 
 
 _TYPE_RULES = {
     "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
     "float_type": "must be a number",
     "string_type": "must be a string",
     "bool_type": "must be true or false",
@@ -106,7 +107,8 @@ def problems_of(error: ValidationError, schema: type[BaseModel], prefix: tuple[s
 
 def _translate(details: ErrorDetails, schema: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[Problem]:
     node, path, field = _locate(schema, details["loc"])
-    name = ".".join((*prefix, *path))
+    of_key = path[-1:] == ("[key]",)  # pydantic's mark of a mapping's key, behind the key itself
+    name = ".".join((*prefix, *(path[:-2] if of_key else path)))
     kind, context, value = details["type"], details.get("ctx", {}), details["input"]
     if kind == "value_error" and isinstance(context["error"], RuleErrors):
         for problem in context["error"].problems:
@@ -141,6 +143,7 @@ def _translate(details: ErrorDetails, schema: type[BaseModel], prefix: tuple[str
         yield Problem(name=name, rule=f"must be {relation} {context[key]}", value=value, remedy=meaning)
     else:
         rule = _TYPE_RULES.get(kind) or details["msg"]
+        rule = f"has a key that {rule}" if of_key else rule
         yield Problem(name=name, rule=rule, value=value, remedy=_quote_it(name, kind, value))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from runner.config.checkpoint_method import KINDS, misfit
 from runner.config.drafter_methods import DrafterMethod, DraftModelMethod, MtpMethod
@@ -62,6 +63,14 @@ class SpeculativeConfig(Node):
     run_name: str | None = Field(
         default=None, min_length=1, description="MLflow run name; null builds one from model and method"
     )
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _check_scheme(cls, uri: str | None) -> str | None:
+        """MLflow would say it only when the model is loaded, and speak of a model registry."""
+        if uri is not None and re.fullmatch(r"[\w.-]+:\d+(/.*)?", uri):
+            raise ValueError(f"must begin with a scheme, got {uri!r}; write http://{uri}")
+        return uri
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:

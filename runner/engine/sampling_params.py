@@ -6,12 +6,24 @@ Imports nothing heavy, so a configuration can be checked without loading torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 from runner.engine.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**64 - 1
+
+_INTEGERS = ("n", "top_k", "max_tokens", "min_tokens")
+_INTEGERS_OR_NONE = ("seed", "logprobs", "prompt_logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_LISTS: dict[str, tuple[type, str]] = {
+    "stop": (str, "strings"),
+    "bad_words": (str, "strings"),
+    "stop_token_ids": (Integral, "token ids"),
+    "allowed_token_ids": (Integral, "token ids"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +34,8 @@ class SamplingParams:
     a method (`none`) they ask for nothing, and a draft is loaded by the engine only, never by a request.
 
     Raises:
-        ValueError: a value is outside its range; the message names the field, the rule and the value.
+        ValueError: a value is of another type or outside its range; the message names the field, the rule and the
+            value.
     """
 
     n: int = 1  # completions per prompt, each with a noise stream of its own
@@ -50,6 +63,7 @@ class SamplingParams:
     speculative_ratio: int | None = None  # drafts a step at most, below the engine's num_speculative_tokens
 
     def __post_init__(self) -> None:
+        self._check_types()
         # A lone string, lists and None are taken as people write them for vLLM.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
@@ -98,6 +112,31 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"{name} must {rule}, got {getattr(self, name)!r}")
 
+    def _check_types(self) -> None:
+        """A number that only looks like one (n=2.0, stop=[1]) would fail far from here, or be taken for another."""
+
+        def check(name: str, holds: bool, rule: str) -> None:
+            if not holds:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+
+        for name in _INTEGERS:
+            no_limit = "; for no limit but max_model_len give a large number" if name == "max_tokens" else ""
+            check(name, _is(Integral, getattr(self, name)), f"an integer{no_limit}")
+        for name in _INTEGERS_OR_NONE:
+            check(name, getattr(self, name) is None or _is(Integral, getattr(self, name)), "an integer or null")
+        for name in _NUMBERS:
+            check(name, _is(Real, getattr(self, name)), "a number")
+        for name, (kind, what) in _LISTS.items():
+            value = getattr(self, name)
+            is_lone = kind is str and isinstance(value, str)
+            is_list = not isinstance(value, str | Mapping) and isinstance(value, Collection)
+            check(name, value is None or is_lone or (is_list and all(_is(kind, x) for x in value)), f"a list of {what}")
+        is_bias = isinstance(self.logit_bias, Mapping) and all(
+            (_is(Integral, token) or str(token).isdigit()) and _is(Real, bias)  # JSON has no keys but strings
+            for token, bias in self.logit_bias.items()
+        )
+        check("logit_bias", self.logit_bias is None or is_bias, "a mapping of token ids to numbers")
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
@@ -121,3 +160,8 @@ class SamplingParams:
     def max_draft_tokens(self) -> int | None:
         """The most drafts a step that the request allows; None: as many as the engine makes."""
         return 0 if self.speculative_sampling is False else self.speculative_ratio
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Also for numpy's numbers; a bool is no number."""
+    return isinstance(value, kind) and not isinstance(value, bool)

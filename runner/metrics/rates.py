@@ -115,6 +115,13 @@ def ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
+def measure_of_speed(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the finished runs are ranked by: without a baseline only plain decoding has a speed-up, which is 1."""
+    finished = [row for row in rows if row.get("status", "FINISHED") == "FINISHED"]
+    has_speedups = all(row.get("speedup") is not None for row in finished)
+    return "speedup" if has_speedups else "output_tokens_per_second"
+
+
 def _drafts_of(records: Iterable[RequestRecord]) -> list[tuple[int, int, int]]:
     return [draft for record in records for draft in record.drafts]
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from runner.metrics.rates import measure_of_speed
 from runner.report.console import open_wide_console
 from runner.report.text import identical, identical_style, number, percent, speedup_style, times
 
@@ -31,8 +32,8 @@ def print_comparison(
 ) -> None:
     """Prints one row a run: summaries (metrics.json), or the rows of `Tracker.children`.
 
-    The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where no speed-up was
-    measured) carries a star; a run under a lossy rule is marked so. Speed-up and identity that no run has are left out.
+    The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where a run has no
+    speed-up) carries a star; a run under a lossy rule is marked so. Speed-up and identity that no run has are left out.
     Runs go by their names only where method, number of tokens and params do not tell two of them apart.
 
     Args:
@@ -43,7 +44,7 @@ def print_comparison(
     names = Counter((row["method"], row["num_speculative_tokens"], *(row[key] for key in params)) for row in rows)
     ambiguous = max(names.values(), default=0) > 1 and any(row.get("run_name") for row in rows)
     best = {key: _best(rows, key) for key in HIGHER_IS_BETTER}
-    fastest = best["speedup"] if best["speedup"] is not None else best["output_tokens_per_second"]
+    fastest = best[measure_of_speed(rows)]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, header_style="bold", show_edge=False)
     table.add_column("run" if ambiguous else "method", overflow="fold")
     table.add_column("K", justify="right", no_wrap=True)

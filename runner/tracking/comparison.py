@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.metrics.rates import measure_of_speed
+from runner.tracking.tracker import comparison_row
+
 BAR, BEST, GRID = "#9db4c0", "#2a6f97", "#e5e5e5"
+_COMPARED_KEYS = comparison_row({}, run_name=None, status="")
+SPEEDS = {
+    "speedup": ("speedup", "speed-up over plain decoding", "{:.2f}x"),
+    "output_tokens_per_second": ("output_tokens_per_second", "output tokens per second", "{:,.1f}"),
+}
 ON_TOP: Any = {"zorder": 4, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
 
 
@@ -32,18 +40,20 @@ def _draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Two panels of horizontal bars, one bar a run, fastest on top; the best bar of a panel stands out."""
     from matplotlib.figure import Figure  # without pyplot, so no display and no global state
 
-    rows = sorted(rows, key=lambda row: row["speedup"] or 0.0)
+    speed = measure_of_speed(rows)
+    rows = sorted(rows, key=lambda row: row[speed] or 0.0)
     labels = [_label(row) for row in rows]
     figure = Figure(figsize=(9, 1.2 + 0.38 * len(rows)), layout="constrained", dpi=140)
     panels = figure.subplots(1, 2, sharey=True)
-    columns = (("speedup", "speed-up over plain decoding", "{:.2f}x"), ("mean_acceptance_length",) * 2 + ("{:.2f}",))
+    columns = (SPEEDS[speed], ("mean_acceptance_length",) * 2 + ("{:.2f}",))
     for panel, (key, title, pattern) in zip(panels, columns, strict=True):
         values = [row[key] or 0.0 for row in rows]
         colours = [BEST if value == max(values) > 0 else BAR for value in values]
         bars = panel.barh(range(len(rows)), values, color=colours, height=0.7, zorder=2)
         texts = ["-" if row[key] is None else pattern.format(row[key]) for row in rows]
         panel.bar_label(bars, texts, padding=4, **ON_TOP)
-        panel.axvline(1.0, color="#888888", linewidth=1, linestyle="--", zorder=3)  # plain decoding
+        if key != "output_tokens_per_second":
+            panel.axvline(1.0, color="#888888", linewidth=1, linestyle="--", zorder=3)  # plain decoding
         panel.set_title(title.replace("_", " "), fontsize=11, loc="left")
         panel.set_xlim(0, 1.18 * max([*values, 1.0]))
         panel.set_yticks(range(len(rows)), labels)
@@ -56,6 +66,6 @@ def _draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _label(row: Mapping[str, Any]) -> str:
     k = row["num_speculative_tokens"]
     name = row["run_name"] or (f"{row['method']} K={k}" if k else str(row["method"]))
-    params = [str(value) for key, value in row.items() if "." in key]  # the swept ones, by their flat keys
+    params = [str(value) for key, value in row.items() if key not in _COMPARED_KEYS]  # the swept ones
     name = ", ".join([name, *params, *(["lossy"] if row.get("lossless") is False else [])])
     return name if row["status"] == "FINISHED" else f"{name} ({row['status'].lower()})"
