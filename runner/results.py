@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from runner.engine.errors import UserError
 from runner.metrics import RequestRecord
 
 METRICS_FILE = "metrics.json"
@@ -105,14 +106,21 @@ def _natural_order(path: Path) -> list[tuple[int, int, str]]:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` when the block ends well, and vanishes when it does not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A file that takes the place of `path` when the block ends well, and vanishes when it does not.
+
+    Raises:
+        UserError: it cannot be written: no room, no permission, a directory in its place.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # same directory: a rename is atomic within one disk
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); make room, or write elsewhere") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()

@@ -87,20 +87,20 @@ def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str
         write_metrics(files[0], summary)
         write_outputs(files[1], measurement.records, measurement.logprobs)
         files += _write_vllm_config(config, output_dir)
+        print_summary(  # before it is recorded: a tracker that fails now does not hide it
+            summary,
+            model=config.model.model,
+            device=str(llm.engine.device),
+            dtype=str(llm.engine.dtype).removeprefix("torch."),
+            notes=[*config.notes(), *promise_notes(llm), *measurement.failures],
+            files=files,
+            location=tracker.location,
+            ui_command=tracker.ui_command,
+        )
         tracker.log_summary(summary)
         tracker.log_series(metrics.step_points)
         tracker.log_artifacts(files)
     add_row(summary, params, run_name)
-    print_summary(
-        summary,
-        model=config.model.model,
-        device=str(llm.engine.device),
-        dtype=str(llm.engine.dtype).removeprefix("torch."),
-        notes=[*config.notes(), *promise_notes(llm), *measurement.failures],
-        files=files,
-        location=tracker.location,
-        ui_command=tracker.ui_command,
-    )
     return summary
 
 

@@ -302,11 +302,11 @@ def test_block_size_is_a_multiple_of_16_up_to_256(block_size: int) -> None:
 
 def test_token_budget_holds_every_running_request_with_all_its_drafts() -> None:
     """A smaller budget would leave requests out of a step: a request must not wait because of its neighbours."""
-    method = {"method": "ngram", "num_speculative_tokens": 31}
+    method = {"method": "ngram", "num_speculative_tokens": 63}
     SpeculativeConfig.parse({"model": TINY, "method": method})
-    text = problems(method=method | {"num_speculative_tokens": 32})
+    text = problems(method=method | {"num_speculative_tokens": 64})
     assert text.startswith(
-        "hardware.max_num_batched_tokens must be >= max_num_seqs * (1 + num_speculative_tokens) (2112)"
+        "hardware.max_num_batched_tokens must be >= max_num_seqs * (1 + num_speculative_tokens) (4160)"
     )
     SpeculativeConfig.parse({"model": TINY, "method": {"method": "none", "num_speculative_tokens": 128}})
     assert "hardware.max_num_batched_tokens must be >= max_num_seqs (64), got 63" in problems(

@@ -53,6 +53,7 @@ SEEDS = [  # the examples of vLLM's documentation
         "suffix_decoding_max_spec_factor": 1.0,
         "suffix_decoding_min_token_prob": 0.1,
     },
+    {"method": "suffix", "num_speculative_tokens": 32},
 ]
 
 

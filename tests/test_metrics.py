@@ -175,7 +175,9 @@ def test_speedup_is_the_ratio_of_median_times_per_token() -> None:
     assert baseline["categories"]["code"]["speedup"] == 1.0
     assert numbers["speedup"] == pytest.approx(400 / 250)
     assert numbers["categories"]["code"]["speedup"] == pytest.approx(400 / 250)
-    assert summary(fast, k=1)["speedup"] is None
+    assert numbers["baseline"] == {key: baseline[key] for key in ("output_tokens_per_second", "tpot_ms")}
+    assert numbers["baseline"]["tpot_ms"]["median"] == pytest.approx(400)
+    assert summary(fast, k=1)["speedup"] is summary(fast, k=1)["baseline"] is baseline["baseline"] is None
 
 
 def test_categories_have_their_own_rates() -> None:

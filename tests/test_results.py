@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from runner.engine.errors import UserError
 from runner.metrics import RequestRecord
 from runner.results import read_summaries, write_metrics, write_outputs
 
@@ -83,6 +84,15 @@ def test_a_broken_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
         write_outputs(path, records())
     assert path.read_text() == "old\n"
     assert [p.name for p in tmp_path.iterdir()] == ["outputs.jsonl"]
+
+
+def test_what_cannot_be_written_is_said_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").mkdir()
+    (tmp_path / "file").write_text("")
+    for path, reason in ((tmp_path / "metrics.json", "Is a directory"), (tmp_path / "file" / "x.json", "exists")):
+        with pytest.raises(UserError, match=rf"{path} cannot be written .*{reason}"):
+            write_metrics(path, {})
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "metrics.json"]
 
 
 def test_written_files_have_the_usual_permissions(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from runner.benchmarks.arguments import at_least
 from runner.benchmarks.machine import describe_machine
+from runner.cli.arguments import at_least
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector

@@ -23,7 +23,7 @@ class HardwareConfig(Node):
     )
     max_num_seqs: int = Field(default=64, ge=1, le=4096, description="requests in one step at most, in [1, 4096]")
     max_num_batched_tokens: int = Field(
-        default=2048,
+        default=4096,
         ge=1,
         le=2**20,
         description="tokens in one step at most, in [1, 2**20]; at least max_num_seqs * (1 + num_speculative_tokens), "

@@ -106,6 +106,7 @@ class MetricsCollector:
         - The three have {median, p20, p80, p99}, linear between order statistics.
         - time_share: part of duration_s in propose, verify, whole_step (both in one), schedule and other; adds up to 1.
         - speedup: median tpot of method=none / median tpot, both of the same run; 1.0 for method=none itself.
+        - baseline: output_tokens_per_second and tpot_ms of method=none in the same run; None where it was not run.
         - lossless: what the verification rule keeps of plain decoding's text: "tokens", the very ones;
           "distribution"; false, neither (typical, synthetic); None where the caller does not say.
         - identical_to_baseline: {requests, identical} of `count_identical`; None where not promised or not measured.
@@ -121,6 +122,7 @@ class MetricsCollector:
         num_request_steps = sum(len(record.tokens_per_step) for record in finished)
         duration_s = sum(point.total_seconds for point in self.step_points)
         tpot_ms = percentiles(per_output_token_ms(finished))
+        plain = None if baseline is None else {key: baseline[key] for key in ("output_tokens_per_second", "tpot_ms")}
         if method == "none" and baseline is None:  # plain decoding is its own baseline
             baseline = {"tpot_ms": tpot_ms, "categories": categories(finished, None)}
         return {
@@ -141,6 +143,7 @@ class MetricsCollector:
             "itl_ms": percentiles(inter_token_ms(finished)),
             "time_share": self._time_share(duration_s),
             "speedup": speedup(baseline, tpot_ms),
+            "baseline": plain,
             "lossless": lossless,
             "identical_to_baseline": dict(identical_to_baseline) if identical_to_baseline is not None else None,
             "peak_memory_bytes": peak_memory_bytes,

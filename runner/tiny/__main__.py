@@ -1,4 +1,4 @@
-"""`python -m runner.tiny`: retrains the family, as `python -m runner.tiny.train` does."""
+"""`python -m runner.tiny`: retrains the family."""
 
 from runner.tiny.train import main
 

@@ -1,4 +1,4 @@
-"""`python -m runner.tiny.acceptance`: how often each method's guesses are right for the tiny family, into its manifest.
+"""`python -m runner.tiny.acceptance`: how often each method's guesses are right for the tiny family.
 
 Runs the demo workload at temperature 0 through the engine. Tokens do not depend on the batch, so neither do the counts.
 """
@@ -51,21 +51,26 @@ def method_keys(family: Path, method: str) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m runner.tiny.acceptance",
-        description="Measure acceptance of the tiny family on the demo workload, and write it into its manifest.",
+        description="Measure acceptance of the tiny family on the demo workload.",
     )
     parser.add_argument("--family", type=Path, default=TINY_DIR, help="directory of target, draft and manifest.json")
     parser.add_argument(
         "--methods", nargs="+", choices=list(NUM_SPECULATIVE_TOKENS), default=list(NUM_SPECULATIVE_TOKENS)
     )
+    parser.add_argument("--write", action="store_true", help="enter what was measured into the family's manifest.json")
     arguments = parser.parse_args(argv)
     path = arguments.family / "manifest.json"
-    measured = measure_acceptance(arguments.family, arguments.methods)
-    manifest = read_manifest(path)
-    conditions = {"temperature": 0, "max_tokens": MAX_TOKENS}
-    acceptance = {**manifest.get("acceptance", {}), "conditions": conditions, **measured}
-    write_manifest(path, {**manifest, "acceptance": acceptance})
-    for method, numbers in measured.items():
-        print(f"{method}: mean acceptance length {numbers['mean_acceptance_length']:.3f}")
+    if not path.is_file():
+        parser.error(f"--family must be a directory that runner.tiny has filled, got {arguments.family}")
+    measured: dict[str, dict[str, Any]] = {}
+    for method in arguments.methods:
+        measured |= measure_acceptance(arguments.family, [method])
+        print(f"{method}: mean acceptance length {measured[method]['mean_acceptance_length']:.3f}", flush=True)
+    if arguments.write:
+        manifest = read_manifest(path)
+        conditions = {"temperature": 0, "max_tokens": MAX_TOKENS}
+        acceptance = {**manifest.get("acceptance", {}), "conditions": conditions, **measured}
+        write_manifest(path, {**manifest, "acceptance": acceptance})
     return 0
 
 

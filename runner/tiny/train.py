@@ -1,4 +1,4 @@
-"""`python -m runner.tiny.train`: trains the tiny family offline from the standard library's sources.
+"""`python -m runner.tiny`: trains the tiny family offline from the standard library's sources.
 
 Parses the command line, draws the progress bar and hands over to `runner.tiny.recipe`; torch is imported only after the
 arguments have been read.
@@ -19,7 +19,7 @@ STAGES = ("target", "draft", *HEAD_DIRS)
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m runner.tiny.train",
+        prog="python -m runner.tiny",
         description="Train the tiny model family (tokenizer, target, draft, draft heads) offline from a fixed seed.",
         epilog="The committed family is in runner/tiny; compare manifest.json of a new run with the one there.",
     )

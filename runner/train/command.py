@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.cli.arguments import at_least
 from runner.cli.compose import Composer
 from runner.cli.screen import INTERRUPT_STATUS, show_error
 from runner.config import DemoWorkload, JsonlWorkload, SpeculativeConfig, SyntheticWorkload
@@ -197,16 +198,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("length", 256, "tokens of a window"),
         ("texts", 4, "answers a prompt: one greedy, the others at temperature 1"),
     ):
-        parser.add_argument(f"--{name}", type=_positive_int, default=default, help=f"{what} (default: %(default)s)")
+        parser.add_argument(f"--{name}", type=at_least(1), default=default, help=f"{what} (default: %(default)s)")
     rate_help = f"of matrices, by Muon (default: {LEARNING_RATE} x sqrt({WIDTH} / hidden size)); 0.4 of it for AdamW"
     parser.add_argument("--learning-rate", type=_positive, default=None, metavar="RATE", help=rate_help)
     return parser.parse_intermixed_args(argv)  # an override may stand behind an option
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
 
 
 def _positive(text: str) -> float:

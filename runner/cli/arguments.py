@@ -1,4 +1,4 @@
-"""What the benchmarks' options have in common: sizes that leave something to measure."""
+"""Types of options that several programs have."""
 
 from __future__ import annotations
 
