@@ -18,7 +18,6 @@ import torch
 
 from runner.assembly import load_target, model_path, model_source, resolve_device
 from runner.benchmarks.steady_steps import decode_steadily, longest_output, synchronize
-from runner.cli.compose import Composer
 from runner.config import ModelConfig, SpeculativeConfig
 from runner.engine.checkpoint import resolve_directory
 from runner.engine.errors import UserError
@@ -127,6 +126,8 @@ class SharedTarget:
 
 def _read_model(name: str) -> ModelConfig:
     if (files("conf") / "model" / f"{name}.yaml").is_file():
+        from runner.cli.compose import Composer  # Hydra, which a directory does without
+
         with Composer() as composer:
             return composer.config([f"model={name}"]).model
     return ModelConfig(model=name)
