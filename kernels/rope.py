@@ -33,6 +33,7 @@ def rope_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,  # >= HEAD_DIM // 2
+    BLOCK_SIZE: tl.constexpr,  # slots of the null block, the first ones
     HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
@@ -67,7 +68,8 @@ def rope_kernel(
     tl.store(row_ptr + places + HALF, second, mask=in_place)
     slot = tl.load(slots_ptr + row)
     cached_ptr = kv_ptr + slot * (2 * NUM_KV_HEADS * HEAD_DIM) + (places - NUM_HEADS * HEAD_DIM)
-    is_cached = is_element & (head >= NUM_HEADS)[:, None]
+    # A row of nobody may be no number, and a masked key's value, which counts 0 times, must be one.
+    is_cached = is_element & (head >= NUM_HEADS)[:, None] & (slot >= BLOCK_SIZE)
     tl.store(cached_ptr, first, mask=is_cached)
     tl.store(cached_ptr + HALF, second, mask=is_cached)
 
@@ -102,7 +104,7 @@ def rope_and_write(
         qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], rows may be strided. Its keys stay as they are.
         table: [max_model_len, head_dim] float32, RopeTable.compact.
         positions: [num_rows] int64.
-        slot_mapping: [num_rows] int64, block * block_size + offset; of rows that share a slot (padding) any one wins.
+        slot_mapping: [num_rows] int64, block * block_size + offset; in block 0, the null block, nothing is stored.
         kv_cache: [num_blocks, block_size, 2 * num_kv_heads * head_dim], keys before values.
         num_heads: 0 for rows of keys and values alone (DFlash's context).
         q_norm, k_norm: [head_dim], weights of the norms that come first (Qwen3); both, or the latter if there are no
@@ -132,6 +134,7 @@ def rope_and_write(
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            BLOCK_SIZE=kv_cache.shape[1],
             HEADS=HEADS,
             OVERLAPS=overlaps,
             launch_pdl=overlaps,

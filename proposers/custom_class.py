@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 
 from proposers.base import Proposer, ProposerContext
+from proposers.captured.drafter import CapturedDrafter
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
@@ -32,6 +33,9 @@ class CustomClassProposer(Proposer):
 
     def release(self, request_id: str) -> None:
         self.inner.release(request_id)
+
+    def captured_drafter(self) -> CapturedDrafter | None:
+        return self.inner.captured_drafter()
 
     def set_learning(self, is_learning: bool) -> None:
         self.inner.set_learning(is_learning)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,34 @@ def test_an_interrupt_leaves_the_rounds_that_are_there(
     assert not found["is_complete"] and found["cases"]["plain"]["rounds"] == 2
     table = capsys.readouterr().out
     assert CASES["plain"].label in table and "2 rounds" in " ".join(table.split())
+
+
+def test_an_error_of_the_device_leaves_the_rounds_that_are_there(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lost all that had been measured before it."""
+    measure = DecodingCase.measure
+
+    def failing(case: DecodingCase, target: SharedTarget, seed: int) -> Quantities:
+        if seed == 3:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return measure(case, target, seed)
+
+    monkeypatch.setattr(DecodingCase, "measure", failing)
+    file = tmp_path / "decoding.json"
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        run(model, "--rounds", "5", "--cases", "plain", "--json", str(file))
+    found = json.loads(file.read_text())
+    assert not found["is_complete"] and found["cases"]["plain"]["rounds"] == 2
+
+
+def test_a_directory_is_measured_where_there_is_no_hydra(model: str) -> None:
+    without = (
+        "import sys; sys.modules['hydra'] = None; from runner.benchmarks import decoding; sys.exit(decoding.main())"
+    )
+    options = ["--model", model, "--device", "cpu", *LENGTHS, "--rounds", "1", "--cases", "plain"]
+    done = subprocess.run([sys.executable, "-c", without, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:

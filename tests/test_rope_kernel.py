@@ -151,6 +151,22 @@ def test_keys_and_values_alone_have_the_bits_they_have_beside_queries(kernel_dev
     assert torch.equal(held, held_alone)
 
 
+def test_rows_of_nobody_leave_the_null_block_as_it_is(kernel_device: torch.device) -> None:
+    """What they hold comes from memory that nobody wrote. Once it was no number, the null block passed it on.
+
+    Drafts of PARD have scratch rows behind the blocks of their request, in one tile with rows that count: their keys
+    are masked, and their values, found in the null block, were multiplied by 0.
+    """
+    shape = SHAPES[0]
+    qkv = rows_of(shape, torch.float32)
+    qkv[1:3] = torch.nan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "SLOTS", torch.tensor([5, 0, BLOCK_SIZE - 1, 23, BLOCK_SIZE]))
+        _, held = run(qkv, shape, {}, kernel_device)
+    assert bool((held[:BLOCK_SIZE] == -5.0).all())
+    assert bool((held[[5, 23, BLOCK_SIZE]] != -5.0).any(dim=1).all()) and bool(held.isfinite().all())
+
+
 def test_a_launch_of_no_rows_does_nothing(kernel_device: torch.device) -> None:
     qkv = rows_of(SHAPES[0], torch.float32)
     turned, held = run(qkv, SHAPES[0], {}, kernel_device, slice(0, 0))

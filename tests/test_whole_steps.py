@@ -23,6 +23,7 @@ from kernels.reference.fit_drafts import fit_drafts
 from kernels.reference.follow_verified import follow_verified
 from kernels.reference.ngram_match import ngram_match
 from kernels.reference.philox import Stream
+from runner.benchmarks.decoding_cases import free_guesses
 from runner.engine import backend, graphs
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
@@ -392,6 +393,7 @@ KERNEL_CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
         KERNEL_PARAMS,
     ),
     "eagle": ({"method": "eagle", "num_speculative_tokens": 2}, KERNEL_PARAMS),
+    "custom_class": (free_guesses(2), KERNEL_PARAMS),
 }
 
 

@@ -43,7 +43,8 @@ def _prepare(setting: Setting, num_rows: int, num_heads: int, num_kv_heads: int,
     cache = qkv.new_zeros(num_rows // BLOCK_SIZE + 2, BLOCK_SIZE, 2 * values)
     num_slots = cache.shape[0] * BLOCK_SIZE
     generator = torch.Generator(setting.device).manual_seed(2)
-    slots = torch.randperm(num_slots, generator=generator, device=setting.device)[:num_rows]
+    slots = torch.randperm(num_slots - BLOCK_SIZE, generator=generator, device=setting.device)[:num_rows]
+    slots += BLOCK_SIZE  # behind the null block
     cos, signed_sin = _angles(head_dim, setting.device)
     compact = RopeTable(cos, signed_sin, 1, 0).compact
     sizes: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

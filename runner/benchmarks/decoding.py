@@ -49,7 +49,7 @@ class Found:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options, found, status = _parse(argv), Found(), 0
+    options, found, status = _parse(argv), Found(), 1
     try:
         _require_gpu(options)
         target = SharedTarget(
@@ -60,15 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_batch_size=BATCH_SIZE,
         )
         _measure(target, options, found)
+        status = 0
     except KeyboardInterrupt:
         status = show_interrupt()
     except UserError as error:
         status = show_error(error)
-    if not found.is_empty:
-        has_goals = _has_goals(options)
-        _print_table(found, target, options, has_goals)
-        if options.json is not None:
-            write_metrics(options.json, _as_json(found, target, options, has_goals, is_complete=status == 0))
+    finally:  # also of a run that the device has ended
+        if not found.is_empty:
+            has_goals = _has_goals(options)
+            _print_table(found, target, options, has_goals)
+            if options.json is not None:
+                write_metrics(options.json, _as_json(found, target, options, has_goals, is_complete=status == 0))
     return status
 
 

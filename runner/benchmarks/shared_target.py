@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from runner.benchmarks.steady_steps import decode_steadily, longest_output, synchronize
-from runner.cli.compose import Composer
 from runner.config import ModelConfig, SpeculativeConfig
 from runner.engine.checkpoint import resolve_directory
 from runner.engine.errors import UserError
@@ -128,6 +127,8 @@ class SharedTarget:
 
 def _read_model(name: str) -> ModelConfig:
     if (files("conf") / "model" / f"{name}.yaml").is_file():
+        from runner.cli.compose import Composer  # Hydra, which a directory does without
+
         with Composer() as composer:
             return composer.config([f"model={name}"]).model
     return ModelConfig(model=name)
