@@ -18,6 +18,7 @@ from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
 from proposers.heads.head_sizes import longest_text, require_target_sizes
 from proposers.vocabularies.partial import over_target_vocabulary
+from runner.engine.backend import runs_kernels
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import (
@@ -91,7 +92,8 @@ class Eagle3Head:
         if self.fc_norms:
             taps = states.chunk(len(self.fc_norms), dim=1)
             states = torch.cat([norm(tap) for norm, tap in zip(self.fc_norms, taps, strict=True)], dim=1)
-        return self.fc(states, None)
+        # Kernels give a row the same bits in any company; on the CPU whole tiles alone have them, and these are none.
+        return self.fc(states, 1 if runs_kernels(states) else None)
 
     def mask_state(self) -> torch.Tensor:
         """[1, H]: what stands for the state before a place whose token is yet to be guessed."""
