@@ -18,9 +18,10 @@ from runner.engine.errors import UserError
 from runner.tiny import DEMO_PATH, TARGET_DIR
 from runner.tiny.recipe import HEAD_OPTIMIZER
 from runner.train import fit
-from runner.train.command import RECORD_FILE, main
+from runner.train.command import main
 from runner.train.heads.for_target import METHODS, head_for, tapped_layers
 from runner.train.texts import split_prompts
+from runner.train.training import RECORD_FILE
 from runner.workload import WorkloadItem
 
 CPU = torch.device("cpu")
@@ -132,7 +133,9 @@ def test_what_cannot_be_trained_is_said_before_anything_is_loaded(
         ("new", [], "method must be one of eagle, eagle3"),
         ("new", ["method=eagle", "model.load_format=dummy"], "must not be dummy"),
         ("new", ["method=eagel"], "did you mean 'eagle'"),
+        ("new", ["method=eagle", "method.num_speculative_tokens=0"], "num_speculative_tokens must be >= 1"),
         ("full", ["method=eagle"], "--output must be a new or empty directory"),
+        ("full/notes.txt/head", ["method=eagle"], "--output must be a directory that can be made"),
     ):
         assert train(target, prompts, tmp_path / output, *argv) == 2
         assert message in capsys.readouterr().err

@@ -9,27 +9,23 @@ decoding, so that you know what the head is worth before you use it.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from runner.cli.arguments import at_least
 from runner.cli.compose import Composer
 from runner.cli.screen import INTERRUPT_STATUS, show_error
-from runner.config import DemoWorkload, JsonlWorkload, SpeculativeConfig, SyntheticWorkload
+from runner.config import SpeculativeConfig, SyntheticWorkload
 from runner.config.problem import ConfigError, Problem
 from runner.engine.errors import UserError
-
-RECORD_FILE = "training.json"
-LEARNING_RATE = 0.012  # at a hidden size of WIDTH; wider matrices take steps smaller by the root
-WIDTH = 256
+from runner.train.options import TrainingOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Threads that spin while they wait for each other crawl once another program wants a core; asleep, they share.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        config = _read_config(options)
-        _train(config, options)
+        _run(options)
     except UserError as error:
         return show_error(error)
     except KeyboardInterrupt:
@@ -47,6 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"interrupted; {kept}", file=sys.stderr)
         return INTERRUPT_STATUS
     return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    config = _read_config(options)
+    from transformers.utils import logging as transformers_logging
+
+    from runner.train.training import train
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # one bar is enough
+    chosen = TrainingOptions(**{field.name: getattr(options, field.name) for field in fields(TrainingOptions)})
+    _print_result(options, train(config, chosen))
 
 
 def _read_config(options: argparse.Namespace) -> SpeculativeConfig:
@@ -60,12 +66,17 @@ def _read_config(options: argparse.Namespace) -> SpeculativeConfig:
     output = options.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output must be a new or empty directory, got {str(output)!r}; choose another, or remove it")
+    existing = next(parent for parent in output.absolute().parents if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # hours later would be too late
+        raise UserError(f"--output must be a directory that can be made, got {str(output)!r}; see {existing}")
     with Composer() as composer:
         chosen = composer.compose(options.overrides).method.method
         if chosen not in METHODS:
             rule, remedy = f"must be one of {', '.join(METHODS)}", f"add method={METHODS[1]}, say"
             raise ConfigError([Problem(name="method", rule=rule, value=chosen, remedy=remedy)])
         config = composer.config([*options.overrides, _model_override(output.resolve())])
+    if config.method.num_speculative_tokens < 1:
+        raise UserError("method.num_speculative_tokens must be >= 1, got 0; a head learns that many guesses")
     if config.model.load_format == "dummy":
         raise UserError("model.load_format must not be dummy: random weights say nothing that could be learnt")
     if isinstance(config.workload, SyntheticWorkload):
@@ -81,102 +92,21 @@ def _model_override(directory: Path) -> str:
     return f"method.model={text}"
 
 
-def _train(config: SpeculativeConfig, options: argparse.Namespace) -> None:
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    from runner.engine.checkpoint import resolve_directory
-    from runner.llm import LLM
-    from runner.model_files import model_source
-    from runner.results import write_metrics
-    from runner.run import measure
-    from runner.train.directory import replaced_directory
-    from runner.train.fit import fit_head, load_frozen, read_states
-    from runner.train.heads.for_target import head_for
-    from runner.train.optimizer import OptimizerSettings
-    from runner.train.progress import stage_bars
-    from runner.train.texts import split_prompts, write_texts
-    from runner.workload import read_workload
-
-    assert isinstance(config.workload, DemoWorkload | JsonlWorkload)
-    items, held_out = split_prompts(read_workload(config.workload))
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # one bar is enough
-    method, started = config.method, time.perf_counter()
-    with stage_bars() as report_of:
-        writer = LLM.from_config(SpeculativeConfig.parse({**config.model_dump(), "method": {"method": "none"}}))
-        if options.length > (longest := writer.engine.target_info.max_model_len):
-            raise UserError(
-                f"--length must be <= {longest}, the target's max_model_len, got {options.length}; lower it"
-            )
-        texts = write_texts(
-            writer,
-            items,
-            config.sampler.to_sampling_params(),
-            num_texts=options.texts,
-            length=options.length,
-            report=report_of("target writes"),
-        )
-        device, dtype = writer.engine.device, writer.engine.dtype
-        del writer
-        gc.collect()  # its cache makes room
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        directory = resolve_directory(model_source(config.model, "model.model"))
-        remote = config.model.trust_remote_code
-        target = load_frozen(directory, device=device, dtype=dtype, trust_remote_code=remote)
-        head = head_for(
-            method.method,
-            target,
-            num_speculative_tokens=method.num_speculative_tokens,
-            token_counts=texts.token_counts,
-            states=read_states(target, texts.windows[:1]),
-            seed=config.seed,
-        )
-        rate = options.learning_rate or LEARNING_RATE * math.sqrt(WIDTH / target.config.hidden_size)
-        record: dict[str, Any] = fit_head(
-            head,
-            texts.windows,
-            num_steps=options.steps,
-            num_rows=options.rows,
-            optimizer=OptimizerSettings(
-                matrix_lr=rate,
-                embedding_lr=0.4 * rate,
-                warmup_steps=min(10, options.steps),
-                decay_share=0.7,
-                float32_muon=device.type == "cpu",
-            ),
-            seed=config.seed,
-            report=report_of(method.method),
-        )
-    record |= {
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "seconds": round(time.perf_counter() - started, 1),
-        "learning_rate": rate,
-        **{key: getattr(options, key) for key in ("steps", "rows", "length", "texts")},
-        "config": config.model_dump(mode="json"),
-    }
-    with replaced_directory(options.output) as new:
-        head.save(new)
-        write_metrics(new / RECORD_FILE, record)
-    del head, target
-    gc.collect()
-    summary = measure(LLM.from_config(config), held_out).summary
-    write_metrics(options.output / RECORD_FILE, {**record, "held_out": summary})
-    _print_result(options, record, summary)
-
-
-def _print_result(options: argparse.Namespace, record: dict[str, Any], summary: dict[str, Any]) -> None:
-    length, speedup, rates = (summary[key] for key in ("mean_acceptance_length", "speedup", "acceptance_per_position"))
+def _print_result(options: argparse.Namespace, record: dict[str, Any]) -> None:
     print(
         f"{options.output}: {record['parameters'] / 1e6:.2f} M parameters, {record['steps']} steps over "
         f"{record['tokens']:,} tokens in {record['seconds']:.0f} s, loss {record['final_training_loss']:.3f}"
     )
-    by_position = ", ".join(f"{100 * rate:.0f}" for rate in rates)
-    worth = "" if speedup is None else f", {speedup:.2f}x plain decoding's speed"
-    print(
-        f"held-out prompts: {summary['num_requests']}; mean acceptance length "
-        f"{'none' if length is None else f'{length:.2f}'} ({by_position} % by position){worth}"
-    )
+    found = record["held_out"]
+    text = f"held-out prompts: {found['num_requests']}; mean acceptance length "
+    if (length := found["mean_acceptance_length"]) is None:
+        text += "unknown, their answers are too short for a draft"
+    else:
+        by_position = ", ".join(f"{100 * rate:.0f}" for rate in found["acceptance_per_position"])
+        text += f"{length:.2f} ({by_position} % by position)"
+    if (speedup := found["speedup"]) is not None:
+        text += f", {speedup:.2f}x plain decoding's speed"
+    print(text)
     print(f"use it: python -m runner {shlex.join([*options.overrides, _model_override(options.output)])}")
 
 
@@ -192,15 +122,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("overrides", nargs="*", metavar="group=option|key=value", help="as for python -m runner")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new directory for the head")
-    for name, default, what in (
-        ("steps", 400, "optimizer steps"),
-        ("rows", 8, "windows of text a step"),
-        ("length", 256, "tokens of a window"),
-        ("texts", 4, "answers a prompt: one greedy, the others at temperature 1"),
-    ):
-        parser.add_argument(f"--{name}", type=at_least(1), default=default, help=f"{what} (default: %(default)s)")
-    rate_help = f"of matrices, by Muon (default: {LEARNING_RATE} x sqrt({WIDTH} / hidden size)); 0.4 of it for AdamW"
-    parser.add_argument("--learning-rate", type=_positive, default=None, metavar="RATE", help=rate_help)
+    for field in fields(TrainingOptions):
+        flag, kind = f"--{field.name.replace('_', '-')}", at_least(1) if isinstance(field.default, int) else _positive
+        text = f"{field.metadata['help']} (default: %(default)s)"
+        parser.add_argument(flag, type=kind, default=field.default, metavar="N", help=text)
     return parser.parse_intermixed_args(argv)  # an override may stand behind an option
 
 

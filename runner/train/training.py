@@ -1,0 +1,124 @@
+"""From a configuration to a measured head: the target writes, the head learns, the engine runs it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.config import DemoWorkload, DrafterMethod, JsonlWorkload, SpeculativeConfig
+from runner.engine.checkpoint import resolve_directory
+from runner.engine.errors import UserError
+from runner.llm import LLM
+from runner.model_files import model_source
+from runner.results import write_metrics
+from runner.run import measure
+from runner.train.directory import replaced_directory
+from runner.train.fit import fit_head, load_frozen, read_states
+from runner.train.heads.for_target import head_for
+from runner.train.heads.head import Head
+from runner.train.loop import ReportProgress
+from runner.train.optimizer import OptimizerSettings
+from runner.train.options import TrainingOptions
+from runner.train.progress import stage_bars
+from runner.train.texts import Texts, split_prompts, write_texts
+from runner.workload import WorkloadItem, read_workload
+
+RECORD_FILE = "training.json"
+
+
+def train(config: SpeculativeConfig, options: TrainingOptions) -> dict[str, Any]:
+    """Trains a head on the workload but for every tenth prompt, and measures it on those.
+
+    config: the run that the head is for; its method.model is the directory to fill.
+    Returns the record that lies beside the head; `held_out` in it is the summary of the run over the held-out prompts.
+
+    Raises:
+        UserError: the target, its prompts or their answers are not what a head can learn from; nothing is saved then.
+    """
+    assert isinstance(config.workload, DemoWorkload | JsonlWorkload)
+    assert isinstance(config.method, DrafterMethod) and config.method.model is not None
+    output, started = Path(config.method.model), time.perf_counter()
+    items, held_out = split_prompts(read_workload(config.workload))
+    with stage_bars() as report_of:
+        texts, device, dtype = _write(config, options, items, report_of("target writes"))
+        head, fitted = _fit(config, options, texts, device, dtype, report_of(config.method.method))
+    record = {
+        **fitted,
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "seconds": round(time.perf_counter() - started, 1),
+        "options": asdict(options),
+        "config": config.model_dump(mode="json"),
+    }
+    with replaced_directory(output) as new:
+        head.save(new)
+        write_metrics(new / RECORD_FILE, record)
+    del head
+    _make_room(device)
+    record["held_out"] = measure(LLM.from_config(config), held_out).summary
+    write_metrics(output / RECORD_FILE, record)
+    return record
+
+
+def _write(
+    config: SpeculativeConfig, options: TrainingOptions, items: list[WorkloadItem], report: ReportProgress
+) -> tuple[Texts, torch.device, torch.dtype]:
+    """The target's answers, and where and in what it computed."""
+    llm = LLM.from_config(SpeculativeConfig.parse({**config.model_dump(), "method": {"method": "none"}}))
+    longest = llm.engine.target_info.max_model_len
+    if options.length > longest:
+        raise UserError(f"--length must be <= {longest}, the target's max_model_len, got {options.length}; lower it")
+    params = config.sampler.to_sampling_params()
+    texts = write_texts(llm, items, params, num_texts=options.texts, length=options.length, report=report)
+    return texts, llm.engine.device, llm.engine.dtype
+
+
+def _fit(
+    config: SpeculativeConfig,
+    options: TrainingOptions,
+    texts: Texts,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: ReportProgress,
+) -> tuple[Head, dict[str, Any]]:
+    """The trained head, and what fit_head says of it."""
+    _make_room(device)
+    directory = resolve_directory(model_source(config.model, "model.model"))
+    target = load_frozen(directory, device=device, dtype=dtype, trust_remote_code=config.model.trust_remote_code)
+    head = head_for(
+        config.method.method,
+        target,
+        num_speculative_tokens=config.method.num_speculative_tokens,
+        token_counts=texts.token_counts,
+        states=read_states(target, texts.windows[:1]),
+        seed=config.seed,
+    )
+    rate = options.rate_at(target.config.hidden_size)
+    settings = OptimizerSettings(
+        matrix_lr=rate,
+        embedding_lr=0.4 * rate,
+        warmup_steps=min(10, options.steps),
+        decay_share=0.7,
+        float32_muon=device.type == "cpu",
+    )
+    fitted = fit_head(
+        head,
+        texts.windows,
+        num_steps=options.steps,
+        num_rows=options.rows,
+        optimizer=settings,
+        seed=config.seed,
+        report=report,
+    )
+    return head, {**fitted, "learning_rate": rate}
+
+
+def _make_room(device: torch.device) -> None:
+    """Of what came before, an engine with its cache or a target."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
