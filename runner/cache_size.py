@@ -95,23 +95,27 @@ class LargestSteps:
         requests = [self._request(index, prompt, num_drafts + 1) for index in range(count)]
         for request in requests:
             request.output_token_ids.append(0)
-        drafts = DraftTokens(
-            token_ids=torch.zeros(count * num_drafts, dtype=torch.int64, device=device),
-            cu_num_draft_tokens=[num_drafts * index for index in range(count + 1)],
-        )
+        token_ids = torch.zeros(count * num_drafts, dtype=torch.int64, device=device)
+        vocab_size = self.target.model.vocab_size
         parts = [
             Part(request=own, start=end - 1, end=end, num_draft_tokens=num_drafts, num_logits=num_drafts + 1)
             for own in requests
         ]
 
         def verify() -> None:
+            probs = None
+            if self.rejection_sampler.rule.reads_draft_probs:  # as large as the logits, while these are there
+                probs = torch.full((len(token_ids), vocab_size), 1 / vocab_size, device=device)
+            drafts = DraftTokens(
+                token_ids=token_ids, cu_num_draft_tokens=[num_drafts * index for index in range(count + 1)], probs=probs
+            )
             logits = self.target.forward(parts, drafts.token_ids, tap_layers=self.tap_layers).logits
             rows = SamplingRows.build(
                 requests,
                 [index for index in range(count) for _ in range(num_drafts + 1)],
                 [place for _ in range(count) for place in range(num_drafts + 1)],
                 drafts.token_ids.view(count, num_drafts) if num_drafts else None,
-                vocab_size=self.target.model.vocab_size,
+                vocab_size=vocab_size,
                 eos_token_ids=(),
                 device=device,
             )

@@ -13,22 +13,37 @@ from runner.config.hardware import HardwareConfig
 from runner.engine.errors import UserError
 from runner.engine.graphs import MAX_OUTPUT_BYTES, GraphStore
 from runner.engine.memory import GIB
+from runner.engine.request import DraftTokens, VerifyOutput
+from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_params import SamplingParams
 from runner.step_loop import StepLoop
 from tests.conftest import Engines
+from verifier.rejection_sampler import RejectionSampler
 
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [0, 3])
+class NotingSampler(RejectionSampler):
+    """Takes down how many laws the drafts had, None for drafts without."""
+
+    num_laws: list[int | None]
+
+    def __call__(self, logits: torch.Tensor, drafts: DraftTokens, rows: SamplingRows) -> VerifyOutput:
+        self.num_laws = [None if drafts.probs is None else len(drafts.probs)]
+        return super().__call__(logits, drafts, rows)
+
+
+@pytest.mark.parametrize(("num_speculative_tokens", "rule"), [(0, "strict"), (3, "strict"), (3, "probabilistic")])
 def test_the_largest_steps_fill_both_budgets(
-    num_speculative_tokens: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    num_speculative_tokens: int, rule: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step of all the prompt tokens that a step may have, one of all the requests, each with all its drafts.
 
-    Those are at the end of the longest text: at short ones the partial results of split attention went unseen.
+    Those are at the end of the longest text: at short ones the partial results of split attention went unseen. Drafts
+    have laws where the rule reads them.
     """
     engine = engines(num_gpu_blocks_override=320).engine
+    rejection_sampler = NotingSampler(rejection_sample_method=rule)
     target, cache = engine.target, engine.target.cache
     launches: list[tuple[str, int, int, int]] = []
     forward = target.forward
@@ -44,7 +59,7 @@ def test_the_largest_steps_fill_both_budgets(
     try:
         steps = LargestSteps(
             target=target,
-            rejection_sampler=engine.verifier.rejection_sampler,
+            rejection_sampler=rejection_sampler,
             max_num_seqs=5,
             max_num_batched_tokens=600,
             max_model_len=256,
@@ -57,6 +72,7 @@ def test_the_largest_steps_fill_both_budgets(
     finally:
         target.cache = cache
     rows = 5 * (num_speculative_tokens + 1)
+    assert rejection_sampler.num_laws == [5 * num_speculative_tokens if rule == "probabilistic" else None]
     assert launches == [("3 requests", 600, 3, 256), ("5 requests", rows, rows, 256)]
 
 
