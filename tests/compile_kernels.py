@@ -214,7 +214,7 @@ KERNELS = [
         module="kernels.row_laws",
         name="best_kernel",
         signature="*i64 *fp32 *i64 i32 i32",
-        constants={"BLOCK": 2048},
+        constants={"BLOCK": 1024},
         options=ROW_LAWS,
         max_shared=1024,
     ),
@@ -222,7 +222,7 @@ KERNELS = [
         module="kernels.row_laws",
         name="begin_kernel",
         signature="*i64 *fp32 *fp32 *i64 *i64 *i1 *fp32 *fp32 i32",
-        constants={"SPLITS": 64},
+        constants={"SPLITS": 128},
         options={"num_warps": 1, "enable_fp_fusion": False},
     ),
     *(
@@ -239,7 +239,7 @@ KERNELS = [
             (
                 "measure_kernel",
                 f"*i64 *fp32 *i64 *i1 *fp32 *fp32 *fp32 {wanted} i32 i32 i32",
-                {"BY_MASS": by_mass, "BLOCK": 2048, **absent},
+                {"BY_MASS": by_mass, "BLOCK": 1024, **absent},
                 ROW_LAWS,
             ),
             (
@@ -254,7 +254,7 @@ KERNELS = [
         module="kernels.row_laws",
         name="mass_kernel",
         signature="*i64 *fp32 *i64 *i1 *fp32 *fp32 *fp32 i32 i32",
-        constants={"BLOCK": 2048},
+        constants={"BLOCK": 1024},
         options=ROW_LAWS,
         max_shared=1024,
     ),

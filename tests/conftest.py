@@ -26,8 +26,8 @@ from tests.graphs_for_tests import recorded
 from tests.heads_for_tests import HEADS, make_fair
 
 # The same examples in every run, so that what fails here fails everywhere;
-# `pytest --hypothesis-profile=exploring` draws others.
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+# `pytest --hypothesis-profile=exploring` draws others, and twice as many.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("exploring", deadline=None, derandomize=False, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 
