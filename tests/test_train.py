@@ -62,7 +62,7 @@ def train(target: Path, prompts: Path, output: Path, *argv: str) -> int:
         [
             *("--output", str(output), "--steps", "2", "--rows", "2", "--length", "16", "--texts", "2"),
             *("model=hf", f"model.model={target}", "workload=jsonl", f"workload.path={prompts}"),
-            *("sampler.max_tokens=12", "hardware=cpu", "hardware.num_threads=1", *argv),
+            *("sampler.max_tokens=12", "hardware=cpu", "hardware.num_threads=1", "tracking=none", *argv),
         ]
     )
 
@@ -161,9 +161,19 @@ def test_an_interrupt_while_it_trains_leaves_nothing_behind(
 
     monkeypatch.setattr(fit, "run_steps", interrupt)
     target = random_target(tmp_path / "target", "llama")
-    assert train(target, prompts, tmp_path / "head", "method=medusa") == 130
+    assert train(target, prompts, tmp_path / "head", "method=medusa", "tracking=jsonl") == 130
     assert "interrupted; nothing was saved" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "target"]
+    assert json.loads((tmp_path / "runs.jsonl").read_text())["status"] == "KILLED"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "runs.jsonl", "target"]
+
+
+def test_a_training_run_is_tracked_as_other_runs_are(tmp_path: Path, prompts: Path) -> None:
+    target = random_target(tmp_path / "target", "llama")
+    assert train(target, prompts, tmp_path / "head", "method=medusa", "tracking=jsonl") == 0
+    (run,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
+    assert run["status"] == "FINISHED" and run["run_name"] == "target-medusa-training"
+    assert run["summary"]["training"]["steps"] == run["params"]["training"]["steps"] == 2
+    assert run["summary"]["num_requests"] == 1 and run["artifacts"] == [str(tmp_path / "head" / RECORD_FILE)]
 
 
 def test_texts_shorter_than_a_window_are_refused(

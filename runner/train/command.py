@@ -3,7 +3,7 @@
 Takes the groups and keys of `python -m runner` (model=, method=, workload=, sampler=, hardware=, seed=). The target
 answers the prompts, all but every tenth, on this project's engine; the head learns from its states, frozen, and is
 saved in the layout in which such heads are published. Then the method is run over the held-out prompts, beside plain
-decoding, so that you know what the head is worth before you use it.
+decoding, so that you know what the head is worth before you use it; tracking= records that, as of any run.
 """
 
 from __future__ import annotations
@@ -48,11 +48,24 @@ def _run(options: argparse.Namespace) -> None:
     config = _read_config(options)
     from transformers.utils import logging as transformers_logging
 
+    from runner.tracking import open_tracker
     from runner.train.training import train
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # one bar is enough
     chosen = TrainingOptions(**{field.name: getattr(options, field.name) for field in fields(TrainingOptions)})
-    _print_result(options, train(config, chosen))
+    tracker = open_tracker(
+        config.tracking,
+        output_dir=options.output.parent,
+        tracking_uri=config.tracking_uri,
+        experiment_name=config.experiment_name,
+        run_name=config.run_name or f"{Path(config.model.model).name}-{config.method.method}-training",
+        tags={"method": config.method.method, "model": config.model.model, "workload": config.workload.name},
+    )
+    with tracker:
+        record = train(config, chosen, tracker)
+    _print_result(options, record)
+    if tracker.location is not None:
+        print(f"tracked: {tracker.location}")
 
 
 def _read_config(options: argparse.Namespace) -> SpeculativeConfig:

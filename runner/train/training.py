@@ -17,6 +17,7 @@ from runner.llm import LLM
 from runner.model_files import model_source
 from runner.results import write_metrics
 from runner.run import measure
+from runner.tracking import Tracker
 from runner.train.directory import replaced_directory
 from runner.train.fit import fit_head, load_frozen, read_states
 from runner.train.heads.for_target import head_for
@@ -29,12 +30,13 @@ from runner.train.texts import Texts, split_prompts, write_texts
 from runner.workload import WorkloadItem, read_workload
 
 RECORD_FILE = "training.json"
+TRACKED = ("steps", "tokens", "final_training_loss", "learning_rate", "parameters", "seconds")  # of the record
 
 
-def train(config: SpeculativeConfig, options: TrainingOptions) -> dict[str, Any]:
+def train(config: SpeculativeConfig, options: TrainingOptions, tracker: Tracker) -> dict[str, Any]:
     """Trains a head on the workload but for every tenth prompt, and measures it on those.
 
-    config: the run that the head is for; its method.model is the directory to fill.
+    config: the run that the head is for; its method.model is the directory to fill. tracker: of a run that has begun.
     Returns the record that lies beside the head; `held_out` in it is the summary of the run over the held-out prompts.
 
     Raises:
@@ -43,6 +45,7 @@ def train(config: SpeculativeConfig, options: TrainingOptions) -> dict[str, Any]
     assert isinstance(config.workload, DemoWorkload | JsonlWorkload)
     assert isinstance(config.method, DrafterMethod) and config.method.model is not None
     output, started = Path(config.method.model), time.perf_counter()
+    tracker.log_params({**config.model_dump(mode="json"), "training": asdict(options)})
     items, held_out = split_prompts(read_workload(config.workload))
     with stage_bars() as report_of:
         texts, device, dtype = _write(config, options, items, report_of("target writes"))
@@ -59,8 +62,11 @@ def train(config: SpeculativeConfig, options: TrainingOptions) -> dict[str, Any]
         write_metrics(new / RECORD_FILE, record)
     del head
     _make_room(device)
-    record["held_out"] = measure(LLM.from_config(config), held_out).summary
+    summary = measure(LLM.from_config(config), held_out).summary
+    tracker.log_summary({**summary, "training": {key: record[key] for key in TRACKED}})
+    record["held_out"] = summary
     write_metrics(output / RECORD_FILE, record)
+    tracker.log_artifacts([output / RECORD_FILE])
     return record
 
 
