@@ -237,7 +237,7 @@ def plain_bfloat16(engines: Engines) -> list[Request]:
     return complete(engines(dtype="bfloat16", **ROOMY), PROMPTS, PARAMS)[0]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_OF_A_KIND)
 def test_bfloat16_changes_no_token_of_its_own_plain_decoding(
     engines: Engines, plain_bfloat16: list[Request], method: str
 ) -> None:

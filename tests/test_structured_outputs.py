@@ -136,7 +136,7 @@ def test_every_text_that_ends_has_its_form(plain: list[Request]) -> None:
 
 @pytest.mark.parametrize(
     ("method", "num_speculative_tokens"),
-    [*((method, 3) for method in METHODS), *((method, k) for method in ONE_OF_A_KIND for k in (1, 8))],
+    [*((method, 3) for method in METHODS), *((method, 8) for method in ONE_OF_A_KIND)],
 )
 def test_a_method_changes_no_token(
     tiny: Tiny, reference: list[tuple[Any, ...]], method: str, num_speculative_tokens: int
