@@ -139,6 +139,9 @@ def test_what_cannot_be_trained_is_said_before_anything_is_loaded(
     ):
         assert train(target, prompts, tmp_path / output, *argv) == 2
         assert message in capsys.readouterr().err
+    missing = ["method=eagle", "tracking=jsonl", f"workload.path={tmp_path / 'missing.jsonl'}"]
+    assert train(target, prompts, tmp_path / "new", *missing) == 2
+    assert "workload.path must be a .jsonl file" in capsys.readouterr().err
     assert main(["--output", str(tmp_path / "new"), "method=eagle", "workload=synthetic"]) == 2
     assert "workload must have prompts" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "prompts.jsonl"]

@@ -22,7 +22,7 @@ from typing import Any
 from runner.cli.arguments import at_least
 from runner.cli.compose import Composer
 from runner.cli.screen import INTERRUPT_STATUS, show_error
-from runner.config import SpeculativeConfig, SyntheticWorkload
+from runner.config import DemoWorkload, JsonlWorkload, SpeculativeConfig, SyntheticWorkload
 from runner.config.problem import ConfigError, Problem
 from runner.engine.errors import UserError
 from runner.train.options import TrainingOptions
@@ -49,8 +49,12 @@ def _run(options: argparse.Namespace) -> None:
     from transformers.utils import logging as transformers_logging
 
     from runner.tracking import open_tracker
+    from runner.train.texts import split_prompts
     from runner.train.training import train
+    from runner.workload import read_workload
 
+    assert isinstance(config.workload, DemoWorkload | JsonlWorkload)
+    items, held_out = split_prompts(read_workload(config.workload))  # what is wrong with it leaves no run behind
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # one bar is enough
     chosen = TrainingOptions(**{field.name: getattr(options, field.name) for field in fields(TrainingOptions)})
     tracker = open_tracker(
@@ -62,7 +66,7 @@ def _run(options: argparse.Namespace) -> None:
         tags={"method": config.method.method, "model": config.model.model, "workload": config.workload.name},
     )
     with tracker:
-        record = train(config, chosen, tracker)
+        record = train(config, chosen, items, held_out, tracker)
     _print_result(options, record)
     if tracker.location is not None:
         print(f"tracked: {tracker.location}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from runner.config import DemoWorkload, DrafterMethod, JsonlWorkload, SpeculativeConfig
+from runner.config import DrafterMethod, SpeculativeConfig
 from runner.engine.checkpoint import resolve_directory
 from runner.engine.errors import UserError
 from runner.llm import LLM
@@ -26,27 +27,30 @@ from runner.train.loop import ReportProgress
 from runner.train.optimizer import OptimizerSettings
 from runner.train.options import TrainingOptions
 from runner.train.progress import stage_bars
-from runner.train.texts import Texts, split_prompts, write_texts
-from runner.workload import WorkloadItem, read_workload
+from runner.train.texts import Texts, write_texts
+from runner.workload import WorkloadItem
 
 RECORD_FILE = "training.json"
 TRACKED = ("steps", "tokens", "final_training_loss", "learning_rate", "parameters", "seconds")  # of the record
 
 
-def train(config: SpeculativeConfig, options: TrainingOptions, tracker: Tracker) -> dict[str, Any]:
-    """Trains a head on the workload but for every tenth prompt, and measures it on those.
+def train(
+    config: SpeculativeConfig,  # the run that the head is for: method.model is the directory to fill
+    options: TrainingOptions,
+    items: Sequence[WorkloadItem],  # to learn from
+    held_out: Sequence[WorkloadItem],  # to measure it by
+    tracker: Tracker,  # of a run that has begun
+) -> dict[str, Any]:
+    """Trains a head and measures it.
 
-    config: the run that the head is for; its method.model is the directory to fill. tracker: of a run that has begun.
     Returns the record that lies beside the head; `held_out` in it is the summary of the run over the held-out prompts.
 
     Raises:
-        UserError: the target, its prompts or their answers are not what a head can learn from; nothing is saved then.
+        UserError: the target or its answers are not what a head can learn from; nothing is saved then.
     """
-    assert isinstance(config.workload, DemoWorkload | JsonlWorkload)
     assert isinstance(config.method, DrafterMethod) and config.method.model is not None
     output, started = Path(config.method.model), time.perf_counter()
     tracker.log_params({**config.model_dump(mode="json"), "training": asdict(options)})
-    items, held_out = split_prompts(read_workload(config.workload))
     with stage_bars() as report_of:
         texts, device, dtype = _write(config, options, items, report_of("target writes"))
         head, fitted = _fit(config, options, texts, device, dtype, report_of(config.method.method))
@@ -71,7 +75,7 @@ def train(config: SpeculativeConfig, options: TrainingOptions, tracker: Tracker)
 
 
 def _write(
-    config: SpeculativeConfig, options: TrainingOptions, items: list[WorkloadItem], report: ReportProgress
+    config: SpeculativeConfig, options: TrainingOptions, items: Sequence[WorkloadItem], report: ReportProgress
 ) -> tuple[Texts, torch.device, torch.dtype]:
     """The target's answers, and where and in what it computed."""
     llm = LLM.from_config(SpeculativeConfig.parse({**config.model_dump(), "method": {"method": "none"}}))
