@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from runner.tiny import NUM_SPECULATIVE_TOKENS, distill, manifest
@@ -23,7 +23,7 @@ from runner.tiny.model import load_model, num_parameters
 from runner.tiny.recipe import HeadRecipe, Recipe
 from runner.tiny.tokenizer import load_tokenizer
 from runner.train.directory import replaced_directory
-from runner.train.heads.by_method import HEAD_CLASSES
+from runner.train.heads.by_method import new_head
 from runner.train.heads.head import Head
 from runner.train.heads.states import FrozenTarget, TargetStates, target_states
 from runner.train.loop import ReportProgress, run_steps
@@ -150,11 +150,7 @@ def build_head(
         options |= {"tap_scale": recipe.tap_scale, "frequent_tokens": frequent}
     if name == "pard":
         options["draft_model"] = load_model(root / "draft", device)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed + 2)
-        head = HEAD_CLASSES[name](frozen, **options)
-    nn.Module.to(head, device)
-    return head
+    return new_head(name, frozen, options, seed=recipe.seed + 2)
 
 
 def mask_token_id(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -30,8 +30,6 @@ from runner.train.options import TrainingOptions
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
-    # Threads that spin while they wait for each other crawl once another program wants a core; asleep, they share.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _run(options)
     except UserError as error:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
 
 from runner.train.heads.dflash import DFlashHead
 from runner.train.heads.eagle import EagleHead
@@ -12,6 +16,7 @@ from runner.train.heads.medusa import MedusaHead
 from runner.train.heads.mlp_speculator import MLPSpeculatorHead
 from runner.train.heads.mtp import MTPHead
 from runner.train.heads.pard import PardHead
+from runner.train.heads.states import FrozenTarget
 
 HEAD_CLASSES: dict[str, Callable[..., Head]] = {
     "eagle": EagleHead,
@@ -22,3 +27,12 @@ HEAD_CLASSES: dict[str, Callable[..., Head]] = {
     "pard": PardHead,
     "dflash": DFlashHead,
 }
+
+
+def new_head(method: str, target: FrozenTarget, options: Mapping[str, Any], *, seed: int) -> Head:
+    """An untrained head on the target's device; the same seed gives the same weights, torch's own generator stays."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = HEAD_CLASSES[method](target, **options)
+    nn.Module.to(head, target.model.device)
+    return head

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from runner.train.heads.by_method import HEAD_CLASSES
+from runner.train.heads.by_method import HEAD_CLASSES, new_head
 from runner.train.heads.head import Head
 from runner.train.heads.llama_config import mlp_width
 from runner.train.heads.states import FrozenTarget, TargetStates
@@ -71,8 +70,4 @@ def head_for(
     if method == "dflash":
         # A token that means nothing in these texts; the last one of those is an unused or a special one as a rule.
         options["mask_token_id"] = int((token_counts == token_counts.min()).nonzero().max())
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        head = HEAD_CLASSES[method](target, **options)
-    nn.Module.to(head, target.model.device)
-    return head
+    return new_head(method, target, options, seed=seed)
