@@ -37,6 +37,7 @@ OPS = (  # modules of kernels.benchmarks
     "chain_rows",
     "fit_drafts",
     "follow_verified",
+    "tree_rows",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
 

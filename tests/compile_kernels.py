@@ -109,6 +109,13 @@ KERNELS = [
         options={"num_warps": 1},
     ),
     Kernel(
+        module="kernels.tree_rows",
+        name="tree_rows_kernel",
+        signature="*i64 *i32 *i32 *i64 *i64 *i64 i32 i32 i32 i32",
+        constants={"ROWS": 32},
+        options={"num_warps": 1},
+    ),
+    Kernel(
         module="kernels.fit_drafts",
         name="fit_kernel",
         signature="*i64 *i64 *i64 *i64 *i64 *i64 i32 i32",

@@ -216,6 +216,7 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("chain_rows", "chain_rows", "chain_rows", lambda rows: rows._replace(slots=rows.slots + 1)),
     ("fit_drafts", "fit_drafts", "fit_drafts", lambda results: (_shifted(results[0]), results[1])),
     ("follow_verified", "follow_verified", "follow_verified", _shifted),
+    ("tree_rows", "tree_rows", "tree_rows", lambda rows: rows._replace(branch_slots=rows.branch_slots + 1)),
 ]
 
 

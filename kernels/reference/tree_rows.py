@@ -1,0 +1,71 @@
+"""Rows of a launch over draft trees: where they stand, where their KV goes, and which slots each of them sees.
+
+Trees are data on the device: what the host would lay out as branches of segments is worked out where the parents are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+NO_BRANCH = 2**31 - 1  # a position that nobody reaches
+
+
+class TreeRows(NamedTuple):
+    """Rows request by request, each a segment and a tile of its own.
+
+    Rows of an absent request and of missing nodes stand at position 0, are stored in the null block and see nothing.
+    """
+
+    positions: Tensor  # [num_requests * num_rows] int64
+    slots: Tensor  # [num_requests * num_rows] int64: block * block_size + offset
+    predicted: Tensor  # [num_requests * num_rows] int64: the position behind each row; -1 where nobody is
+    tile_segments: Tensor  # [num_requests * num_rows] int32, as the next five: kernels/paged_attention.py
+    tile_rows: Tensor
+    tile_sizes: Tensor
+    tile_positions: Tensor
+    last_keys: Tensor
+    branch_starts: Tensor
+    branch_slots: (
+        Tensor  # [num_requests * num_rows, depth] int32: of the nodes on the way to a row, its own last; then 0
+    )
+
+
+def tree_rows(
+    lengths: Tensor,  # [num_requests] int64; 0: the request is absent
+    slots: Tensor,  # [num_requests, num_nodes + 1] int64: cache slot of the pending token, then of every node
+    parents: Tensor,  # [num_requests, num_nodes] int64: an earlier node, -1 = the pending token, -2: no node is here
+    *,
+    first: int,  # rows from this one on are wanted: 0 = the pending token's, j + 1 = node j's
+    offset: int,  # the pending token stands at lengths + offset
+    depth: int,  # of the deepest node, at most
+) -> TreeRows:
+    num_requests, num_nodes = parents.shape
+    above = pad(parents + 1, (1, 0))  # the row above each row; above the pending token's is itself
+    ways = [torch.arange(first, num_nodes + 1, device=lengths.device).expand(num_requests, -1)]
+    for _ in range(depth):
+        ways.append(torch.where(ways[-1] > 0, above.gather(1, ways[-1].clamp(min=0)), ways[-1]))
+    way = torch.stack(ways, dim=2)  # [num_requests, num_rows, depth + 1]: rows from each row up to the pending token's
+    is_here = (lengths > 0).unsqueeze(1) & (way[:, :, -1] == 0)
+    depths = (way > 0).sum(dim=2)
+    pending = (lengths + offset).unsqueeze(1)
+    positions = torch.where(is_here, pending + depths, 0)
+    # The way up in its other direction, from a child of the pending token down.
+    steps = depths.unsqueeze(2) - 1 - torch.arange(depth, device=lengths.device)
+    is_on_way = is_here.unsqueeze(2) & (steps >= 0)
+    on_way = torch.where(is_on_way, way.gather(2, steps.clamp(min=0)), 0)
+    own = torch.arange(positions.numel(), device=lengths.device).view_as(positions)
+    tiles = (own, own, is_here, positions, positions, torch.where(is_here, pending + 1, NO_BRANCH))
+    branch_slots = torch.where(is_on_way, slots.gather(1, on_way.flatten(1)).view_as(on_way), 0)
+    return TreeRows._make(
+        (
+            positions.flatten(),
+            torch.where(is_here, slots[:, first:], 0).flatten(),
+            torch.where(is_here, positions + 1, -1).flatten(),
+            *(numbers.flatten().to(torch.int32) for numbers in tiles),
+            branch_slots.flatten(0, 1).to(torch.int32),
+        )
+    )
