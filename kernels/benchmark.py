@@ -38,6 +38,7 @@ OPS = (  # modules of kernels.benchmarks
     "fit_drafts",
     "follow_verified",
     "tree_rows",
+    "walk_tree",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
 

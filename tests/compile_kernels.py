@@ -116,6 +116,13 @@ KERNELS = [
         options={"num_warps": 1},
     ),
     Kernel(
+        module="kernels.walk_tree",
+        name="walk_tree_kernel",
+        signature="*i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 i32 i32",
+        constants={"NODES": 16},
+        options={"num_warps": 1},
+    ),
+    Kernel(
         module="kernels.fit_drafts",
         name="fit_kernel",
         signature="*i64 *i64 *i64 *i64 *i64 *i64 i32 i32",

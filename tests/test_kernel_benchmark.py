@@ -217,6 +217,7 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("fit_drafts", "fit_drafts", "fit_drafts", lambda results: (_shifted(results[0]), results[1])),
     ("follow_verified", "follow_verified", "follow_verified", _shifted),
     ("tree_rows", "tree_rows", "tree_rows", lambda rows: rows._replace(branch_slots=rows.branch_slots + 1)),
+    ("walk_tree", "walk_tree", "walk_tree", lambda walked: walked._replace(rows=walked.rows + 1)),
 ]
 
 
