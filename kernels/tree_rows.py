@@ -50,7 +50,7 @@ def tree_rows_kernel(
     for _ in range(depth):
         own_depth += (above >= 0).to(tl.int64)
         above = tl.load(parents_ptr + above, mask=above >= 0, other=above)
-    is_here = is_row & (length > 0) & (above == -1)
+    is_here = is_row & (length > 0)
 
     position = tl.where(is_here, length + offset + own_depth, 0)
     row_ptr = rows_ptr + row

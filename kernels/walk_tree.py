@@ -33,7 +33,7 @@ def walk_tree_kernel(
     node = tl.arange(0, NODES)
     drafts = tl.load(draft_token_ids_ptr + request * num_nodes + node, mask=node < num_nodes, other=-1)
     is_draft = drafts >= 0
-    parents = tl.load(parents_ptr + request * num_nodes + node, mask=node < num_nodes, other=-2)
+    parents = tl.load(parents_ptr + request * num_nodes + node, mask=node < num_nodes, other=-1)
     first = request * (num_nodes + 1)
     token = tl.load(drawn_ptr + first)
     tl.store(token_ids_ptr + request * (depth + 1), token)

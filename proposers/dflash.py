@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from proposers.base import ProposerContext
 from proposers.captured.dflash import CapturedDFlash
 from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.in_one_pass import OnePassProposer
-from proposers.drafting.ranked_trees import Choices, RankedTrees
+from proposers.drafting.ranked_trees import RankedTrees
 from proposers.heads.dflash import load_dflash_head
+from proposers.trees.static import Choices
 from runner.engine.checkpoint import ModelSource
 from runner.engine.head_runner import HeadRunner
 from runner.engine.request import DraftTokens, Request, VerifyOutput
@@ -81,13 +83,15 @@ class DFlashProposer(OnePassProposer):
         return max(0, min(limit, self.head.config.max_draft_tokens, self.head.max_model_len - request.num_tokens))
 
     def captured_drafter(self) -> CapturedDrafter | None:
-        if self.num_speculative_tokens == 0 or self.trees is not None:
+        if self.num_speculative_tokens == 0:
             return super().captured_drafter()
-        return CapturedDFlash(
-            head=self.head,
-            runner=self.runner,
-            **self.captured_arguments(),
-        )
+
+        def chains(num_tokens: int) -> CapturedChains:
+            depths = None if self.trees is None else self.trees.depths
+            arguments = {**self.captured_arguments(), "num_tokens": num_tokens}
+            return CapturedDFlash(head=self.head, runner=self.runner, depths=depths, **arguments)
+
+        return chains(self.num_speculative_tokens) if self.trees is None else self.trees.captured(chains)
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)

@@ -14,9 +14,11 @@ import torch
 from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.last_state import CapturedLastState
+from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.from_last_state import LastStateProposer
-from proposers.drafting.ranked_trees import Choices, RankedTrees
+from proposers.drafting.ranked_trees import RankedTrees
 from proposers.heads.medusa import MedusaHeads, load_medusa_heads
+from proposers.trees.static import Choices
 from runner.engine.checkpoint import ModelSource
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import DraftTokens, Request
@@ -51,9 +53,13 @@ class MedusaProposer(LastStateProposer):
         self._rows = torch.empty(0)  # [active requests, hidden]
 
     def captured_drafter(self) -> CapturedDrafter | None:
-        if self.num_speculative_tokens == 0 or self.trees is not None:
+        if self.num_speculative_tokens == 0:
             return super().captured_drafter()
-        return _CapturedMedusa(self.heads, self.tile, **self.captured_arguments())
+
+        def chains(num_tokens: int) -> CapturedChains:
+            return _CapturedMedusa(self.heads, self.tile, **{**self.captured_arguments(), "num_tokens": num_tokens})
+
+        return chains(self.num_speculative_tokens) if self.trees is None else self.trees.captured(chains)
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)

@@ -22,7 +22,7 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import PagedShape, bucket
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
-from verifier.kernel_rules import ChainJudge
+from verifier.captured import CapturedVerifier, captured_verifier
 from verifier.rules import Rule
 
 SMALLEST_SHARE = 0.75  # of a batch's places that hold a request; what the others cost is for nothing
@@ -34,7 +34,8 @@ class LaunchedStep:
 
     schedule: Schedule
     places: list[int]  # of the scheduled requests in the batch; at the others nobody is
-    told: Download  # [count, num_rows + 2] int64, as kernels/follow_verified.py lays it out
+    depth: int  # of the drafts
+    told: Download  # [count, depth + 3] int64, as kernels/follow_verified.py lays it out; then the parents of trees
 
     @property
     def requests(self) -> list[Request]:
@@ -42,9 +43,16 @@ class LaunchedStep:
 
     def read(self) -> tuple[DraftTokens, VerifyOutput]:
         """What was drafted and what came of it; waits for the step."""
+        width = self.depth + 1
         told = self.told.read()[self.places]
-        drafts = DraftTokens(token_ids=told[:0, 0], cu_num_draft_tokens=[0, *accumulate(told[:, -1].tolist())])
-        return drafts, VerifyOutput(token_ids=told[:, :-2], num_accepted_tokens=told[:, -2])
+        num_drafts, parents = told[:, width + 1].tolist(), told[:, width + 2 :].tolist()
+        drafts = DraftTokens(
+            token_ids=told[:0, 0],
+            cu_num_draft_tokens=[0, *accumulate(num_drafts)],
+            parent_indices=[parent for own, count in zip(parents, num_drafts, strict=True) for parent in own[:count]]
+            or None,
+        )
+        return drafts, VerifyOutput(token_ids=told[:, :width], num_accepted_tokens=told[:, width])
 
 
 class WholeSteps:
@@ -55,19 +63,17 @@ class WholeSteps:
         *,
         target: ModelRunner,
         drafter: CapturedDrafter,
-        rule: Rule,
+        verifier: CapturedVerifier,
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
         """max_model_len: tokens of a request that the target can see."""
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.verifier = target, drafter, verifier
         self._longest_text = max_model_len
         self._longest_drafted = min(max_model_len, drafter.max_model_len or max_model_len)
-        self.max_num_seqs, self.num_rows = max_num_seqs, drafter.num_tokens + 1
-        self._judge = ChainJudge(rule, target.device) if drafter.num_tokens > 0 else None
+        self.max_num_seqs = max_num_seqs
         self._graphs = GraphStore()
         self._on_device: DeviceRequests | None = None
-        self._cu = torch.arange(max_num_seqs + 1, dtype=torch.int64, device=target.device) * drafter.num_tokens
         # Of the steps under way:
         self._drawn_by = DrawnBy.of([])
         self._count = 0  # places in the batch
@@ -80,9 +86,20 @@ class WholeSteps:
         if target.graphs is None or not target.is_paged:
             return None
         drafter = proposer.captured_drafter()
-        if drafter is None or (drafter.num_tokens > 0 and not ChainJudge.knows(rule)):
+        if drafter is None:
             return None
-        return cls(target=target, drafter=drafter, rule=rule, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        verifier = captured_verifier(
+            target,
+            rule,
+            num_tokens=drafter.num_tokens,
+            max_num_seqs=max_num_seqs,
+            tree_depth=drafter.depth if drafter.drafts_trees else None,
+        )
+        if verifier is None:
+            return None
+        return cls(
+            target=target, drafter=drafter, verifier=verifier, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        )
 
     def take(self, schedule: Schedule, scheduler: Scheduler) -> bool:
         """Whether a step can be computed in this form: every request decodes, and all draft alike."""
@@ -90,7 +107,7 @@ class WholeSteps:
         return (
             bool(schedule.scheduled)
             and len(schedule.scheduled) == len(scheduler.running)
-            and scheduler.max_draft_tokens == num_drafts
+            and scheduler.max_draft_tokens >= num_drafts
             and all(
                 item.is_decoding
                 and item.max_draft_tokens >= min(num_drafts, max(0, scheduler.draft_room(item.request)))
@@ -105,6 +122,7 @@ class WholeSteps:
         asked = params.max_draft_tokens
         return (
             not params.changes_logits
+            and (params.is_greedy or not self.verifier.greedy_only)
             and params.logprobs is None
             and params.prompt_logprobs is None
             and (asked is None or asked >= num_drafts)
@@ -117,7 +135,7 @@ class WholeSteps:
         if self._on_device is None:
             self._on_device = DeviceRequests(
                 capacity=self.max_num_seqs,
-                num_rows=self.num_rows,
+                num_rows=self.drafter.num_tokens + 1,
                 max_model_len=self._longest_text,
                 block_size=self.target.block_size,
                 device=self.target.device,
@@ -138,16 +156,17 @@ class WholeSteps:
             if not item.request.is_finished
         ]
         requests = [item.request for _, item in staying]
-        longest = max(request.num_tokens for request in requests) + self.num_rows
+        most = self.drafter.depth + 1  # tokens that the step under way may bring
+        longest = max(request.num_tokens for request in requests) + most
         if (
             requests != scheduler.running
             or scheduler.may_admit
             or len(requests) < SMALLEST_SHARE * self._count  # better to begin again with a smaller batch
-            or scheduler.max_draft_tokens != self.drafter.num_tokens
+            or scheduler.max_draft_tokens < self.drafter.num_tokens
             or longest + self.drafter.reach > self._longest_drafted
             # The step under way brings each a token at least.
             or all(len(r.output_token_ids) + 1 >= r.sampling_params.max_tokens for r in requests)
-            or not scheduler.reserve_ahead(2 * self.num_rows - 1)
+            or not scheduler.reserve_ahead(most + self.drafter.num_tokens)
         ):
             return None
         assert self._on_device is not None
@@ -179,40 +198,18 @@ class WholeSteps:
         batch = self._on_device.batch(self._count, self._drawn_by, max_context)
 
         def compute() -> tuple[Tensor]:
-            return (self._step(batch, shape),)
+            return (self._step(batch),)
 
         (told,) = self._graphs((self._count, self._drawn_by, max_context), compute)
-        return LaunchedStep(schedule=schedule, places=places, told=Download(told))
+        return LaunchedStep(schedule=schedule, places=places, told=Download(told), depth=self.drafter.depth)
 
-    def _step(self, batch: DeviceBatch, shape: PagedShape) -> Tensor:
-        from kernels.fit_drafts import fit_drafts
+    def _step(self, batch: DeviceBatch) -> Tensor:
         from kernels.follow_verified import follow_verified
-        from kernels.rejection import Verified
 
         drafted = self.drafter.draft(batch)
-        last_token_ids = batch.last_token_ids[:, 1]
-        drafts, token_ids = fit_drafts(drafted.token_ids, last_token_ids, batch.lengths, batch.limits)
-        launch, predicted = batch.launch(
-            token_ids.flatten(),
-            offset=-1,
-            num_rows=self.num_rows,
-            shape=shape,
-            block_size=self.target.block_size,
+        verified, taps = self.verifier(
+            batch, drafted.token_ids, drafted.probs, drafted.parents, self.drafter.tap_layers
         )
-        hidden, taps = self.target.compute(launch, self.drafter.tap_layers)
-        logits = self.target.model.logits(hidden, shape.linear)
-        rows = batch.sampling(predicted)
-        if self._judge is None:
-            drawn, none = rows.draw(logits), torch.zeros_like(batch.lengths)
-            verified = Verified(drawn.unsqueeze(1), none, none)
-        else:
-            verified = self._judge(
-                logits,
-                rows,
-                drafts.flatten(),
-                drafted.probs,
-                self._cu[: batch.count + 1],
-                longest=self.drafter.num_tokens,
-            )
         self.drafter.learn(batch, taps, verified.token_ids)
-        return follow_verified(batch.lengths, batch.last_token_ids, *verified)
+        told = follow_verified(batch.lengths, batch.last_token_ids, *verified)
+        return told if drafted.parents is None else torch.cat((told, drafted.parents), dim=1)

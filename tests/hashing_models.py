@@ -39,9 +39,13 @@ def owners_of(batch: ForwardBatch) -> torch.Tensor:
 def stored_at(batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
     """What is stored for each row at every place, [num_rows, num_places] int64."""
     stored, block_size = cache.layers[0].flatten(0, 1), cache.layers[0].shape[1]
-    tables = batch.attention.segments.block_tables
-    keys = torch.arange(tables.shape[1] * block_size)
-    slots = tables[owners_of(batch)][:, keys // block_size].long() * block_size + keys % block_size
+    segments, owners = batch.attention.segments, owners_of(batch)
+    keys = torch.arange(segments.block_tables.shape[1] * block_size)
+    slots = segments.block_tables[owners][:, keys // block_size].long() * block_size + keys % block_size
+    for row, owner in enumerate(owners.tolist()):
+        start, branch = int(segments.branch_starts[owner]), segments.branch_slots[owner].long()
+        apart = slots[row, start : start + len(branch)]
+        apart.copy_(branch[: len(apart)])
     return stored[slots, 0].long()
 
 

@@ -5,6 +5,7 @@ bfloat16, captured and eager. What the interpreter cannot tell: whether compiled
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -44,7 +45,17 @@ METHODS: list[dict[str, Any] | None] = [
     {"method": "eagle", "num_speculative_tokens": 3},
     {"method": "eagle", "num_speculative_tokens": 8, "speculative_token_tree": "dynamic"},
     {"method": "eagle3", "num_speculative_tokens": 7},
+    *({"method": method, "num_speculative_tokens": 3} for method in ("mtp", "medusa", "mlp_speculator", "pard")),
+    {"method": "medusa", "num_speculative_tokens": 4, "speculative_token_tree": [[0], [1], [0, 0], [0, 1]]},
+    {"method": "dflash", "num_speculative_tokens": 6},
+    {"method": "dflash", "num_speculative_tokens": 12, "speculative_token_tree": "dynamic"},
 ]
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "one at a time": {"max_num_seqs": 1},
+    "small chunks": {"max_num_seqs": 7, "max_num_batched_tokens": 96},
+    "preempted": {"num_gpu_blocks_override": 200},
+    "eager": {"enforce_eager": True},
+}
 
 
 def workload(count: int) -> tuple[list[Any], list[SamplingParams]]:
@@ -76,16 +87,7 @@ def test_a_method_changes_no_token(spec: dict[str, Any], engines: Engines, plain
     assert texts(engines(spec, **GPU)) == plain
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        {"max_num_seqs": 1},
-        {"max_num_seqs": 7, "max_num_batched_tokens": 96},
-        {"num_gpu_blocks_override": 200},
-        {"enforce_eager": True},
-    ],
-    ids=["one at a time", "small chunks", "preempted", "eager"],
-)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("spec", [None, {"method": "draft_model", "num_speculative_tokens": 4}], ids=repr)
 def test_the_schedule_changes_no_token(
     spec: dict[str, Any] | None, schedule: dict[str, Any], engines: Engines, plain: list[list[int]]
@@ -93,37 +95,57 @@ def test_the_schedule_changes_no_token(
     assert texts(engines(spec, **{**GPU, **schedule})) == plain
 
 
-def test_logits_and_keys_keep_their_bits_whatever_shares_the_launch(engines: Engines) -> None:
-    """Every pass is asked for the logits of its rows, and the cache for the keys and values of a request's blocks."""
-    llm = engines(None, **GPU, enforce_eager=True)  # captured steps do not pass through what is patched here
-    target = llm.engine.target
-    prompts, params = workload(16)
+@dataclass
+class Bits:
+    """What a run computed: of each request the logits behind every length that a step began with, and its KV."""
 
-    def run(count: int) -> tuple[dict[tuple[int, ...], torch.Tensor], dict[int, torch.Tensor]]:
-        logits: dict[tuple[int, ...], torch.Tensor] = {}
-        stored: dict[int, torch.Tensor] = {}
+    logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (seed, tokens before) -> [vocab]
+    kv: dict[int, torch.Tensor] = field(default_factory=dict)  # seed -> [num_layers, committed tokens, width]
+
+    @classmethod
+    def of(cls, llm: LLM, count: int) -> Bits:
+        bits, target = cls(), llm.engine.target
         forward = target.forward
 
         def noted(parts: Any, *args: Any, **kwargs: Any) -> Any:
             output = forward(parts, *args, **kwargs)
-            rows = output.logits.split([part.num_logits for part in parts])
-            for part, own in zip(parts, rows, strict=True):
-                if part.num_logits:
-                    logits[part.request.seed, part.request.num_tokens] = own[-1].clone()
-                if target.cache is not None:
-                    table = torch.tensor(part.request.block_table, device=target.device)
-                    kv = torch.stack([layer[table].flatten(0, 1)[: part.end] for layer in target.cache.layers])
-                    stored[part.request.seed] = kv
+            assert target.cache is not None
+            for part, own in zip(parts, output.logits.split([part.num_logits for part in parts]), strict=True):
+                seed = part.request.seed
+                if len(own):  # the first row is the last committed token's, those behind it are drafts'
+                    bits.logits[seed, part.request.num_tokens] = own[0].clone()
+                table = torch.tensor(part.request.block_table, device=target.device)
+                bits.kv[seed] = torch.stack([layer[table].flatten(0, 1)[: part.end] for layer in target.cache.layers])
             return output
 
+        prompts, params = workload(16)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(target, "forward", noted)
             complete(llm, prompts[:count], params[:count])
-        return logits, stored
+        return bits
 
-    together, alone = run(16), run(1)
-    for many, one in zip(together, alone, strict=True):
-        assert one and all(torch.equal(many[key], value) for key, value in one.items())  # type: ignore[index, attr-defined]
+
+@pytest.fixture(scope="module")
+def plain_bits(engines: Engines) -> Bits:
+    return Bits.of(engines(None, **GPU, enforce_eager=True, max_num_seqs=1), 4)
+
+
+@pytest.mark.parametrize("schedule", [{}, SCHEDULES["small chunks"], {"num_gpu_blocks_override": 60}], ids=repr)
+@pytest.mark.parametrize("spec", [None, METHODS[4], METHODS[5], METHODS[7]], ids=repr)
+def test_logits_and_kv_keep_their_bits_whatever_the_method_and_the_schedule(
+    spec: dict[str, Any] | None, schedule: dict[str, Any], engines: Engines, plain_bits: Bits
+) -> None:
+    """Sixteen requests against the first four of them, decoded plainly one at a time.
+
+    Eager: captured steps do not pass through what is patched here.
+    """
+    found = Bits.of(engines(spec, **{**GPU, "enforce_eager": True, **schedule}), 16)
+    shared = plain_bits.logits.keys() & found.logits.keys()
+    assert len(shared) >= 4
+    assert all(torch.equal(found.logits[key], plain_bits.logits[key]) for key in shared)
+    for seed, expected in plain_bits.kv.items():
+        length = min(expected.shape[1], found.kv[seed].shape[1])
+        assert length > 8 and torch.equal(found.kv[seed][:, :length], expected[:, :length])
 
 
 @pytest.mark.parametrize("spec", [None, *METHODS[1:6]], ids=repr)

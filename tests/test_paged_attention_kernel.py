@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.reference.tree_rows import NO_BRANCH
+
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 triton_ops = pytest.importorskip("kernels.paged_attention")
 merge_splits = pytest.importorskip("kernels.merge_splits")
 
-NO_BRANCH = 2**31 - 1
 BLOCK_SIZE = 4  # of the caches here
 
 

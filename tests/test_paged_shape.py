@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.reference.tree_rows import NO_BRANCH
 from runner.engine.forward_batch import PackedLaunch
-from runner.engine.paged_shape import NO_BRANCH, PagedShape, bucket
+from runner.engine.paged_shape import PagedShape, bucket
 from runner.engine.segment import Segment
 
 pytest.importorskip("triton")

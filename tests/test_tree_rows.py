@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kernels.reference.tree_rows import NO_BRANCH
 from kernels.reference.tree_rows import tree_rows as reference
-from runner.engine import paged_shape
 from runner.engine.draft_trees import tree_shape
 from runner.engine.launch import Part, StepLaunches
 from runner.engine.request import Request
@@ -25,24 +24,23 @@ BLOCK_SIZE = 4
 
 
 def depth_of(parents: list[int]) -> int:
-    """Of the deepest node that is there, -2 being nobody's parent."""
+    """Of the deepest node."""
     depths = [0]
     for parent in parents:
-        depths.append(0 if parent == -2 else depths[parent + 1] + 1)
+        depths.append(depths[parent + 1] + 1)
     return max(depths)
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> dict[str, Any]:
-    """Any request may be absent, and of its tree any node missing; `depth` may be more than any of them needs."""
+    """Any request may be absent; `depth` may be more than any of them needs."""
     num_nodes = draw(st.integers(1, 20))
     lengths = draw(st.lists(st.integers(0, 26), min_size=1, max_size=4))
     own = []
     for _ in lengths:
         parents: list[int] = []
-        for _ in range(num_nodes):
-            present = [node for node, parent in enumerate(parents) if parent != -2]
-            parents.append(draw(st.sampled_from([-2, -1, *present, *present[-1:] * 4])))
+        for node in range(num_nodes):
+            parents.append(draw(st.sampled_from([-1, *range(node), *[node - 1] * 4])))
         own.append(parents)
     return {
         "lengths": [length and length + 2 for length in lengths],
@@ -142,18 +140,17 @@ def test_rows_are_where_the_host_plans_them_and_see_the_same_slots(case: dict[st
 
 
 def test_rows_of_nobody_are_stored_in_the_null_block_and_see_nothing(kernel_device: torch.device) -> None:
-    """A missing node amid others, and an absent request, whatever its tree was."""
+    """An absent request, whatever its tree was, beside one that is there."""
     case = {
         "lengths": [7, 0],
-        "parents": [[-1, -2, 0], [-1, 0, 1]],
+        "parents": [[-1, 0], [-1, 0]],
         "shape": {"first": 0, "offset": -1, "depth": 3},
     }
     nothing = [0, 0, 0]
     for found in both_ways(case, kernel_device):
-        assert found["positions"].tolist() == [6, 7, 0, 8, 0, 0, 0, 0]
-        assert found["slots"].tolist() == [8, 7, 0, 5, 0, 0, 0, 0]
-        assert found["predicted"].tolist() == [7, 8, -1, 9, -1, -1, -1, -1]
-        assert found["tile_sizes"].tolist() == [1, 1, 0, 1, 0, 0, 0, 0]
-        assert found["branch_starts"].tolist() == [7, 7, NO_BRANCH, 7, *[NO_BRANCH] * 4]
-        assert found["branch_slots"].tolist() == [nothing, [7, 0, 0], nothing, [7, 5, 0], *[nothing] * 4]
-    assert NO_BRANCH == paged_shape.NO_BRANCH
+        assert found["positions"].tolist() == [6, 7, 8, 0, 0, 0]
+        assert found["slots"].tolist() == [6, 5, 4, 0, 0, 0]
+        assert found["predicted"].tolist() == [7, 8, 9, -1, -1, -1]
+        assert found["tile_sizes"].tolist() == [1, 1, 1, 0, 0, 0]
+        assert found["branch_starts"].tolist() == [7, 7, 7, *[NO_BRANCH] * 3]
+        assert found["branch_slots"].tolist() == [nothing, [5, 0, 0], [5, 4, 0], *[nothing] * 3]

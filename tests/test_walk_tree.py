@@ -64,7 +64,7 @@ def padded(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     drawn = rows(case["drawn"], case["num_nodes"] + 1, -1)
     drawn = torch.where(torch.tensor(case["is_here"]).unsqueeze(1), drawn, -1)
     parents, drafts = zip(*case["trees"], strict=True)
-    return drawn.flatten(), rows(list(drafts), case["num_nodes"], -1), rows(list(parents), case["num_nodes"], -2)
+    return drawn.flatten(), rows(list(drafts), case["num_nodes"], -1), rows(list(parents), case["num_nodes"], -1)
 
 
 def both_ways(
@@ -139,17 +139,17 @@ def test_the_walk_is_the_verifiers_and_moves_what_it_moves(case: dict[str, Any])
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_no_draft_is_never_accepted(by_kernel: bool, kernel_device: torch.device) -> None:
-    """A branch, a chain that ends in no draft, a node that is not there with a draft that is, and an absent request."""
-    drawn = torch.tensor([[5, 8, 7, 6], [5, 6, 7, 8], [6, 5, 5, 5], [-1, -1, -1, -1]])
-    drafts = torch.tensor([[4, 5, 7], [5, -1, 7], [6, 5, 5], [-1, 5, -1]])
-    parents = torch.tensor([[-1, -1, 1], [-1, 0, 1], [-2, -1, 1], [-1, 0, -1]])
-    slots = torch.arange(10, 26).view(4, 4)
+    """A branch, a chain that ends in no draft, and an absent request."""
+    drawn = torch.tensor([[5, 8, 7, 6], [5, 6, 7, 8], [-1, -1, -1, -1]])
+    drafts = torch.tensor([[4, 5, 7], [5, -1, 7], [-1, 5, -1]])
+    parents = torch.tensor([[-1, -1, 1], [-1, 0, 1], [-1, 0, -1]])
+    slots = torch.arange(10, 22).view(3, 4)
     device = kernel_device if by_kernel else torch.device("cpu")
     tensors = [numbers.to(device) for numbers in (drawn.flatten(), drafts, parents, slots)]
     walked = (walk_tree if by_kernel else reference)(*tensors, depth=3)
-    assert walked.token_ids.tolist() == [[5, 7, 6, -1], [5, 6, -1, -1], [6, -1, -1, -1], [-1, -1, -1, -1]]
-    assert walked.num_accepted_tokens.tolist() == [2, 1, 0, 0]
-    assert walked.num_draft_tokens.tolist() == [3, 2, 3, 0]
-    assert walked.source_slots.tolist() == [[12, 13, 0], [15, 0, 0], [0, 0, 0], [0, 0, 0]]
-    assert walked.target_slots.tolist() == [[11, 12, 0], [15, 0, 0], [0, 0, 0], [0, 0, 0]]
-    assert walked.rows.view(4, 4).tolist() == [[0, 2, 3, 0], [4, 5, 4, 4], [8, 8, 8, 8], [12, 12, 12, 12]]
+    assert walked.token_ids.tolist() == [[5, 7, 6, -1], [5, 6, -1, -1], [-1, -1, -1, -1]]
+    assert walked.num_accepted_tokens.tolist() == [2, 1, 0]
+    assert walked.num_draft_tokens.tolist() == [3, 2, 0]
+    assert walked.source_slots.tolist() == [[12, 13, 0], [15, 0, 0], [0, 0, 0]]
+    assert walked.target_slots.tolist() == [[11, 12, 0], [15, 0, 0], [0, 0, 0]]
+    assert walked.rows.view(3, 4).tolist() == [[0, 2, 3, 0], [4, 5, 4, 4], [8, 8, 8, 8]]

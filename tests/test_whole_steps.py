@@ -23,6 +23,8 @@ from kernels.reference.fit_drafts import fit_drafts
 from kernels.reference.follow_verified import follow_verified
 from kernels.reference.ngram_match import ngram_match
 from kernels.reference.philox import Stream
+from kernels.reference.tree_rows import tree_rows
+from kernels.reference.walk_tree import walk_tree
 from runner.benchmarks.decoding_cases import free_guesses
 from runner.engine import backend, graphs
 from runner.engine.device_requests import DeviceBatch
@@ -56,9 +58,12 @@ import kernels.follow_verified
 import kernels.ngram_match
 import kernels.rejection
 import kernels.sampling
+import kernels.tree_rows
+import kernels.walk_tree
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
 SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=11)
+CHOICES = [[0], [0, 0], [1], [0, 1], [0, 0, 0], [1, 0]]
 METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
@@ -70,6 +75,11 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "medusa": {"method": "medusa", "num_speculative_tokens": 3},
     "mlp_speculator": {"method": "mlp_speculator", "num_speculative_tokens": 3},
     "ngram_gpu": {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+    **{
+        f"{method}_{kind}": {"method": method, "num_speculative_tokens": 6, "speculative_token_tree": tree}
+        for method in ("eagle", "medusa", "dflash")
+        for kind, tree in (("dynamic", "dynamic"), ("static", CHOICES))
+    },
 }
 
 
@@ -107,6 +117,8 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.sampling, "sample", draw)
     monkeypatch.setattr(kernels.sampling, "greedy", take_the_argmax)
     monkeypatch.setattr(kernels.rejection, "verify_strict", verify_strict)
+    monkeypatch.setattr(kernels.tree_rows, "tree_rows", tree_rows)
+    monkeypatch.setattr(kernels.walk_tree, "walk_tree", walk_tree)
 
 
 def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
@@ -115,9 +127,10 @@ def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
     llm.engine.target.model = HashingModel()  # type: ignore[assignment]
     engine, proposer = llm.engine, cast(Any, llm.engine.proposer)
     heads = {"eagle": HashingHead, "p_eagle": HashingMaskableHead, "dflash": HashingBlocks}
-    if method in heads:
-        proposer.head = proposer.runner.head = heads[method](proposer.head)
-    elif method == "medusa":
+    base = method.removesuffix("_dynamic").removesuffix("_static")
+    if base in heads:
+        proposer.head = proposer.runner.head = heads[base](proposer.head)
+    elif base == "medusa":
         proposer.heads = HashingLastStates()
     elif method == "mlp_speculator":
         proposer.speculator = HashingRecurrence()
@@ -198,7 +211,15 @@ def traffics(draw: st.DrawFn) -> Traffic:
 
 @pytest.mark.parametrize(
     ("method", "num_blocks"),
-    [("none", 4), ("draft_model", 400), ("draft_model", 4), ("eagle", 4), ("dflash", 4), ("ngram_gpu", 4)],
+    [
+        ("none", 4),
+        ("draft_model", 400),
+        ("draft_model", 4),
+        ("eagle", 4),
+        ("eagle_dynamic", 5),
+        ("dflash", 4),
+        ("ngram_gpu", 4),
+    ],
 )
 def test_no_traffic_changes_a_text(interpreted: Engines, by_definition: None, method: str, num_blocks: int) -> None:
     """With blocks for all, and with so few that requests are preempted between two runs of whole steps."""
@@ -220,7 +241,7 @@ def test_no_traffic_changes_a_text(interpreted: Engines, by_definition: None, me
 
     check()
     assert num_whole_steps > 20
-    assert (num_preemptions > 0) == (num_blocks == 4)
+    assert (num_preemptions > 0) == (num_blocks < 400)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -245,7 +266,8 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(
         assert sum(count for record in whole for count in record.num_draft_tokens) > 0
     if method not in ("none", "ngram_gpu", "draft_model_greedy"):
         accepted = [count for record in whole for count in record.num_accepted_tokens]
-        assert {0, 3} <= set(accepted), "drafts were rejected, and accepted to the last"
+        all_of_them = 2 if "_static" in method or "_dynamic" in method else 3
+        assert {0, all_of_them} <= set(accepted), "drafts were rejected, and accepted to the last"
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in ("none", "ngram_gpu")])
@@ -258,15 +280,19 @@ def test_no_row_stands_behind_what_its_launch_has_room_for(
     decode = cast(PagedShape, llm.engine.target.shapes["decode"])
     llm.engine.target.shapes["decode"] = replace(decode, split_keys=None)
     room = list[int]()
-    launch = DeviceBatch.launch
+    launch, tree_launch = DeviceBatch.launch, DeviceBatch.tree_launch
+
+    def check(batch: ForwardBatch) -> ForwardBatch:
+        segments = cast(PagedAttention, batch.attention).segments
+        room.append(segments.max_context - 1 - int((segments.tile_positions + segments.tile_sizes - 1).max()))
+        return batch
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         batch, predicted = launch(*args, **kwargs)
-        segments = cast(PagedAttention, batch.attention).segments
-        room.append(segments.max_context - 1 - int((segments.tile_positions + segments.tile_sizes - 1).max()))
-        return batch, predicted
+        return check(batch), predicted
 
     monkeypatch.setattr(DeviceBatch, "launch", checked)
+    monkeypatch.setattr(DeviceBatch, "tree_launch", lambda *args, **kwargs: check(tree_launch(*args, **kwargs)))
     complete(llm, [{"prompt_token_ids": [5, 6]}], [replace(GREEDY, max_tokens=60)])
     assert min(room) >= 0
 
@@ -393,6 +419,24 @@ KERNEL_CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
         KERNEL_PARAMS,
     ),
     "eagle": ({"method": "eagle", "num_speculative_tokens": 2}, KERNEL_PARAMS),
+    "eagle_tree": (
+        {
+            "method": "eagle",
+            "num_speculative_tokens": 3,
+            "speculative_token_tree": "dynamic",
+            "tree_depth": 2,
+            "tree_top_k": 2,
+        },
+        KERNEL_PARAMS,
+    ),
+    "medusa_tree": (
+        {"method": "medusa", "num_speculative_tokens": 3, "speculative_token_tree": [[0], [1], [0, 0]]},
+        [KERNEL_PARAMS[0], CUT],
+    ),
+    "typical_of_greedy": (
+        {"method": "draft_model", "num_speculative_tokens": 2, "rejection_sample_method": "typical"},
+        [KERNEL_PARAMS[0]] * 2,
+    ),
     "custom_class": (free_guesses(2), KERNEL_PARAMS),
 }
 

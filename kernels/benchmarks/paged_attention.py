@@ -15,9 +15,9 @@ from torch import Tensor
 from kernels import paged_attention as kernel
 from kernels.benchmarks.case import Case, CheckFailed, Setting, Work, check_error, name_of
 from kernels.reference import paged_attention as reference
+from kernels.reference.tree_rows import NO_BRANCH
 
 BLOCK_SIZE = 16
-NO_BRANCH = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)

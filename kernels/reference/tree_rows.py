@@ -17,7 +17,7 @@ NO_BRANCH = 2**31 - 1  # a position that nobody reaches
 class TreeRows(NamedTuple):
     """Rows request by request, each a segment and a tile of its own.
 
-    Rows of an absent request and of missing nodes stand at position 0, are stored in the null block and see nothing.
+    Rows of an absent request stand at position 0, are stored in the null block and see nothing.
     """
 
     positions: Tensor  # [num_requests * num_rows] int64
@@ -29,15 +29,13 @@ class TreeRows(NamedTuple):
     tile_positions: Tensor
     last_keys: Tensor
     branch_starts: Tensor
-    branch_slots: (
-        Tensor  # [num_requests * num_rows, depth] int32: of the nodes on the way to a row, its own last; then 0
-    )
+    branch_slots: Tensor  # [num_requests * num_rows, depth] int32: of the nodes on the way, a row's own last; then 0
 
 
 def tree_rows(
     lengths: Tensor,  # [num_requests] int64; 0: the request is absent
     slots: Tensor,  # [num_requests, num_nodes + 1] int64: cache slot of the pending token, then of every node
-    parents: Tensor,  # [num_requests, num_nodes] int64: an earlier node, -1 = the pending token, -2: no node is here
+    parents: Tensor,  # [num_requests, num_nodes] int64: an earlier node, -1 = the pending token
     *,
     first: int,  # rows from this one on are wanted: 0 = the pending token's, j + 1 = node j's
     offset: int,  # the pending token stands at lengths + offset
@@ -47,10 +45,10 @@ def tree_rows(
     above = pad(parents + 1, (1, 0))  # the row above each row; above the pending token's is itself
     ways = [torch.arange(first, num_nodes + 1, device=lengths.device).expand(num_requests, -1)]
     for _ in range(depth):
-        ways.append(torch.where(ways[-1] > 0, above.gather(1, ways[-1].clamp(min=0)), ways[-1]))
+        ways.append(torch.where(ways[-1] > 0, above.gather(1, ways[-1]), 0))
     way = torch.stack(ways, dim=2)  # [num_requests, num_rows, depth + 1]: rows from each row up to the pending token's
-    is_here = (lengths > 0).unsqueeze(1) & (way[:, :, -1] == 0)
     depths = (way > 0).sum(dim=2)
+    is_here = (lengths > 0).unsqueeze(1).expand_as(depths)
     pending = (lengths + offset).unsqueeze(1)
     positions = torch.where(is_here, pending + depths, 0)
     # The way up in its other direction, from a child of the pending token down.

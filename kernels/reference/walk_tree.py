@@ -23,7 +23,7 @@ class WalkedTree(NamedTuple):
 def walk_tree(
     drawn: Tensor,  # [num_requests * (num_nodes + 1)] int64: the target's token behind each row; -1 where nobody is
     draft_token_ids: Tensor,  # [num_requests, num_nodes] int64, siblings distinct; -1: no draft
-    parents: Tensor,  # [num_requests, num_nodes] int64: an earlier node, -1 = the pending token, -2: no node is here
+    parents: Tensor,  # [num_requests, num_nodes] int64: an earlier node, -1 = the pending token
     slots: Tensor,  # [num_requests, num_nodes + 1] int64: cache slot of the pending token, then of every node
     *,
     depth: int,  # of the deepest node, at most

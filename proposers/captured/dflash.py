@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,15 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_runner import HeadRunner
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.paged_shape import PagedShape
+from runner.engine.upload import to_device
 
 
 class CapturedDFlash(CapturedChains):
-    def __init__(self, *, head: DFlashHead, runner: HeadRunner, **common: Any) -> None:
+    def __init__(self, *, head: DFlashHead, runner: HeadRunner, depths: Sequence[int] | None, **common: Any) -> None:
+        """depths: places of a block by the drafts there is room for, from 1 on; None: as many."""
         super().__init__(max_model_len=head.max_model_len, **common)
         self.head, self.runner = head, runner
+        self._depths = to_device(depths or range(1, self.num_tokens + 1), torch.int64, runner.device)
         self.tap_layers = head.config.tap_layers
         self._logits = torch.empty(0)  # [count, num_tokens, vocab], of every place of the drafts
 
@@ -32,9 +36,10 @@ class CapturedDFlash(CapturedChains):
         token_ids = torch.cat((batch.last_token_ids[:, 1:], masks), dim=1).flatten()
         launch, cache = self._launch(batch, token_ids, num_rows)
         # What a row sees of its block ends where that of a step in parts does: no mask stands where no draft has room.
-        room = (batch.limits - batch.lengths - 1).clamp(1, self.num_tokens)
+        room = (batch.limits - batch.lengths - 1).clamp(1, len(self._depths))
+        depths = self._depths.index_select(0, room - 1)
         segments = launch.attention.segments
-        ends = (batch.lengths - 2 + num_silent + room).to(torch.int32).unsqueeze(1)
+        ends = (batch.lengths - 2 + num_silent + depths).to(torch.int32).unsqueeze(1)
         segments = replace(segments, last_keys=ends.expand(-1, len(segments.last_keys) // count).flatten())
         launch = replace(launch, attention=replace(launch.attention, segments=segments))
         output = self.head(launch, self.head.embed(token_ids), cache)

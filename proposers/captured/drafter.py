@@ -20,7 +20,10 @@ from runner.engine.request import Request
 
 class CapturedDrafts(NamedTuple):
     token_ids: Tensor  # [count, num_tokens] int64
-    probs: Tensor | None  # [count * num_tokens, vocab] float32: the law of each draft; None = one-hot
+    probs: Tensor | None = None  # [count * num_tokens, vocab] float32: the law of each draft; None = one-hot
+    # Of a tree [count, num_tokens] int64: an earlier draft, -1 = the last committed token; None = chains. Whatever
+    # number of drafts there is room for, the first ones are those that a smaller tree would have.
+    parents: Tensor | None = None
 
 
 class GoingOn(NamedTuple):
@@ -32,14 +35,24 @@ class GoingOn(NamedTuple):
 class CapturedDrafter(ABC):
     tap_layers: tuple[int, ...] = ()  # the target's hidden states that `learn` takes
 
-    def __init__(self, num_tokens: int, max_model_len: int | None = None, num_scratch_rows: int = 0) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        max_model_len: int | None = None,
+        num_scratch_rows: int = 0,
+        *,
+        tree_depth: int | None = None,
+    ) -> None:
         """
         Args:
             num_tokens: drafts of every request.
             max_model_len: tokens of a request that the drafter can see.
             num_scratch_rows: rows that a launch may have behind those of the drafts, whose results nobody looks at.
+            tree_depth: of the deepest draft, at most; None: drafts are chains.
         """
         self.num_tokens, self.max_model_len = num_tokens, max_model_len
+        self.drafts_trees = tree_depth is not None
+        self.depth = num_tokens if tree_depth is None else tree_depth  # drafts of a step that can be accepted
         self.reach = num_tokens + num_scratch_rows  # places behind the committed tokens that a launch may stand on
 
     def can_start(self, request: Request) -> bool:
@@ -56,9 +69,9 @@ class CapturedDrafter(ABC):
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:  # noqa: B027
         """Take note of a verified step; the batch's lengths are still those from before it.
 
-        hidden_states: of tap_layers, [count * (num_tokens + 1), hidden] each, of every request's last committed token
-            and its drafts.
-        token_ids: [count, num_tokens + 1] int64: accepted, then recovered or bonus token, then -1.
+        hidden_states: of tap_layers, [count * (depth + 1), hidden] each, of every request's last committed token and
+            its drafts, of a tree those that were accepted.
+        token_ids: [count, depth + 1] int64: accepted, then recovered or bonus token, then -1.
         """
 
     def stop(self, going_on: Sequence[GoingOn]) -> None:  # noqa: B027 - optional
@@ -72,4 +85,4 @@ class NoDrafts(CapturedDrafter):
         super().__init__(0)
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
-        return CapturedDrafts(torch.empty(batch.count, 0, dtype=torch.int64, device=batch.lengths.device), None)
+        return CapturedDrafts(torch.empty(batch.count, 0, dtype=torch.int64, device=batch.lengths.device))

@@ -40,10 +40,10 @@ class CapturedHead(CapturedChains):
         super().__init__(num_tokens=num_tokens, num_scratch_rows=self._num_masks, **common)
         self.head, self.runner, self.known = head, runner, known
         self.tap_layers = head.tap_layers
-        self._fresh = FreshTokens(capacity=capacity, most=self.num_tokens + 1, device=runner.device)
+        self._fresh = FreshTokens(capacity=capacity, most=self.depth + 1, device=runner.device)
         self._capacity = capacity
-        self._states: Tensor | None = None  # [capacity, num_tokens + 1, taps * hidden], before each fresh token
-        self._output = torch.empty(0)  # of the last pass: a row a request, or, of one pass, for each of its drafts
+        self._states: Tensor | None = None  # [capacity, depth + 1, taps * hidden], before each fresh token
+        self._output = torch.empty(0)  # of the last pass: a row for each that is drafted behind
 
     def can_start(self, request: Request) -> bool:
         known = self.known.get(request.request_id)

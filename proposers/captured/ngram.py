@@ -33,7 +33,7 @@ class CapturedNgram(CapturedDrafter):
         self._rows[: len(rows)].copy_(rows)
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
-        return CapturedDrafts(self.match(self._rows[: batch.count]), None)
+        return CapturedDrafts(self.match(self._rows[: batch.count]))
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         self.tokens.append(self._rows[: batch.count], token_ids, (token_ids >= 0).sum(dim=1))

@@ -22,8 +22,9 @@ class CapturedChains(CapturedDrafter):
         needs_draft_probs: bool,
         max_model_len: int,
         num_scratch_rows: int = 0,
+        tree_depth: int | None = None,
     ) -> None:
-        super().__init__(num_tokens, max_model_len, num_scratch_rows)
+        super().__init__(num_tokens, max_model_len, num_scratch_rows, tree_depth=tree_depth)
         self.draft_sample_method, self.needs_draft_probs = draft_sample_method, needs_draft_probs
 
     @abstractmethod

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.grown_trees import CapturedDynamicTrees, CapturedStaticTrees
 from proposers.captured.head import CapturedHead
 from proposers.drafting.known_states import KnownStates
 from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
@@ -95,17 +97,24 @@ class HeadProposer(LevelByLevelProposer):
         return max(0, min(limit, self.max_model_len - request.num_tokens))
 
     def captured_drafter(self) -> CapturedDrafter | None:
-        if self.num_speculative_tokens == 0 or self.drafts_trees or self.head.attention is None:
+        if self.num_speculative_tokens == 0 or self.head.attention is None:
             return super().captured_drafter()
-        return CapturedHead(
-            head=self.head,
-            runner=self.runner,
-            known=self._known,
-            capacity=self.context.max_num_seqs,
-            mask=self.captured_mask(),
-            max_model_len=self.max_model_len,
+        common: dict[str, Any] = {
             **self.captured_arguments(),
-        )
+            "head": self.head,
+            "runner": self.runner,
+            "known": self._known,
+            "capacity": self.context.max_num_seqs,
+            "max_model_len": self.max_model_len,
+        }
+        if not self.drafts_trees:
+            return CapturedHead(mask=self.captured_mask(), **common)
+        common["scratch_slots"] = self._scratch_slots()
+        if self.is_dynamic:
+            depth = min(self.tree_depth, self.num_speculative_tokens)
+            return CapturedDynamicTrees(tree_depth=depth, top_k=self.tree_top_k, **common)
+        choices = self.choices[: self.num_speculative_tokens]
+        return CapturedStaticTrees(choices=choices, **{**common, "num_tokens": len(choices)})
 
     def captured_mask(self) -> tuple[int, torch.Tensor] | None:
         """Token and state [1, width] of places yet to be guessed; None: the head drafts token by token."""
@@ -197,6 +206,13 @@ class HeadProposer(LevelByLevelProposer):
         first = self._first_scratch_block + place * self._num_scratch_blocks
         table = [*request.block_table, *range(first, first + self._num_scratch_blocks)]
         return table, len(request.block_table) * self.context.block_size
+
+    def _scratch_slots(self) -> torch.Tensor:
+        """Of the nodes that may be fed for each place of a batch, [max_num_seqs, num_places] int64."""
+        num_places = self._num_scratch_blocks * self.context.block_size
+        first = self._first_scratch_block * self.context.block_size
+        slots = torch.arange(first, first + self.context.max_num_seqs * num_places, device=self.context.device)
+        return slots.view(-1, num_places)
 
     def _follow(self, request: Request, known: KnownStates) -> None:
         """Compute all rows whose token and state are there but the last, which the next draft starts from."""

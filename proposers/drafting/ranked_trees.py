@@ -8,22 +8,24 @@ draft_sample_method says; siblings without replacement, with their laws where th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
+from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.ranked_trees import CapturedChoiceTrees, CapturedLikeliestTrees
+from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.best_first import best_first_trees
 from proposers.trees.candidates import draw_candidates, perturbed
 from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
-from proposers.trees.static import check_depth, check_ranks, static_tree
+from proposers.trees.static import Choices, check_depth, check_ranks, static_tree
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
-
-Choices = tuple[tuple[int, ...], ...]  # paths of ranks, the most useful first
 
 
 class RankedTrees:
@@ -45,6 +47,20 @@ class RankedTrees:
         else:
             check_depth(self.choices, max_depth=max_depth)
             check_ranks(self.choices, proposer.context.vocab_size)
+        self.max_depth = max_depth
+
+    def captured(self, chains: Callable[[int], CapturedChains]) -> CapturedDrafter:
+        """The trees in a captured step. chains: the same drafter, for chains of so many tokens."""
+        num_nodes, device = self.proposer.num_speculative_tokens, self.proposer.context.device
+        if self.choices is None:
+            return CapturedLikeliestTrees(chains(min(num_nodes, self.max_depth)), num_nodes=num_nodes)
+        choices = self.choices[:num_nodes]
+        return CapturedChoiceTrees(chains(max(map(len, choices))), choices=choices, device=device)
+
+    @property
+    def depths(self) -> list[int] | None:
+        """Of a static tree's first node, first two, and so on; None: as many as the nodes, up to max_depth."""
+        return None if self.choices is None else list(accumulate(map(len, self.choices), max))
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:

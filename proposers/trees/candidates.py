@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.philox import Stream, gumbel, row_slabs
+from runner.engine.row_sampling import RowSampling
 from runner.engine.sampling import SamplingRows, put_rows, take_rows
 
 
@@ -46,11 +47,27 @@ def perturbed(processed: Tensor, rows: SamplingRows, draft_sample_method: str, d
     random = rows.random_row_idx
     seeds, positions = take_rows(rows.seeds, random), take_rows(rows.positions, random)
     steps = take_rows(step, random) if isinstance(step, Tensor) else torch.full_like(seeds, step)
+    noisy = _with_noise(take_rows(processed, random), seeds, positions, stream, steps)
+    return put_rows(processed, random, noisy)
+
+
+def perturbed_on_device(logits: Tensor, rows: RowSampling, draft_sample_method: str) -> Tensor:
+    """`perturbed` of logits that nothing masks or penalises, for a rule that asks for no key of the step."""
+    processed = rows.processed(logits)
+    if draft_sample_method == "greedy" or rows.all_greedy:
+        return processed
+    stream = Stream.TARGET if draft_sample_method == "coupled" else Stream.DRAFT
+    noisy = _with_noise(processed, rows.seeds, rows.positions.clamp(min=0), stream, torch.zeros_like(rows.seeds))
+    return noisy if rows.is_greedy is None else torch.where(rows.is_greedy.unsqueeze(1), processed, noisy)
+
+
+def _with_noise(processed: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, draft_steps: Tensor) -> Tensor:
+    num_rows, vocab_size = processed.shape
     noise = [
-        gumbel(seeds[slab], positions[slab], stream, steps[slab], vocab_size=processed.shape[1])
-        for slab in row_slabs(len(seeds), processed.shape[1], processed.device)
+        gumbel(seeds[slab], positions[slab], stream, draft_steps[slab], vocab_size=vocab_size)
+        for slab in row_slabs(num_rows, vocab_size, processed.device)
     ]
-    return put_rows(processed, random, take_rows(processed, random) + torch.cat(noise))
+    return processed + torch.cat(noise)
 
 
 def _laws(processed: Tensor, token_ids: Tensor) -> Tensor:

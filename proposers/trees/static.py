@@ -6,14 +6,15 @@ configuration has checked that every path is there once, behind its beginning (r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from proposers.trees.rank_tree import RankTree
 from runner.engine.errors import UserError
 
+Choices = tuple[tuple[int, ...], ...]  # paths of ranks, the most useful first
 
-def check_depth(choices: Sequence[tuple[int, ...]], *, max_depth: int) -> None:
+
+def check_depth(choices: Choices, *, max_depth: int) -> None:
     """Raises UserError when a choice is deeper than the method can guess ahead, such as Medusa's number of heads."""
     for path in choices:
         if len(path) > max_depth:
@@ -23,7 +24,7 @@ def check_depth(choices: Sequence[tuple[int, ...]], *, max_depth: int) -> None:
             )
 
 
-def check_ranks(choices: Sequence[tuple[int, ...]], vocab_size: int) -> None:
+def check_ranks(choices: Choices, vocab_size: int) -> None:
     """Raises UserError when a choice asks for more candidates than there are tokens."""
     if (rank := max(map(max, choices))) >= vocab_size:
         raise UserError(
@@ -33,6 +34,6 @@ def check_ranks(choices: Sequence[tuple[int, ...]], vocab_size: int) -> None:
 
 
 @lru_cache(maxsize=256)
-def static_tree(choices: tuple[tuple[int, ...], ...], num_nodes: int | None = None) -> RankTree:
+def static_tree(choices: Choices, num_nodes: int | None = None) -> RankTree:
     """The tree of the first num_nodes choices; None = all. Which are first does not depend on what is drawn."""
     return RankTree.of_paths(choices[:num_nodes])

@@ -34,4 +34,4 @@ class FixedGuesses(Proposer):
 class _CapturedGuesses(CapturedDrafter):
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
         shape = (batch.count, self.num_tokens)
-        return CapturedDrafts(torch.full(shape, TOKEN_ID, dtype=torch.int64, device=batch.lengths.device), None)
+        return CapturedDrafts(torch.full(shape, TOKEN_ID, dtype=torch.int64, device=batch.lengths.device))

@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 
 from kernels.reference.philox import seed_to_int64
+from kernels.reference.tree_rows import NO_BRANCH, TreeRows
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.paged_shape import NO_BRANCH, PagedAttention, PagedShape
+from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request
 from runner.engine.row_sampling import RowSampling
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.upload import to_device
+
+
+def in_turn(values: Tensor, repeats: int) -> Tensor:
+    """Every entry of the first dimension so many times (torch's repeat_interleave may wait for the device)."""
+    return values if repeats == 1 else values.unsqueeze(1).expand(-1, repeats, *values.shape[1:]).flatten(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +79,21 @@ class _Values:
         for held, values in columns:
             held[: len(values) * repeats].view(len(values), repeats).copy_(values.unsqueeze(1))
 
-    def sampling(self, drawn_by: DrawnBy, positions: Tensor) -> RowSampling:
-        count = len(positions)
+    def sampling(self, drawn_by: DrawnBy, positions: Tensor, repeats: int = 1) -> RowSampling:
+        """repeats: rows in which each of the values holds."""
+
+        def of_rows(values: Tensor) -> Tensor:
+            return in_turn(values[: len(positions) // repeats], repeats)
+
         return RowSampling(
-            seeds=self.seeds[:count],
+            seeds=of_rows(self.seeds),
             positions=positions,
             all_greedy=drawn_by.all_greedy,
-            is_greedy=None if drawn_by.all_greedy else self.is_greedy[:count],
-            temperatures=None if drawn_by.all_greedy else self.temperatures[:count],
-            min_p=self.min_p[:count] if drawn_by.min_p else None,
-            top_k=self.top_k[:count] if drawn_by.top_k else None,
-            top_p=self.top_p[:count] if drawn_by.top_p else None,
+            is_greedy=None if drawn_by.all_greedy else of_rows(self.is_greedy),
+            temperatures=None if drawn_by.all_greedy else of_rows(self.temperatures),
+            min_p=of_rows(self.min_p) if drawn_by.min_p else None,
+            top_k=of_rows(self.top_k) if drawn_by.top_k else None,
+            top_p=of_rows(self.top_p) if drawn_by.top_p else None,
         )
 
 
@@ -92,6 +102,7 @@ class DeviceBatch:
     """The first places of DeviceRequests, for one layout of steps: views, the same ones in every step."""
 
     count: int  # requests, absent ones included
+    num_rows: int  # of each request in a verification
     lengths: Tensor  # [count] int64: committed tokens; 0: absent
     limits: Tensor  # [count] int64: committed tokens that a request may come to
     num_prompt_tokens: Tensor  # [count] int64
@@ -148,9 +159,45 @@ class DeviceBatch:
         )
         return batch, rows.predicted
 
+    def tree_launch(
+        self,
+        token_ids: Tensor,  # [count * num_rows] int64
+        rows: TreeRows,
+        *,
+        shape: PagedShape,
+        block_size: int,
+    ) -> ForwardBatch:
+        """A launch of rows of every request's tree; each sees the committed tokens and its own path."""
+        from kernels.paged_attention import PagedSegments
+
+        # A row has a path, and so a segment, of its own. Of the tables it takes what a row may see.
+        tables = self.block_tables[:, : -(-self.max_context // block_size)]
+        segments = PagedSegments(
+            tile_segments=rows.tile_segments,
+            tile_rows=rows.tile_rows,
+            tile_sizes=rows.tile_sizes,
+            tile_positions=rows.tile_positions,
+            last_keys=rows.last_keys,
+            block_tables=in_turn(tables, len(token_ids) // self.count),
+            branch_starts=rows.branch_starts,
+            branch_slots=rows.branch_slots,
+            max_context=self.max_context,
+            max_tile_size=1,
+        )
+        return ForwardBatch(
+            family="decode",
+            token_ids=token_ids,
+            positions=rows.positions,
+            slot_mapping=rows.slots,
+            attention=PagedAttention(segments=segments, split_keys=shape.split_keys),
+            linear_tile=shape.linear,
+        )
+
     def sampling(self, positions: Tensor) -> RowSampling:
-        """Of a row a request, [count], or of all rows of a verification."""
-        return (self.of_requests if len(positions) == self.count else self.of_rows).sampling(self.drawn_by, positions)
+        """Of equally many rows of every request, as many as there are positions."""
+        if len(positions) == self.count * self.num_rows:
+            return self.of_rows.sampling(self.drawn_by, positions)
+        return self.of_requests.sampling(self.drawn_by, positions, len(positions) // self.count)
 
 
 class DeviceRequests:
@@ -234,6 +281,7 @@ class DeviceRequests:
     def batch(self, count: int, drawn_by: DrawnBy, max_context: int) -> DeviceBatch:
         return DeviceBatch(
             count=count,
+            num_rows=self.num_rows,
             lengths=self.lengths[:count],
             limits=self.limits[:count],
             num_prompt_tokens=self.num_prompt_tokens[:count],

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.reference.tree_rows import NO_BRANCH
 from runner.engine.forward_batch import PlannedAttention
 from runner.engine.segment import Family, Segment
 
 if TYPE_CHECKING:
     from kernels.paged_attention import PagedSegments
-
-NO_BRANCH = 2**31 - 1  # a position that nobody reaches
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
