@@ -68,10 +68,13 @@ class Proposer(ABC):
     def release(self, request_id: str) -> None:  # noqa: B027 - optional
         """Forget a request."""
 
-    def captured_drafter(self) -> CapturedDrafter | None:
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         """Its drafting as something that can be captured with a whole step; None: the host takes part in it.
 
-        Steps of that form call neither `propose` nor `update`.
+        Steps of that form call neither `propose` nor `update`. They may come and go with the load.
+
+        Args:
+            num_tokens: drafts of every request, at most num_speculative_tokens; 0 where the load allows none.
         """
         return NoDrafts() if self.num_speculative_tokens == 0 else None
 

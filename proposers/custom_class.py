@@ -34,8 +34,8 @@ class CustomClassProposer(Proposer):
     def release(self, request_id: str) -> None:
         self.inner.release(request_id)
 
-    def captured_drafter(self) -> CapturedDrafter | None:
-        return self.inner.captured_drafter()
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
+        return self.inner.captured_drafter(num_tokens)
 
     def set_learning(self, is_learning: bool) -> None:
         self.inner.set_learning(is_learning)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from proposers.base import ProposerContext
 from proposers.captured.dflash import CapturedDFlash
-from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.drafting.ranked_trees import RankedTrees
@@ -82,16 +82,15 @@ class DFlashProposer(OnePassProposer):
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.head.config.max_draft_tokens, self.head.max_model_len - request.num_tokens))
 
-    def captured_drafter(self) -> CapturedDrafter | None:
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter:
         if self.num_speculative_tokens == 0:
-            return super().captured_drafter()
+            return NoDrafts()
+        depths = None if self.trees is None else self.trees.depths(num_tokens)
 
-        def chains(num_tokens: int) -> CapturedChains:
-            depths = None if self.trees is None else self.trees.depths
-            arguments = {**self.captured_arguments(), "num_tokens": num_tokens}
-            return CapturedDFlash(head=self.head, runner=self.runner, depths=depths, **arguments)
+        def chains(depth: int) -> CapturedChains:
+            return CapturedDFlash(head=self.head, runner=self.runner, depths=depths, **self.captured_arguments(depth))
 
-        return chains(self.num_speculative_tokens) if self.trees is None else self.trees.captured(chains)
+        return chains(num_tokens) if self.trees is None else self.trees.captured(num_tokens, chains)
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)

@@ -14,7 +14,7 @@ import torch
 
 from proposers.base import ProposerContext
 from proposers.captured.draft_model import CapturedDraftModel
-from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.vocabularies.spelling import Spelling
 from proposers.vocabularies.translation import translate
@@ -87,15 +87,17 @@ class DraftModelProposer(TokenByTokenProposer):
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.max_model_len - request.num_tokens))
 
-    def captured_drafter(self) -> CapturedDrafter | None:
-        if self.num_speculative_tokens == 0 or not self.runner.is_paged:
-            return super().captured_drafter()
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
+        if num_tokens == 0:
+            return NoDrafts()  # `propose` catches up
+        if not self.runner.is_paged:
+            return None
         return CapturedDraftModel(
             runner=self.runner,
             translation=self._translation,
             num_computed=self._num_computed,
             max_model_len=self.max_model_len,
-            **self.captured_arguments(),
+            **self.captured_arguments(num_tokens),
         )
 
     @torch.inference_mode()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from proposers.base import ProposerContext
-from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.captured.last_state import CapturedLastState
 from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.from_last_state import LastStateProposer
@@ -52,14 +52,14 @@ class MedusaProposer(LastStateProposer):
             self.trees = RankedTrees(self, speculative_token_tree, max_depth=self.max_depth)
         self._rows = torch.empty(0)  # [active requests, hidden]
 
-    def captured_drafter(self) -> CapturedDrafter | None:
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter:
         if self.num_speculative_tokens == 0:
-            return super().captured_drafter()
+            return NoDrafts()
 
-        def chains(num_tokens: int) -> CapturedChains:
-            return _CapturedMedusa(self.heads, self.tile, **{**self.captured_arguments(), "num_tokens": num_tokens})
+        def chains(depth: int) -> CapturedChains:
+            return _CapturedMedusa(self.heads, self.tile, **self.captured_arguments(depth))
 
-        return chains(self.num_speculative_tokens) if self.trees is None else self.trees.captured(chains)
+        return chains(num_tokens) if self.trees is None else self.trees.captured(num_tokens, chains)
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)

@@ -57,10 +57,7 @@ class NgramGpuProposer(Proposer):
             num_new_tokens = output.num_accepted_tokens[:decoding] + 1
             self._tokens.append(self._rows_of(schedule), output.token_ids[:decoding], num_new_tokens)
 
-    def captured_drafter(self) -> CapturedDrafter | None:
-        num_tokens = self.num_speculative_tokens
-        if num_tokens == 0:
-            return super().captured_drafter()
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter:
         return CapturedNgram(
             num_tokens,
             tokens=self._tokens,

@@ -47,16 +47,16 @@ class PardProposer(OnePassProposer, DraftModelProposer):
         )
         self.mask_token_id = mask_token_id(config, source, self.runner.model.vocab_size)
 
-    def captured_drafter(self) -> CapturedDrafter | None:
-        if self.num_speculative_tokens == 0 or not self.runner.is_paged:
-            return super().captured_drafter()
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
+        if num_tokens == 0 or not self.runner.is_paged:
+            return super().captured_drafter(num_tokens)
         return CapturedPard(
             runner=self.runner,
             num_computed=self._num_computed,
             mask_token_id=self.mask_token_id,
             capacity=self.context.max_num_seqs,
             max_model_len=self.max_model_len,
-            **self.captured_arguments(),
+            **self.captured_arguments(num_tokens),
         )
 
     def all_logits(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
+from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
 from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from runner.engine.request import DraftTokens, Request, RequestStatus
@@ -70,6 +71,10 @@ class SuffixProposer(Proposer):
         found = self._cache.step_trees(rows, new_tokens, limits)
         trees = [DraftTree(token_ids=tokens, parents=parents).depth_first() for tokens, parents in found]
         return draft_tokens_from_trees(trees, self.context.device)
+
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
+        # `propose` takes in whatever was committed since it was last called.
+        return NoDrafts() if num_tokens == 0 else None
 
     def release(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ from runner.model_files import find_eos_token_ids, load_tokenizer
 from runner.prompts import Tokenizer
 from runner.proposer import build_proposer
 from runner.responses import check_responses_file
+from runner.steps_by_load import StepsByLoad
 from runner.target import load_target, resolve_device, resolve_dtype
 from runner.whole_steps import WholeSteps
 from verifier.rejection_sampler import RejectionSampler
@@ -46,7 +48,7 @@ class Assembly:
     block_manager: BlockManager
     grammars: GrammarStore
     eos_token_ids: tuple[int, ...]
-    whole_steps: Mapping[Proposer, WholeSteps]  # of the proposers whose steps are captured whole
+    whole_steps: Mapping[Proposer, StepsByLoad]
 
 
 def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) -> Assembly:
@@ -113,16 +115,17 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
     target.allocate_cache(blocks)
     proposer.allocate_cache(blocks)
     plain_proposer = proposer_class("none")(num_speculative_tokens=0, context=context)
-    captured = {
-        each: WholeSteps.of(
-            each,
+
+    def whole_steps(of: Proposer, max_draft_tokens: int) -> WholeSteps | None:
+        return WholeSteps.of(
+            of,
             target=target,
             rule=rejection_sampler.rule,
+            max_draft_tokens=max_draft_tokens,
             max_num_seqs=hardware.max_num_seqs,
             max_model_len=info.max_model_len,
         )
-        for each in (proposer, plain_proposer)
-    }
+
     return Assembly(
         device=device,
         dtype=dtype,
@@ -135,7 +138,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
         block_manager=BlockManager(blocks, hardware.block_size),
         grammars=grammars,
         eos_token_ids=eos_token_ids,
-        whole_steps={each: steps for each, steps in captured.items() if steps is not None},
+        whole_steps={each: StepsByLoad(partial(whole_steps, each)) for each in (proposer, plain_proposer)},
     )
 
 

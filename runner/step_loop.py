@@ -14,7 +14,7 @@ from runner.engine.request import RequestStatus
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
 from runner.metrics import MetricsCollector, RequestStep, StepRecord
 from runner.trace import RequestTraces
-from runner.whole_steps import LaunchedStep
+from runner.whole_steps import LaunchedStep, WholeSteps
 
 
 class StepLoop:
@@ -28,7 +28,8 @@ class StepLoop:
     ) -> None:
         self.engine, self.scheduler, self.proposer = engine, scheduler, proposer
         self.metrics, self.traces = metrics, traces
-        self._whole_steps = engine.whole_steps.get(proposer)
+        self._steps_by_load = engine.whole_steps.get(proposer)
+        self._whole_steps: WholeSteps | None = None  # whose step is under way
         self._launched: LaunchedStep | None = None  # is under way, not read yet
 
     def step(self) -> list[CommittedTokens]:
@@ -41,8 +42,10 @@ class StepLoop:
         schedule = self.scheduler.schedule()
         for request in schedule.preempted:
             self.proposer.release(request.request_id)
-        if self._whole_steps is not None and self._whole_steps.take(schedule, self.scheduler):
-            return self._whole(self._whole_steps.start(schedule), started)
+        steps = None if self._steps_by_load is None else self._steps_by_load(self.scheduler.max_draft_tokens)
+        if steps is not None and steps.take(schedule, self.scheduler):
+            self._whole_steps = steps
+            return self._whole(steps.start(schedule), started)
         return self._in_parts(schedule, started)
 
     def _in_parts(self, schedule: Schedule, started: float) -> list[CommittedTokens]:

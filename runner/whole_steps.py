@@ -56,7 +56,7 @@ class LaunchedStep:
 
 
 class WholeSteps:
-    """The captured steps of one proposer."""
+    """The captured steps of one proposer, with as many drafts as one load allows."""
 
     def __init__(
         self,
@@ -64,11 +64,17 @@ class WholeSteps:
         target: ModelRunner,
         drafter: CapturedDrafter,
         verifier: CapturedVerifier,
+        max_draft_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
-        """max_model_len: tokens of a request that the target can see."""
+        """
+        Args:
+            max_draft_tokens: that the load allows; a static tree may have fewer nodes.
+            max_model_len: tokens of a request that the target can see.
+        """
         self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.max_draft_tokens = max_draft_tokens
         self._longest_text = max_model_len
         self._longest_drafted = min(max_model_len, drafter.max_model_len or max_model_len)
         self.max_num_seqs = max_num_seqs
@@ -80,12 +86,19 @@ class WholeSteps:
 
     @classmethod
     def of(
-        cls, proposer: Proposer, *, target: ModelRunner, rule: Rule, max_num_seqs: int, max_model_len: int
+        cls,
+        proposer: Proposer,
+        *,
+        target: ModelRunner,
+        rule: Rule,
+        max_draft_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
     ) -> WholeSteps | None:
         """None where the host has a part in the engine's steps, whatever the requests."""
         if target.graphs is None or not target.is_paged:
             return None
-        drafter = proposer.captured_drafter()
+        drafter = proposer.captured_drafter(max_draft_tokens)
         if drafter is None:
             return None
         verifier = captured_verifier(
@@ -98,7 +111,12 @@ class WholeSteps:
         if verifier is None:
             return None
         return cls(
-            target=target, drafter=drafter, verifier=verifier, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+            target=target,
+            drafter=drafter,
+            verifier=verifier,
+            max_draft_tokens=max_draft_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
         )
 
     def take(self, schedule: Schedule, scheduler: Scheduler) -> bool:
@@ -107,7 +125,7 @@ class WholeSteps:
         return (
             bool(schedule.scheduled)
             and len(schedule.scheduled) == len(scheduler.running)
-            and scheduler.max_draft_tokens >= num_drafts
+            and scheduler.max_draft_tokens == self.max_draft_tokens
             and all(
                 item.is_decoding
                 and item.max_draft_tokens >= min(num_drafts, max(0, scheduler.draft_room(item.request)))
@@ -162,7 +180,7 @@ class WholeSteps:
             requests != scheduler.running
             or scheduler.may_admit
             or len(requests) < SMALLEST_SHARE * self._count  # better to begin again with a smaller batch
-            or scheduler.max_draft_tokens < self.drafter.num_tokens
+            or scheduler.max_draft_tokens != self.max_draft_tokens
             or longest + self.drafter.reach > self._longest_drafted
             # The step under way brings each a token at least.
             or all(len(r.output_token_ids) + 1 >= r.sampling_params.max_tokens for r in requests)

@@ -52,7 +52,7 @@ METHODS: list[dict[str, Any] | None] = [
 ]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "one at a time": {"max_num_seqs": 1},
-    "small chunks": {"max_num_seqs": 7, "max_num_batched_tokens": 96},
+    "small chunks": {"max_num_seqs": 7, "max_num_batched_tokens": 128},
     "preempted": {"num_gpu_blocks_override": 200},
     "eager": {"enforce_eager": True},
 }

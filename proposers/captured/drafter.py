@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from runner.engine.device_requests import DeviceBatch
@@ -85,4 +84,8 @@ class NoDrafts(CapturedDrafter):
         super().__init__(0)
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
-        return CapturedDrafts(torch.empty(batch.count, 0, dtype=torch.int64, device=batch.lengths.device))
+        return no_drafts(batch)
+
+
+def no_drafts(batch: DeviceBatch) -> CapturedDrafts:
+    return CapturedDrafts(batch.last_token_ids[:, :0].contiguous())

@@ -39,8 +39,8 @@ class FreshTokens:
         return index[0]
 
     def learn(self, batch: DeviceBatch, token_ids: Tensor) -> None:
-        """All before was computed; a verification has told [count, most] new ones, -1 behind them."""
-        self._token_ids[: batch.count].copy_(token_ids.clamp(min=0))
+        """All before was computed; a verification has told [count, at most `most`] new ones, -1 behind them."""
+        self._token_ids[: batch.count, : token_ids.shape[1]].copy_(token_ids.clamp(min=0))
         self._first_positions[: batch.count].copy_(batch.lengths)
 
     def first_positions(self, batch: DeviceBatch) -> Tensor:

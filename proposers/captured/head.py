@@ -33,16 +33,19 @@ class CapturedHead(CapturedChains):
         capacity: int,
         mask: tuple[int, Tensor] | None,  # token and state [1, width] of places yet to be guessed
         num_tokens: int,
+        max_depth: int,  # drafts of a step that can be accepted where the load allows the most
         **common: Any,
     ) -> None:
         self.mask, self._num_masks = mask, 0 if mask is None else num_tokens - 1
-        # Masks stand behind one fresh token or behind many, so there may be as many rows behind the last mask.
-        super().__init__(num_tokens=num_tokens, num_scratch_rows=self._num_masks, **common)
+        # Masks stand behind one fresh token or behind many, so there may be as many rows behind the last mask. A step
+        # with fewer drafts begins with what one with more has left.
+        num_scratch_rows = self._num_masks + max(0, max_depth - num_tokens)
+        super().__init__(num_tokens=num_tokens, num_scratch_rows=num_scratch_rows, **common)
         self.head, self.runner, self.known = head, runner, known
         self.tap_layers = head.tap_layers
-        self._fresh = FreshTokens(capacity=capacity, most=self.depth + 1, device=runner.device)
+        self._fresh = FreshTokens(capacity=capacity, most=max_depth + 1, device=runner.device)
         self._capacity = capacity
-        self._states: Tensor | None = None  # [capacity, depth + 1, taps * hidden], before each fresh token
+        self._states: Tensor | None = None  # [capacity, max_depth + 1, taps * hidden], before each fresh token
         self._output = torch.empty(0)  # of the last pass: a row for each that is drafted behind
 
     def can_start(self, request: Request) -> bool:
@@ -58,6 +61,15 @@ class CapturedHead(CapturedChains):
         self._states.flatten(0, 1).index_copy_(0, rows, states)
 
     def first_logits(self, batch: DeviceBatch) -> Tensor:
+        output = self._first_pass(batch)
+        self._output = output.index_select(0, self._fresh.last_rows(batch, self._num_masks).flatten())
+        return self.next_logits(batch, 0, batch.lengths)
+
+    def follow(self, batch: DeviceBatch) -> None:
+        self._first_pass(batch)
+
+    def _first_pass(self, batch: DeviceBatch) -> Tensor:
+        """Rows of the fresh tokens and of masks, and behind them scratch."""
         assert self._states is not None, "start comes first"
         hidden = self.head.project(self._states[: batch.count].flatten(0, 1))
         if self.mask is None:
@@ -69,9 +81,7 @@ class CapturedHead(CapturedChains):
             is_fresh = torch.arange(token_ids.shape[1], device=own.device) < self._fresh.counts(batch).unsqueeze(1)
             hidden = torch.where(is_fresh.unsqueeze(2), own, state).flatten(0, 1)
         lengths = self._fresh.first_positions(batch)
-        output = self._pass(batch, token_ids, hidden, lengths=lengths, offset=-1)
-        self._output = output.index_select(0, self._fresh.last_rows(batch, self._num_masks).flatten())
-        return self.next_logits(batch, 0, token_ids)
+        return self._pass(batch, token_ids, hidden, lengths=lengths, offset=-1)
 
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
         tile, output = self.runner.shapes["decode"].linear, self._output
@@ -83,7 +93,7 @@ class CapturedHead(CapturedChains):
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         assert self._states is not None
-        states = self._states[: batch.count]
+        states = self._states[: batch.count, : self.depth + 1]
         states.copy_(torch.cat(hidden_states, dim=1).view_as(states))
         self._fresh.learn(batch, token_ids)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from proposers.captured.drafter import CapturedDrafter, CapturedDrafts
+from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, no_drafts
 from proposers.lookup.token_matrix import NOBODY, TokenMatrix
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import Request
@@ -33,6 +33,8 @@ class CapturedNgram(CapturedDrafter):
         self._rows[: len(rows)].copy_(rows)
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
+        if self.num_tokens == 0:
+            return no_drafts(batch)
         return CapturedDrafts(self.match(self._rows[: batch.count]))
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.philox import Stream
-from proposers.captured.drafter import CapturedDrafter, CapturedDrafts
+from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, no_drafts
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.row_sampling import RowSampling
 
@@ -35,7 +35,13 @@ class CapturedChains(CapturedDrafter):
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
         """Compute token_ids [count], which lie at the positions lengths + step - 1; the logits after them."""
 
+    def follow(self, batch: DeviceBatch) -> None:
+        """Compute what the drafter has not seen, where the load allows no drafts."""
+
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
+        if self.num_tokens == 0:
+            self.follow(batch)
+            return no_drafts(batch)
         drafted, laws = list[Tensor](), list[Tensor]()
         logits = self.first_logits(batch)
         for step in range(self.num_tokens):

@@ -96,24 +96,26 @@ class HeadProposer(LevelByLevelProposer):
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.max_model_len - request.num_tokens))
 
-    def captured_drafter(self) -> CapturedDrafter | None:
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         if self.num_speculative_tokens == 0 or self.head.attention is None:
-            return super().captured_drafter()
+            return super().captured_drafter(num_tokens)
         common: dict[str, Any] = {
-            **self.captured_arguments(),
+            **self.captured_arguments(num_tokens),
             "head": self.head,
             "runner": self.runner,
             "known": self._known,
             "capacity": self.context.max_num_seqs,
             "max_model_len": self.max_model_len,
+            "max_depth": self._depth_of(self.num_speculative_tokens),
         }
+        if num_tokens == 0:
+            return CapturedHead(mask=None, **common)
         if not self.drafts_trees:
             return CapturedHead(mask=self.captured_mask(), **common)
         common["scratch_slots"] = self._scratch_slots()
         if self.is_dynamic:
-            depth = min(self.tree_depth, self.num_speculative_tokens)
-            return CapturedDynamicTrees(tree_depth=depth, top_k=self.tree_top_k, **common)
-        choices = self.choices[: self.num_speculative_tokens]
+            return CapturedDynamicTrees(tree_depth=self._depth_of(num_tokens), top_k=self.tree_top_k, **common)
+        choices = self.choices[:num_tokens]
         return CapturedStaticTrees(choices=choices, **{**common, "num_tokens": len(choices)})
 
     def captured_mask(self) -> tuple[int, torch.Tensor] | None:
@@ -206,6 +208,12 @@ class HeadProposer(LevelByLevelProposer):
         first = self._first_scratch_block + place * self._num_scratch_blocks
         table = [*request.block_table, *range(first, first + self._num_scratch_blocks)]
         return table, len(request.block_table) * self.context.block_size
+
+    def _depth_of(self, num_tokens: int) -> int:
+        """Of the deepest of so many drafts, at most."""
+        if self.choices:
+            return max(map(len, self.choices[:num_tokens]), default=0)
+        return min(num_tokens, self.tree_depth) if self.is_dynamic else num_tokens
 
     def _scratch_slots(self) -> torch.Tensor:
         """Of the nodes that may be fed for each place of a batch, [max_num_seqs, num_places] int64."""

@@ -79,9 +79,9 @@ class LastStateProposer(TokenByTokenProposer):
     def release(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
-    def captured_arguments(self) -> dict[str, Any]:
+    def captured_arguments(self, num_tokens: int) -> dict[str, Any]:
         return {
-            **super().captured_arguments(),
+            **super().captured_arguments(num_tokens),
             "states": self._states,
             "capacity": self.context.max_num_seqs,
             "max_model_len": self.max_model_len,

@@ -49,18 +49,19 @@ class RankedTrees:
             check_ranks(self.choices, proposer.context.vocab_size)
         self.max_depth = max_depth
 
-    def captured(self, chains: Callable[[int], CapturedChains]) -> CapturedDrafter:
+    def captured(self, num_nodes: int, chains: Callable[[int], CapturedChains]) -> CapturedDrafter:
         """The trees in a captured step. chains: the same drafter, for chains of so many tokens."""
-        num_nodes, device = self.proposer.num_speculative_tokens, self.proposer.context.device
+        if num_nodes == 0:
+            return chains(0)
         if self.choices is None:
             return CapturedLikeliestTrees(chains(min(num_nodes, self.max_depth)), num_nodes=num_nodes)
         choices = self.choices[:num_nodes]
+        device = self.proposer.context.device
         return CapturedChoiceTrees(chains(max(map(len, choices))), choices=choices, device=device)
 
-    @property
-    def depths(self) -> list[int] | None:
+    def depths(self, num_nodes: int) -> list[int] | None:
         """Of a static tree's first node, first two, and so on; None: as many as the nodes, up to max_depth."""
-        return None if self.choices is None else list(accumulate(map(len, self.choices), max))
+        return None if self.choices is None else list(accumulate(map(len, self.choices[:num_nodes]), max))
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:

@@ -131,10 +131,10 @@ class TokenByTokenProposer(Proposer):
         """The key of a step's draws, where the rule asks for one: the committed tokens of each row's request."""
         return rows.positions - step if self.context.keys_by_draft_step else 0
 
-    def captured_arguments(self) -> dict[str, Any]:
+    def captured_arguments(self, num_tokens: int) -> dict[str, Any]:
         """Of CapturedChains, but for what the drafter is."""
         return {
-            "num_tokens": self.num_speculative_tokens,
+            "num_tokens": num_tokens,
             "draft_sample_method": self.draft_sample_method,
             "needs_draft_probs": self.context.needs_draft_probs,
         }

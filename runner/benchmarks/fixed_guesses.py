@@ -27,8 +27,8 @@ class FixedGuesses(Proposer):
             self._made[counts] = draft_tokens_from_lists(guesses, self.context.device)
         return self._made[counts]
 
-    def captured_drafter(self) -> CapturedDrafter:
-        return _CapturedGuesses(self.num_speculative_tokens)
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter:
+        return _CapturedGuesses(num_tokens)
 
 
 class _CapturedGuesses(CapturedDrafter):
