@@ -28,14 +28,14 @@ def with_sink(maximum, total, sink):
 
 @triton.jit
 def visible(position, last_key, WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """First and last key position that the row at `position` sees."""
+    """First and last key position that the row at `position` sees; none behind last_key, the last one of its tile."""
     first = position * 0
-    last = position
+    last = first + last_key
+    if IS_CAUSAL:
+        last = tl.minimum(last, position)
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0)
-    if not IS_CAUSAL:
-        last = last * 0 + last_key
-        if WINDOW > 0:
+        if not IS_CAUSAL:
             last = tl.minimum(last, position + WINDOW - 1)
     return first, last
 

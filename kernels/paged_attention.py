@@ -44,12 +44,17 @@ class PagedSegments:
     tile_rows: Tensor  # [num_tiles] int32: first launch row of a tile
     tile_sizes: Tensor  # [num_tiles] int32: its rows, at most rows_per_tile(...); 0 = padding
     tile_positions: Tensor  # [num_tiles] int32: absolute position of its first row
-    last_keys: Tensor  # [num_tiles] int32: position of the last key that its rows see in layers that are not causal
+    last_keys: Tensor  # [num_tiles] int32: position of the last key that any of its rows sees; all of them, not causal
     block_tables: Tensor  # [num_segments, max_blocks] int32
     branch_starts: Tensor  # [num_segments] int32: positions from here on are stored in branch_slots; 2**31 - 1: none
     branch_slots: Tensor  # [num_segments, max_branch] int32: cache slot of position branch_start + i
     max_context: int  # keys that a row sees lie before it: on the host, for the grid
-    max_tile_size: int  # of tile_sizes, likewise
+    max_tile_size: int  # of tile_sizes but for shared tiles, likewise
+    # Leading tiles attend, for rows that have tiles of their own too, to keys that all of these rows see: whole splits,
+    # up to last_keys. The rows' own tiles begin at their first_keys. Under a window, where rows do not begin together,
+    # nothing is shared: leading tiles are left out, and the others begin where their rows do.
+    num_shared_tiles: int = 0
+    first_keys: Tensor | None = None  # [num_tiles] int32; None: 0
 
 
 def rows_per_tile(num_heads: int, num_kv_heads: int) -> int:
@@ -77,6 +82,7 @@ def _tanh(x):
         "rows_ptr",
         "sizes_ptr",
         "positions_ptr",
+        "first_keys_ptr",
         "last_keys_ptr",
         "tables_ptr",
         "branch_starts_ptr",
@@ -94,6 +100,7 @@ def attend_kernel(
     rows_ptr,
     sizes_ptr,
     positions_ptr,
+    first_keys_ptr,  # or None: 0
     last_keys_ptr,
     tables_ptr,
     branch_starts_ptr,
@@ -133,6 +140,8 @@ def attend_kernel(
     start, stop = first_seen // BLOCK_N * BLOCK_N, last_seen + 1
     if SPLIT_KEYS > 0:
         start, stop = tl.maximum(start, split * SPLIT_KEYS), tl.minimum(stop, (split + 1) * SPLIT_KEYS)
+        if first_keys_ptr is not None:
+            start = tl.maximum(start, tl.load(first_keys_ptr + tile))
     if size == 0 or start >= stop:
         return
 
@@ -227,7 +236,11 @@ def paged_attention(
 ) -> Tensor:  # [num_rows, num_heads * value_dim]
     """kernels.reference.paged_attention.paged_attention by the kernels above; float32, float16 or bfloat16."""
     num_rows, num_heads, head_dim = query.shape
-    num_tiles = len(segments.tile_rows)
+    is_split = split_keys is not None and segments.max_context > split_keys
+    shares = is_split and segments.num_shared_tiles > 0 and not sliding_window
+    own = slice(segments.num_shared_tiles, None)  # one tile or another for every row
+    attending = slice(None) if shares else own
+    num_tiles = len(segments.tile_rows[attending])
     assert query.stride(2) == 1 and kv_cache.is_contiguous() and query.dtype == kv_cache.dtype
     assert kv_cache.shape[2] == num_kv_heads * (head_dim + value_dim)
     assert segments.max_tile_size <= rows_per_tile(num_heads, num_kv_heads)
@@ -235,8 +248,6 @@ def paged_attention(
     output = query.new_empty(num_rows, num_heads * value_dim)
     if num_tiles == 0:
         return output
-    is_split = split_keys is not None and segments.max_context > split_keys
-    tiles = (segments.tile_rows, segments.tile_sizes, segments.tile_positions, segments.last_keys)
     head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     seen: dict[str, Any] = {"WINDOW": sliding_window or 0, "IS_CAUSAL": is_causal}
     seen |= {"SPLIT_KEYS": split_keys if is_split else 0, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
@@ -253,8 +264,12 @@ def paged_attention(
         maxima,
         sums,
         None if is_split else sinks,
-        segments.tile_segments,
-        *tiles,
+        segments.tile_segments[attending],
+        segments.tile_rows[attending],
+        segments.tile_sizes[attending],
+        segments.tile_positions[attending],
+        segments.first_keys if shares else None,
+        segments.last_keys[attending],
         segments.block_tables,
         segments.branch_starts,
         segments.branch_slots,
@@ -278,7 +293,19 @@ def paged_attention(
         **launch_options(head_block + value_block, query.element_size()),
     )
     if is_split:
-        merge_splits(attended, maxima, sums, output, sinks, *tiles, segments.max_tile_size, **seen)
+        merge_splits(
+            attended,
+            maxima,
+            sums,
+            output,
+            sinks,
+            segments.tile_rows[own],
+            segments.tile_sizes[own],
+            segments.tile_positions[own],
+            segments.last_keys[own],
+            segments.max_tile_size,
+            **seen,
+        )
     return output
 
 

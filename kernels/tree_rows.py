@@ -18,12 +18,13 @@ _NO_BRANCH: tl.constexpr = tl.constexpr(NO_BRANCH)
 
 
 @triton.jit(
-    do_not_specialize=["num_nodes", "first", "offset", "depth"],
+    do_not_specialize=["num_nodes", "first", "offset", "depth", "num_shared"],
     do_not_specialize_on_alignment=["branch_slots_ptr", "lengths_ptr", "slots_ptr", "parents_ptr"],
 )
 def tree_rows_kernel(
     rows_ptr,  # [3, num_requests * num_rows] int64: positions, slots, predicted
-    tiles_ptr,  # [6, num_requests * num_rows] int32: segments, rows, sizes, positions, last keys, branch starts
+    tiles_ptr,  # [6, num_tiles] int32: segments, rows, sizes, positions, first keys, last keys
+    branch_starts_ptr,  # [num_requests * num_rows] int32
     branch_slots_ptr,  # [num_requests * num_rows, depth] int32
     lengths_ptr,  # [num_requests] int64
     slots_ptr,  # [num_requests, num_nodes + 1] int64
@@ -32,6 +33,9 @@ def tree_rows_kernel(
     first,
     offset,
     depth,
+    num_shared,  # tiles of a request
+    ROWS_PER_TILE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,  # 0: no tile is shared
     ROWS: tl.constexpr,  # >= num_rows
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -57,14 +61,33 @@ def tree_rows_kernel(
     tl.store(row_ptr, position, mask=is_row)
     tl.store(row_ptr + all_rows, tl.load(slots_ptr + node, mask=is_here, other=0), mask=is_row)
     tl.store(row_ptr + 2 * all_rows, tl.where(is_here, position + 1, -1), mask=is_row)
-    tile_ptr = tiles_ptr + row
-    tl.store(tile_ptr, row.to(tl.int32), mask=is_row)
-    tl.store(tile_ptr + all_rows, row.to(tl.int32), mask=is_row)
-    tl.store(tile_ptr + 2 * all_rows, is_here.to(tl.int32), mask=is_row)
-    tl.store(tile_ptr + 3 * all_rows, position.to(tl.int32), mask=is_row)
-    tl.store(tile_ptr + 4 * all_rows, position.to(tl.int32), mask=is_row)
     branch_start = tl.where(is_here, length + offset + 1, _NO_BRANCH)
-    tl.store(tile_ptr + 5 * all_rows, branch_start.to(tl.int32), mask=is_row)
+    tl.store(branch_starts_ptr + row, branch_start.to(tl.int32), mask=is_row)
+
+    all_shared = tl.num_programs(0) * num_shared
+    num_tiles = all_shared + all_rows
+    num_shared_keys = tl.zeros((), dtype=tl.int64)
+    if SPLIT_KEYS > 0:
+        num_shared_keys = tl.where(length > 0, length + offset + 1, 0) // SPLIT_KEYS * SPLIT_KEYS
+        tile_ptr = tiles_ptr + request * num_shared + place
+        is_tile = place < num_shared
+        first_row = request * num_rows + place * ROWS_PER_TILE
+        size = tl.minimum(num_rows - place * ROWS_PER_TILE, ROWS_PER_TILE)
+        size = tl.where(num_shared_keys > 0, size, 0)
+        last_shared = tl.maximum(num_shared_keys - 1, 0) + place * 0
+        tl.store(tile_ptr, first_row.to(tl.int32), mask=is_tile)
+        tl.store(tile_ptr + num_tiles, first_row.to(tl.int32), mask=is_tile)
+        tl.store(tile_ptr + 2 * num_tiles, size.to(tl.int32), mask=is_tile)
+        tl.store(tile_ptr + 3 * num_tiles, last_shared.to(tl.int32), mask=is_tile)
+        tl.store(tile_ptr + 4 * num_tiles, place * 0, mask=is_tile)
+        tl.store(tile_ptr + 5 * num_tiles, last_shared.to(tl.int32), mask=is_tile)
+    tile_ptr = tiles_ptr + all_shared + row
+    tl.store(tile_ptr, row.to(tl.int32), mask=is_row)
+    tl.store(tile_ptr + num_tiles, row.to(tl.int32), mask=is_row)
+    tl.store(tile_ptr + 2 * num_tiles, is_here.to(tl.int32), mask=is_row)
+    tl.store(tile_ptr + 3 * num_tiles, position.to(tl.int32), mask=is_row)
+    tl.store(tile_ptr + 4 * num_tiles, (num_shared_keys + place * 0).to(tl.int32), mask=is_row)
+    tl.store(tile_ptr + 5 * num_tiles, position.to(tl.int32), mask=is_row)
 
     above = node
     for step in range(depth):
@@ -83,18 +106,23 @@ def tree_rows(
     first: int,
     offset: int,
     depth: int,
+    rows_per_tile: int,
+    split_keys: int | None,
 ) -> TreeRows:
     """What kernels.reference.tree_rows.tree_rows says; all arguments contiguous."""
     num_requests, num_nodes = parents.shape
     assert lengths.is_contiguous() and slots.is_contiguous() and parents.is_contiguous()
     num_rows = num_nodes + 1 - first
     rows = torch.empty(3, num_requests * num_rows, dtype=torch.int64, device=lengths.device)
-    tiles = torch.empty(6, num_requests * num_rows, dtype=torch.int32, device=lengths.device)
+    num_shared = 0 if split_keys is None else triton.cdiv(num_rows, rows_per_tile)
+    tiles = torch.empty(6, num_requests * (num_shared + num_rows), dtype=torch.int32, device=lengths.device)
+    branch_starts = torch.empty(num_requests * num_rows, dtype=torch.int32, device=lengths.device)
     branch_slots = torch.empty(num_requests * num_rows, depth, dtype=torch.int32, device=lengths.device)
     if num_requests:
         tree_rows_kernel[(num_requests,)](
             rows,
             tiles,
+            branch_starts,
             branch_slots,
             lengths,
             slots,
@@ -103,7 +131,10 @@ def tree_rows(
             first,
             offset,
             depth,
+            num_shared,
+            ROWS_PER_TILE=rows_per_tile,
+            SPLIT_KEYS=split_keys or 0,
             ROWS=triton.next_power_of_2(num_rows),
             num_warps=1,
         )
-    return TreeRows._make((*rows.unbind(0), *tiles.unbind(0), branch_slots))
+    return TreeRows._make((*rows.unbind(0), *tiles.unbind(0), branch_starts, branch_slots))

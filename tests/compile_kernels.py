@@ -72,6 +72,7 @@ HEADS = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128}
 SEEN = {"WINDOW": 0, "IS_CAUSAL": 1, "VALUE_DIM": 128, "VALUE_BLOCK": 128}
 ATTEND = HEADS | SEEN | {"GROUP": 4, "HEAD_BLOCK": 128, "BLOCK_SIZE": 16, "SOFTCAP": 0, "HAS_BRANCHES": 1}
 ATTEND |= {"BLOCK_M": 64, "BLOCK_N": 64, "sinks_ptr": None}
+NOTHING_SHARED = {"first_keys_ptr": None}
 NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
 ROW_LAWS = {"num_warps": 8, "enable_fp_fusion": False}
 
@@ -111,8 +112,8 @@ KERNELS = [
     Kernel(
         module="kernels.tree_rows",
         name="tree_rows_kernel",
-        signature="*i64 *i32 *i32 *i64 *i64 *i64 i32 i32 i32 i32",
-        constants={"ROWS": 32},
+        signature="*i64 *i32 *i32 *i32 *i64 *i64 *i64 i32 i32 i32 i32 i32",
+        constants={"ROWS_PER_TILE": 16, "SPLIT_KEYS": 512, "ROWS": 32},
         options={"num_warps": 1},
     ),
     Kernel(
@@ -176,15 +177,20 @@ KERNELS = [
         Kernel(
             module="kernels.paged_attention",
             name="attend_kernel",
-            signature=f"{pointers} *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 fp32 i32 i32 i32 i32 i32",
+            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 i32 i32 i32 i32 i32",
             constants=ATTEND | constants,
             options={**NO_FUSION, "num_stages": 3},
             max_shared=113 * 1024,  # two programs on a multiprocessor of Hopper, one on sm_80's
             sm_90_instruction="wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
         )
-        for pointers, constants in (
-            ("*bf16 *bf16 *fp32 *fp32 *fp32", {"SPLIT_KEYS": 512}),
-            ("*bf16 *bf16 *bf16", {"SPLIT_KEYS": 0, "maxima_ptr": None, "sums_ptr": None}),
+        for pointers, tiles, constants in (
+            ("*bf16 *bf16 *fp32 *fp32 *fp32", "*i32 *i32 *i32 *i32", {"SPLIT_KEYS": 512, **NOTHING_SHARED}),
+            ("*bf16 *bf16 *fp32 *fp32 *fp32", "*i32 *i32 *i32 *i32 *i32", {"SPLIT_KEYS": 512}),
+            (
+                "*bf16 *bf16 *bf16",
+                "*i32 *i32 *i32 *i32",
+                {"SPLIT_KEYS": 0, "maxima_ptr": None, "sums_ptr": None, **NOTHING_SHARED},
+            ),
         )
     ),
     *(
@@ -194,7 +200,8 @@ KERNELS = [
             signature=f"{' '.join(['*fp32'] * 5)} {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32",
             constants=ATTEND
             | {"SPLIT_KEYS": 512, "BLOCK_N": 16, "HEAD_DIM": dim, "VALUE_DIM": dim}
-            | {"HEAD_BLOCK": dim, "VALUE_BLOCK": dim},
+            | {"HEAD_BLOCK": dim, "VALUE_BLOCK": dim}
+            | NOTHING_SHARED,
             options={**NO_FUSION, "num_warps": 16, "num_stages": 3},
             max_shared=113 * 1024,
         )

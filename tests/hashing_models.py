@@ -42,10 +42,11 @@ def stored_at(batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
     segments, owners = batch.attention.segments, owners_of(batch)
     keys = torch.arange(segments.block_tables.shape[1] * block_size)
     slots = segments.block_tables[owners][:, keys // block_size].long() * block_size + keys % block_size
-    for row, owner in enumerate(owners.tolist()):
-        start, branch = int(segments.branch_starts[owner]), segments.branch_slots[owner].long()
-        apart = slots[row, start : start + len(branch)]
-        apart.copy_(branch[: len(apart)])
+    branch = segments.branch_slots[owners].long()
+    if branch.shape[1] > 0:
+        places = keys - segments.branch_starts[owners].unsqueeze(1)
+        is_apart = (places >= 0) & (places < branch.shape[1])
+        slots = torch.where(is_apart, branch.gather(1, places.clamp(0, branch.shape[1] - 1)), slots)
     return stored[slots, 0].long()
 
 

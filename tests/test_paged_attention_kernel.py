@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.reference.tree_rows import NO_BRANCH
+from kernels.reference.tree_rows import NO_BRANCH, tree_rows
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 triton_ops = pytest.importorskip("kernels.paged_attention")
@@ -274,6 +274,43 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(kernel_device: torch.device,
         laid_out = laid_out.view(cache.shape)
         expected = run(model, [straight], queries[rows], laid_out, kernel_device, split_keys=split_keys)
         assert torch.equal(found[rows], expected)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_rows_of_a_tree_share_the_splits_before_it_and_keep_their_bits(kernel_device: torch.device, name: str) -> None:
+    """Trees that begin in the third split, nowhere, at the border of two and in the first."""
+    model, num_nodes, split_keys = MODELS[name], 5, 32
+    lengths, parents = torch.tensor([75, 0, 65, 12]), torch.tensor([[-1, 0, -1, 1, 2]] * 4)
+    num_rows, width = num_nodes + 1, 20  # blocks of a request
+    tables = 1 + torch.arange(len(lengths) * width, dtype=torch.int32).view(len(lengths), width)
+    places = (lengths.unsqueeze(1) - 1 + torch.arange(num_rows)).clamp(min=0)
+    slots = tables.long().gather(1, places // BLOCK_SIZE) * BLOCK_SIZE + places % BLOCK_SIZE
+    queries = random_queries(model, len(lengths) * num_rows)
+    cache = torch.randn(1 + len(lengths) * width, BLOCK_SIZE, model.width, generator=torch.Generator().manual_seed(5))
+    keys = {k: v.to(kernel_device) if isinstance(v, Tensor) else v for k, v in model.keys().items()}
+    outputs = []
+    for shared_splits in (None, split_keys):
+        rows = tree_rows(
+            lengths, slots, parents, first=0, offset=-1, depth=3, rows_per_tile=4, split_keys=shared_splits
+        )
+        num_shared = len(rows.tile_rows) - len(queries)
+        assert num_shared == (0 if shared_splits is None else 2 * len(lengths))
+        arrays = {
+            name: values for name, values in rows._asdict().items() if name not in ("positions", "slots", "predicted")
+        }
+        arrays["block_tables"] = tables.repeat_interleave(num_rows, dim=0)
+        segments = triton_ops.PagedSegments(
+            **{name: values.to(kernel_device) for name, values in arrays.items()},
+            max_context=78,
+            max_tile_size=1,
+            num_shared_tiles=num_shared,
+        )
+        out = triton_ops.paged_attention(
+            queries.to(kernel_device), cache.to(kernel_device), segments, split_keys=split_keys, **keys
+        )
+        outputs.append(out.cpu().view(len(lengths), num_rows, -1)[[0, 2, 3]])
+    assert torch.equal(*outputs) and outputs[0].isfinite().all()
 
 
 @pytest.mark.parametrize("split_keys", [None, triton_ops.SPLIT_KEYS])

@@ -49,6 +49,8 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
             "first": draw(st.integers(0, num_nodes)),
             "offset": draw(st.integers(-3, 1)),
             "depth": max(map(depth_of, own)) + draw(st.integers(0, 2)),
+            "rows_per_tile": draw(st.sampled_from([1, 4, 16])),
+            "split_keys": draw(st.sampled_from([None, 4, 16])),
         },
     }
 
@@ -126,7 +128,7 @@ def test_rows_are_where_the_host_plans_them_and_see_the_same_slots(case: dict[st
     depth = max(tree_shape(parents).depth for parents in trees)
     tensors = [torch.tensor(numbers) for numbers in (lengths, own, trees)]
     with NoReadback():  # type: ignore[no-untyped-call]
-        found = reference(*tensors, first=first, offset=-1, depth=depth)
+        found = reference(*tensors, first=first, offset=-1, depth=depth, rows_per_tile=1, split_keys=None)
     assert found.positions.tolist() == found.tile_positions.tolist() == found.last_keys.tolist()
     assert found.positions.tolist() == [position for position, _ in planned]
     assert found.slots.tolist() == [slots[-1] for _, slots in planned]
@@ -144,13 +146,17 @@ def test_rows_of_nobody_are_stored_in_the_null_block_and_see_nothing(kernel_devi
     case = {
         "lengths": [7, 0],
         "parents": [[-1, 0], [-1, 0]],
-        "shape": {"first": 0, "offset": -1, "depth": 3},
+        "shape": {"first": 0, "offset": -1, "depth": 3, "rows_per_tile": 2, "split_keys": 3},
     }
     nothing = [0, 0, 0]
     for found in both_ways(case, kernel_device):
         assert found["positions"].tolist() == [6, 7, 8, 0, 0, 0]
         assert found["slots"].tolist() == [6, 5, 4, 0, 0, 0]
         assert found["predicted"].tolist() == [7, 8, 9, -1, -1, -1]
-        assert found["tile_sizes"].tolist() == [1, 1, 1, 0, 0, 0]
+        shared, own = [2, 1, 0, 0], [1, 1, 1, 0, 0, 0]
+        assert found["tile_sizes"].tolist() == [*shared, *own]
+        assert found["tile_rows"].tolist() == [0, 2, 3, 5, *range(6)]
+        assert found["first_keys"].tolist() == [*[0] * 4, 6, 6, 6, 0, 0, 0]  # two splits of three keys
+        assert found["last_keys"].tolist() == [5, 5, 0, 0, 6, 7, 8, 0, 0, 0]
         assert found["branch_starts"].tolist() == [7, 7, 7, *[NO_BRANCH] * 3]
         assert found["branch_slots"].tolist() == [nothing, [5, 0, 0], [5, 4, 0], *[nothing] * 3]

@@ -132,7 +132,7 @@ class TreeVerifier(CapturedVerifier):
         slots = chain_rows(
             batch.lengths, batch.block_tables, offset=-1, num_rows=num_rows, block_size=block_size, rows_per_tile=1
         ).slots.view(-1, num_rows)
-        rows = tree_rows(batch.lengths, slots, parents, first=0, offset=-1, depth=self.depth)
+        rows = tree_rows(batch.lengths, slots, parents, first=0, offset=-1, depth=self.depth, **self.shape.tree_tiles)
         launch = batch.tree_launch(token_ids.flatten(), rows, shape=self.shape, block_size=block_size)
         hidden, taps = self.target.compute(launch, tap_layers)
         logits = self.target.model.logits(hidden, self.shape.linear)

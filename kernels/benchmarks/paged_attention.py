@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +66,9 @@ def _segments(shape: Shape, tables: Tensor, tiles: Sequence[tuple[int, int, int]
     ]
     names = ("tile_segments", "tile_rows", "tile_sizes", "tile_positions", "last_keys")
     tensors = torch.tensor(columns, dtype=torch.int32, device=tables.device).T.contiguous().unbind()
+    tiles_of: dict[str, Any] = dict(zip(names, tensors, strict=True))
     return kernel.PagedSegments(
-        **dict(zip(names, tensors, strict=True)),
+        **tiles_of,
         block_tables=tables,
         branch_starts=torch.full((len(tables),), NO_BRANCH, dtype=torch.int32, device=tables.device),
         branch_slots=tables.new_empty(len(tables), 0),

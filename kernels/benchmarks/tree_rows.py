@@ -32,10 +32,11 @@ def _prepare(setting: Setting, num_requests: int, num_nodes: int) -> Work:
     slots = setting.integers(1, NUM_SLOTS, num_requests, num_nodes + 1, seed=1)
     parents = (torch.arange(num_nodes, device=setting.device) // 2 - 1).repeat(num_requests, 1)
     depth = (num_nodes + 1).bit_length() - 1
-    call = partial(kernel.tree_rows, lengths, slots, parents, first=0, offset=-1, depth=depth)
+    arguments = {"first": 0, "offset": -1, "depth": depth, "rows_per_tile": 16, "split_keys": 512}
+    call = partial(kernel.tree_rows, lengths, slots, parents, **arguments)
 
     def check() -> list[str]:
-        wanted = reference(lengths, slots, parents, first=0, offset=-1, depth=depth)
+        wanted = reference(lengths, slots, parents, **arguments)
         for name, found in call()._asdict().items():
             check_equal(name, found, getattr(wanted, name))
         return ["equal"]
@@ -44,6 +45,6 @@ def _prepare(setting: Setting, num_requests: int, num_nodes: int) -> Work:
     return Work(
         check=check,
         calls=[call],
-        num_bytes=num_requests * (8 * (1 + num_rows + num_nodes) + num_rows * (3 * 8 + (6 + depth) * 4)),
+        num_bytes=num_requests * (8 * (1 + num_rows + num_nodes) + num_rows * (3 * 8 + (7 + depth) * 4)),
         comes_from="L2",
     )

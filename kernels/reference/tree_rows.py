@@ -15,20 +15,23 @@ NO_BRANCH = 2**31 - 1  # a position that nobody reaches
 
 
 class TreeRows(NamedTuple):
-    """Rows request by request, each a segment and a tile of its own.
+    """Rows request by request, each a segment of its own.
 
-    Rows of an absent request stand at position 0, are stored in the null block and see nothing.
+    All rows of a request see the same keys in the splits that end before its tree begins: shared tiles attend to these
+    for rows_per_tile rows at a time, and then every row has a tile for what is left. Rows of an absent request stand
+    at position 0, are stored in the null block and see nothing.
     """
 
     positions: Tensor  # [num_requests * num_rows] int64
     slots: Tensor  # [num_requests * num_rows] int64: block * block_size + offset
     predicted: Tensor  # [num_requests * num_rows] int64: the position behind each row; -1 where nobody is
-    tile_segments: Tensor  # [num_requests * num_rows] int32, as the next five: kernels/paged_attention.py
+    tile_segments: Tensor  # [num_tiles] int32, as the next five: kernels/paged_attention.py; shared tiles first
     tile_rows: Tensor
     tile_sizes: Tensor
     tile_positions: Tensor
+    first_keys: Tensor
     last_keys: Tensor
-    branch_starts: Tensor
+    branch_starts: Tensor  # [num_requests * num_rows] int32
     branch_slots: Tensor  # [num_requests * num_rows, depth] int32: of the nodes on the way, a row's own last; then 0
 
 
@@ -40,6 +43,8 @@ def tree_rows(
     first: int,  # rows from this one on are wanted: 0 = the pending token's, j + 1 = node j's
     offset: int,  # the pending token stands at lengths + offset
     depth: int,  # of the deepest node, at most
+    rows_per_tile: int,
+    split_keys: int | None,  # of the attention; None: it is not split, and no tile is shared
 ) -> TreeRows:
     num_requests, num_nodes = parents.shape
     above = pad(parents + 1, (1, 0))  # the row above each row; above the pending token's is itself
@@ -56,14 +61,27 @@ def tree_rows(
     is_on_way = is_here.unsqueeze(2) & (steps >= 0)
     on_way = torch.where(is_on_way, way.gather(2, steps.clamp(min=0)), 0)
     own = torch.arange(positions.numel(), device=lengths.device).view_as(positions)
-    tiles = (own, own, is_here, positions, positions, torch.where(is_here, pending + 1, NO_BRANCH))
+    shared = own[:, ::rows_per_tile] if split_keys is not None else own[:, :0]  # the first rows of shared tiles
+    num_shared_keys = torch.where(is_here[:, :1], pending + 1, 0)  # those before the tree, in whole splits
+    num_shared_keys = num_shared_keys // (split_keys or 1) * (split_keys or 0)
+    shared_sizes = (own[:, -1:] + 1 - shared).clamp(max=rows_per_tile) * (num_shared_keys > 0)
+    last_shared = (num_shared_keys - 1).clamp(min=0).expand_as(shared)
+    tiles = (
+        (shared, own),
+        (shared, own),
+        (shared_sizes, is_here),
+        (last_shared, positions),
+        (torch.zeros_like(shared), num_shared_keys.expand_as(own)),
+        (last_shared, positions),
+    )
     branch_slots = torch.where(is_on_way, slots.gather(1, on_way.flatten(1)).view_as(on_way), 0)
     return TreeRows._make(
         (
             positions.flatten(),
             torch.where(is_here, slots[:, first:], 0).flatten(),
             torch.where(is_here, positions + 1, -1).flatten(),
-            *(numbers.flatten().to(torch.int32) for numbers in tiles),
+            *(torch.cat([part.flatten() for part in parts]).to(torch.int32) for parts in tiles),
+            torch.where(is_here, pending + 1, NO_BRANCH).flatten().to(torch.int32),
             branch_slots.flatten(0, 1).to(torch.int32),
         )
     )

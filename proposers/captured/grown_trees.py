@@ -84,6 +84,7 @@ class CapturedGrownTrees(CapturedHead):
             first=num_fed + 1,
             offset=-2,  # a row is stored at the place of the token before it
             depth=depth,
+            **shape.tree_tiles,
         )
         launch = batch.tree_launch(token_ids.flatten(), rows, shape=shape, block_size=self.runner.block_size)
         hidden = self._output.view(batch.count, -1, self._output.shape[1])

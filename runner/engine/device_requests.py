@@ -177,12 +177,14 @@ class DeviceBatch:
             tile_rows=rows.tile_rows,
             tile_sizes=rows.tile_sizes,
             tile_positions=rows.tile_positions,
+            first_keys=rows.first_keys,
             last_keys=rows.last_keys,
             block_tables=in_turn(tables, len(token_ids) // self.count),
             branch_starts=rows.branch_starts,
             branch_slots=rows.branch_slots,
             max_context=self.max_context,
             max_tile_size=1,
+            num_shared_tiles=len(rows.tile_rows) - len(token_ids),
         )
         return ForwardBatch(
             family="decode",

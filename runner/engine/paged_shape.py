@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,11 @@ class PagedShape:
     max_context: int  # positions there can be
     is_bucketed: bool = False  # launches are padded to few sizes, so that few graphs serve them all
     linear: int | None = 1  # a product gives a row the same bits whatever its number of rows
+
+    @property
+    def tree_tiles(self) -> dict[str, Any]:
+        """Of kernels.tree_rows."""
+        return {"rows_per_tile": self.rows_per_tile, "split_keys": self.split_keys}
 
     def padded_rows(self, num_rows: int) -> int:
         return bucket(num_rows) if self.is_bucketed else num_rows
