@@ -166,8 +166,9 @@ def layer_shapes(
         shapes["hidden_norm.weight"] = (size,)
     if config.get("model_type") == "qwen3":
         shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    if config.get("attention_bias"):
+    if config.get("attention_bias") or config.get("qkv_bias"):
         shapes |= {f"self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", q), ("k", kv), ("v", kv))}
+    if config.get("attention_bias"):
         shapes["self_attn.o_proj.bias"] = (size,)
     return {prefix + name: shape for name, shape in shapes.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from transformers import LlamaConfig
 
 from proposers.drafting.from_hidden_states import MAX_STEPS_BEHIND
+from proposers.heads.eagle_layer import eagle_architecture, with_biases_of
+from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.hidden_states import NORMED
 from runner.engine.request import Request
@@ -92,6 +95,7 @@ def _eagle3(
     taps: tuple[int, ...],
     first: str = "layers.0.",
     own: Sequence[str] = ("lm_head",),
+    prefix: str = "",  # of all tensors
     is_pickled: bool = False,
 ) -> Layout:
     size, draft_vocab_size = layer["hidden_size"], config.get("draft_vocab_size", VOCAB_SIZE)
@@ -110,7 +114,7 @@ def _eagle3(
     return Layout(
         method="eagle3",
         config=config,
-        shapes=shapes,
+        shapes={prefix + name: shape for name, shape in shapes.items()},
         layer=layer,
         options=config,
         taps=taps,
@@ -122,13 +126,17 @@ def _eagle3(
 SAFE3 = "EAGLE-3 of SafeAILab"
 NARROW = {**LAYER, "hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "attention_bias": True}
 QWEN3 = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 2}
+# A Llama layer under the name of the target's family, as SafeAILab and SpecForge publish them.
+OF_MIXTRAL = {**LAYER, "model_type": "mixtral", "architectures": ["LlamaForCausalLM"], "qkv_bias": True, "bias": True}
+OF_QWEN2 = {**LAYER, "model_type": "qwen2", "architectures": ["LlamaForCausalLMEagle3"]}
 LAYOUTS = {
-    "EAGLE of SafeAILab": _eagle({**LAYER, "bias": True}, is_wrapped=False, own=["embed_tokens"]),
-    "EAGLE of vLLM, two layers": _eagle({**LAYER, "num_hidden_layers": 2}, is_wrapped=True, own=[]),
+    "EAGLE of SafeAILab": _eagle(OF_MIXTRAL, is_wrapped=False, own=["embed_tokens"]),
+    "EAGLE of vLLM, two layers": _eagle(
+        {**LAYER, "model_type": "eagle", "num_hidden_layers": 2}, is_wrapped=True, own=[]),
     SAFE3: _eagle3(
-        LAYER, {**LAYER, "draft_vocab_size": DRAFT_VOCAB_SIZE}, taps=(2, 3, 4), first="midlayer.", is_pickled=True
+        OF_QWEN2, {**OF_QWEN2, "draft_vocab_size": DRAFT_VOCAB_SIZE}, taps=(2, 3, 4), first="midlayer.", is_pickled=True
     ),
-    "EAGLE-3 of SpecForge, of another width": _eagle3(
+    "EAGLE-3 of SpecForge, of another width, as NeMo names its tensors": _eagle3(
         NARROW,
         {
             **NARROW,
@@ -138,6 +146,7 @@ LAYOUTS = {
         },
         taps=(1, 4, 6),
         first="midlayer.",
+        prefix="model.",
         own=["embed_tokens", "lm_head"],
     ),
     "speculators, norm_before_residual, norm_before_fc": _eagle3(
@@ -206,7 +215,9 @@ def make_head(layout: Layout, model: Any, directory: Path) -> ReferenceHead:
     save_head(directory, layout.config, tensors, is_pickled=layout.is_pickled)
     return ReferenceHead(
         config=layout.layer,
-        weights={name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()},
+        weights={
+            name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()
+        },
         options=layout.options,
         target_embedding=model.get_input_embeddings().weight.detach(),
         target_lm_head=model.lm_head.weight.detach(),
@@ -329,6 +340,7 @@ def test_every_draft_is_the_one_of_a_whole_recompute_in_float64(
         ({}, (2, 3, 4)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 3, 4)),
+        ({"eagle_config": {"layer_ids": [1, 3, 4]}}, (1, 3, 4)),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (1, 3, 4)),
         ({"aux_hidden_state_layer_ids": [0, 3, 7]}, (0, 3, 7)),
     ],
@@ -355,21 +367,45 @@ def test_a_head_that_reads_the_last_state_alone_has_no_fc(target: tuple[Path, An
     assert sum(point.num_draft_tokens for point in metrics.step_points) > 0
 
 
-def test_a_head_follows_a_text_as_far_as_its_rotations_go(target: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_head_follows_a_text_as_far_as_its_target_goes_unless_it_is_stopped(
+    target: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Published heads state 2048 positions for targets of 131072: they drafted nothing behind that, without a word."""
     layout = LAYOUTS["EAGLE of SafeAILab"]
-    make_head(replace(layout, config=layout.config | {"max_position_embeddings": 30}), target[1], tmp_path)
-    llm = engine(target[0], tmp_path, "eagle")
+    make_head(replace(layout, config=layout.config | {"max_position_embeddings": 20}), target[1], tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert engine(target[0], tmp_path, "eagle").engine.proposer.head.max_model_len == 96
+    (note,) = [record.getMessage() for record in caplog.records]
+    assert "has max_position_embeddings=20 and follows texts of up to 96 tokens" in note
+    assert note.endswith("method.max_model_len=20 has it stop there")
     plain, _ = complete(LLM(str(target[0]), device="cpu", dtype="float32"), PROMPTS, PARAMS)
-    requests, metrics = complete(llm, PROMPTS, PARAMS)
+    requests, metrics = complete(engine(target[0], tmp_path, "eagle", max_model_len=30), PROMPTS, PARAMS)
     assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in plain]
     reached = 0
     for told in metrics.records:
         for step, count in enumerate(told.num_draft_tokens):
             if count > 0:
                 reached = max(reached, len(told.prompt_token_ids) + sum(told.tokens_per_step[:step]) + count)
-    assert reached == 30
-    with pytest.raises(UserError, match=r"method.max_model_len must be <= 30, the max_position_embeddings of .*got 40"):
-        engine(target[0], tmp_path, "eagle", max_model_len=40)
+    assert reached == 30, "behind the 20 that it states"
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "expected"),
+    [
+        ({"model_type": "phi3", "architectures": ["LlamaForCausalLMEagle3"]}, (), ("llama", False)),
+        ({"model_type": "qwen2", "architectures": ["LlamaForCausalLM"]}, (), ("llama", False)),
+        ({"model_type": "mixtral", "qkv_bias": True}, (), ("llama", True)),
+        ({"model_type": "qwen2"}, (), ("qwen2", True)),
+        ({"model_type": "qwen2"}, ("layers.0.self_attn.q_proj.weight",), ("qwen2", False)),
+        ({"model_type": "mistral"}, ("layers.0.self_attn.q_proj.bias",), ("mistral", True)),
+    ],
+)
+def test_a_layer_is_llamas_under_other_names_and_its_tensors_tell_its_biases(
+    keys: dict[str, Any], tensors: Sequence[str], expected: tuple[str, bool]
+) -> None:
+    arch, _ = eagle_architecture({**LAYER, **keys}, ModelSource(model="a-head"))
+    arch = with_biases_of(arch, tensors) if tensors else arch
+    assert (arch.family, arch.qkv_bias) == expected
 
 
 def _change(name: str, keys: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Any:
@@ -413,7 +449,14 @@ REFUSALS = {
     "another build": (
         _change(SAFE3, {"eagle_config": {"use_mtp_layernorm": True}}), r"eagle_config.use_mtp_layernorm must be False"
     ),
-    "a layer of another family": (_change(SAFE3, {"model_type": "deepseek_v3"}), r"model_type must be one of llama"),
+    "a layer of another family": (
+        _change(SAFE3, {"model_type": "deepseek_v3"}, **{"midlayer.self_attn.q_b_proj.weight": torch.ones(SIZE, SIZE)}),
+        r"those of an EAGLE-3 head.*unexpected: layers.0.self_attn.q_b_proj.weight",
+    ),
+    "a sliding layer without a window": (
+        _change(SAFE3, {"layer_types": ["sliding_attention"]}),
+        r"sliding_window in its config must be a whole number >= 1 .*, got None; mend it",
+    ),
 }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
 from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.head_sizes import longest_text
 from proposers.vocabularies.partial import over_target_vocabulary
-from runner.engine.checkpoint import ModelSource
+from runner.engine.checkpoint import ModelSource, resolve_directory
+from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
 from runner.engine.kv_cache import PagedKVCache
@@ -27,6 +28,7 @@ from runner.engine.loader import LoadedModel
 from runner.engine.operations import head_logits
 
 EMBEDDING, LM_HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+MASK_EMBEDDING = "mask_embedding.pt"
 
 
 class DFlashHead:
@@ -119,6 +121,8 @@ def load_dflash_head(
     target = context.target
     assert target is not None, "heads need the target"
     config = read_dflash_config(source, read_head_config(source), target, aux_hidden_state_layer_ids)
+    if not source.is_dummy:
+        _require_no_mask_embedding(source)
     tensors = {} if source.is_dummy else read_head_tensors(source)
     knows = tensors.pop(TARGET_TO_DRAFT, None)
     is_cut = config.draft_vocab_size != target.model.vocab_size
@@ -138,3 +142,12 @@ def load_dflash_head(
     if head.draft_to_target is not None:
         head.target_ids = target_ids(head.draft_to_target, knows, head.vocab_size, source)
     return head
+
+
+def _require_no_mask_embedding(source: ModelSource) -> None:
+    """Raises UserError for a head (MiMo's) whose mask token has an embedding beside the table; vLLM would read it."""
+    if (resolve_directory(source, pickles=(MASK_EMBEDDING,)) / MASK_EMBEDDING).is_file():
+        raise UserError(
+            f"{source.name}={source.model} must take its mask token's embedding from the table of embeddings, got a "
+            f"{MASK_EMBEDDING} beside its weights, which is not read here; choose a head without one"
+        )

@@ -1,17 +1,17 @@
 """What a DFlash config says, in z-lab's and in speculators' words.
 
 Hazard: z-lab's `target_layer_ids` number layers from 0 and mean the states after them, so 1 is added; speculators'
-`aux_hidden_state_layer_ids` and method.aux_hidden_state_layer_ids number hidden states.
+`aux_hidden_state_layer_ids`, vLLM's `dflash_config.layer_ids` and our method's key number hidden states.
 Heads of the family with parts that this runner does not have (DFlash 2, DSpark, Domino, ...) are told by their keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from proposers.heads.head_sizes import require_target_sizes
+from proposers.heads.head_sizes import layer_windows, require_target_sizes
 from proposers.heads.mask_token import mask_token_id
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
@@ -20,6 +20,7 @@ from runner.engine.head_checkpoint import head_architecture
 from runner.engine.loader import LoadedModel
 
 DEFAULT_BLOCK_SIZE = 16  # z-lab's, where the config has none
+MIN_LAYERS_TO_SPREAD_OVER = 4  # of the target
 # Keys of other kinds of heads, and the values with which a head is a plain one all the same.
 FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "conv_kernel_size": ("DFlash 2", (None, 0)),
@@ -38,6 +39,9 @@ FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "input_embedding_scale": ("embeddings of another scale than the target's", (None, 1.0)),
     "output_multiplier": ("logits of another scale than the target's", (None, 1.0)),
     "final_logit_softcapping": ("capped logits", (None, 0)),
+    "logit_scale": ("logits of another scale than the target's", (None, 1.0)),
+    "is_neox_style": ("interleaved rotations", (None, True)),
+    "use_aux_hidden_state": ("a context of one hidden state without fc", (None, True)),
 }
 
 
@@ -74,6 +78,9 @@ def read_dflash_config(
     layer_values = dict(values["transformer_layer_config"] if is_speculators else values)
     layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
     arch, hf_config = head_architecture(layer_values, source)
+    # As written: transformers' Qwen3 drops a window without use_sliding_window, which heads do not write.
+    window = nested.get("swa_window_size", layer_values.get("sliding_window"))
+    arch = replace(arch, sliding_windows=layer_windows(hf_config.layer_types, window, source))
     for hidden_size in (arch.hidden_size, values.get("target_hidden_size") or arch.hidden_size):
         num_layers = values.get("num_target_layers")
         require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=arch.vocab_size, num_layers=num_layers)
@@ -83,7 +90,7 @@ def read_dflash_config(
             f"{source.name}={source.model}: block_size must be a whole number >= 2, got {block_size!r}; mend its config"
         )
     if aux_hidden_state_layer_ids is None:
-        tap_layers = _tap_layers(source, values, nested, is_speculators)
+        tap_layers = _tap_layers(source, values, target.model.num_layers, arch.num_layers)
     else:
         tap_layers = aux_hidden_state_layer_ids
     if not all(0 <= tap <= target.model.num_layers for tap in tap_layers):
@@ -120,16 +127,35 @@ def _require_plain(source: ModelSource, values: Mapping[str, Any], nested: Mappi
 
 
 def _tap_layers(
-    source: ModelSource, values: Mapping[str, Any], nested: Mapping[str, Any], is_speculators: bool
+    source: ModelSource, values: Mapping[str, Any], num_target_layers: int, num_layers: int
 ) -> tuple[int, ...]:
-    key = "aux_hidden_state_layer_ids" if is_speculators else "dflash_config.target_layer_ids"
-    ids = values.get("aux_hidden_state_layer_ids") if is_speculators else nested.get("target_layer_ids")
+    """The ids that the config names, in the order in which vLLM and SGLang look for them, else z-lab's choice."""
+    nested = values.get("dflash_config") or {}
+    places = [  # key, ids, what is to be added
+        ("dflash_config.target_layer_ids", nested.get("target_layer_ids"), 1),
+        ("target_layer_ids", values.get("target_layer_ids"), 1),
+        ("dflash_config.layer_ids", nested.get("layer_ids"), 0),
+    ]
+    is_speculators = "transformer_layer_config" in values
+    if is_speculators:
+        places = [("aux_hidden_state_layer_ids", values.get("aux_hidden_state_layer_ids"), 0)]
+    key, ids, offset = next((place for place in places if place[1] is not None), places[0])
+    if ids is None and not is_speculators and num_target_layers >= MIN_LAYERS_TO_SPREAD_OVER:
+        ids = spread_layer_ids(num_target_layers, num_layers)
     if not isinstance(ids, list | tuple) or not ids or not all(isinstance(layer, int) for layer in ids):
         raise UserError(
             f"{source.name}={source.model}: {key} must be a list of whole numbers, got {ids!r}; mend its config.json, "
             "or set method.aux_hidden_state_layer_ids"
         )
-    return tuple(ids) if is_speculators else tuple(layer + 1 for layer in ids)
+    return tuple(layer + offset for layer in ids)
+
+
+def spread_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
+    """Layers of the target, numbered from 0, that a z-lab head of num_layers reads when its config names none."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    first, last = 1, num_target_layers - 3
+    return [round(first + index * (last - first) / (num_layers - 1)) for index in range(num_layers)]
 
 
 def _causal_layers(

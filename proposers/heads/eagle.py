@@ -14,18 +14,13 @@ from typing import Any
 import torch
 
 from proposers.base import ProposerContext
+from proposers.heads.eagle_layer import eagle_architecture, with_biases_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.head_checkpoint import (
-    fill_head,
-    fill_head_randomly,
-    head_architecture,
-    read_head_config,
-    read_head_tensors,
-)
+from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer
@@ -113,7 +108,7 @@ def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len
             f"{source.name}={source.model} must be an EAGLE head, and its config.json is an EAGLE-3 head's; "
             "set method.method=eagle3"
         )
-    arch, config = head_architecture(values, source)
+    arch, config = eagle_architecture(values, source)
     require_target_sizes(source, context.target, hidden_size=arch.hidden_size, vocab_size=arch.vocab_size)
     tensors = {} if source.is_dummy else read_head_tensors(source)
     tensors = {
@@ -123,7 +118,7 @@ def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len
     }
     with torch.device(context.device):
         head = EagleHead(
-            arch,
+            with_biases_of(arch, tensors) if tensors else arch,
             config,
             context.target,
             max_model_len=longest_text(source, config, max_model_len, context.max_model_len),

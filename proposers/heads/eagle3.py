@@ -10,12 +10,14 @@ How each published layout says so is read by proposers.heads.eagle3_config.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 
 from proposers.base import ProposerContext
 from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
+from proposers.heads.eagle_layer import with_biases_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
 from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.backend import runs_kernels
@@ -158,6 +160,8 @@ def load_eagle3_head(
     require_target_sizes(source, target, hidden_size=config.target_hidden_size, vocab_size=config.arch.vocab_size)
     tensors = {} if source.is_dummy else _read_tensors(source, config)
     knows = tensors.pop(TARGET_TO_DRAFT, None)
+    if tensors:
+        config = replace(config, arch=with_biases_of(config.arch, tensors))
     with torch.device(context.device):
         head = Eagle3Head(
             config,
@@ -176,10 +180,11 @@ def load_eagle3_head(
 
 
 def _read_tensors(source: ModelSource, config: Eagle3Config) -> dict[str, torch.Tensor]:
-    """Tensors by speculators' names; SafeAILab calls the first layer midlayer."""
+    """Tensors by speculators' names; SafeAILab calls the first layer midlayer, NeMo writes `model.` before them."""
     tensors = {}
     has_one_vocabulary = config.draft_vocab_size == config.arch.vocab_size
-    for name, tensor in read_head_tensors(source).items():
+    for written, tensor in read_head_tensors(source).items():
+        name = written.removeprefix("model.")
         if name.endswith("rotary_emb.inv_freq") or (has_one_vocabulary and name in (DRAFT_TO_TARGET, TARGET_TO_DRAFT)):
             continue  # derived from the config; zeros that map nothing
         own_name = name.removeprefix("midlayer.")

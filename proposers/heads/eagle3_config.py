@@ -1,8 +1,8 @@
 """What an EAGLE-3 config says, in SafeAILab's, SpecForge's, ModelOpt's and speculators' words.
 
 Hazard: ids of the hidden states mean different things. In `eagle_config.eagle_aux_hidden_state_layer_ids` (SpecForge,
-ModelOpt) they number layers from 0 and mean the states after them, so 1 is added; at the top level (speculators, and
-what vLLM reads as it is) they number hidden states. method.aux_hidden_state_layer_ids numbers hidden states.
+ModelOpt) they number layers from 0 and mean the states after them, so 1 is added; at the top level (speculators) and in
+`eagle_config.layer_ids` they number hidden states, as vLLM reads both. method.aux_hidden_state_layer_ids does too.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from proposers.heads.eagle_layer import eagle_architecture
+from proposers.heads.head_sizes import layer_windows
 from proposers.heads.mask_token import KEYS as MASK_TOKEN_KEYS
 from proposers.heads.mask_token import mask_token_id
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
-from runner.engine.head_checkpoint import head_architecture
 from runner.engine.hidden_states import NORMED
 from runner.engine.loader import LoadedModel
 
@@ -63,14 +64,14 @@ def read_eagle3_config(
         )
     is_parallel = kind == "peagle" or any(values.get(key) is not None for key in MASK_TOKEN_KEYS)
     layer_values = values.get("transformer_layer_config", values)
-    arch, hf_config = head_architecture(layer_values, source)
+    arch, hf_config = eagle_architecture(layer_values, source)
     if layer_types := layer_values.get("layer_types"):  # speculators gives Llama layers windows too
-        window = layer_values.get("sliding_window")
-        arch = replace(
-            arch, sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-        )
+        windows = layer_windows(layer_types, layer_values.get("sliding_window"), source)
+        arch = replace(arch, sliding_windows=windows)
     nested = values.get("eagle_config") or {}
     _require_known(source, nested)
+    # Without norm_before_residual it is False, as in speculators and SafeAILab's code; vLLM takes True for a config of
+    # the speculators format that lacks it.
     flags = {
         name: bool(values.get(name, nested.get(name, False)))
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -100,6 +101,8 @@ def _layer_ids(values: Mapping[str, Any], nested: Mapping[str, Any], num_layers:
             return tuple(int(index) for index in values[key])
     if after_layers := nested.get("eagle_aux_hidden_state_layer_ids"):
         return tuple(int(index) + 1 for index in after_layers)
+    if layer_ids := nested.get("layer_ids"):
+        return tuple(int(index) for index in layer_ids)
     return (2, num_layers // 2, num_layers - 3)
 
 

@@ -1,13 +1,17 @@
-"""The sizes that a head's config tells: whether they are those of the target, and how long a text it can follow."""
+"""The sizes that a head's config tells: are they those of the target, what its layers see, how long a text it follows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
+from runner.engine.rope import num_positions
+
+logger = logging.getLogger(__name__)
 
 
 def head_size(config: Mapping[str, Any], key: str, default: int, source: ModelSource, *, minimum: int = 1) -> int:
@@ -48,16 +52,39 @@ def require_target_sizes(
         )
 
 
-def longest_text(source: ModelSource, hf_config: Any, asked: int | None, target_len: int) -> int:
-    """Tokens that the head follows a text for: what was asked for, else as many as its rotations and target have.
+def layer_windows(layer_types: Sequence[str], window: Any, source: ModelSource) -> tuple[int | None, ...]:
+    """Keys that a query of each layer sees, itself included; None: all.
 
     Raises:
-        UserError: more is asked for than the head has positions.
+        UserError: a layer is a sliding one, and the window is no whole number >= 1.
     """
-    limit = int(getattr(hf_config, "max_position_embeddings", None) or target_len)
-    if asked is not None and asked > limit:
+    is_sliding = [kind == "sliding_attention" for kind in layer_types]
+    if any(is_sliding) and (type(window) is not int or window < 1):
         raise UserError(
-            f"{source.name.replace('.model', '.max_model_len')} must be <= {limit}, the max_position_embeddings of "
-            f"{source.model}, got {asked}; lower it or leave it out"
+            f"{source.name}={source.model}: sliding_window in its config must be a whole number >= 1 where layer_types "
+            f"names sliding_attention, got {window!r}; mend it or download the head again"
         )
-    return min(asked or limit, target_len)
+    return tuple(window if slides else None for slides in is_sliding)
+
+
+def longest_text(source: ModelSource, hf_config: Any, asked: int | None, target_len: int) -> int:
+    """Tokens that the head follows a text for: what was asked for, at most and by default as many as its target.
+
+    Rotations are computed for every position, so the length that a head was trained with limits what it is worth
+    there, not what it can do: it is logged.
+    """
+    length = min(asked or target_len, target_len)
+    trained = num_positions(hf_config)
+    if trained is not None and trained < length:
+        option = source.name.replace(".model", ".max_model_len")
+        logger.warning(
+            "%s=%s has max_position_embeddings=%d and follows texts of up to %d tokens: behind its own length it may "
+            "guess worse; %s=%d has it stop there",
+            source.name,
+            source.model,
+            trained,
+            length,
+            option,
+            trained,
+        )
+    return length

@@ -124,7 +124,7 @@ def _dummy_shape(config: Mapping[str, Any], source: ModelSource) -> MedusaShape:
     return MedusaShape(
         is_vllm=False,
         num_heads=head_size(config, "medusa_num_heads", 5, source),
-        num_layers=head_size(config, "medusa_num_layers", 1, source),
+        num_layers=head_size(config, "medusa_num_layers", 1, source, minimum=0),
         has_bias=True,
         lm_head="target" if str(config.get("version")) == "2" else "each",
         num_mapped_tokens=None,
@@ -143,7 +143,7 @@ def _shape(config: Mapping[str, Any], tensors: dict[str, torch.Tensor], source: 
             f"in vLLM's layout), got {', '.join(sorted(tensors)[:4])}; name the method that it was made for"
         )
     layers_key = "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers"  # vLLM takes either
-    num_layers = head_size(config, layers_key, 1, source)
+    num_layers = head_size(config, layers_key, 1, source, minimum=0)
     if not is_vllm:
         has_projections = any(re.fullmatch(r"\d+\.\d+\.weight", name) for name in tensors)
         return MedusaShape(

@@ -18,6 +18,7 @@ from runner.engine.architecture import FAMILIES, Architecture, read_architecture
 from runner.engine.checkpoint import ModelSource, read_tensors, register_configs, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.linear import WeightTarget
+from runner.engine.rope import warn_of_unread_rope
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 
@@ -87,6 +88,7 @@ def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[A
             f"{source.name}={source.model}: its config.json cannot be read as a {family} config: "
             f"{' '.join(str(error).split())}; mend it or download the head again"
         ) from error
+    warn_of_unread_rope(config, f"{source.name}={source.model}")
     arch = read_architecture(config)
     assert arch is not None, "the family is one of ours"
     return arch, config

@@ -18,7 +18,7 @@ from runner.engine.errors import UserError
 from runner.engine.linear import Shard, WeightTarget
 from runner.engine.memory import require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
-from runner.engine.rope import require_static_rope
+from runner.engine.rope import num_positions, require_static_rope, warn_of_unread_rope
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.transformers_support import require_supported
 
@@ -39,7 +39,7 @@ def load_model(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    max_model_len: int | None,  # None: the checkpoint's max_position_embeddings
+    max_model_len: int | None,  # None: as many as the checkpoint's rotations are made for
     longest_useful_len: int | None = None,  # a draft sees no more than its target does
     shard: Shard | None = None,
 ) -> LoadedModel:
@@ -49,11 +49,13 @@ def load_model(
         UserError: no such model, an unsupported architecture, a corrupt or incomplete checkpoint, too little memory.
     """
     config = load_config(source)
-    limit = int(getattr(config, "max_position_embeddings", None) or 2**20)
+    warn_of_unread_rope(config, f"{source.name}={source.model}")
+    limit = num_positions(config) or 2**20
     if max_model_len is not None and max_model_len > limit:
+        extended = "" if limit == config.max_position_embeddings else " as its rope extends them"
         raise UserError(
             f"{source.name.replace('.model', '.max_model_len')} must be <= {limit}, the max_position_embeddings of "
-            f"{source.model}, got {max_model_len}; lower it or leave it out"
+            f"{source.model}{extended}, got {max_model_len}; lower it or leave it out"
         )
     length = max_model_len or min(limit, longest_useful_len or limit)
     arch = read_architecture(config)

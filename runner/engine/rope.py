@@ -7,6 +7,7 @@ sequence present, which would make a request's tokens depend on its neighbours. 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,9 @@ from torch import nn
 from kernels.reference.rope import RopeTable
 from runner.engine.errors import UserError
 
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+logger = logging.getLogger(__name__)
+
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +66,49 @@ def rope_types(config: Any) -> list[str]:
     return [str(value.get("rope_type", "default")) for value in nested or [parameters]]
 
 
+def num_positions(config: Any) -> int | None:
+    """Tokens of the longest text that a config's rotations are made for; None when it states none.
+
+    A yarn or linear config states in max_position_embeddings what the model had before its rope was extended, or what
+    it has since (vLLM reads it the same way). One with rotations by layer type (Gemma 3) states the whole length.
+    """
+    stated: int | None = getattr(config, "max_position_embeddings", None) or None
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kind, factor = parameters.get("rope_type"), parameters.get("factor")
+    if stated is None or factor is None or kind not in ("yarn", "linear"):
+        return stated
+    before = parameters.get("original_max_position_embeddings") if kind == "yarn" else None
+    return max(stated, int((before or stated) * factor))
+
+
+def warn_of_unread_rope(config: Any, model: str) -> None:
+    """Logs the key of a yarn config that transformers, whose initialisers we use, does not read."""
+    scale = (getattr(config, "rope_parameters", None) or {}).get("attn_factor")
+    if scale not in (None, 1):
+        logger.warning(
+            "%s: attn_factor=%s in its rope parameters is not read, as in transformers; vLLM and SGLang scale by it, "
+            "so their logits differ",
+            model,
+            scale,
+        )
+
+
 def require_static_rope(config: Any) -> None:
-    """Raises UserError when the rope frequencies depend on the batch."""
+    """Raises UserError when the rope frequencies depend on the batch, or are of a type that is not known here."""
     kinds = rope_types(config)
     for kind in kinds:
         # One factor set can be pinned for a whole model, not yet one for each of its layer types.
-        if kind not in STATIC_ROPE_TYPES or (kind == "longrope" and len(kinds) > 1):
-            raise UserError(
-                f"rope type must be one of {', '.join(STATIC_ROPE_TYPES)}, got {kind!r}: its frequencies depend on the "
-                "longest sequence in the batch, so no request's output would be its own; use a checkpoint with static "
-                "rope"
+        if kind in STATIC_ROPE_TYPES and (kind != "longrope" or len(kinds) == 1):
+            continue
+        reason = "its frequencies are not known here"
+        if kind in ("dynamic", "longrope"):
+            reason = (
+                "its frequencies depend on the longest sequence in the batch, so no request's output would be its own"
             )
+        raise UserError(
+            f"rope type must be one of {', '.join(STATIC_ROPE_TYPES)}, got {kind!r}: {reason}; use a checkpoint with "
+            "static rope"
+        )
 
 
 def rope_tables(config: Any, head_dim: int, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,36 @@
+"""The decoder layer of an EAGLE or EAGLE-3 head: Llama's, unless the config names another family of ours.
+
+SafeAILab, SpecForge and vLLM build Llama's layer whatever the target is, and write the target's `model_type` (qwen2,
+phi3, mixtral, ...) into the head's config: there `architectures` says what the layer is. Biases of the projections to
+queries, keys and values are not told reliably either: `qkv_bias` (SafeAILab) or the checkpoint's tensors say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from runner.engine.architecture import FAMILIES, Architecture
+from runner.engine.checkpoint import ModelSource
+from runner.engine.head_checkpoint import head_architecture
+
+
+def eagle_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[Architecture, Any]:
+    """The layer that a head's config describes, and the transformers config of it (for its rotations).
+
+    Raises:
+        UserError: a config that transformers cannot read.
+    """
+    listed = values.get("architectures")
+    name = str(listed[0]) if isinstance(listed, list) and listed else ""
+    if name.startswith("Llama") or values.get("model_type") not in FAMILIES:
+        values = {**values, "model_type": "llama"}
+    arch, config = head_architecture(values, source)
+    qkv_bias = values.get("qkv_bias")
+    return (arch if qkv_bias is None else replace(arch, qkv_bias=bool(qkv_bias))), config
+
+
+def with_biases_of(arch: Architecture, tensors: Collection[str]) -> Architecture:
+    """The layer with the q, k and v biases that a checkpoint has; tensors: their names."""
+    return replace(arch, qkv_bias=any(name.endswith("self_attn.q_proj.bias") for name in tensors))
