@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from proposers.heads.dflash import load_dflash_head
+from proposers.heads.dflash_config import tap_layers
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
-from runner.llm import LLM
 from tests.one_pass_reference import (
     HIDDEN_SIZE,
     MASK,
@@ -56,11 +56,7 @@ ZLAB = {
     "sliding_window": None,
     "use_sliding_window": False,
 }
-WINDOWED = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": WINDOW,
-    "use_sliding_window": True,
-}
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 FIELDS_OF_DOMINO = {  # written with every head
     "projector_type": "dflash",
     "pure_draft_prefix_len": 1,
@@ -123,7 +119,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
     ),
     "z-lab, biases": ({**ZLAB, "attention_bias": True}, tensors(has_bias=True)),
     "z-lab, windows": ({**ZLAB, **WINDOWED}, tensors()),
-    "z-lab, windows that see ahead": ({**ZLAB, **WINDOWED, "is_causal": False}, tensors()),
+    "z-lab, windows that see ahead": (
+        {
+            **ZLAB,
+            **WINDOWED,
+            "sliding_window": 99,
+            "is_causal": False,
+            "dflash_config": {**ZLAB["dflash_config"], "swa_window_size": WINDOW},
+        },
+        tensors(),
+    ),
     "z-lab, causal": ({**ZLAB, "is_causal": True}, tensors()),
     "vLLM's key, causal": ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "causal": True}}, tensors()),
     "speculators": (SPECULATORS, tensors()),
@@ -313,8 +318,6 @@ def test_texts_longer_than_max_model_len_get_no_drafts(
     method = {"method": "dflash", "model": head, "num_speculative_tokens": 5, "max_model_len": 41}
     passes, _ = passes_of_a_run(target, monkeypatch, method)
     assert max(len(one.token_ids) + len(one.drafted) for one in passes) == 41
-    with pytest.raises(UserError, match=r"max_model_len must be <= 128, the max_position_embeddings of .* got 129"):
-        LLM(str(target.directory), device="cpu", speculative_config={**method, "max_model_len": 129})
 
 
 def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -337,6 +340,10 @@ def inside(**added: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         ("speculators", with_(target_hidden_size=64), "got hidden_size 64 for 32"),
         ("z-lab", inside(target_layer_ids=[1, 3]), r"hidden states \[2, 4\], which must lie in \[0, 3\]"),
         ("z-lab", inside(target_layer_ids=None), "target_layer_ids must be a list of whole numbers, got None"),
+        ("z-lab", with_(layer_types=["sliding_attention"] * 2), "sliding_window in its config must be a whole number"),
+        ("z-lab", with_(is_neox_style=False), r"is_neox_style=False \(interleaved rotations\)"),
+        ("z-lab", with_(logit_scale=0.5), r"logit_scale=0.5 \(logits of another scale"),
+        ("z-lab", inside(use_aux_hidden_state=False), r"use_aux_hidden_state=False \(a context of one"),
         ("speculators", without("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids must be a list of whole"),
         ("z-lab", inside(mask_token_id=None), "must name the mask token"),
         ("z-lab", with_(block_size=1), "block_size must be a whole number >= 2, got 1"),
@@ -378,6 +385,29 @@ def test_tensors_that_are_not_this_heads_are_one_message(
     with pytest.raises(UserError, match=message) as caught:
         read(target, save_head(tmp_path / "head", config, change(head)))
     assert str(caught.value).startswith("method.model=") and "; " in str(caught.value)
+
+
+def test_a_mask_embedding_beside_the_weights_is_refused(target: Target, tmp_path: Path) -> None:
+    head = save_head(tmp_path / "head", *LAYOUTS["z-lab"])
+    torch.save(torch.zeros(HIDDEN_SIZE), tmp_path / "head" / "mask_embedding.pt")
+    with pytest.raises(UserError, match=r"got a mask_embedding\.pt beside its weights, .*; choose a head without one"):
+        read(target, head)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"dflash_config": {"target_layer_ids": [0, 1]}}, (1, 2)),
+        ({"target_layer_ids": [0, 1]}, (1, 2)),
+        ({"dflash_config": {"layer_ids": [0, 1]}}, (0, 1)),
+        ({}, (2, 10, 18, 26, 34)),  # z-lab's Qwen3-8B head names these very layers
+        ({"transformer_layer_config": {}, "aux_hidden_state_layer_ids": [0, 1]}, (0, 1)),
+    ],
+)
+def test_hidden_states_are_found_where_published_configs_name_them(
+    keys: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    assert tap_layers(ModelSource(model="a-head"), keys, num_target_layers=36, num_layers=5) == expected
 
 
 def read(target: Target, head: str) -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from runner.engine import memory
-from runner.engine.checkpoint import ModelSource, checkpoint_files, resolve_directory
+from runner.engine.checkpoint import ModelSource, checkpoint_files, load_config, resolve_directory
 from runner.engine.errors import UserError
+from runner.engine.rope import num_positions
 from runner.llm import LLM
 from tests.transformers_reference import CPU, load, random_model, save, save_tokenizer
 
@@ -165,11 +166,32 @@ def test_a_shape_our_decoder_cannot_have_is_refused(option: dict[str, Any], mess
         load(dummy_source(**option))
 
 
-def test_max_model_len_ends_where_the_positions_do(saved: Callable[..., Path]) -> None:
-    directory = saved("llama")
-    message = refusal(directory, max_model_len=65)
-    rule = f"must be <= 64, the max_position_embeddings of {directory}, got 65"
-    assert message == f"model.max_model_len {rule}; lower it or leave it out"
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "limit"),
+    [
+        ("llama", None, 64),
+        ("qwen3", YARN, 128),  # Qwen3's 40960 positions become 131072 so
+        ("llama", {**YARN, "original_max_position_embeddings": 16}, 64),  # they state the extended length already
+        ("llama", LINEAR, 128),
+        ("gemma3_text", {"sliding_attention": {**LINEAR, "rope_type": "default"}, "full_attention": LINEAR}, 64),
+    ],
+)
+def test_max_model_len_ends_where_the_rotations_do(family: str, rope: dict[str, Any] | None, limit: int) -> None:
+    source = dummy_source(family, **({} if rope is None else {"rope_parameters": rope}))
+    extended = " as its rope extends them" if limit > 64 else ""
+    rule = f"must be <= {limit}, the max_position_embeddings of a-model{extended}, got {limit + 1}"
+    assert refusal(source, max_model_len=limit + 1) == f"model.max_model_len {rule}; lower it or leave it out"
+    assert num_positions(load_config(source)) == limit
+
+
+def test_a_key_of_yarn_that_transformers_does_not_read_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    load(dummy_source(rope_parameters={**YARN, "attn_factor": 0.8}))
+    (note,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert note.startswith("model.model=a-model: attn_factor=0.8 in its rope parameters is not read")
 
 
 @BOTH_PATHS

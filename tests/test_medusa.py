@@ -42,14 +42,16 @@ VLLM = {
 }
 
 
-def published_tensors(*, prefix: str = "", has_projections: bool = True) -> dict[str, Tensor]:
+def published_tensors(
+    *, prefix: str = "", num_layers: int = NUM_LAYERS, has_projections: bool = True
+) -> dict[str, Tensor]:
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(NUM_HEADS):
-        for layer in range(NUM_LAYERS):
+        for layer in range(num_layers):
             shapes[f"{prefix}{head}.{layer}.linear.weight"] = SQUARE
             shapes[f"{prefix}{head}.{layer}.linear.bias"] = (HIDDEN_SIZE,)
         if has_projections:
-            shapes[f"{prefix}{head}.{NUM_LAYERS}.weight"] = PROJECTION
+            shapes[f"{prefix}{head}.{num_layers}.weight"] = PROJECTION
     return random_tensors(shapes)
 
 
@@ -74,6 +76,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "version 2": (
         {**PUBLISHED, "medusa_num_heads": 4, "version": "2"},
         published_tensors(has_projections=False),
+        "medusa_lm_head.pt",
+    ),
+    "FasterDecoding, projections alone": (
+        {**PUBLISHED, "medusa_num_layers": 0},
+        published_tensors(num_layers=0),
         "medusa_lm_head.pt",
     ),
     "vLLM": (VLLM, vllm_tensors(), "model.safetensors"),
@@ -101,7 +108,8 @@ def reference_logits(layout: str, head: int, states: Tensor, target_head: Tensor
     """Head `head` of a layout over states [num_rows, hidden], in their dtype; -inf where a token is never drafted."""
     config, tensors, _ = LAYOUTS[layout]
     tensors = {name.removeprefix("medusa_head."): tensor.to(states.dtype) for name, tensor in tensors.items()}
-    for layer in range(NUM_LAYERS):
+    num_layers = config.get("medusa_num_layers", NUM_LAYERS)
+    for layer in range(num_layers):
         of_layer = [
             name for name in tensors if re.fullmatch(rf"(blocks\.)?{head}\.(layers\.)?{layer}\.(\w+\.)?\w+", name)
         ]
@@ -110,7 +118,7 @@ def reference_logits(layout: str, head: int, states: Tensor, target_head: Tensor
         for name in of_layer:
             inner = inner + tensors[name] if name.endswith("bias") else inner
         states = states + inner * torch.sigmoid(inner)
-    names = (f"{head}.{NUM_LAYERS}.weight", f"lm_heads.{head}.weight", "lm_heads.0.weight")
+    names = (f"{head}.{num_layers}.weight", f"lm_heads.{head}.weight", "lm_heads.0.weight")
     projection = next((tensors[name] for name in names if name in tensors), target_head.to(states.dtype))
     scale = config.get("logit_scale", 1.0)
     if "truncated_vocab_size" not in config:
@@ -233,10 +241,10 @@ def test_tensors_that_are_not_this_targets_heads_are_one_message(
     assert str(caught.value).startswith("method.model=") and "; " in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [0, "5", None, True])
+@pytest.mark.parametrize("value", [-1, "5", None, True])
 def test_a_config_without_a_number_of_layers_is_one_message(read: Callable[..., MedusaHeads], value: Any) -> None:
     _, tensors, file = LAYOUTS["FasterDecoding"]
-    with pytest.raises(UserError, match=r"medusa_num_layers in its config must be a whole number >= 1, got "):
+    with pytest.raises(UserError, match=r"medusa_num_layers in its config must be a whole number >= 0, got "):
         read({**PUBLISHED, "medusa_num_layers": value}, tensors, file)
 
 

@@ -69,6 +69,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
     "llama, yarn rope": ("llama", {"rope_parameters": YARN}),
+    "llama, proportional rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, sliding": ("mistral", {"sliding_window": 8, "head_dim": 24}),
     "qwen2": ("qwen2", {}),

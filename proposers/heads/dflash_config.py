@@ -90,19 +90,19 @@ def read_dflash_config(
             f"{source.name}={source.model}: block_size must be a whole number >= 2, got {block_size!r}; mend its config"
         )
     if aux_hidden_state_layer_ids is None:
-        tap_layers = _tap_layers(source, values, target.model.num_layers, arch.num_layers)
+        taps = tap_layers(source, values, target.model.num_layers, arch.num_layers)
     else:
-        tap_layers = aux_hidden_state_layer_ids
-    if not all(0 <= tap <= target.model.num_layers for tap in tap_layers):
+        taps = aux_hidden_state_layer_ids
+    if not all(0 <= tap <= target.model.num_layers for tap in taps):
         raise UserError(
-            f"{source.name}={source.model} reads the target's hidden states {list(tap_layers)}, which must lie in "
+            f"{source.name}={source.model} reads the target's hidden states {list(taps)}, which must lie in "
             f"[0, {target.model.num_layers}] (i = after i layers of {target.source.model}); choose the head of this "
             "target, or set method.aux_hidden_state_layer_ids"
         )
     return DFlashConfig(
         arch=arch,
         hf_config=hf_config,
-        tap_layers=tap_layers,
+        tap_layers=taps,
         mask_token_id=mask_token_id(values, source, target.model.vocab_size),
         block_size=block_size,
         samples_from_anchor=bool(values.get("sample_from_anchor", False)),
@@ -126,10 +126,14 @@ def _require_plain(source: ModelSource, values: Mapping[str, Any], nested: Mappi
         )
 
 
-def _tap_layers(
+def tap_layers(
     source: ModelSource, values: Mapping[str, Any], num_target_layers: int, num_layers: int
 ) -> tuple[int, ...]:
-    """The ids that the config names, in the order in which vLLM and SGLang look for them, else z-lab's choice."""
+    """Hidden states that a config names, in the order in which vLLM and SGLang look for them, else z-lab's choice.
+
+    Raises:
+        UserError: none named and none to be chosen, or something else than whole numbers.
+    """
     nested = values.get("dflash_config") or {}
     places = [  # key, ids, what is to be added
         ("dflash_config.target_layer_ids", nested.get("target_layer_ids"), 1),
@@ -141,7 +145,7 @@ def _tap_layers(
         places = [("aux_hidden_state_layer_ids", values.get("aux_hidden_state_layer_ids"), 0)]
     key, ids, offset = next((place for place in places if place[1] is not None), places[0])
     if ids is None and not is_speculators and num_target_layers >= MIN_LAYERS_TO_SPREAD_OVER:
-        ids = spread_layer_ids(num_target_layers, num_layers)
+        ids = _spread_layer_ids(num_target_layers, num_layers)
     if not isinstance(ids, list | tuple) or not ids or not all(isinstance(layer, int) for layer in ids):
         raise UserError(
             f"{source.name}={source.model}: {key} must be a list of whole numbers, got {ids!r}; mend its config.json, "
@@ -150,7 +154,7 @@ def _tap_layers(
     return tuple(layer + offset for layer in ids)
 
 
-def spread_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
+def _spread_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
     """Layers of the target, numbered from 0, that a z-lab head of num_layers reads when its config names none."""
     if num_layers == 1:
         return [num_target_layers // 2]

@@ -1,4 +1,4 @@
-"""The sizes that a head's config tells: are they those of the target, what its layers see, how long a text it follows."""
+"""The sizes that a head's config tells: are they those of the target, what does a layer see, how long may a text be."""
 
 from __future__ import annotations
 
