@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from runner.config.vllm_keys import VLLM_VERSION
 from runner.engine.errors import UserError
 from runner.metrics import RequestRecord
 
@@ -66,7 +67,7 @@ def write_vllm_config(directory: str | Path, config: Mapping[str, Any] | None, n
     if notes:
         files.append(Path(directory) / VLLM_NOTES_FILE)
         with _replacing(files[-1]) as file:
-            file.write("".join(f"{note}\n" for note in notes).encode())
+            file.write("".join(f"{line}\n" for line in (f"For vLLM {VLLM_VERSION}:", *notes)).encode())
     return files
 
 

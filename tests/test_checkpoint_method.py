@@ -117,7 +117,7 @@ def test_a_method_that_contradicts_the_checkpoint_is_one_problem(tmp_path: Path)
 def test_a_model_that_can_draft_in_one_pass_may_draft_token_by_token(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "here", {**LLAMA, "pard_token": 3})
     assert parse_method({"method": "draft_model", "model": model})[0].method == "draft_model"
-    method, notes = parse_method({"model": model, "parallel_drafting": False})
+    method, notes = parse_method({"model": model, "num_speculative_tokens": 3, "parallel_drafting": False})
     assert (method.method, len(notes)) == ("draft_model", 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,13 +101,17 @@ def test_null_is_vllms_default_for_every_key(key: str) -> None:
         ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4, "ngram_prompt_lookup_min": 2},
          {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}),
         ({"method": "[ngram]"}, {"method": "ngram"}),
-        ({"method": "deepseek_mtp"}, {"method": "mtp"}),
+        ({"method": "deepseek_mtp", "num_speculative_tokens": 3}, {"method": "mtp", "num_speculative_tokens": 3}),
         ({"method": "qwen3_next_mtp", "num_speculative_tokens": 1}, {"method": "mtp", "num_speculative_tokens": 1}),
-        ({"model": "d", "parallel_drafting": True}, {"method": "pard", "model": "d"}),
-        ({"method": "draft_model", "model": "d", "parallel_drafting": True}, {"method": "pard", "model": "d"}),
+        ({"model": "d", "num_speculative_tokens": 3, "parallel_drafting": True},
+         {"method": "pard", "model": "d", "num_speculative_tokens": 3}),
+        ({"method": "draft_model", "model": "d", "num_speculative_tokens": 3, "parallel_drafting": True},
+         {"method": "pard", "model": "d", "num_speculative_tokens": 3}),
         ({"method": "ngram", "speculative_disable_by_batch_size": 4}, {"method": "ngram", "disable_by_batch_size": 4}),
-        ({"model": "d", "speculative_max_model_len": 99}, {"model": "d", "max_model_len": 99}),
-        ({"model": "d", "speculative_draft_tensor_parallel_size": 1}, {"model": "d", "draft_tensor_parallel_size": 1}),
+        ({"model": "d", "num_speculative_tokens": 3, "speculative_max_model_len": 99},
+         {"model": "d", "num_speculative_tokens": 3, "max_model_len": 99}),
+        ({"model": "d", "num_speculative_tokens": 3, "speculative_draft_tensor_parallel_size": 1},
+         {"model": "d", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}),
         ({"method": "ngram", "acceptance_method": "rejection_sampler"},
          {"method": "ngram", "rejection_sample_method": "probabilistic"}),
         ({"method": "ngram", "rejection_sample_method": "standard"},
@@ -195,8 +201,9 @@ def test_drafters_that_go_token_by_token_refuse_to_draft_in_one_pass(method: str
 
 
 def test_drafters_that_go_in_one_pass_need_not_be_told() -> None:
-    assert notes(method="dflash", parallel_drafting=True) == notes(method="pard", parallel_drafting=True) == ()
-    (note,) = notes(method="eagle3", parallel_drafting=True)
+    for method in ("dflash", "pard"):
+        assert notes(method=method, num_speculative_tokens=3, parallel_drafting=True) == ()
+    (note,) = notes(method="eagle3", num_speculative_tokens=3, parallel_drafting=True)
     assert "an EAGLE-3 checkpoint says itself whether it drafts in one pass" in note
     assert "must be true with method=pard, got False" in refusal(method="pard", parallel_drafting=False)
     assert notes(parallel_drafting=True) == (
@@ -245,7 +252,7 @@ def test_suffix_takes_its_draft_length_from_the_tree_depth_as_vllm_does() -> Non
 )
 def test_probabilistic_drafts_bring_vllms_default_rule_along_unless_a_rule_is_named(name: str) -> None:
     """Under strict they would be accepted with probability sum(p * q), far below what vLLM does with the same JSON."""
-    config = {"method": name, "model": "d", "draft_sample_method": "probabilistic"}
+    config = {"method": name, "model": "d", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
     method, found = parse_method(config)
     assert method.rejection_sample_method == "probabilistic"
     assert found == ("rejection_sample_method=probabilistic comes with draft_sample_method=probabilistic, as in vLLM",)
@@ -253,8 +260,50 @@ def test_probabilistic_drafts_bring_vllms_default_rule_along_unless_a_rule_is_na
     assert (method.rejection_sample_method, found) == ("strict", ())
 
 
+@pytest.mark.parametrize(("rule", "num_words"), [("standard", 2), ("block", 1), ("strict", 0)])
+def test_a_rule_that_reads_the_drafts_law_says_that_drafts_are_drawn_which_vllm_picks_greedily(
+    rule: str, num_words: int
+) -> None:
+    config = {"method": "eagle3", "model": "d", "num_speculative_tokens": 3, "rejection_sample_method": rule}
+    method, found = parse_method(config)
+    assert len(found) == num_words
+    if found:
+        assert method.draft_sample_method == "probabilistic"
+        assert found[-1].endswith("vLLM's default is draft_sample_method=greedy, name it to have that")
+    named = [parse_method(config | {"draft_sample_method": way})[1] for way in ("greedy", "probabilistic")]
+    tree = parse_method(config | {"speculative_token_tree": "dynamic"})[1]  # its candidates are greedy ones
+    assert not any("draft_sample_method" in note for notes in (*named, tree) for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "expected"),
+    [
+        ("eagle3", {"speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}}, 5),
+        ("mlp_speculator", {"model_type": "mlp_speculator", "n_predict": 3}, 3),
+        ("mtp", {"model_type": "mimo", "num_nextn_predict_layers": 1}, 1),
+        ("eagle", {"speculators_config": {"proposal_methods": []}}, None),
+        ("dflash", {"n_predict": "many"}, None),
+    ],
+)
+def test_an_omitted_number_of_tokens_is_the_checkpoints_as_in_vllm_or_a_default_that_is_told(
+    tmp_path: Path, method: str, config: dict[str, Any], expected: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = {"method": method, "model": str(tmp_path)}
+    parsed, (note,) = parse_method(given)
+    if expected is None:
+        assert note == (
+            f"num_speculative_tokens is not given and is {4 if method == 'eagle' else 7}, the default here; vLLM takes "
+            "what the draft's config says"
+        )
+    else:
+        assert parsed.num_speculative_tokens == expected
+        assert note == f"num_speculative_tokens={expected} comes from the config.json of {tmp_path}, as in vLLM"
+    assert parse_method({**given, "num_speculative_tokens": 2})[1] == ()
+
+
 def test_a_configuration_remembers_what_it_was_made_of() -> None:
-    given = {"speculative_model": "tiny-draft", "moe_backend": "triton"}
+    given = {"speculative_model": "tiny-draft", "num_speculative_tokens": 3, "moe_backend": "triton"}
     config = SpeculativeConfig.from_engine_args("tiny", given)
     assert isinstance(config.method, DraftModelMethod)
     assert config.speculative_config == given

@@ -506,7 +506,8 @@ def short_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(draft: Path | None, **keys: Any) -> LLM:
     config = None
     if draft is not None:
-        config = {"method": "draft_model", "model": str(draft), "use_heterogeneous_vocab": True, **keys}
+        config = {"method": "draft_model", "num_speculative_tokens": 4, "use_heterogeneous_vocab": True}
+        config |= {"model": str(draft), **keys}
     return LLM("tiny", speculative_config=config, device="cpu")
 
 
@@ -563,7 +564,7 @@ def test_without_the_flag_the_refusal_names_it(family: Family) -> None:
 def test_models_without_a_tokenizer_cannot_be_compared(family: Family) -> None:
     hf_config = {"model_type": "llama", "vocab_size": 64, "num_hidden_layers": 1, **SHAPE}
     dummy = {"load_format": "dummy", "hf_config": hf_config, "device": "cpu"}
-    config = {"method": "draft_model", "use_heterogeneous_vocab": True}
+    config = {"method": "draft_model", "num_speculative_tokens": 4, "use_heterogeneous_vocab": True}
     draft = {"model": "d", "hf_config": hf_config}
     message = refusal(lambda: LLM("dummy", speculative_config=config, draft=draft, **dummy))
     assert message.startswith("method.use_heterogeneous_vocab=true compares tokens by what they print and needs a ")

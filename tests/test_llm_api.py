@@ -341,7 +341,7 @@ def test_an_unknown_argument_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_tiny_model_brings_its_draft_along() -> None:
-    llm = LLM("tiny", speculative_config={"method": "draft_model"}, device="cpu")
+    llm = LLM("tiny", speculative_config={"method": "draft_model", "num_speculative_tokens": 4}, device="cpu")
     (output,) = llm.generate("def main():\n", SamplingParams(temperature=0.0, max_tokens=24))
     assert len(output.outputs[0].token_ids) == 24
     accepted = next(metric for metric in llm.get_metrics() if metric.name.endswith("num_accepted_tokens"))

@@ -190,7 +190,7 @@ def test_max_model_len_ends_where_the_rotations_do(family: str, rope: dict[str, 
 
 def test_a_key_of_yarn_that_transformers_does_not_read_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     load(dummy_source(rope_parameters={**YARN, "attn_factor": 0.8}))
-    (note,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    (note,) = [record.getMessage() for record in caplog.records if record.name == "runner.engine.rope"]
     assert note.startswith("model.model=a-model: attn_factor=0.8 in its rope parameters is not read")
 
 
@@ -292,8 +292,9 @@ def test_a_tied_head_may_be_stored_or_left_out(checkpoint: Callable[..., Path]) 
 
 def test_a_draft_with_another_vocabulary_is_refused(saved: Callable[..., Path]) -> None:
     target, draft = saved("llama"), saved("llama", vocab_size=48)
+    method = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}
     with pytest.raises(UserError) as caught:
-        LLM(str(target), speculative_config={"method": "draft_model", "model": str(draft)}, device="cpu")
+        LLM(str(target), speculative_config=method, device="cpu")
     message = str(caught.value)
     assert message.startswith(f"method.model={draft} must have the target's vocabulary (64 entries), got 48;")
     assert message.endswith("the same family as the target, or set method.use_heterogeneous_vocab=true")
@@ -303,7 +304,7 @@ def test_a_missing_draft_is_refused_under_its_own_name(saved: Callable[..., Path
     with pytest.raises(UserError, match=r"^method\.model must be a directory"):
         LLM(
             str(saved("llama")),
-            speculative_config={"method": "draft_model", "model": str(tmp_path / "no")},
+            speculative_config={"method": "draft_model", "model": str(tmp_path / "no"), "num_speculative_tokens": 4},
             device="cpu",
         )
 

@@ -66,9 +66,12 @@ def test_a_missing_method_is_inferred_as_vllm_infers_it(values: dict[str, Any], 
         ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
         ("x/EAGLE-llama", "eagle"),
         ("z-lab/Qwen3-8B-DFlash-b16", "dflash"),
+        ("FasterDecoding/medusa-vicuna-7b-v1.3", "medusa"),
+        ("ibm-ai-platform/llama3-8b-accelerator", "mlp_speculator"),
+        ("x/llama-mlp-speculator", "mlp_speculator"),
     ],
 )
-def test_a_head_on_the_hub_is_known_by_its_name_as_in_vllm(model: str, method: str) -> None:
+def test_a_head_on_the_hub_is_known_by_its_name(model: str, method: str) -> None:
     assert method_of({"model": model}).method == method
     assert isinstance(method_of({"method": "draft_model", "model": model}), DraftModelMethod)
 
@@ -189,6 +192,11 @@ def test_a_load_cannot_raise_the_number_of_tokens_and_the_run_says_so() -> None:
     (note,) = method_of({"method": "ngram", "num_speculative_tokens": 4} | ranges).notes()
     assert "asks for 8 tokens; no load gives more than num_speculative_tokens=4" in note
     assert method_of({"method": "ngram", "num_speculative_tokens": 8} | ranges).notes() == []
+
+
+def test_ranges_may_come_in_any_order_as_in_vllm() -> None:
+    config = {"method": "ngram", "num_speculative_tokens_per_batch_size": [[9, 64, 2], [1, 8, 4]]}
+    assert method_of(config).num_speculative_tokens_per_batch_size == ((1, 8, 4), (9, 64, 2))
 
 
 @pytest.mark.parametrize("ranges", ["[[1, 2, 8]]", 4, [[1, 4]], [1, 2, 3]])

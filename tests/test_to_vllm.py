@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from runner.config import MethodConfig, SpeculativeConfig, parse_method
+from runner.config import MedusaMethod, MethodConfig, MlpSpeculatorMethod, SpeculativeConfig, parse_method
 from runner.config.method_union import FIELDS, METHODS
 from runner.config.to_vllm import to_vllm
 from runner.results import write_vllm_config
@@ -254,12 +254,21 @@ def test_mtp_needs_no_model_there_either() -> None:
     assert notes == []
 
 
-@pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
-def test_methods_that_vllm_has_removed_are_said_to_have_no_counterpart(method: str) -> None:
-    assert to_vllm(method_of({"method": method, "model": "h"})) == (
-        None,
-        [f"method={method} has no counterpart in vLLM 0.33, which has removed it"],
-    )
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        (MedusaMethod(), "method=medusa has no counterpart in vLLM 0.33, which has removed it"),
+        (MlpSpeculatorMethod(), "method=mlp_speculator has no counterpart in vLLM 0.33, which has removed it"),
+        (
+            MethodConfig(method="mine"),
+            "method=mine has no counterpart in vLLM 0.33: its methods are ngram, ",
+        ),
+    ],
+)
+def test_methods_that_vllm_does_not_have_are_said_to_have_no_counterpart(method: MethodConfig, why: str) -> None:
+    config, (note,) = to_vllm(method)
+    assert config is None
+    assert note.startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -319,10 +328,10 @@ def test_the_file_is_what_vllm_takes_and_the_text_says_what_changed(tmp_path: Pa
     json_file, text_file = write_vllm_config(tmp_path, config, notes)
     assert json_file.name == "vllm_speculative_config.json"
     VllmSpeculativeConfig.model_validate(json.loads(json_file.read_text()))
-    assert text_file.read_text().startswith("rejection_sample_method=strict has no counterpart in vLLM")
+    assert text_file.read_text().startswith("For vLLM 0.33:\nrejection_sample_method=strict has no")
 
 
 def test_without_a_counterpart_there_is_only_the_reason(tmp_path: Path) -> None:
     (file,) = write_vllm_config(tmp_path, *to_vllm(method_of({"method": "none"})))
     assert file.name == "vllm_speculative_config.txt"
-    assert file.read_text() == "method=none is vLLM without a speculative_config\n"
+    assert file.read_text() == "For vLLM 0.33:\nmethod=none is vLLM without a speculative_config\n"

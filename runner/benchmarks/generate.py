@@ -59,7 +59,7 @@ def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], int]]:
     engines = {
         "none": _engine(None, options),
         "ngram": _engine({"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}, options),
-        "draft_model": _engine({"method": "draft_model"}, options),
+        "draft_model": _engine({"method": "draft_model", "num_speculative_tokens": 4}, options),
     }
     prompts = _prompts(engines["none"], options.prompt_len)
 

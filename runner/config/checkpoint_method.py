@@ -1,7 +1,8 @@
 """Which method a drafter's checkpoint is made for, read from its own files: JSON only, no tensor is loaded.
 
 A local directory is judged by its config.json, and by the names of its tensors where that leaves EAGLE's one layer in
-doubt; a hub id by its name, as vLLM does. Layouts: the projects' own, `speculators`, vLLM's.
+doubt; a hub id by its name, as in vLLM, which goes for Medusa's and IBM's heads too. Layouts: the projects' own,
+`speculators`, vLLM's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.config.vllm_keys import NAME_MARKS
+from runner.config.vllm_keys import HUB_MARKS, NAME_MARKS
 from runner.tiny import HEAD_NAMES
 
 # What the checkpoint of a method is called.
@@ -63,7 +64,23 @@ def method_of_model(model: str) -> str:
         if drafter.method is None:
             raise ValueError(f"model {_unavailable(model, drafter)}")
         return drafter.method
-    return next((method for mark, method in NAME_MARKS if mark in model.lower()), "draft_model")
+    marks = NAME_MARKS if Path(model).expanduser().is_dir() else (*NAME_MARKS, *HUB_MARKS)
+    return next((method for mark, method in marks if mark in model.lower()), "draft_model")
+
+
+def tokens_of_model(model: str, method: str) -> int | None:
+    """The num_speculative_tokens that the config.json of a local checkpoint means; None where it means none.
+
+    As in vLLM: what the first proposal method of a speculators config says, else n_predict (IBM's accelerators), which
+    for method mtp is the number of modules.
+    """
+    directory = Path(model).expanduser()
+    config = _read_json(directory / "config.json") if directory.is_dir() else {}
+    found = [config.get(key) for key in ("n_predict", *(_MTP_KEYS if method == "mtp" else ()))]
+    match config.get("speculators_config"):
+        case {"proposal_methods": [{"speculative_tokens": tokens}, *_]}:
+            found = [tokens]
+    return next((tokens for tokens in found if type(tokens) is int and tokens > 0), None)
 
 
 def is_dotted_path(model: str) -> bool:

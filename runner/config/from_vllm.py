@@ -10,7 +10,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from runner.config.checkpoint_method import method_of_model
+from pydantic.fields import FieldInfo
+
+from runner.config.checkpoint_method import method_of_model, tokens_of_model
 from runner.config.problem import Problem
 from runner.config.sampler import SamplerConfig
 from runner.config.vllm_keys import (
@@ -27,6 +29,7 @@ from runner.config.vllm_keys import (
     UNAVAILABLE_METHODS,
 )
 
+Fields = Mapping[str, Mapping[str, FieldInfo]]  # of every method
 # Values by which another method's key asks for what is so anyway.
 KEYS_OFF = (("draft_tensor_parallel_size", 1), ("use_heterogeneous_vocab", False))
 MAX_SUFFIX_TOKENS = 128  # vLLM's limit on num_speculative_tokens, and ours
@@ -41,12 +44,12 @@ class Translation:
     problems: tuple[Problem, ...]  # what is refused; names are relative to the speculative_config
 
 
-def translate(given: Mapping[str, Any], fields: Mapping[str, Set[str]]) -> Translation:
+def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
     """Read a speculative_config as vLLM reads it.
 
     Args:
         given: keys and values as the user wrote them.
-        fields: the keys of every method that is available here.
+        fields: the keys of every method that is available here, with their defaults.
     """
     notes: list[str] = []
     problems: list[Problem] = []
@@ -70,7 +73,10 @@ def translate(given: Mapping[str, Any], fields: Mapping[str, Set[str]]) -> Trans
         _take_tree(values, method, fields, problems)
         _drop_foreign(values, method, fields, known, notes)
         _take_depth_for_tokens(values, method, notes)
-        _take_rule_for_drafting(values, method, fields, notes)
+        if "revision" in fields[method]:  # a model or a head drafts: the others have no config and no laws
+            _take_tokens_of_checkpoint(values, method, fields, notes)
+            _take_rule_for_drafting(values, notes)
+            _note_drafting_of_rule(values, notes)
     return Translation(values=values, notes=tuple(notes), problems=tuple(problems))
 
 
@@ -165,7 +171,7 @@ def _take_one_pass(values: dict[str, Any], method: Any, notes: list[str], proble
     return method
 
 
-def _take_tree(values: dict[str, Any], method: str, fields: Mapping[str, Set[str]], problems: list[Problem]) -> None:
+def _take_tree(values: dict[str, Any], method: str, fields: Fields, problems: list[Problem]) -> None:
     """The tree of releases that had one: a list of paths, written as Python writes it."""
     tree = values.get(TREE_KEY)
     if tree is None:
@@ -187,7 +193,11 @@ def _take_tree(values: dict[str, Any], method: str, fields: Mapping[str, Set[str
 
 
 def _drop_foreign(
-    values: dict[str, Any], method: str, fields: Mapping[str, Set[str]], known: Set[str], notes: list[str]
+    values: dict[str, Any],
+    method: str,
+    fields: Fields,
+    known: Set[str],
+    notes: list[str],
 ) -> None:
     """vLLM's keys exist on every method; those of another method change nothing there either."""
     for key in list(values):
@@ -210,12 +220,32 @@ def _take_depth_for_tokens(values: dict[str, Any], method: str, notes: list[str]
     )
 
 
-def _take_rule_for_drafting(
-    values: dict[str, Any], method: str, fields: Mapping[str, Set[str]], notes: list[str]
-) -> None:
+def _take_tokens_of_checkpoint(values: dict[str, Any], method: str, fields: Fields, notes: list[str]) -> None:
+    key, model = "num_speculative_tokens", values.get("model")
+    if key in values:
+        return
+    found = tokens_of_model(model, method) if isinstance(model, str) else None
+    if found is not None:
+        values[key] = found
+        notes.append(f"{key}={found} comes from the config.json of {model}, as in vLLM")
+    else:
+        default = fields[method][key].default
+        notes.append(f"{key} is not given and is {default}, the default here; vLLM takes what the draft's config says")
+
+
+def _take_rule_for_drafting(values: dict[str, Any], notes: list[str]) -> None:
     """A vLLM that has draft_sample_method has `standard` as its default rule; strict would waste such drafts."""
     key = "rejection_sample_method"
-    has_drafter = "revision" in fields[method]  # a model or a head: the others have no laws to draw from
-    if has_drafter and values.get("draft_sample_method") == "probabilistic" and key not in values:
+    if values.get("draft_sample_method") == "probabilistic" and key not in values:
         values[key] = "probabilistic"
         notes.append(f"{key}=probabilistic comes with draft_sample_method=probabilistic, as in vLLM")
+
+
+def _note_drafting_of_rule(values: dict[str, Any], notes: list[str]) -> None:
+    """In vLLM the way to draft does not depend on the rule; here a rule that reads drafts' laws has them drawn."""
+    rule, is_dynamic = values.get("rejection_sample_method"), values.get(TREE_KEY) == "dynamic"
+    if rule in ("probabilistic", "block") and "draft_sample_method" not in values and not is_dynamic:
+        notes.append(
+            f"draft_sample_method=probabilistic comes with rejection_sample_method={rule}: drafts are drawn from the "
+            "draft's own distribution; vLLM's default is draft_sample_method=greedy, name it to have that"
+        )

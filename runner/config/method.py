@@ -55,8 +55,8 @@ class MethodConfig(Node):
     )
     num_speculative_tokens_per_batch_size: Annotated[tuple[BatchSizeRange, ...], Strict(False)] | None = Field(
         default=None,
-        description="[[start, end, K], ...], K in [0, 128]: drafts at most while start..end requests run; gaps and "
-        "what lies behind keep the K before them",
+        description="[[start, end, K], ...], in any order, K in [0, 128]: drafts at most while start..end requests "
+        "run; gaps and what lies behind keep the K before them",
     )
     disable_by_batch_size: int | None = Field(
         default=None, ge=1, description="draft nothing while more requests than this are running or waiting, >= 1"
@@ -103,6 +103,7 @@ class MethodConfig(Node):
     def _check_ranges(cls, ranges: tuple[BatchSizeRange, ...] | None) -> tuple[BatchSizeRange, ...] | None:
         if ranges is None:
             return None
+        ranges = tuple(sorted(ranges))  # vLLM takes them in any order
         if not ranges or ranges[0][0] != 1:
             raise ValueError(f"must hold ranges [start, end, K] whose first starts at 1, got {_as_lists(ranges)}")
         for start, end, _ in ranges:
@@ -110,7 +111,7 @@ class MethodConfig(Node):
                 raise ValueError(f"must have start <= end in every range, got [{start}, {end}]")
         for (_, end, _), (start, _, _) in itertools.pairwise(ranges):
             if start <= end:
-                raise ValueError(f"must hold ascending ranges that do not overlap, got {_as_lists(ranges)}")
+                raise ValueError(f"must hold ranges that do not overlap, got {_as_lists(ranges)}")
         return ranges
 
     @model_validator(mode="after")

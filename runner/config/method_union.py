@@ -93,7 +93,11 @@ class NgramGpuMethod(PromptLookupMethod):
 
 
 class SuffixMethod(MethodConfig):
-    """Suffix decoding: drafts what followed the same words before, in this request or in finished ones."""
+    """Suffix decoding: drafts what followed the same words before, in this request or in finished ones.
+
+    vLLM, by Arctic Inference, lets requests draft from each other's responses while these run; here a response is
+    shared when it is finished, so requests that answer alike at the same time accept less.
+    """
 
     ignored_keys: ClassVar[tuple[str, ...]] = ("draft_sample_method",)
 
@@ -185,7 +189,7 @@ AnyMethod = (
     | DflashMethod
     | CustomClassMethod
 )
-FIELDS = {str(member.model_fields["method"].default): member.model_fields.keys() for member in node_classes(AnyMethod)}
+FIELDS = {str(member.model_fields["method"].default): member.model_fields for member in node_classes(AnyMethod)}
 METHODS = tuple(FIELDS)
 MethodUnion = Annotated[Annotated[AnyMethod, Field(discriminator="method")], BeforeValidator(infer_method)]
 

@@ -1,4 +1,4 @@
-"""A method node as the speculative_config of vLLM 0.33, and what changes on the way there."""
+"""A method node as the speculative_config of vLLM 0.33 (VLLM_VERSION), and what changes on the way there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from runner.config.drafter_methods import GrownTreeMethod, TreeDrafterMethod
 from runner.config.method import MethodConfig
-from runner.config.vllm_keys import ONE_PASS_KEY, TREE_KEY
+from runner.config.vllm_keys import ONE_PASS_KEY, TREE_KEY, VLLM_VERSION
 
 # Keys of single methods that mean the same in vLLM.
 _SAME_KEYS = (
@@ -28,14 +28,17 @@ _RULE_NOTES = {
     "typical": "rejection_sample_method=typical has no counterpart in vLLM: standard is lossless and accepts less",
     "block": "rejection_sample_method=block needs vLLM's V2 model runner: V1 verifies as standard does",
 }
+_SAME_METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "custom_class", "eagle", "eagle3", "mtp", "dflash")
 _REMOVED_METHODS = ("medusa", "mlp_speculator")  # of vLLM's V0 engine, gone with it
-_V1_METHODS = ("suffix", "custom_class")  # vLLM has them in its V1 model runner only, without a varying draft length
+# vLLM 0.33 has them in its V1 model runner only, without a varying draft length. Later releases have suffix in V2 too,
+# where it always drafts num_speculative_tokens and does not read max_spec_factor and min_token_prob.
+_V1_METHODS = ("suffix", "custom_class")
 
 
 def to_vllm(
     method: MethodConfig, *, draft_model: str | None = None, temperature: float = 0.0
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """vLLM's speculative_config for a method, and notes on what has no counterpart there.
+    """The speculative_config of vLLM 0.33 for a method, and notes on what has no counterpart there.
 
     Args:
         method: the checked method node.
@@ -43,14 +46,17 @@ def to_vllm(
         temperature: of the requests; it decides which of vLLM's ways of drafting is closest to `coupled`.
 
     Returns:
-        (None, why) where vLLM does the same without a speculative_config.
+        (None, why) where vLLM does the same without a speculative_config, or has no such method.
     """
     if method.method == "none":
         return None, ["method=none is vLLM without a speculative_config"]
     if method.num_speculative_tokens == 0:
         return None, ["num_speculative_tokens=0 is vLLM without a speculative_config: there it must be > 0"]
     if method.method in _REMOVED_METHODS:
-        return None, [f"method={method.method} has no counterpart in vLLM 0.33, which has removed it"]
+        return None, [f"method={method.method} has no counterpart in vLLM {VLLM_VERSION}, which has removed it"]
+    if method.method not in (*_SAME_METHODS, "pard"):
+        remedy = f"its methods are {', '.join(_SAME_METHODS)}"
+        return None, [f"method={method.method} has no counterpart in vLLM {VLLM_VERSION}: {remedy}"]
     notes: list[str] = []
     config: dict[str, Any] = {"method": method.method, "num_speculative_tokens": _chain_length(method, notes)}
     if method.method == "pard":

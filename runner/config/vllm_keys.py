@@ -1,13 +1,15 @@
 """vLLM's speculative_config, key by key: what is called otherwise here, what changes nothing, what is refused and why.
 
-Data only; from_vllm.py reads it. Sources: vllm/config/speculative.py of 0.33 and of 0.8, and the engine arguments
-(--speculative-model and its kin) of the releases before.
+Data only; from_vllm.py reads it. Sources: vllm/config/speculative.py of 0.33 and of 0.8, the documentation of what came
+after 0.33, and the engine arguments (--speculative-model and its kin) of the releases before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+VLLM_VERSION = "0.33"  # that our own configurations are translated for
 
 # Spellings of older releases, most of them flat engine arguments, and the key of today.
 RENAMED_KEYS = {
@@ -61,6 +63,7 @@ KEYS_WITHOUT_EFFECT = {
     "index_share_for_mtp_iteration": "no layer here has an index to share",
     "kv_cache_dtype": "the draft's KV cache has the target's dtype",
     "moe_backend": "one implementation serves target and draft",
+    "suffix_decoding_corpus_tokens": "suffix_decoding_max_cached_requests limits what is kept, in responses",
     "use_local_argmax_reduction": "it is about drafts split over GPUs",
     "xpress_topc": "it is a key of XPress drafters",
 }
@@ -110,3 +113,10 @@ MTP_SUFFIX = "_mtp"  # deepseek_mtp, qwen3_next_mtp and two dozen more are depre
 
 # Substrings of a checkpoint's name by which vLLM recognises a head that is no plain draft model, in its order.
 NAME_MARKS = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
+# Of heads that vLLM 0.33 does not have, in names on the hub; a local directory's own files say it.
+HUB_MARKS = (
+    ("medusa", "medusa"),
+    ("accelerator", "mlp_speculator"),  # IBM's
+    ("mlp-speculator", "mlp_speculator"),
+    ("mlp_speculator", "mlp_speculator"),
+)
