@@ -335,25 +335,24 @@ def test_every_draft_is_the_one_of_a_whole_recompute_in_float64(
 
 
 @pytest.mark.parametrize(
-    ("keys", "expected"),
+    ("keys", "named", "expected"),
     [
-        ({}, (2, 3, 4)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 3, 4)),
-        ({"eagle_config": {"layer_ids": [1, 3, 4]}}, (1, 3, 4)),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (1, 3, 4)),
-        ({"aux_hidden_state_layer_ids": [0, 3, 7]}, (0, 3, 7)),
+        ({}, {}, (2, 3, 4)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, {}, (2, 4, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, {}, (2, 3, 4)),
+        ({"eagle_config": {"layer_ids": [1, 3, 4]}}, {}, (1, 3, 4)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, {}, (1, 3, 4)),
+        ({"aux_hidden_state_layer_ids": [0, 3, 7]}, {}, (0, 3, 7)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, {"aux_hidden_state_layer_ids": [5, 6, 7]}, (5, 6, 7)),
     ],
 )
 def test_ids_of_hidden_states_mean_what_their_key_means(
-    target: tuple[Path, Any], tmp_path: Path, keys: dict[str, Any], expected: tuple[int, ...]
+    target: tuple[Path, Any], tmp_path: Path, keys: dict[str, Any], named: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
-    """Nested ids number layers from 0, so the state after layer i is hidden state i + 1; the others are as they are."""
+    """eagle_config's ids of hidden states number layers from 0: i is hidden state i + 1. The others are as they are."""
     layout = LAYOUTS[SAFE3]
     make_head(replace(layout, config=layout.config | keys), target[1], tmp_path)
-    assert engine(target[0], tmp_path, "eagle3").engine.proposer.tap_layers == expected
-    llm = engine(target[0], tmp_path, "eagle3", aux_hidden_state_layer_ids=[5, 6, 7])
-    assert llm.engine.proposer.tap_layers == (5, 6, 7)
+    assert engine(target[0], tmp_path, "eagle3", **named).engine.proposer.tap_layers == expected
 
 
 def test_a_head_that_reads_the_last_state_alone_has_no_fc(target: tuple[Path, Any], tmp_path: Path) -> None:
