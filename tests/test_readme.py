@@ -7,13 +7,16 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from runner.cli.compose import Composer
 from runner.cli.sweep import hydra_node, read_sweep
 from runner.config import SpeculativeConfig
+from runner.engine.sampling_params import SamplingParams
 from tests.command_line import CommandLine
+from tests.conftest import Engines, complete
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -54,13 +57,24 @@ def test_every_command_is_one_that_the_runner_takes(
 
 
 def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
-    completion, constrained = blocks("python")
+    completion, constrained, _ = blocks("python")
     exec(compile(completion, "README.md", "exec"), {})
     assert "vllm:spec_decode_num_accepted_tokens" in capsys.readouterr().out
     exec(compile(constrained, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert re.match(r'\{"color": ?"(red|green)", ?"count": ?-?\d+\} ', printed), printed
     assert "logprob" in printed
+
+
+def test_the_example_of_a_method_drafts_and_changes_no_token(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("repeat")
+    exec(compile(blocks("python")[2], "README.md", "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, "repeat", module)
+    method = {"method": "custom_class", "model": "repeat.RepeatProposer", "num_speculative_tokens": 3}
+    prompts, params = [{"prompt_token_ids": [5, 6, 7]}], [SamplingParams(max_tokens=12, seed=1)]
+    requests, metrics = complete(engines(method), prompts, params)
+    assert metrics.records[0].num_draft_tokens[0] == 3
+    assert requests[0].output_token_ids == complete(engines(), prompts, params)[0][0].output_token_ids
 
 
 def test_the_module_runs_as_written(tmp_path: Path) -> None:
