@@ -73,7 +73,7 @@ def test_the_example_of_a_method_drafts_and_changes_no_token(engines: Engines, m
     method = {"method": "custom_class", "model": "repeat.RepeatProposer", "num_speculative_tokens": 3}
     prompts, params = [{"prompt_token_ids": [5, 6, 7]}], [SamplingParams(max_tokens=12, seed=1)]
     requests, metrics = complete(engines(method), prompts, params)
-    assert metrics.records[0].num_draft_tokens[0] == 3
+    assert 3 in metrics.records[0].num_draft_tokens
     assert requests[0].output_token_ids == complete(engines(), prompts, params)[0][0].output_token_ids
 
 
