@@ -16,9 +16,9 @@ from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule, ScheduledRequest
 from runner.llm import LLM
+from runner.measure import measure
 from runner.prompts import Tokenizer
 from runner.responses import read_responses
-from runner.run import measure
 from runner.tiny import TARGET_DIR
 from runner.workload import WorkloadItem
 from tests.conftest import TARGET_CONFIG, Engines, complete

@@ -15,9 +15,9 @@ from runner.config import DrafterMethod, SpeculativeConfig
 from runner.engine.checkpoint import resolve_directory
 from runner.engine.errors import UserError
 from runner.llm import LLM
+from runner.measure import measure
 from runner.model_files import model_source
 from runner.results import write_metrics
-from runner.run import measure
 from runner.tracking import Tracker
 from runner.train.directory import replaced_directory
 from runner.train.fit import fit_head, load_frozen, read_states
