@@ -9,18 +9,18 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from proposers.base import Proposer
-from runner.config import SpeculativeConfig, SuffixMethod
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector, RequestRecord, count_identical
 from runner.outputs import logprob_fields
+from runner.promise import kept_by_rule, kept_by_run, promise_notes
 from runner.prompts import make_requests
 from runner.report import RunProgress
 from runner.workload import WorkloadItem
@@ -34,7 +34,6 @@ class Measurement:
     summary: dict[str, Any]
     metrics: MetricsCollector  # of the method
     records: list[RequestRecord]  # in the order of the workload
-    failures: list[str]  # why requests failed, the first few
     logprobs: dict[str, dict[str, Any]]  # request_id -> what outputs.jsonl says of them, where asked for
 
 
@@ -57,26 +56,26 @@ def measure(llm: LLM, items: Sequence[WorkloadItem], metrics: MetricsCollector |
     identical = None
     if baseline is not None and kept_by_rule(config) == "tokens":
         identical = count_identical(metrics.records, baseline.records)
+    failures = [f"request {request_id} failed: {reason}" for request_id, reason in errors.items()]
+    if len(failures) > MAX_FAILURES_SHOWN:
+        failures[MAX_FAILURES_SHOWN:] = [f"{len(failures) - MAX_FAILURES_SHOWN} more requests failed"]
     summary = metrics.summary(
         method=method,
         num_speculative_tokens=engine.proposer.num_speculative_tokens,
         baseline=None if baseline is None else baseline.summary(method="none", num_speculative_tokens=0),
         identical_to_baseline=identical,
-        lossless=kept_by_rule(config),
+        lossless=kept_by_run(config, engine),
         peak_memory_bytes=_peak_memory(engine.device),
         num_preemptions=sum(request.num_preemptions for request in requests),
+        notes=[*run_notes(llm), *failures],
     )
-    failures = [f"request {request_id} failed: {reason}" for request_id, reason in errors.items()]
     if not summary["num_requests"]:
         raise UserError(f"no request of the workload could run; {failures[0]}")
-    if len(failures) > MAX_FAILURES_SHOWN:
-        failures[MAX_FAILURES_SHOWN:] = [f"{len(failures) - MAX_FAILURES_SHOWN} more requests failed"]
     place = {request.request_id: index for index, request in enumerate(requests)}
     return Measurement(
         summary=summary,
         metrics=metrics,
         records=sorted(metrics.records, key=lambda record: place[record.request_id]),
-        failures=failures,
         logprobs={
             request.request_id: logprob_fields(request, engine.tokenizer.decode_token)
             for request in requests
@@ -85,39 +84,14 @@ def measure(llm: LLM, items: Sequence[WorkloadItem], metrics: MetricsCollector |
     )
 
 
-def promise_notes(llm: LLM) -> list[str]:
-    """Why the bitwise promise is off in this run, if it is."""
-    config, engine = llm.config, llm.engine
-    notes = []
-    rule = f"rejection_sample_method={config.method.rejection_sample_method}"
-    if kept_by_rule(config) == "distribution":
-        notes.append(f"{rule} keeps the distribution of plain decoding's tokens, not the very tokens")
-        if isinstance(config.method, SuffixMethod) and config.sampler.seed is not None:
-            # What a request remembers of another was accepted by the very noise that judges it there.
-            notes.append(
-                f"{rule} keeps it only roughly: with sampler.seed all requests share the noise that suffix "
-                "decoding's memory was accepted by; leave sampler.seed null, or choose strict"
-            )
-    if not engine.target.model.is_row_invariant:
-        notes.append(
-            "bitwise promise off: this architecture runs through transformers' modelling code, whose rows depend on "
-            "the batch"
-        )
-    elif not config.hardware.batch_invariant:
-        notes.append("bitwise promise off: hardware.batch_invariant=false")
-    elif not engine.target.is_row_invariant:
-        what = "CPU's matrix products" if engine.device.type == "cpu" else "GPU's kernels"
-        notes.append(f"bitwise promise off: this {what} depend on a row's place, as a check at the start found")
-    return notes
+def run_notes(llm: LLM) -> list[str]:
+    """What is known before the run of how to read its numbers."""
+    return [*llm.config.notes(), *promise_notes(llm.config, llm.engine)]
 
 
 def workload_requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> list[Request]:
     prompts = [item.prompt for item in items]
     return make_requests(prompts, [params] * len(prompts), llm.engine.tokenizer, llm.config.seed)
-
-
-def kept_by_rule(config: SpeculativeConfig) -> Literal["tokens", "distribution", False]:
-    return config.method.lossless(config.sampler.temperature)
 
 
 def _measure_one(

@@ -10,9 +10,10 @@ from typing import Any
 from runner.config import SpeculativeConfig, SyntheticWorkload
 from runner.engine.errors import UserError
 from runner.llm import LLM
-from runner.measure import kept_by_rule, measure, promise_notes, workload_requests
+from runner.measure import measure, run_notes, workload_requests
 from runner.metrics import MetricsCollector, RequestRecord
 from runner.model_files import model_path
+from runner.promise import kept_by_rule, kept_by_run
 from runner.report import open_console, print_summary
 from runner.results import (
     METRICS_FILE,
@@ -59,7 +60,8 @@ def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str
             "method": method,
             "model": config.model.model,
             "workload": config.workload.name,
-            "lossless": str(kept_by_rule(config)).lower(),  # tokens | distribution | false
+            "lossless": str(kept_by_run(config, llm.engine)).lower(),  # tokens | unguaranteed | distribution | false
+            "notes": "\n".join(run_notes(llm)),
         },
     )
     params = {**(written or {}), **flat_params(config.model_dump(mode="json"))}
@@ -81,7 +83,6 @@ def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str
             model=config.model.model,
             device=str(llm.engine.device),
             dtype=str(llm.engine.dtype).removeprefix("torch."),
-            notes=[*config.notes(), *promise_notes(llm), *measurement.failures],
             files=files,
             location=tracker.location,
             ui_command=tracker.ui_command,

@@ -100,7 +100,7 @@ def test_the_summary_shows_the_numbers_of_the_run() -> None:
 
 
 def test_the_summary_fits_80_columns_and_has_no_escape_codes_in_a_pipe() -> None:
-    text = shown(summary(), notes=["the bitwise promise is off on this path " * 4])
+    text = shown(summary(notes=["the bitwise promise is off on this path " * 4]))
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines()) == 80
 
@@ -112,7 +112,7 @@ def test_files_and_commands_are_never_broken_or_boxed() -> None:
 
 
 def test_brackets_in_names_are_text_not_markup() -> None:
-    text = shown(summary(), notes=["got [red]7[/red]"], files=["out/[bold]x"], location="[a]")
+    text = shown(summary(notes=["got [red]7[/red]"]), files=["out/[bold]x"], location="[a]")
     assert "got [red]7[/red]" in text
     assert "out/[bold]x" in text
 
@@ -242,13 +242,18 @@ def test_swept_keys_are_columns_that_tell_runs_apart() -> None:
     assert "speed-up" not in text and "identical" not in text, "nobody measured them"
 
 
-def test_a_lossy_rule_is_marked_in_title_summary_and_comparison() -> None:
+def test_a_run_that_may_change_tokens_is_marked_in_title_summary_and_comparison() -> None:
     text = shown(summary(lossless=False))
     assert "ngram, 2 tokens, lossy" in text
     assert "identical to plain decoding   lossy" in text
     assert compared(row(lossless=False))[2].split()[-1] == "lossy"
+    same = {"requests": 2, "identical": 2}
+    text = shown(summary(lossless="unguaranteed", identical_to_baseline=same))
+    assert "identical to plain decoding   2/2, unguaranteed" in text
+    assert compared(row(lossless="unguaranteed", identical_to_baseline="2/2"))[2].rstrip().endswith(" 2/2, unguaranteed")
     for lossless in ("tokens", "distribution", None):
         assert "lossy" not in shown(summary(lossless=lossless))
+        assert "unguaranteed" not in shown(summary(lossless=lossless))
         assert "lossy" not in compared(row(lossless=lossless))[2]
 
 

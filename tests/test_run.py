@@ -89,6 +89,19 @@ def test_without_a_baseline_there_is_no_speedup_and_no_comparison(tmp_path: Path
     summary = execute(config(baseline=False, method={"method": "ngram"}), tmp_path)
     assert summary["speedup"] is None
     assert summary["identical_to_baseline"] is None
+    assert (summary["lossless"], summary["notes"]) == ("tokens", [])
+
+
+def test_tokens_are_not_recorded_as_kept_where_the_promise_is_off(tmp_path: Path) -> None:
+    """The record said "tokens" whatever the hardware's settings, and only the terminal had the note."""
+    values = {"num_gpu_blocks_override": 320, "batch_invariant": False}
+    changes = {"workload": {"name": "demo", "limit": 1}, "method": {"method": "ngram"}, "tracking": "jsonl"}
+    summary = execute(config(hardware=values, **changes), tmp_path)
+    assert summary["lossless"] == "unguaranteed"
+    assert summary["notes"] == ["bitwise promise off: hardware.batch_invariant=false"]
+    (line,) = (tmp_path / "runs.jsonl").read_text().splitlines()
+    tags = json.loads(line)["tags"]
+    assert (tags["lossless"], tags["notes"]) == ("unguaranteed", summary["notes"][0])
 
 
 def test_a_rule_that_keeps_only_the_distribution_is_not_compared_when_sampling(tmp_path: Path) -> None:
@@ -126,6 +139,7 @@ def test_a_lossy_run_says_so_in_its_files_its_summary_and_the_tracker(
     client = mlflow.MlflowClient(store)
     (run,) = client.search_runs([entry.experiment_id for entry in client.search_experiments()])
     assert run.data.tags["lossless"] == "false"
+    assert run.data.tags["notes"].startswith("lossy: rejection_sample_method=typical keeps neither")
 
 
 def test_the_synthetic_rule_accepts_at_the_rate_it_is_set_to(tmp_path: Path) -> None:

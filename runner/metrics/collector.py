@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from runner.metrics.rates import (
@@ -78,7 +78,8 @@ class MetricsCollector:
         num_speculative_tokens: int,
         baseline: Mapping[str, Any] | None = None,
         identical_to_baseline: Mapping[str, int] | None = None,
-        lossless: Literal["tokens", "distribution", False] | None = None,
+        lossless: Literal["tokens", "unguaranteed", "distribution", False] | None = None,
+        notes: Sequence[str] = (),
         peak_memory_bytes: int | None = None,
         num_preemptions: int = 0,
     ) -> dict[str, Any]:
@@ -107,9 +108,12 @@ class MetricsCollector:
         - time_share: part of duration_s in propose, verify, whole_step (both in one), schedule and other; adds up to 1.
         - speedup: median tpot of method=none / median tpot, both of the same run; 1.0 for method=none itself.
         - baseline: output_tokens_per_second and tpot_ms of method=none in the same run; None where it was not run.
-        - lossless: what the verification rule keeps of plain decoding's text: "tokens", the very ones;
+        - lossless: what this run keeps of plain decoding's text: "tokens", the very ones, bit for bit; "unguaranteed",
+          the rule keeps them, but rows depend on the batch here, so that a rounding may change one (a note says why);
           "distribution"; false, neither (typical, synthetic); None where the caller does not say.
-        - identical_to_baseline: {requests, identical} of `count_identical`; None where not promised or not measured.
+        - identical_to_baseline: {requests, identical} of `count_identical`; None where the rule does not keep the very
+          tokens, or where there is no baseline.
+        - notes: what a reader must know to read the numbers, one sentence each.
         - categories: category -> counts, acceptance, tpot_ms and speedup over its requests.
 
         Args:
@@ -146,6 +150,7 @@ class MetricsCollector:
             "baseline": plain,
             "lossless": lossless,
             "identical_to_baseline": dict(identical_to_baseline) if identical_to_baseline is not None else None,
+            "notes": list(notes),
             "peak_memory_bytes": peak_memory_bytes,
             "categories": categories(finished, baseline),
         }

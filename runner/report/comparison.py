@@ -22,6 +22,7 @@ FORMATS = {
     "output_tokens_per_second": lambda value: number(value, "{:,.1f}"),
     "speedup": times,
 }
+MARKED = (False, "unguaranteed")  # values of lossless that the table shows
 MAX_WIDTH = 1000  # columns of a table that nothing bounds
 HEADINGS = dict(zip(FORMATS, ("acceptance", "length", "tokens/s", "speed-up"), strict=True))
 KEPT = ("acceptance_rate", "mean_acceptance_length", "output_tokens_per_second")  # columns also without a value
@@ -33,7 +34,8 @@ def print_comparison(
     """Prints one row a run: summaries (metrics.json), or the rows of `Tracker.children`.
 
     The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where a run has no
-    speed-up) carries a star; a run under a lossy rule is marked so. Speed-up and identity that no run has are left out.
+    speed-up) carries a star; a run under a lossy rule, or one
+    that does not guarantee plain decoding's tokens, is marked so. Speed-up and identity that no run has are left out.
     Runs go by their names only where method, number of tokens and params do not tell two of them apart.
 
     Args:
@@ -51,7 +53,7 @@ def print_comparison(
     for key in params:
         table.add_column(key.rpartition(".")[2].replace("_", "\n"), no_wrap=True)
     forms = {key: form for key, form in FORMATS.items() if key in KEPT or any(row.get(key) is not None for row in rows)}
-    tells_identity = any(row.get("identical_to_baseline") or row.get("lossless") is False for row in rows)
+    tells_identity = any(row.get("identical_to_baseline") or row.get("lossless") in MARKED for row in rows)
     for heading in (*(HEADINGS[key] for key in forms), *(["identical"] if tells_identity else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     for index, row in enumerate(rows):

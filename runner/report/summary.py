@@ -35,7 +35,6 @@ def print_summary(
     model: str,
     device: str,
     dtype: str,
-    notes: Sequence[str] = (),
     files: Sequence[str | Path] = (),
     location: str | None = None,
     ui_command: str | None = None,
@@ -44,7 +43,6 @@ def print_summary(
     """Prints a `MetricsCollector.summary`.
 
     Args:
-        notes: what the reader must know to read the numbers, such as a promise that is off in this run.
         files: what was written.
         location, ui_command: of the tracker.
     """
@@ -52,8 +50,8 @@ def print_summary(
     parts: list[RenderableType] = [_numbers(summary, model, device, dtype, ascii_only=console.options.ascii_only)]
     if len(summary["categories"]) > 1:
         parts += ["", _categories(summary["categories"])]
-    if notes:
-        parts += ["", *(_note(note) for note in notes)]
+    if summary["notes"]:
+        parts += ["", *(_note(note) for note in summary["notes"])]
     title = Text(method_title(summary), style="bold")
     panel = Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1), width=MIN_WIDTH)
     console.print(panel, crop=False)

@@ -42,12 +42,12 @@ def latency(value: Mapping[str, float | None]) -> str:
 
 
 def identical(value: Mapping[str, int] | str | None, lossless: str | bool | None = None) -> str:
-    """Identical requests of all: "40/40"; where that is not counted, what there is to say instead."""
+    """Identical requests of all: "40/40", and what qualifies that; "-" where there is nothing to say."""
     if value is None and lossless is False:
         return "lossy"
-    if value is None or isinstance(value, str):
-        return value or "-"
-    return f"{value['identical']}/{value['requests']}"
+    count = f"{value['identical']}/{value['requests']}" if isinstance(value, Mapping) else value
+    mark = "unguaranteed" if lossless == "unguaranteed" else None
+    return ", ".join(text for text in (count, mark) if text) or "-"
 
 
 def identical_style(value: Mapping[str, int] | str | None, lossless: str | bool | None = None) -> str:

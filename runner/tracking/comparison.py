@@ -67,5 +67,6 @@ def _label(row: Mapping[str, Any]) -> str:
     k = row["num_speculative_tokens"]
     name = row["run_name"] or (f"{row['method']} K={k}" if k else str(row["method"]))
     params = [str(value) for key, value in row.items() if key not in _COMPARED_KEYS]  # the swept ones
-    name = ", ".join([name, *params, *(["lossy"] if row.get("lossless") is False else [])])
+    promise = {False: ["lossy"], "unguaranteed": ["unguaranteed"]}.get(row.get("lossless"), [])
+    name = ", ".join([name, *params, *promise])
     return name if row["status"] == "FINISHED" else f"{name} ({row['status'].lower()})"
