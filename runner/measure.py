@@ -18,6 +18,7 @@ from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
+from runner.machine import describe_run
 from runner.metrics import MetricsCollector, RequestRecord, count_identical
 from runner.outputs import logprob_fields
 from runner.promise import kept_by_rule, kept_by_run, promise_notes
@@ -67,6 +68,7 @@ def measure(llm: LLM, items: Sequence[WorkloadItem], metrics: MetricsCollector |
         lossless=kept_by_run(config, engine),
         peak_memory_bytes=_peak_memory(engine.device),
         num_preemptions=sum(request.num_preemptions for request in requests),
+        machine=describe_run(engine),
         notes=[*run_notes(llm), *failures],
     )
     if not summary["num_requests"]:

@@ -10,6 +10,7 @@ from typing import Any
 from runner.config import SpeculativeConfig, SyntheticWorkload
 from runner.engine.errors import UserError
 from runner.llm import LLM
+from runner.machine import describe_run
 from runner.measure import measure, run_notes, workload_requests
 from runner.metrics import MetricsCollector, RequestRecord
 from runner.model_files import model_path
@@ -62,6 +63,7 @@ def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str
             "workload": config.workload.name,
             "lossless": str(kept_by_run(config, llm.engine)).lower(),  # tokens | unguaranteed | distribution | false
             "notes": "\n".join(run_notes(llm)),
+            **_machine_tags(llm),
         },
     )
     params = {**(written or {}), **flat_params(config.model_dump(mode="json"))}
@@ -81,8 +83,6 @@ def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str
         print_summary(  # before it is recorded: a tracker that fails now does not hide it
             summary,
             model=config.model.model,
-            device=str(llm.engine.device),
-            dtype=str(llm.engine.dtype).removeprefix("torch."),
             files=files,
             location=tracker.location,
             ui_command=tracker.ui_command,
@@ -105,6 +105,12 @@ def _write_vllm_config(config: SpeculativeConfig, output_dir: Path) -> list[Path
     if values is not None and "model" in values:
         values["model"] = model_path(values["model"])  # tiny's is a directory that vLLM can load
     return write_vllm_config(output_dir, values, notes)
+
+
+def _machine_tags(llm: LLM) -> dict[str, str]:
+    """As text; the commit is a tag of every run already."""
+    machine = describe_run(llm.engine)
+    return {key: str(value) for key, value in machine.items() if key != "commit" and value is not None}
 
 
 def _run_name(config: SpeculativeConfig) -> str:

@@ -36,12 +36,15 @@ def record(index: int, *, k: int, num_categories: int) -> RequestRecord:
     )
 
 
+MACHINE = {"device": "cpu", "device_name": "Some CPU", "dtype": "float32", "torch": "2.13.0", "commit": "0123456789"}
+
+
 def summary(*, method: str = "ngram", k: int = 2, num_categories: int = 2, **options: Any) -> dict[str, Any]:
     collector = MetricsCollector()
     for index in range(2):
         collector.finish(record(index, k=k, num_categories=num_categories))
     collector.observe(StepRecord(finished_at=0.03, seconds={"verify": 0.02}, total_seconds=0.04, request_steps=()))
-    return collector.summary(method=method, num_speculative_tokens=k, **options)
+    return collector.summary(method=method, num_speculative_tokens=k, **{"machine": MACHINE, **options})
 
 
 def console(*, terminal: bool = False, encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
@@ -52,7 +55,7 @@ def console(*, terminal: bool = False, encoding: str = "utf-8") -> tuple[Console
 
 def shown(numbers: Mapping[str, Any], *, encoding: str = "utf-8", **options: Any) -> str:
     out, raw = console(encoding=encoding)
-    print_summary(numbers, model="tiny", device="cpu", dtype="float32", console=out, **options)
+    print_summary(numbers, model="tiny", console=out, **options)
     return raw.getvalue().decode(encoding)
 
 
@@ -82,6 +85,7 @@ def test_the_summary_shows_the_numbers_of_the_run() -> None:
     for words in (
         "ngram, 2 tokens",
         "tiny on cpu, float32",
+        "Some CPU, torch 2.13.0, commit 0123456",
         "2, 8 output tokens",
         "speed-up over plain decoding  1.50x",
         "identical to plain decoding   2/2",
@@ -155,7 +159,7 @@ def test_a_pipe_without_unicode_does_not_break_on_a_path() -> None:
 from runner.metrics import MetricsCollector
 from runner.report import print_summary
 numbers = MetricsCollector().summary(method="none", num_speculative_tokens=0)
-print_summary(numbers, model="mod\u00e8le", device="cpu", dtype="float32", files=["/home/\u65e5/x"])
+print_summary(numbers, model="mod\u00e8le", files=["/home/\u65e5/x"])
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -165,7 +169,7 @@ print_summary(numbers, model="mod\u00e8le", device="cpu", dtype="float32", files
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "model                         mod?le on cpu, float32" in done.stdout  # nor is it cut at 40 columns
+    assert "model                         mod?le" in done.stdout  # nor is it cut at 40 columns
 
 
 def test_bars_are_as_long_as_their_share() -> None:
@@ -189,7 +193,8 @@ def test_titles_count_their_tokens(k: int | None, title: str) -> None:
 
 def test_a_sweep_is_one_row_a_run_with_the_fastest_marked() -> None:
     lines = compared(
-        row(method="none", num_speculative_tokens=0, speedup=1.0, acceptance_rate=None, mean_acceptance_length=None),
+        row(method="none", num_speculative_tokens=0, speedup=1.0, acceptance_rate=None, mean_acceptance_length=None)
+        | MACHINE,
         row(num_speculative_tokens=2, identical_to_baseline={"requests": 3, "identical": 3}),
         row(speedup=1.75, identical_to_baseline="2/3"),
     )
@@ -197,7 +202,7 @@ def test_a_sweep_is_one_row_a_run_with_the_fastest_marked() -> None:
     assert lines[2].split() == ["none", "-", "-", "-", "100.0", "1.00x", "-"]
     assert lines[3].split() == ["ngram", "2", "50.0%", "3.00", "100.0", "1.50x", "3/3"]
     assert lines[4].split() == ["ngram", "*", "4", "50.0%", "3.00", "100.0", "1.75x", "2/3"]
-    assert lines[5].strip() == "* fastest"
+    assert [line.strip() for line in lines[5:]] == ["* fastest", "on Some CPU, torch 2.13.0, commit 0123456"]
     assert max(map(len, lines)) <= 80
 
 
@@ -250,7 +255,9 @@ def test_a_run_that_may_change_tokens_is_marked_in_title_summary_and_comparison(
     same = {"requests": 2, "identical": 2}
     text = shown(summary(lossless="unguaranteed", identical_to_baseline=same))
     assert "identical to plain decoding   2/2, unguaranteed" in text
-    assert compared(row(lossless="unguaranteed", identical_to_baseline="2/2"))[2].rstrip().endswith(" 2/2, unguaranteed")
+    assert (
+        compared(row(lossless="unguaranteed", identical_to_baseline="2/2"))[2].rstrip().endswith(" 2/2, unguaranteed")
+    )
     for lossless in ("tokens", "distribution", None):
         assert "lossy" not in shown(summary(lossless=lossless))
         assert "unguaranteed" not in shown(summary(lossless=lossless))

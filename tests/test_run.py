@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ def test_a_run_measures_writes_and_logs_the_same_numbers(tmp_path: Path, store: 
     assert run.info.status == "FINISHED"
     assert run.data.metrics["acceptance_rate"] == pytest.approx(summary["acceptance_rate"])
     assert run.data.params["method.num_speculative_tokens"] == "4"
+    machine = summary["machine"]
+    assert (machine["device"], machine["dtype"], machine["torch"]) == ("cpu", "float32", version("torch"))
+    tagged = ("device", "device_name", "dtype", "num_threads", "torch", "triton", "transformers")
+    assert [run.data.tags[key] for key in tagged] == [str(machine[key]) for key in tagged]
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
         "metrics.json",
         "outputs.jsonl",

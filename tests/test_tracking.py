@@ -23,7 +23,7 @@ from runner.tracking.flatten import flat_metrics, flat_params
 from runner.tracking.git_sha import git_sha
 from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path
 from runner.tracking.series import step_series
-from runner.tracking.tracker import comparison_row, status_of
+from runner.tracking.tracker import MACHINE, comparison_row, status_of
 
 SUMMARY = {
     "method": "ngram",
@@ -168,14 +168,16 @@ def test_a_long_series_and_many_parameters_fit_the_limits_of_one_call(uri: str, 
 
 def test_children_of_a_sweep_are_compared_on_the_parent(uri: str, client: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"tracking_uri": uri, "experiment_name": "sweep"}
-    fast = {**SUMMARY, "speedup": 1.75, "identical_to_baseline": {"requests": 3, "identical": 2}}
+    machine = {**dict.fromkeys(MACHINE), "device_name": "Some CPU", "torch": "2.13.0", "commit": git_sha()}
+    fast = {**SUMMARY, "machine": machine, "speedup": 1.75, "identical_to_baseline": {"requests": 3, "identical": 2}}
     with start_sweep("mlflow", params={"method": "none,ngram"}, run_name="parent", **options) as parent:
         assert os.environ[PARENT_RUN_ENV] == parent.run_id
         with open_tracker("mlflow", run_name="none", tags={"method": "none"}, **options) as child:
             child.log_summary({"num_speculative_tokens": 0, "speedup": 1.0})
         with pytest.raises(RuntimeError), open_tracker("mlflow", run_name="broken", **options):
             raise RuntimeError("boom")
-        with open_tracker("mlflow", run_name="ngram k=4", tags={"method": "ngram"}, **options) as child:
+        tags = {"method": "ngram", "device_name": "Some CPU", "torch": "2.13.0"}
+        with open_tracker("mlflow", run_name="ngram k=4", tags=tags, **options) as child:
             child.log_summary(fast)
     assert PARENT_RUN_ENV not in os.environ
     with open_tracker("mlflow", **options):
@@ -194,7 +196,7 @@ def test_children_of_a_sweep_are_compared_on_the_parent(uri: str, client: Any, t
     ]
     row = parent.children()[2]
     assert row == comparison_row(fast, run_name="ngram k=4", status="FINISHED")
-    assert row["identical_to_baseline"] == "2/3"
+    assert (row["identical_to_baseline"], row["device_name"], row["commit"]) == ("2/3", "Some CPU", git_sha())
 
 
 @pytest.mark.parametrize("tracking", ["mlflow", "jsonl"])

@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from runner.benchmarks.decoding_cases import BATCH_SIZE, CASES, Quantities
 from runner.benchmarks.identical_texts import VARIANTS, count_equal_texts, plain_texts
-from runner.benchmarks.machine import describe_machine
 from runner.benchmarks.shared_target import SharedTarget, StartTimes
 from runner.cli.arguments import at_least
 from runner.cli.screen import show_error, show_interrupt
 from runner.engine.errors import UserError
+from runner.machine import describe_machine
 from runner.metrics.rates import percentiles
 from runner.results import write_metrics
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from runner.benchmarks.machine import describe_machine
 from runner.cli.arguments import at_least
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
+from runner.machine import describe_machine
 from runner.metrics import MetricsCollector
 from runner.metrics.rates import percentiles
 from runner.prompts import make_requests

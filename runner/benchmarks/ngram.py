@@ -25,12 +25,12 @@ from proposers.lookup.ngram_index import NgramIndex
 from proposers.lookup.ngram_table import Int32Array, extend_and_draft
 from proposers.ngram import NgramProposer
 from proposers.ngram_gpu import ngram_match_on
-from runner.benchmarks.machine import describe_machine
 from runner.benchmarks.ngram_texts import next_tokens, text_of
 from runner.cli.arguments import at_least
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.machine import describe_machine
 from runner.metrics.rates import percentiles
 
 MIN_N, MAX_N, NUM_DRAFTS = 2, 5, 4

@@ -26,9 +26,9 @@ import numpy as np
 from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
 from proposers.lookup.suffix_forest import Int32Array
 from proposers.lookup.suffix_reference import naive_propose
-from runner.benchmarks.machine import describe_machine
 from runner.benchmarks.suffix_corpora import NAMES, Corpus
 from runner.cli.arguments import at_least
+from runner.machine import describe_machine
 
 DEPTH, LIMIT = 24, 8
 PROMPT_LEN = 100

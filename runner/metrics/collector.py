@@ -80,6 +80,7 @@ class MetricsCollector:
         identical_to_baseline: Mapping[str, int] | None = None,
         lossless: Literal["tokens", "unguaranteed", "distribution", False] | None = None,
         notes: Sequence[str] = (),
+        machine: Mapping[str, Any] | None = None,
         peak_memory_bytes: int | None = None,
         num_preemptions: int = 0,
     ) -> dict[str, Any]:
@@ -113,6 +114,7 @@ class MetricsCollector:
           "distribution"; false, neither (typical, synthetic); None where the caller does not say.
         - identical_to_baseline: {requests, identical} of `count_identical`; None where the rule does not keep the very
           tokens, or where there is no baseline.
+        - machine: device, device_name, dtype, num_threads, versions and commit of the run (runner.machine).
         - notes: what a reader must know to read the numbers, one sentence each.
         - categories: category -> counts, acceptance, tpot_ms and speedup over its requests.
 
@@ -150,6 +152,7 @@ class MetricsCollector:
             "baseline": plain,
             "lossless": lossless,
             "identical_to_baseline": dict(identical_to_baseline) if identical_to_baseline is not None else None,
+            "machine": None if machine is None else dict(machine),
             "notes": list(notes),
             "peak_memory_bytes": peak_memory_bytes,
             "categories": categories(finished, baseline),

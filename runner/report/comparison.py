@@ -13,7 +13,7 @@ from rich.text import Text
 
 from runner.metrics.rates import measure_of_speed
 from runner.report.console import open_wide_console
-from runner.report.text import identical, identical_style, number, percent, speedup_style, times
+from runner.report.text import identical, identical_style, machine_title, number, percent, speedup_style, times
 
 HIGHER_IS_BETTER = ("speedup", "output_tokens_per_second", "mean_acceptance_length", "acceptance_rate")
 FORMATS = {
@@ -73,6 +73,8 @@ def print_comparison(
     console.print(table, crop=False)
     if fastest is not None:
         console.print(Text(" * fastest", "dim"))
+    for machine in dict.fromkeys(filter(None, map(machine_title, rows))):
+        console.print(Text(f" on {machine}", "dim"), soft_wrap=True)
 
 
 def _best(rows: Sequence[Mapping[str, Any]], key: str) -> int | None:

@@ -18,6 +18,7 @@ from runner.report.text import (
     identical,
     identical_style,
     latency,
+    machine_title,
     mebibytes,
     method_title,
     number,
@@ -33,8 +34,6 @@ def print_summary(
     summary: Mapping[str, Any],
     *,
     model: str,
-    device: str,
-    dtype: str,
     files: Sequence[str | Path] = (),
     location: str | None = None,
     ui_command: str | None = None,
@@ -47,7 +46,7 @@ def print_summary(
         location, ui_command: of the tracker.
     """
     console = console or open_wide_console()
-    parts: list[RenderableType] = [_numbers(summary, model, device, dtype, ascii_only=console.options.ascii_only)]
+    parts: list[RenderableType] = [_numbers(summary, model, ascii_only=console.options.ascii_only)]
     if len(summary["categories"]) > 1:
         parts += ["", _categories(summary["categories"])]
     if summary["notes"]:
@@ -64,7 +63,7 @@ def print_summary(
             previous = label
 
 
-def _numbers(summary: Mapping[str, Any], model: str, device: str, dtype: str, *, ascii_only: bool) -> Table:
+def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -73,7 +72,10 @@ def _numbers(summary: Mapping[str, Any], model: str, device: str, dtype: str, *,
     requests = Text(f"{summary['num_requests']:,}, {summary['num_output_tokens']:,} output tokens")
     if failed:
         requests.append(f", {failed:,} failed", style="bold red")
-    grid.add_row("model", f"{model} on {device}, {dtype}")
+    machine = summary["machine"]
+    grid.add_row("model", model if machine is None else f"{model} on {machine['device']}, {machine['dtype']}")
+    if machine is not None:
+        grid.add_row("machine", machine_title(machine))
     grid.add_row("requests", requests)
     grid.add_row("speed-up over plain decoding", Text(times(summary["speedup"]), speedup_style(summary["speedup"])))
     grid.add_row("identical to plain decoding", Text(identical(same, lossless), identical_style(same, lossless)))

@@ -64,6 +64,13 @@ def method_title(row: Mapping[str, Any]) -> str:
     return f"{title}, lossy" if row.get("lossless") is False else title
 
 
+def machine_title(machine: Mapping[str, Any]) -> str:
+    """Device, version of torch and commit, for a run's `machine` or a row of a comparison."""
+    commit = (machine.get("commit") or "")[:7]
+    torch = f"torch {machine['torch']}" if machine.get("torch") else ""
+    return ", ".join(text for text in (machine.get("device_name"), torch, commit and f"commit {commit}") if text)
+
+
 def bar(share: float | None, *, ascii_only: bool) -> str:
     """A share of 1 as a bar of BAR_WIDTH characters, in steps of an eighth of one."""
     if share is None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+from functools import cache
 from pathlib import Path
 
 
+@cache  # what was imported stays the same, whatever is committed while it runs
 def git_sha() -> str | None:
     """The full hash of this package's commit, with "-dirty" when files differ from it; None outside a git checkout."""
     here = Path(__file__)

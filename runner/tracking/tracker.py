@@ -99,20 +99,24 @@ COMPARED = (
     "output_tokens_per_second",
     "speedup",
 )
+MACHINE = ("device_name", "device", "dtype", "torch", "triton", "transformers", "commit")
 
 
 def comparison_row(summary: Mapping[str, Any], *, run_name: str | None, status: str) -> dict[str, Any]:
-    """One run of a sweep: run_name, status, the compared numbers, lossless, identical_to_baseline as "same/requests".
+    """One run of a sweep: run_name, status, the compared numbers, lossless, identical_to_baseline as "same/requests",
+    and where it was measured.
 
     What the run does not have is None.
     """
     same = summary.get("identical_to_baseline")
+    machine = summary.get("machine") or {}
     return {
         "run_name": run_name,
         "status": status,
         **{key: summary.get(key) for key in COMPARED},
         "lossless": summary.get("lossless"),
         "identical_to_baseline": f"{same['identical']}/{same['requests']}" if same else None,
+        **{key: machine.get(key) for key in MACHINE},
     }
 
 
