@@ -81,6 +81,9 @@ class Proposer(ABC):
     def set_learning(self, is_learning: bool) -> None:  # noqa: B027 - optional
         """Whether what requests said may be remembered after their release; a warm-up's must not be."""
 
+    def restart(self) -> None:  # noqa: B027 - optional
+        """Back to what it knew when it was built: forget requests that are over. Comes between measured repeats."""
+
     @property
     def tap_layers(self) -> tuple[int, ...]:
         """The target's hidden states that `update` finds in its output (runner.engine.hidden_states)."""

@@ -40,6 +40,9 @@ class CustomClassProposer(Proposer):
     def set_learning(self, is_learning: bool) -> None:
         self.inner.set_learning(is_learning)
 
+    def restart(self) -> None:
+        self.inner.restart()
+
     @property
     def tap_layers(self) -> tuple[int, ...]:
         return self.inner.tap_layers

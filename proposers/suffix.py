@@ -8,6 +8,7 @@ a tree of the likeliest ones. Responses of finished requests are remembered, up 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
@@ -22,7 +23,7 @@ class SuffixProposer(Proposer):
 
     Args:
         suffix_decoding_*: as in the configuration.
-        corpus: token ids of earlier responses to start from, the oldest first; read once.
+        corpus: token ids of earlier responses to start from, the oldest first; read at every start.
     """
 
     def __init__(
@@ -39,14 +40,15 @@ class SuffixProposer(Proposer):
     ) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
         compile_suffix_cache()
-        self._cache = SuffixCache(
+        self._empty_cache = partial(
+            SuffixCache,
             max_tree_depth=suffix_decoding_max_tree_depth,
             max_cached_requests=suffix_decoding_max_cached_requests,
             max_spec_factor=suffix_decoding_max_spec_factor,
             min_token_prob=suffix_decoding_min_token_prob,
         )
-        for response in corpus:
-            self._cache.insert(response)
+        self._corpus = corpus
+        self.restart()
         self._requests: dict[str, Request] = {}  # that have been scheduled and not been released
         self._rows: dict[str, int] = {}  # of those that have decoded
         self._num_known: dict[str, int] = {}  # committed tokens that the cache has of them
@@ -86,3 +88,8 @@ class SuffixProposer(Proposer):
 
     def set_learning(self, is_learning: bool) -> None:
         self._is_learning = is_learning
+
+    def restart(self) -> None:
+        self._cache = self._empty_cache()
+        for response in self._corpus:
+            self._cache.insert(response)

@@ -20,6 +20,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.machine import describe_run
 from runner.metrics import MetricsCollector, RequestRecord, count_identical
+from runner.metrics.repeats import middle_repeat, over_repeats
 from runner.outputs import logprob_fields
 from runner.promise import kept_by_rule, kept_by_run, promise_notes
 from runner.prompts import make_requests
@@ -33,49 +34,43 @@ WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code p
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     summary: dict[str, Any]
-    metrics: MetricsCollector  # of the method
-    records: list[RequestRecord]  # in the order of the workload
+    metrics: MetricsCollector  # of the method, in the middle repeat
+    records: list[RequestRecord]  # of the same pass, in the order of the workload
     logprobs: dict[str, dict[str, Any]]  # request_id -> what outputs.jsonl says of them, where asked for
 
 
-def measure(llm: LLM, items: Sequence[WorkloadItem], metrics: MetricsCollector | None = None) -> Measurement:
+def measure(llm: LLM, items: Sequence[WorkloadItem], collectors: list[MetricsCollector] | None = None) -> Measurement:
     """Run a workload plainly (unless baseline is off) and with the method, on one engine and one clock.
 
-    metrics: an empty one that follows the method, for who wants to know how far it came if this raises.
+    With `repeats` the two take turns. Every pass of the method begins with what its proposer knew when it was built, so
+    that no repeat profits from an earlier one. Where the rule keeps tokens, those of all passes are compared.
+
+    Args:
+        collectors: gets that of every pass of the method, for who wants to know how far it came if this raises.
     """
-    metrics = metrics or MetricsCollector()
     config, engine = llm.config, llm.engine
-    params = config.sampler.to_sampling_params()
     method = config.method.method
-    is_plain = method == "none"
-    _warm_up(llm, items, params)
-    baseline = None
-    if config.baseline and not is_plain:
-        baseline = MetricsCollector()
-        _measure_one(llm, engine.plain_proposer, items, params, "plain decoding", baseline)
-    requests, errors = _measure_one(llm, engine.proposer, items, params, method, metrics)
-    identical = None
-    if baseline is not None and kept_by_rule(config) == "tokens":
-        identical = count_identical(metrics.records, baseline.records)
-    failures = [f"request {request_id} failed: {reason}" for request_id, reason in errors.items()]
-    if len(failures) > MAX_FAILURES_SHOWN:
-        failures[MAX_FAILURES_SHOWN:] = [f"{len(failures) - MAX_FAILURES_SHOWN} more requests failed"]
-    summary = metrics.summary(
-        method=method,
-        num_speculative_tokens=engine.proposer.num_speculative_tokens,
-        baseline=None if baseline is None else baseline.summary(method="none", num_speculative_tokens=0),
-        identical_to_baseline=identical,
-        lossless=kept_by_run(config, engine),
-        peak_memory_bytes=_peak_memory(engine.device),
-        num_preemptions=sum(request.num_preemptions for request in requests),
-        machine=describe_run(engine),
-        notes=[*run_notes(llm), *failures],
-    )
-    if not summary["num_requests"]:
-        raise UserError(f"no request of the workload could run; {failures[0]}")
+    has_baseline = config.baseline and method != "none"
+    _warm_up(llm, items)
+    plain, passes = list[_Pass](), list[_Pass]()
+    for repeat in range(config.repeats):
+        turn = f", repeat {repeat + 1} of {config.repeats}" if config.repeats > 1 else ""
+        if has_baseline:
+            plain.append(_run_once(llm, engine.plain_proposer, items, f"plain decoding{turn}", MetricsCollector()))
+        if repeat:
+            engine.proposer.restart()
+        collector = MetricsCollector()
+        if collectors is not None:
+            collectors.append(collector)
+        passes.append(_run_once(llm, engine.proposer, items, f"{method}{turn}", collector))
+    summaries = _summaries(llm, passes, plain)
+    if not summaries[0]["num_requests"]:
+        raise UserError(f"no request of the workload could run; {summaries[0]['notes'][-1]}")
+    shown = passes[middle_repeat(summaries)]
+    requests, metrics = shown.requests, shown.metrics
     place = {request.request_id: index for index, request in enumerate(requests)}
     return Measurement(
-        summary=summary,
+        summary=over_repeats(summaries),
         metrics=metrics,
         records=sorted(metrics.records, key=lambda record: place[record.request_id]),
         logprobs={
@@ -96,15 +91,19 @@ def workload_requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingP
     return make_requests(prompts, [params] * len(prompts), llm.engine.tokenizer, llm.config.seed)
 
 
-def _measure_one(
-    llm: LLM,
-    proposer: Proposer,
-    items: Sequence[WorkloadItem],
-    params: SamplingParams,
-    title: str,
-    metrics: MetricsCollector,
-) -> tuple[list[Request], dict[str, str]]:
-    requests = workload_requests(llm, items, params)
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """All requests of the workload, once."""
+
+    metrics: MetricsCollector
+    requests: list[Request]
+    errors: dict[str, str]  # request_id -> why it failed
+
+
+def _run_once(
+    llm: LLM, proposer: Proposer, items: Sequence[WorkloadItem], title: str, metrics: MetricsCollector
+) -> _Pass:
+    requests = workload_requests(llm, items, llm.config.sampler.to_sampling_params())
     categories = {
         request.request_id: category
         for request in requests
@@ -119,10 +118,37 @@ def _measure_one(
             categories=categories,
             observer=progress.update,
         )
-    return requests, traces.errors
+    return _Pass(metrics=metrics, requests=requests, errors=traces.errors)
 
 
-def _warm_up(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> None:
+def _summaries(llm: LLM, passes: Sequence[_Pass], plain: Sequence[_Pass]) -> list[dict[str, Any]]:
+    """One a repeat; what is compared between passes is the same in all of them."""
+    config, engine = llm.config, llm.engine
+    errors = {request_id: reason for each in passes for request_id, reason in each.errors.items()}
+    failures = [f"request {request_id} failed: {reason}" for request_id, reason in errors.items()]
+    if len(failures) > MAX_FAILURES_SHOWN:
+        failures[MAX_FAILURES_SHOWN:] = [f"{len(failures) - MAX_FAILURES_SHOWN} more requests failed"]
+    ours, theirs = ([each.metrics.records for each in own] for own in (passes, plain))
+    keeps_tokens = kept_by_rule(config) == "tokens"
+    return [
+        each.metrics.summary(
+            method=config.method.method,
+            num_speculative_tokens=engine.proposer.num_speculative_tokens,
+            baseline=plain[repeat].metrics.summary(method="none", num_speculative_tokens=0) if plain else None,
+            identical_to_baseline=count_identical(*ours, *theirs) if plain and keeps_tokens else None,
+            identical_between_repeats=count_identical(*ours) if len(ours) > 1 and keeps_tokens else None,
+            lossless=kept_by_run(config, engine),
+            peak_memory_bytes=_peak_memory(engine.device),
+            num_preemptions=sum(request.num_preemptions for request in each.requests),
+            machine=describe_run(engine),
+            notes=[*run_notes(llm), *failures],
+        )
+        for repeat, each in enumerate(passes)
+    ]
+
+
+def _warm_up(llm: LLM, items: Sequence[WorkloadItem]) -> None:
+    params = llm.config.sampler.to_sampling_params()
     short = SamplingParams(
         temperature=params.temperature,
         max_tokens=WARM_UP_TOKENS,

@@ -12,7 +12,7 @@ from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
 from runner.model_files import model_source, own_tokenizer
 from runner.prompts import Tokenizer
-from runner.responses import check_responses_file, read_responses
+from runner.responses import Responses, check_responses_file
 
 COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parallel_size"})
 
@@ -38,7 +38,7 @@ def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenize
     if isinstance(method, SuffixMethod):
         path = own_keys.pop("suffix_decoding_corpus")
         if path is not None:
-            own_keys["corpus"] = read_responses(check_responses_file(path), tokenizer, context.vocab_size)
+            own_keys["corpus"] = Responses(check_responses_file(path), tokenizer, context.vocab_size)
     num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
     return proposer_class(method.method)(num_speculative_tokens=num_tokens, context=context, **own_keys)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,31 @@ def check_responses_file(path: str) -> Path:
     return file
 
 
-def read_responses(path: Path, tokenizer: Tokenizer, vocab_size: int) -> Iterator[list[int]]:
-    """The token ids of each line's response, in order; empty ones are left out.
+@dataclass(frozen=True)
+class Responses:
+    """The token ids of each line's response, in order; empty ones are left out. The file is read at every iteration.
 
     A line is an object with `token_ids`, as a run's outputs.jsonl has them, or with `text` or `response`.
 
     Raises:
         UserError: a line holds no response of this vocabulary, or no line does; the message names the line.
     """
-    num_responses = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            response = _read_line(line, f"{path}:{number}", tokenizer, vocab_size) if line.strip() else []
-            if response:
-                num_responses += 1
-                yield response
-    if num_responses == 0:
-        raise UserError(f"{KEY} must hold at least one response, got {str(path)!r}, which holds none")
+
+    path: Path
+    tokenizer: Tokenizer
+    vocab_size: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        num_responses = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                place = f"{self.path}:{number}"
+                response = _read_line(line, place, self.tokenizer, self.vocab_size) if line.strip() else []
+                if response:
+                    num_responses += 1
+                    yield response
+        if num_responses == 0:
+            raise UserError(f"{KEY} must hold at least one response, got {str(self.path)!r}, which holds none")
 
 
 def _read_line(line: bytes, place: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:

@@ -12,7 +12,7 @@ from runner.engine.errors import UserError
 from runner.llm import LLM
 from runner.machine import describe_run
 from runner.measure import measure, run_notes, workload_requests
-from runner.metrics import MetricsCollector, RequestRecord
+from runner.metrics import MetricsCollector
 from runner.model_files import model_path
 from runner.promise import kept_by_rule, kept_by_run
 from runner.report import open_console, print_summary
@@ -69,11 +69,11 @@ def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str
     params = {**(written or {}), **flat_params(config.model_dump(mode="json"))}
     with tracker:
         tracker.log_params(params)
-        metrics = MetricsCollector()
+        collectors = list[MetricsCollector]()
         try:
-            measurement = measure(llm, items, metrics)
+            measurement = measure(llm, items, collectors)
         except BaseException:  # what a run of hours has said is not lost with it
-            tracker.log_artifacts(_keep_finished(output_dir, metrics.records, len(items) * config.sampler.n))
+            tracker.log_artifacts(_keep_finished(output_dir, collectors, len(items) * config.sampler.n))
             raise
         summary = measurement.summary
         files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
@@ -88,7 +88,7 @@ def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str
             ui_command=tracker.ui_command,
         )
         tracker.log_summary(summary)
-        tracker.log_series(metrics.step_points)
+        tracker.log_series(measurement.metrics.step_points)
         tracker.log_artifacts(files)
     add_row(summary, params, run_name)
     return summary
@@ -120,9 +120,13 @@ def _run_name(config: SpeculativeConfig) -> str:
     return f"{Path(config.model.model).name}-{method.method}{tokens}{rule}"
 
 
-def _keep_finished(output_dir: Path, records: Sequence[RequestRecord], num_requests: int) -> list[Path]:
-    """Writes what a run that breaks off has finished, in the order it finished, and says where; nothing for nothing."""
-    finished = [record for record in records if not record.failed]
+def _keep_finished(output_dir: Path, collectors: Sequence[MetricsCollector], num_requests: int) -> list[Path]:
+    """Writes what a run that breaks off has finished, in the order it finished, and says where; nothing for nothing.
+
+    Of the repeat that came furthest.
+    """
+    furthest = max((each.records for each in collectors), key=len, default=[])
+    finished = [record for record in furthest if not record.failed]
     if not finished:
         return []
     path = output_dir / PARTIAL_OUTPUTS_FILE

@@ -79,16 +79,19 @@ def compared(*rows: Mapping[str, Any], params: Sequence[str] = (), terminal: boo
 
 def test_the_summary_shows_the_numbers_of_the_run() -> None:
     plain = summary(method="none", k=0)
-    text = shown(
-        summary(baseline=plain, identical_to_baseline={"requests": 2, "identical": 2}, peak_memory_bytes=2**22)
+    same = {"requests": 2, "identical": 2}
+    numbers = summary(
+        baseline=plain, identical_to_baseline=same, identical_between_repeats=same, peak_memory_bytes=2**22
     )
+    text = shown(numbers | {"repeats": 3, "speedup_range": {"lowest": 1.2, "highest": 1.7}})
     for words in (
         "ngram, 2 tokens",
         "tiny on cpu, float32",
         "Some CPU, torch 2.13.0, commit 0123456",
         "2, 8 output tokens",
-        "speed-up over plain decoding  1.50x",
+        "speed-up over plain decoding  1.50x (1.20 to 1.70) in 3 repeats",
         "identical to plain decoding   2/2",
+        "identical in every repeat     2/2",
         "25.0% (2 of 8 drafted tokens)",
         "mean acceptance length        1.50 (mean over requests 1.50)",
         "50.0%",
@@ -204,6 +207,21 @@ def test_a_sweep_is_one_row_a_run_with_the_fastest_marked() -> None:
     assert lines[4].split() == ["ngram", "*", "4", "50.0%", "3.00", "100.0", "1.75x", "2/3"]
     assert [line.strip() for line in lines[5:]] == ["* fastest", "on Some CPU, torch 2.13.0, commit 0123456"]
     assert max(map(len, lines)) <= 80
+
+
+def spread(speedup: float, lowest: float, highest: float, **fields: Any) -> dict[str, Any]:
+    tokens = {"output_tokens_per_second_lowest": 90.0, "output_tokens_per_second_highest": 110.0}
+    return row(speedup=speedup, speedup_lowest=lowest, speedup_highest=highest, **tokens, **fields)
+
+
+def test_only_a_run_whose_repeats_all_beat_every_other_run_is_the_fastest() -> None:
+    """A sweep of five points starred the wrong method: one pass of each says nothing of how far passes differ."""
+    slow = spread(1.5, 1.4, 1.7, num_speculative_tokens=2)
+    clear, close = compared(slow, spread(2.0, 1.8, 2.1)), compared(slow, spread(2.0, 1.6, 2.1))
+    assert clear[3].split()[1] == "*" and clear[4].strip() == "* fastest"
+    assert clear[3].endswith("100.0 (90.0 to 110.0)  2.00x (1.80 to 2.10) ")
+    assert not any("*" in line for line in close)
+    assert close[4].strip() == "no run is the fastest: the ranges of their repeats overlap"
 
 
 def test_a_sweep_without_a_baseline_is_ranked_by_throughput() -> None:

@@ -127,8 +127,10 @@ def test_memory_judged_by_the_noise_that_made_it_is_told(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_at_temperature_zero_every_lossless_rule_is_compared(tmp_path: Path, rule: str) -> None:
-    greedy = execute(config(method={"method": "draft_model", "rejection_sample_method": rule}), tmp_path)
-    assert greedy["identical_to_baseline"] == {"requests": 4, "identical": 4}
+    method = {"method": "draft_model", "rejection_sample_method": rule}
+    greedy = execute(config(method=method, repeats=2), tmp_path)
+    assert greedy["identical_to_baseline"] == greedy["identical_between_repeats"] == {"requests": 4, "identical": 4}
+    assert greedy["speedup_range"]["lowest"] <= greedy["speedup"] <= greedy["speedup_range"]["highest"]
     assert greedy["lossless"] == "tokens"
 
 

@@ -18,7 +18,7 @@ from runner.engine.scheduler import Schedule, ScheduledRequest
 from runner.llm import LLM
 from runner.measure import measure
 from runner.prompts import Tokenizer
-from runner.responses import read_responses
+from runner.responses import Responses
 from runner.tiny import TARGET_DIR
 from runner.workload import WorkloadItem
 from tests.conftest import TARGET_CONFIG, Engines, complete
@@ -190,10 +190,12 @@ def test_a_proposer_that_is_not_to_learn_remembers_nothing() -> None:
         assert drafts == [[61] if is_learning else [], [51]]
         for request_id in ("1", "2"):
             proposer.release(request_id)
+    proposer.restart()
+    assert propose(proposer, make_request([5], [60], "3"), make_request([5], [50], "4")) == [[], [51]]
 
 
-def test_the_warm_up_teaches_the_measured_run_nothing() -> None:
-    """It runs prompts of the workload: a method that kept its answers would be measured on what it has seen."""
+def test_neither_the_warm_up_nor_a_repeat_teaches_the_next_pass_anything() -> None:
+    """They run prompts of the workload: a method that kept their answers would be measured on what it has seen."""
     arguments = {"device": "cpu", "load_format": "dummy", "hf_config": TARGET_CONFIG, "dtype": "float32"}
     llm = LLM("dummy", speculative_config=METHOD, **arguments)
     known_at_start = []
@@ -204,6 +206,7 @@ def test_the_warm_up_teaches_the_measured_run_nothing() -> None:
         return propose(schedule)
 
     llm.engine.proposer.propose = spy  # type: ignore[method-assign]
+    llm.config = llm.config.model_copy(update={"repeats": 2})
     measure(llm, [WorkloadItem(prompt=prompt) for prompt in PROMPTS[:2]])
     assert 0 in known_at_start and max(known_at_start) <= 2
     assert llm.engine.proposer._cache.num_responses == 2  # type: ignore[attr-defined]
@@ -250,7 +253,7 @@ def test_a_corpus_may_hold_text_under_either_name(tmp_path: Path) -> None:
     tokenizer = Tokenizer(TARGET_DIR)
     rows = ({"text": "def f():"}, {"response": "def f():"}, {"token_ids": [1, 2], "text": "other"})
     path = write_lines(tmp_path / "corpus.jsonl", *rows)
-    responses = list(read_responses(Path(path), tokenizer, 4096))
+    responses = list(Responses(Path(path), tokenizer, 4096))
     assert responses[0] == responses[1] and tokenizer.decode(responses[0]) == "def f():"
     assert responses[2] == [1, 2]
 
@@ -272,12 +275,12 @@ def test_a_line_of_a_corpus_that_cannot_be_used_is_named(tmp_path: Path, case: s
     row, message = CORPUS_ERRORS[case]
     corpus = write_lines(tmp_path / "corpus.jsonl", {"token_ids": [1]}, row)
     with pytest.raises(UserError, match=message):
-        list(read_responses(Path(corpus), Tokenizer(None), 64))
+        list(Responses(Path(corpus), Tokenizer(None), 64))
 
 
 def test_a_corpus_without_a_response_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must hold at least one response"):
-        list(read_responses(Path(write_lines(tmp_path / "empty.jsonl", "")), Tokenizer(None), 64))
+        list(Responses(Path(write_lines(tmp_path / "empty.jsonl", "")), Tokenizer(None), 64))
     with pytest.raises(UserError, match=r"method\.suffix_decoding_corpus must be a \.jsonl file.*check the path"):
         LLM("no-such-model", speculative_config={**METHOD, "suffix_decoding_corpus": "nowhere.jsonl"})
     with pytest.raises(UserError, match="which is not a file; check the path"):

@@ -169,7 +169,14 @@ def test_a_long_series_and_many_parameters_fit_the_limits_of_one_call(uri: str, 
 def test_children_of_a_sweep_are_compared_on_the_parent(uri: str, client: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"tracking_uri": uri, "experiment_name": "sweep"}
     machine = {**dict.fromkeys(MACHINE), "device_name": "Some CPU", "torch": "2.13.0", "commit": git_sha()}
-    fast = {**SUMMARY, "machine": machine, "speedup": 1.75, "identical_to_baseline": {"requests": 3, "identical": 2}}
+    ends = {"speedup_range": {"lowest": 1.5, "highest": 2.0}}
+    fast = {
+        **SUMMARY,
+        **ends,
+        "machine": machine,
+        "speedup": 1.75,
+        "identical_to_baseline": {"requests": 3, "identical": 2},
+    }
     with start_sweep("mlflow", params={"method": "none,ngram"}, run_name="parent", **options) as parent:
         assert os.environ[PARENT_RUN_ENV] == parent.run_id
         with open_tracker("mlflow", run_name="none", tags={"method": "none"}, **options) as child:

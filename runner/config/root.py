@@ -50,6 +50,12 @@ class SpeculativeConfig(Node):
     baseline: bool = Field(
         default=True, description="also run method=none in the same process, for speedup and identity"
     )
+    repeats: int = Field(
+        default=1,
+        ge=1,
+        description="passes over the workload, of plain decoding and the method in turns, >= 1; several give medians "
+        "with lowest and highest",
+    )
     tracking: Literal["mlflow", "jsonl", "none"] = Field(
         default="mlflow",
         description="mlflow: also log the run there; jsonl: also add a line to runs.jsonl; none: the run's files only",

@@ -17,6 +17,7 @@ from runner.metrics.rates import (
 )
 from runner.metrics.records import RequestRecord, StepPoint, StepRecord
 
+BASELINE_KEYS = ("output_tokens_per_second", "output_tokens_per_second_range", "tpot_ms")  # kept of method=none
 # The timed parts of a step; what remains of it is "other". A whole step on the device is not told apart.
 PHASES = ("propose", "verify", "whole_step", "schedule")
 
@@ -78,13 +79,14 @@ class MetricsCollector:
         num_speculative_tokens: int,
         baseline: Mapping[str, Any] | None = None,
         identical_to_baseline: Mapping[str, int] | None = None,
+        identical_between_repeats: Mapping[str, int] | None = None,
         lossless: Literal["tokens", "unguaranteed", "distribution", False] | None = None,
         notes: Sequence[str] = (),
         machine: Mapping[str, Any] | None = None,
         peak_memory_bytes: int | None = None,
         num_preemptions: int = 0,
     ) -> dict[str, Any]:
-        """The numbers of the run, ready for metrics.json.
+        """The numbers of one pass over the workload, ready for metrics.json.
 
         A request-step is one request in one step that yielded tokens; a draft is a request-step with >= 1 drafted
         token; accepted tokens are committed draft tokens (after eos and max_tokens). Failed requests are only counted.
@@ -109,11 +111,15 @@ class MetricsCollector:
         - time_share: part of duration_s in propose, verify, whole_step (both in one), schedule and other; adds up to 1.
         - speedup: median tpot of method=none / median tpot, both of the same run; 1.0 for method=none itself.
         - baseline: output_tokens_per_second and tpot_ms of method=none in the same run; None where it was not run.
+        - repeats: passes that were made of each. With several, speedup and output_tokens_per_second (the baseline's
+          too) are medians over them, speedup_range and output_tokens_per_second_range are {lowest, highest}, and every
+          other number is of the middle repeat by speed-up (`runner.metrics.repeats`). With one the ranges are None.
         - lossless: what this run keeps of plain decoding's text: "tokens", the very ones, bit for bit; "unguaranteed",
           the rule keeps them, but rows depend on the batch here, so that a rounding may change one (a note says why);
           "distribution"; false, neither (typical, synthetic); None where the caller does not say.
-        - identical_to_baseline: {requests, identical} of `count_identical`; None where the rule does not keep the very
-          tokens, or where there is no baseline.
+        - identical_to_baseline: {requests, identical} of `count_identical`, over every pass of every repeat; None where
+          the rule does not keep the very tokens, or where there is no baseline.
+        - identical_between_repeats: the same of the method's own passes; None with one repeat, too.
         - machine: device, device_name, dtype, num_threads, versions and commit of the run (runner.machine).
         - notes: what a reader must know to read the numbers, one sentence each.
         - categories: category -> counts, acceptance, tpot_ms and speedup over its requests.
@@ -128,7 +134,7 @@ class MetricsCollector:
         num_request_steps = sum(len(record.tokens_per_step) for record in finished)
         duration_s = sum(point.total_seconds for point in self.step_points)
         tpot_ms = percentiles(per_output_token_ms(finished))
-        plain = None if baseline is None else {key: baseline[key] for key in ("output_tokens_per_second", "tpot_ms")}
+        plain = None if baseline is None else {key: baseline[key] for key in BASELINE_KEYS}
         if method == "none" and baseline is None:  # plain decoding is its own baseline
             baseline = {"tpot_ms": tpot_ms, "categories": categories(finished, None)}
         return {
@@ -144,14 +150,18 @@ class MetricsCollector:
             "tokens_per_step": ratio(num_output_tokens, num_request_steps),
             "duration_s": duration_s,
             "output_tokens_per_second": ratio(num_output_tokens, duration_s),
+            "output_tokens_per_second_range": None,
             "ttft_ms": percentiles(to_first_token_ms(finished)),
             "tpot_ms": tpot_ms,
             "itl_ms": percentiles(inter_token_ms(finished)),
             "time_share": self._time_share(duration_s),
             "speedup": speedup(baseline, tpot_ms),
+            "speedup_range": None,
+            "repeats": 1,
             "baseline": plain,
             "lossless": lossless,
             "identical_to_baseline": dict(identical_to_baseline) if identical_to_baseline is not None else None,
+            "identical_between_repeats": None if identical_between_repeats is None else dict(identical_between_repeats),
             "machine": None if machine is None else dict(machine),
             "notes": list(notes),
             "peak_memory_bytes": peak_memory_bytes,

@@ -11,19 +11,21 @@ from typing import Any
 from runner.metrics.records import RequestRecord
 
 
-def count_identical(records: Iterable[RequestRecord], baseline: Iterable[RequestRecord]) -> dict[str, int]:
-    """Requests that finished in both runs, matched by request_id, and how many of them have the very same tokens.
+def count_identical(records: Iterable[RequestRecord], *others: Iterable[RequestRecord]) -> dict[str, int]:
+    """Requests that finished in all passes, matched by request_id, and how many have the very same tokens in all.
 
     Raises:
-        ValueError: the two runs do not have the same requests, so there is nothing to compare.
+        ValueError: the passes do not have the same requests, so there is nothing to compare.
     """
-    ours = {record.request_id: record for record in records}
-    plain = {record.request_id: record for record in baseline}
-    if ours.keys() != plain.keys():
-        odd = sorted(ours.keys() ^ plain.keys())[:3]
-        raise ValueError(f"the run and its baseline must have the same requests; only in one of them: {', '.join(odd)}")
-    pairs = [(ours[i], plain[i]) for i in ours if not ours[i].failed and not plain[i].failed]
-    return {"requests": len(pairs), "identical": sum(list(a.token_ids) == list(b.token_ids) for a, b in pairs)}
+    first, *rest = ({record.request_id: record for record in each} for each in (records, *others))
+    for other in rest:
+        if first.keys() != other.keys():
+            odd = ", ".join(sorted(first.keys() ^ other.keys())[:3])
+            raise ValueError(f"what is compared must have the same requests; only in one of them: {odd}")
+    groups = [[each[request_id] for each in (first, *rest)] for request_id in first]
+    finished = [group for group in groups if not any(record.failed for record in group)]
+    identical = sum(len({tuple(record.token_ids) for record in group}) == 1 for group in finished)
+    return {"requests": len(finished), "identical": identical}
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
@@ -120,6 +122,25 @@ def measure_of_speed(rows: Sequence[Mapping[str, Any]]) -> str:
     finished = [row for row in rows if row.get("status", "FINISHED") == "FINISHED"]
     has_speedups = all(row.get("speedup") is not None for row in finished)
     return "speedup" if has_speedups else "output_tokens_per_second"
+
+
+def fastest(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """The finished run with the highest speed; None where its repeats' range overlaps another run's, or without any."""
+    key = measure_of_speed(rows)
+    finished = [index for index, row in enumerate(rows) if row.get("status", "FINISHED") == "FINISHED"]
+    ranges = {index: range_of(rows[index], key) for index in finished if rows[index].get(key) is not None}
+    if not ranges:
+        return None
+    best = max(ranges, key=lambda index: float(rows[index][key]))
+    if all(lowest == highest for lowest, highest in ranges.values()):  # single passes: nobody knows their spread
+        return best
+    return best if all(ranges[best][0] > high for index, (_, high) in ranges.items() if index != best) else None
+
+
+def range_of(row: Mapping[str, Any], key: str) -> tuple[float, float]:
+    """Lowest and highest over the repeats of a comparison's row; its value twice where there was one."""
+    lowest, highest = row.get(f"{key}_lowest"), row.get(f"{key}_highest")
+    return (row[key], row[key]) if lowest is None or highest is None else (lowest, highest)
 
 
 def _drafts_of(records: Iterable[RequestRecord]) -> list[tuple[int, int, int]]:

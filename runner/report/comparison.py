@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runner.metrics.rates import measure_of_speed
+from runner.metrics.rates import fastest, measure_of_speed, range_of
 from runner.report.console import open_wide_console
-from runner.report.text import identical, identical_style, machine_title, number, percent, speedup_style, times
+from runner.report.text import identical, identical_style, machine_title, number, percent, ranged, speedup_style, times
 
 HIGHER_IS_BETTER = ("speedup", "output_tokens_per_second", "mean_acceptance_length", "acceptance_rate")
 FORMATS = {
@@ -22,6 +22,7 @@ FORMATS = {
     "output_tokens_per_second": lambda value: number(value, "{:,.1f}"),
     "speedup": times,
 }
+PATTERNS = {"output_tokens_per_second": "{:,.1f}", "speedup": "{:.2f}"}  # of their ranges over repeats
 MARKED = (False, "unguaranteed")  # values of lossless that the table shows
 MAX_WIDTH = 1000  # columns of a table that nothing bounds
 HEADINGS = dict(zip(FORMATS, ("acceptance", "length", "tokens/s", "speed-up"), strict=True))
@@ -31,10 +32,10 @@ KEPT = ("acceptance_rate", "mean_acceptance_length", "output_tokens_per_second")
 def print_comparison(
     rows: Sequence[Mapping[str, Any]], *, params: Sequence[str] = (), console: Console | None = None
 ) -> None:
-    """Prints one row a run: summaries (metrics.json), or the rows of `Tracker.children`.
+    """Prints the rows of `Tracker.children`, one a run.
 
     The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where a run has no
-    speed-up) carries a star; a run under a lossy rule, or one
+    speed-up) carries a star, after repeats only if its range overlaps no other; a run under a lossy rule, or one
     that does not guarantee plain decoding's tokens, is marked so. Speed-up and identity that no run has are left out.
     Runs go by their names only where method, number of tokens and params do not tell two of them apart.
 
@@ -46,7 +47,7 @@ def print_comparison(
     names = Counter((row["method"], row["num_speculative_tokens"], *(row[key] for key in params)) for row in rows)
     ambiguous = max(names.values(), default=0) > 1 and any(row.get("run_name") for row in rows)
     best = {key: _best(rows, key) for key in HIGHER_IS_BETTER}
-    fastest = best[measure_of_speed(rows)]
+    first = fastest(rows)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, header_style="bold", show_edge=False)
     table.add_column("run" if ambiguous else "method", overflow="fold")
     table.add_column("K", justify="right", no_wrap=True)
@@ -57,24 +58,34 @@ def print_comparison(
     for heading in (*(HEADINGS[key] for key in forms), *(["identical"] if tells_identity else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     for index, row in enumerate(rows):
-        cells = [Text(form(row.get(key)), _style(row, key, index == best[key])) for key, form in forms.items()]
+        cells = [Text(_cell(row, key), _style(row, key, index == best[key])) for key in forms]
         same, lossless = row.get("identical_to_baseline"), row.get("lossless")
         table.add_row(
-            _name(row, by_run=ambiguous) + Text(" *" if index == fastest else "", "bold green"),
+            _name(row, by_run=ambiguous) + Text(" *" if index == first else "", "bold green"),
             number(row["num_speculative_tokens"] or None),
             *(Text("-" if row[key] is None else str(row[key])) for key in params),
             *cells,
             *([Text(identical(same, lossless), identical_style(same, lossless))] if tells_identity else []),
         )
     console = console or open_wide_console()
-    if params:
+    if params or any(row.get("output_tokens_per_second_lowest") is not None for row in rows):
         unbounded = console.options.update(width=MAX_WIDTH)
         console.width = max(console.width, console.measure(table, options=unbounded).maximum)
     console.print(table, crop=False)
-    if fastest is not None:
+    if first is not None:
         console.print(Text(" * fastest", "dim"))
+    elif best[measure_of_speed(rows)] is not None:
+        console.print(Text(" no run is the fastest: the ranges of their repeats overlap", "dim"))
     for machine in dict.fromkeys(filter(None, map(machine_title, rows))):
         console.print(Text(f" on {machine}", "dim"), soft_wrap=True)
+
+
+def _cell(row: Mapping[str, Any], key: str) -> str:
+    """The value, and the range of its repeats."""
+    text, pattern = FORMATS[key](row.get(key)), PATTERNS.get(key)
+    if pattern is None or row.get(f"{key}_lowest") is None:
+        return text
+    return ranged(text, range_of(row, key), pattern)
 
 
 def _best(rows: Sequence[Mapping[str, Any]], key: str) -> int | None:

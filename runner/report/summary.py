@@ -23,6 +23,7 @@ from runner.report.text import (
     method_title,
     number,
     percent,
+    ranged,
     speedup_style,
     times,
 )
@@ -77,12 +78,17 @@ def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Tab
     if machine is not None:
         grid.add_row("machine", machine_title(machine))
     grid.add_row("requests", requests)
-    grid.add_row("speed-up over plain decoding", Text(times(summary["speedup"]), speedup_style(summary["speedup"])))
+    gain = Text(times(summary["speedup"]), speedup_style(summary["speedup"]))
+    grid.add_row("speed-up over plain decoding", gain + Text(_ranged("", summary, "speedup", "{:.2f}")))
     grid.add_row("identical to plain decoding", Text(identical(same, lossless), identical_style(same, lossless)))
+    if (repeated := summary["identical_between_repeats"]) is not None:
+        style = identical_style(repeated, lossless)
+        grid.add_row("identical in every repeat", Text(identical(repeated, lossless), style))
     if summary["num_speculative_tokens"] or summary["num_drafts"]:
         _acceptance(grid, summary, ascii_only=ascii_only)
     grid.add_row("tokens per step", number(summary["tokens_per_step"], "{:.2f}"))
-    grid.add_row("output tokens per second", number(summary["output_tokens_per_second"], "{:,.1f}"))
+    tokens = number(summary["output_tokens_per_second"], "{:,.1f}")
+    grid.add_row("output tokens per second", _ranged(tokens, summary, "output_tokens_per_second", "{:,.1f}"))
     grid.add_row("time per output token", latency(summary["tpot_ms"]))
     grid.add_row("time to first token", latency(summary["ttft_ms"]))
     parts = {phase.replace("_", " "): value for phase, value in share.items() if value != 0.0}
@@ -91,6 +97,12 @@ def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Tab
     if summary["num_preemptions"]:
         grid.add_row("preemptions", number(summary["num_preemptions"]))
     return grid
+
+
+def _ranged(text: str, summary: Mapping[str, Any], key: str, pattern: str) -> str:
+    if (ends := summary[f"{key}_range"]) is None:
+        return text
+    return ranged(text, (ends["lowest"], ends["highest"]), pattern) + f" in {summary['repeats']} repeats"
 
 
 def _acceptance(grid: Table, summary: Mapping[str, Any], *, ascii_only: bool) -> None:

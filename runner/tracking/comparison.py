@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.metrics.rates import measure_of_speed
+from runner.metrics.rates import fastest, measure_of_speed, range_of
 from runner.tracking.tracker import comparison_row
 
 BAR, BEST, GRID = "#9db4c0", "#2a6f97", "#e5e5e5"
@@ -37,19 +37,24 @@ def write_comparison(directory: Path, rows: Sequence[Mapping[str, Any]]) -> list
 
 
 def _draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Two panels of horizontal bars, one bar a run, fastest on top; the best bar of a panel stands out."""
+    """Two panels of horizontal bars, one bar a run with the range of its repeats, fastest on top.
+
+    The best bar of a panel stands out, the fastest only where its range overlaps no other.
+    """
     from matplotlib.figure import Figure  # without pyplot, so no display and no global state
 
     speed = measure_of_speed(rows)
     rows = sorted(rows, key=lambda row: row[speed] or 0.0)
+    first = fastest(rows)
     labels = [_label(row) for row in rows]
     figure = Figure(figsize=(9, 1.2 + 0.38 * len(rows)), layout="constrained", dpi=140)
     panels = figure.subplots(1, 2, sharey=True)
     columns = (SPEEDS[speed], ("mean_acceptance_length",) * 2 + ("{:.2f}",))
     for panel, (key, title, pattern) in zip(panels, columns, strict=True):
         values = [row[key] or 0.0 for row in rows]
-        colours = [BEST if value == max(values) > 0 else BAR for value in values]
-        bars = panel.barh(range(len(rows)), values, color=colours, height=0.7, zorder=2)
+        best = first if key == speed else values.index(max(values))
+        colours = [BEST if index == best and value > 0 else BAR for index, value in enumerate(values)]
+        bars = panel.barh(range(len(rows)), values, xerr=_errors(rows, key), color=colours, height=0.7, zorder=2)
         texts = ["-" if row[key] is None else pattern.format(row[key]) for row in rows]
         panel.bar_label(bars, texts, padding=4, **ON_TOP)
         if key != "output_tokens_per_second":
@@ -61,6 +66,14 @@ def _draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         panel.tick_params(length=0)
         panel.spines[:].set_visible(False)
     figure.savefig(path)
+
+
+def _errors(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]] | None:
+    """How far the repeats of each run reach below and above its bar; None where no run has several."""
+    if all(row.get(f"{key}_lowest") is None for row in rows):
+        return None
+    ranges = [(row[key], *range_of(row, key)) if row[key] is not None else (0.0, 0.0, 0.0) for row in rows]
+    return [value - lowest for value, lowest, _ in ranges], [highest - value for value, _, highest in ranges]
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.metrics import StepPoint
+from runner.metrics.repeats import REPEATED
 from runner.tracking.flatten import flat_metrics, flat_params
 from runner.tracking.mlflow_store import connect, resolve_tracking_uri, sqlite_path, store_errors
 from runner.tracking.series import step_series
-from runner.tracking.tracker import COMPARED, MACHINE, PARENT_RUN_ENV, Tracker, comparison_row, with_params
+from runner.tracking.tracker import COMPARED, ENDS, MACHINE, PARENT_RUN_ENV, Tracker, comparison_row, with_params
 
 MAX_METRICS = 1000  # a log_batch call may carry this many metrics and
 MAX_PARAMS = 100  # this many parameters
@@ -114,6 +115,8 @@ class MlflowTracker(Tracker):
 
 def _summary_of(run: Any) -> dict[str, Any]:
     summary: dict[str, Any] = {key: run.data.metrics.get(key) for key in COMPARED}
+    for key in REPEATED:
+        summary[f"{key}_range"] = {end: run.data.metrics.get(f"{key}_range/{end}") for end in ENDS}
     summary["method"] = run.data.tags.get("method")
     summary["machine"] = {key: run.data.tags.get("git_sha" if key == "commit" else key) for key in MACHINE}
     lossless = run.data.tags.get("lossless")

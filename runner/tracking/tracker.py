@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from runner.metrics import StepPoint
+from runner.metrics.repeats import REPEATED
 
 PARENT_RUN_ENV = "SPECULATIVE_PARENT_RUN_ID"  # the sweep a run belongs to, set by the process that launches the sweep
 
@@ -99,12 +100,13 @@ COMPARED = (
     "output_tokens_per_second",
     "speedup",
 )
+ENDS = ("lowest", "highest")  # of the repeats of a run
 MACHINE = ("device_name", "device", "dtype", "torch", "triton", "transformers", "commit")
 
 
 def comparison_row(summary: Mapping[str, Any], *, run_name: str | None, status: str) -> dict[str, Any]:
-    """One run of a sweep: run_name, status, the compared numbers, lossless, identical_to_baseline as "same/requests",
-    and where it was measured.
+    """One run of a sweep: run_name, status, the compared numbers, lowest and highest of those that have a range over
+    repeats, lossless, identical_to_baseline as "same/requests", and where it was measured.
 
     What the run does not have is None.
     """
@@ -114,6 +116,7 @@ def comparison_row(summary: Mapping[str, Any], *, run_name: str | None, status: 
         "run_name": run_name,
         "status": status,
         **{key: summary.get(key) for key in COMPARED},
+        **{f"{key}_{end}": (summary.get(f"{key}_range") or {}).get(end) for key in REPEATED for end in ENDS},
         "lossless": summary.get("lossless"),
         "identical_to_baseline": f"{same['identical']}/{same['requests']}" if same else None,
         **{key: machine.get(key) for key in MACHINE},
