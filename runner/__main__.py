@@ -19,8 +19,10 @@ from runner.cli.compose import HYDRA_VERSION_BASE, read_config, written_choices
 from runner.cli.launch import checked, parse_args
 from runner.cli.screen import USER_ERROR_STATUS, show_error, show_interrupt
 from runner.cli.speculative_config import quote_json
+from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 
+_points = EarlierPoints()  # of the sweep that runs
 _shown: list[UserError] = []  # in a multirun a failing job shows its screen when it fails
 
 
@@ -31,8 +33,9 @@ def app(cfg: DictConfig) -> None:
 
     job = HydraConfig.get()
     cwd, output_dir = Path(job.runtime.cwd), Path(job.runtime.output_dir)
+    earlier = _points if job.mode is RunMode.MULTIRUN else None
     try:
-        execute(read_config(cfg, cwd), output_dir, written=written_choices(job))
+        execute(read_config(cfg, cwd), output_dir, written=written_choices(job), earlier=earlier)
     except UserError as error:
         status = show_error(error)
         if job.mode is RunMode.RUN:
@@ -55,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         return show_error(UserError(str(error)))
     except KeyboardInterrupt:
         return show_interrupt()
+    finally:
+        _points.forget()
     return 0
 
 

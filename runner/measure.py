@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from proposers.base import Proposer
+from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
@@ -39,7 +40,12 @@ class Measurement:
     logprobs: dict[str, dict[str, Any]]  # request_id -> what outputs.jsonl says of them, where asked for
 
 
-def measure(llm: LLM, items: Sequence[WorkloadItem], collectors: list[MetricsCollector] | None = None) -> Measurement:
+def measure(
+    llm: LLM,
+    items: Sequence[WorkloadItem],
+    collectors: list[MetricsCollector] | None = None,
+    earlier: EarlierPoints | None = None,
+) -> Measurement:
     """Run a workload plainly (unless baseline is off) and with the method, on one engine and one clock.
 
     With `repeats` the two take turns. Every pass of the method begins with what its proposer knew when it was built, so
@@ -47,25 +53,36 @@ def measure(llm: LLM, items: Sequence[WorkloadItem], collectors: list[MetricsCol
 
     Args:
         collectors: gets that of every pass of the method, for who wants to know how far it came if this raises.
+        earlier: of the same sweep; with one repeat the first point's plain decoding is that of all. With several every
+            point measures its own, in turns with the method, so that a machine whose speed drifts is unfair to none.
     """
     config, engine = llm.config, llm.engine
     method = config.method.method
-    has_baseline = config.baseline and method != "none"
-    _warm_up(llm, items)
-    plain, passes = list[_Pass](), list[_Pass]()
+    is_plain = method == "none"
+    shared = earlier if config.repeats == 1 else None
+    is_captured = (engine.proposer if is_plain else engine.plain_proposer) in engine.whole_steps
+    baseline = None
+    if shared is not None and config.baseline and not is_plain:
+        baseline = shared.baseline_for(config, is_captured=is_captured)
+    runs_plain = config.baseline and not is_plain and baseline is None
+    _warm_up(llm, items, [*([engine.plain_proposer] if runs_plain else []), engine.proposer])
+    plain, passes = [] if baseline is None else [baseline.metrics], list[_Pass]()
     for repeat in range(config.repeats):
         turn = f", repeat {repeat + 1} of {config.repeats}" if config.repeats > 1 else ""
-        if has_baseline:
-            plain.append(_run_once(llm, engine.plain_proposer, items, f"plain decoding{turn}", MetricsCollector()))
+        if runs_plain:
+            plain.append(MetricsCollector())
+            _run_once(llm, engine.plain_proposer, items, f"plain decoding{turn}", plain[-1])
         if repeat:
             engine.proposer.restart()
         collector = MetricsCollector()
         if collectors is not None:
             collectors.append(collector)
         passes.append(_run_once(llm, engine.proposer, items, f"{method}{turn}", collector))
-    summaries = _summaries(llm, passes, plain)
+    summaries = _summaries(llm, passes, plain, baseline.point if baseline else None)
     if not summaries[0]["num_requests"]:
         raise UserError(f"no request of the workload could run; {summaries[0]['notes'][-1]}")
+    if shared is not None and (is_plain or runs_plain):
+        shared.keep_baseline(config, passes[0].metrics if is_plain else plain[0], is_captured=is_captured)
     shown = passes[middle_repeat(summaries)]
     requests, metrics = shown.requests, shown.metrics
     place = {request.request_id: index for index, request in enumerate(requests)}
@@ -121,33 +138,43 @@ def _run_once(
     return _Pass(metrics=metrics, requests=requests, errors=traces.errors)
 
 
-def _summaries(llm: LLM, passes: Sequence[_Pass], plain: Sequence[_Pass]) -> list[dict[str, Any]]:
-    """One a repeat; what is compared between passes is the same in all of them."""
+def _summaries(
+    llm: LLM, passes: Sequence[_Pass], plain: Sequence[MetricsCollector], measured_in: str | None
+) -> list[dict[str, Any]]:
+    """One a repeat; what is compared between passes is the same in all of them.
+
+    measured_in: the earlier point that plain decoding is taken over from.
+    """
     config, engine = llm.config, llm.engine
     errors = {request_id: reason for each in passes for request_id, reason in each.errors.items()}
     failures = [f"request {request_id} failed: {reason}" for request_id, reason in errors.items()]
     if len(failures) > MAX_FAILURES_SHOWN:
         failures[MAX_FAILURES_SHOWN:] = [f"{len(failures) - MAX_FAILURES_SHOWN} more requests failed"]
-    ours, theirs = ([each.metrics.records for each in own] for own in (passes, plain))
+    ours, theirs = [each.metrics.records for each in passes], [each.records for each in plain]
+    of_sweep = [] if measured_in is None else [f"plain decoding was measured in an earlier point, {measured_in}"]
+    baselines: list[dict[str, Any] | None] = [None] * len(passes)
+    if plain:
+        of_plain = [each.summary(method="none", num_speculative_tokens=0) for each in plain]
+        baselines = [{**each, "measured_in": measured_in} for each in of_plain]
     keeps_tokens = kept_by_rule(config) == "tokens"
     return [
         each.metrics.summary(
             method=config.method.method,
             num_speculative_tokens=engine.proposer.num_speculative_tokens,
-            baseline=plain[repeat].metrics.summary(method="none", num_speculative_tokens=0) if plain else None,
+            baseline=baseline,
             identical_to_baseline=count_identical(*ours, *theirs) if plain and keeps_tokens else None,
             identical_between_repeats=count_identical(*ours) if len(ours) > 1 and keeps_tokens else None,
             lossless=kept_by_run(config, engine),
             peak_memory_bytes=_peak_memory(engine.device),
             num_preemptions=sum(request.num_preemptions for request in each.requests),
             machine=describe_run(engine),
-            notes=[*run_notes(llm), *failures],
+            notes=[*run_notes(llm), *of_sweep, *failures],
         )
-        for repeat, each in enumerate(passes)
+        for each, baseline in zip(passes, baselines, strict=True)
     ]
 
 
-def _warm_up(llm: LLM, items: Sequence[WorkloadItem]) -> None:
+def _warm_up(llm: LLM, items: Sequence[WorkloadItem], proposers: Sequence[Proposer]) -> None:
     params = llm.config.sampler.to_sampling_params()
     short = SamplingParams(
         temperature=params.temperature,
@@ -155,7 +182,7 @@ def _warm_up(llm: LLM, items: Sequence[WorkloadItem]) -> None:
         ignore_eos=True,
         structured_outputs=params.structured_outputs,  # compiled here, not in a measured request's first token
     )
-    for proposer in (llm.engine.plain_proposer, llm.engine.proposer):
+    for proposer in proposers:
         proposer.set_learning(False)  # a method that knew the answers from here would be measured too fast
         try:
             llm.run(workload_requests(llm, items[:2], short), proposer, MetricsCollector())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config import SpeculativeConfig, SyntheticWorkload
+from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 from runner.llm import LLM
 from runner.machine import describe_run
@@ -29,22 +30,29 @@ from runner.tracking.flatten import flat_params
 from runner.workload import read_workload, synthetic_workload
 
 
-def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str, str] | None = None) -> dict[str, Any]:
+def execute(
+    config: SpeculativeConfig,
+    output_dir: Path,
+    *,
+    written: Mapping[str, str] | None = None,
+    earlier: EarlierPoints | None = None,
+) -> dict[str, Any]:
     """Run a configuration; files go to output_dir. Returns the summary.
 
     Args:
         written: how it was asked for (`sampler: sampled`), recorded beside its values.
+        earlier: the points of the same sweep that this process has run; takes note of this one.
 
     Raises:
         UserError: the configuration cannot run on this machine; nothing is recorded then.
     """
     workload = config.workload
     if isinstance(workload, SyntheticWorkload):
-        llm = _load(config)
+        llm = _load(config, earlier)
         items = synthetic_workload(workload, llm.engine.target_info.model.vocab_size)
     else:  # a file is read before a model is loaded, so that a wrong path shows at once
         items = read_workload(workload)
-        llm = _load(config)
+        llm = _load(config, earlier)
     # Requests are made once for their errors: none of those may leave a run behind.
     requests = workload_requests(llm, items, config.sampler.to_sampling_params())
     if None not in (refusals := llm.refusals(requests)):
@@ -71,7 +79,7 @@ def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str
         tracker.log_params(params)
         collectors = list[MetricsCollector]()
         try:
-            measurement = measure(llm, items, collectors)
+            measurement = measure(llm, items, collectors, earlier)
         except BaseException:  # what a run of hours has said is not lost with it
             tracker.log_artifacts(_keep_finished(output_dir, collectors, len(items) * config.sampler.n))
             raise
@@ -94,10 +102,13 @@ def execute(config: SpeculativeConfig, output_dir: Path, *, written: Mapping[str
     return summary
 
 
-def _load(config: SpeculativeConfig) -> LLM:
+def _load(config: SpeculativeConfig, earlier: EarlierPoints | None) -> LLM:
     """The engine; weights, a corpus or the first compilation of a method may take a while."""
     with open_console(stderr=True).status(f"loading {config.model.model} and method={config.method.method}"):
-        return LLM.from_config(config)
+        llm = LLM.from_config(config, earlier.target_for(config) if earlier else None)
+    if earlier is not None:
+        earlier.keep_target(config, llm.engine.target_info)
+    return llm
 
 
 def _write_vllm_config(config: SpeculativeConfig, output_dir: Path) -> list[Path]:

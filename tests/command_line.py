@@ -71,7 +71,7 @@ class CommandLine:
         captured = self._capsys.readouterr()
         return Ending(status=status, out=captured.out, err=captured.err, jobs=self.jobs)
 
-    def _execute(self, config: SpeculativeConfig, output_dir: Path, *, written: dict[str, str]) -> None:
+    def _execute(self, config: SpeculativeConfig, output_dir: Path, *, written: dict[str, str], **_: object) -> None:
         self.written.append(written)
         self.jobs.append((config, output_dir))
         self.on_job(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import types
 from collections.abc import Iterator
@@ -13,13 +14,16 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+import runner.assembly
 import runner.tracking
 from runner.__main__ import main
 from runner.cli.compose import Composer
 from runner.cli.sweep import BASIC_SWEEPER, SweepError, hydra_node, read_sweep
 from runner.config import ConfigError, Problem, SpeculativeConfig
 from runner.config.method_union import METHODS
+from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
+from runner.metrics import MetricsCollector
 from tests.command_line import CommandLine, Ending
 
 
@@ -95,7 +99,7 @@ def test_an_experiment_brings_its_sweep_along(cli: CommandLine) -> None:
     ending = cli("experiment=compare_methods", "tracking=none")
     expected = [("none", 2), *[(method, k) for method in ("ngram", "suffix", "draft_model") for k in (2, 4, 8)]]
     assert points(ending) == expected
-    assert not any(config.baseline for config, _ in ending.jobs)
+    assert all(config.baseline for config, _ in ending.jobs), "that of none, the first one"
 
 
 def test_the_command_line_overrides_what_an_experiment_sweeps(cli: CommandLine) -> None:
@@ -216,11 +220,40 @@ def test_a_sweep_error_survives_the_trip_between_processes() -> None:
     assert str(error).startswith("1 of 3 points of this sweep is invalid")
 
 
-def test_a_sweep_without_mlflow_shows_its_comparison(
+def test_points_of_a_sweep_share_the_target_and_one_baseline_and_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """Each loaded the target anew and had a baseline of its own, so that they were ranked by how these differed."""
     monkeypatch.chdir(tmp_path)
+    loaded = []
+    load_target = runner.assembly.load_target
+    monkeypatch.setattr(runner.assembly, "load_target", lambda config: loaded.append(config) or load_target(config))
     arguments = ["-m", "method=none,ngram", "method.num_speculative_tokens=2", "tracking=none"]
-    assert main([*arguments, "workload.limit=1", "sampler.max_tokens=4", "baseline=false"]) == 0
-    table = capsys.readouterr().out.splitlines()[-4:]
-    assert [line.split()[0] for line in table if line.strip()][-3:] == ["none", "ngram", "*"], table
+    assert main([*arguments, "workload.limit=1", "sampler.max_tokens=4", "hardware.num_gpu_blocks_override=320"]) == 0
+    printed = capsys.readouterr()
+    table = [line.split() for line in printed.out.splitlines() if line.strip()][-6:]
+    assert table[0][-2:] == ["speed-up", "identical"], table
+    assert [line[0] for line in table[2:]] == ["none", "ngram", "*", "on"], table
+    none, ngram = (json.loads(path.read_text()) for path in sorted(tmp_path.rglob("metrics.json")))
+    assert len(loaded) == 1 and "plain decoding" not in printed.err
+    assert ngram["baseline"]["tpot_ms"] == none["tpot_ms"]
+    assert ngram["baseline"]["measured_in"] == "method=none"
+    assert ngram["notes"] == ["plain decoding was measured in an earlier point, method=none"]
+    assert ngram["identical_to_baseline"] == {"requests": 1, "identical": 1}
+
+
+def test_a_point_of_other_conditions_takes_nothing_over() -> None:
+    def config(**changes: Any) -> SpeculativeConfig:
+        return SpeculativeConfig.parse({"model": {"model": "m"}, "method": {"method": "ngram"}} | changes)
+
+    earlier, target = EarlierPoints(), object()
+    earlier.keep_target(config(), target)  # type: ignore[arg-type]
+    earlier.keep_baseline(config(), MetricsCollector(), is_captured=False)
+    other_method = config(method={"method": "suffix"}, seed=1)
+    assert earlier.target_for(other_method) is target
+    assert earlier.baseline_for(other_method, is_captured=False) is None, "another seed"
+    found = earlier.baseline_for(config(method={"method": "suffix"}), is_captured=False)
+    assert found is not None and found.point == "method=ngram method.num_speculative_tokens=4"
+    assert earlier.baseline_for(config(), is_captured=True) is None
+    assert earlier.target_for(config(hardware={"dtype": "bfloat16"})) is None
+    assert earlier.target_for(config()) is None, "it was let go of for the other one"

@@ -17,7 +17,8 @@ from runner.metrics.rates import (
 )
 from runner.metrics.records import RequestRecord, StepPoint, StepRecord
 
-BASELINE_KEYS = ("output_tokens_per_second", "output_tokens_per_second_range", "tpot_ms")  # kept of method=none
+# What a summary keeps of method=none.
+BASELINE_KEYS = ("output_tokens_per_second", "output_tokens_per_second_range", "tpot_ms", "measured_in")
 # The timed parts of a step; what remains of it is "other". A whole step on the device is not told apart.
 PHASES = ("propose", "verify", "whole_step", "schedule")
 
@@ -109,8 +110,9 @@ class MetricsCollector:
           the tokens of the later one, so that its mean agrees with tpot when a step yields several tokens.
         - The three have {median, p20, p80, p99}, linear between order statistics.
         - time_share: part of duration_s in propose, verify, whole_step (both in one), schedule and other; adds up to 1.
-        - speedup: median tpot of method=none / median tpot, both of the same run; 1.0 for method=none itself.
-        - baseline: output_tokens_per_second and tpot_ms of method=none in the same run; None where it was not run.
+        - speedup: median tpot of method=none / median tpot, both of the same run or sweep; 1.0 for method=none itself.
+        - baseline: output_tokens_per_second and tpot_ms of method=none in the same run, or in the earlier point of the
+          same sweep that measured_in names; None where it was not run.
         - repeats: passes that were made of each. With several, speedup and output_tokens_per_second (the baseline's
           too) are medians over them, speedup_range and output_tokens_per_second_range are {lowest, highest}, and every
           other number is of the middle repeat by speed-up (`runner.metrics.repeats`). With one the ranges are None.
@@ -134,7 +136,7 @@ class MetricsCollector:
         num_request_steps = sum(len(record.tokens_per_step) for record in finished)
         duration_s = sum(point.total_seconds for point in self.step_points)
         tpot_ms = percentiles(per_output_token_ms(finished))
-        plain = None if baseline is None else {key: baseline[key] for key in BASELINE_KEYS}
+        plain = None if baseline is None else {key: baseline.get(key) for key in BASELINE_KEYS}
         if method == "none" and baseline is None:  # plain decoding is its own baseline
             baseline = {"tpot_ms": tpot_ms, "categories": categories(finished, None)}
         return {
