@@ -16,6 +16,7 @@ from typing import IO, Any
 from runner.config.vllm_keys import VLLM_VERSION
 from runner.engine.errors import UserError
 from runner.metrics import RequestRecord
+from runner.metrics.rates import per_output_token_ms, to_first_token_ms
 
 METRICS_FILE = "metrics.json"
 OUTPUTS_FILE = "outputs.jsonl"
@@ -40,17 +41,20 @@ def write_outputs(
 ) -> None:
     """Writes one JSON object a line and request, in the order given.
 
-    The last three fields have one entry per step that yielded tokens: how many were drafted, how many of those were
-    accepted, and how many tokens were committed. `prompt_token_ids` is there when the prompt came without text,
-    `cumulative_logprob`, `logprobs` and `prompt_logprobs` where they were asked for (token ids as text, as vLLM's
-    server gives them).
+    `arrival` is in seconds since the first request's, `ttft_ms` and `tpot_ms` are as in the summary (null without a
+    first or a second token), `seed` is the request's own. The last three fields have one entry per step that yielded
+    tokens: how many were drafted, how many of those were accepted, and how many tokens were committed.
+    `prompt_token_ids` is there when the prompt came without text, `cumulative_logprob`, `logprobs` and
+    `prompt_logprobs` where they were asked for (token ids as text, as vLLM's server gives them).
 
     Args:
         logprobs: request_id -> those three, of requests that asked for any.
     """
     with _replacing(Path(path)) as file:
+        records = list(records)
+        start = min((record.arrival_time for record in records), default=0.0)
         for record in records:
-            file.write(_json_line({**_output(record), **(logprobs or {}).get(record.request_id, {})}))
+            file.write(_json_line({**_output(record, start), **(logprobs or {}).get(record.request_id, {})}))
 
 
 def write_vllm_config(directory: str | Path, config: Mapping[str, Any] | None, notes: Sequence[str]) -> list[Path]:
@@ -71,13 +75,7 @@ def write_vllm_config(directory: str | Path, config: Mapping[str, Any] | None, n
     return files
 
 
-def read_summaries(directory: str | Path) -> list[dict[str, Any]]:
-    """The summaries of all runs below a directory (a sweep's), ordered by path as Hydra numbers them: 2 before 10."""
-    paths = Path(directory).rglob(METRICS_FILE)
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths, key=_natural_order)]
-
-
-def _output(record: RequestRecord) -> dict[str, Any]:
+def _output(record: RequestRecord, start: float) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt": record.prompt}
     if record.prompt is None:
         prompt["prompt_token_ids"] = list(record.prompt_token_ids)
@@ -88,6 +86,10 @@ def _output(record: RequestRecord) -> dict[str, Any]:
         "text": record.text,
         "token_ids": list(record.token_ids),
         "finish_reason": record.finish_reason,
+        "seed": record.seed,
+        "arrival": record.arrival_time - start,
+        "ttft_ms": next(iter(to_first_token_ms([record])), None),
+        "tpot_ms": next(iter(per_output_token_ms([record])), None),
         "num_draft_tokens": list(record.num_draft_tokens),
         "num_accepted_tokens": list(record.num_accepted_tokens),
         "tokens_per_step": list(record.tokens_per_step),
@@ -99,10 +101,6 @@ def _json_line(value: Mapping[str, Any]) -> bytes:
         return json.dumps(value, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot hold but a JSON escape can
         return json.dumps(value).encode() + b"\n"
-
-
-def _natural_order(path: Path) -> list[tuple[int, int, str]]:
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.parts]
 
 
 @contextmanager

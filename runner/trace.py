@@ -60,6 +60,7 @@ class RequestTraces:
             token_ids=request.output_token_ids,
             finish_reason=request.finish_reason,
             category=self._categories.get(request.request_id),
+            seed=request.seed,
             arrival_time=request.arrival_time,
             token_times=tuple(trace.token_times),
             tokens_per_step=tuple(trace.tokens_per_step),

@@ -35,6 +35,7 @@ def record(
         token_ids=fields.pop("token_ids", tuple(range(sum(tokens)))),
         finish_reason=fields.pop("finish_reason", "length"),
         category=fields.pop("category", None),
+        seed=fields.pop("seed", 0),
         arrival_time=fields.pop("arrival_time", 0.0),
         token_times=tuple(float(i + 1) for i in range(len(tokens))) if times is None else times,
         tokens_per_step=tokens,

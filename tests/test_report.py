@@ -28,6 +28,7 @@ def record(index: int, *, k: int, num_categories: int) -> RequestRecord:
         token_ids=(1, 2, 3, 4),
         finish_reason="length",
         category=f"category {index % num_categories}",
+        seed=0,
         arrival_time=0.0,
         token_times=tuple(0.01 * (step + 1) for step in range(len(tokens))),
         tokens_per_step=tokens,

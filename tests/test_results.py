@@ -11,7 +11,7 @@ import pytest
 
 from runner.engine.errors import UserError
 from runner.metrics import RequestRecord
-from runner.results import read_summaries, write_metrics, write_outputs
+from runner.results import write_metrics, write_outputs
 
 
 def record(**fields: Any) -> RequestRecord:
@@ -23,13 +23,18 @@ def record(**fields: Any) -> RequestRecord:
         "token_ids": (5, 6, 7),
         "finish_reason": "length",
         "category": "code",
-        "arrival_time": 0.0,
-        "token_times": (0.1, 0.2),
+        "seed": 2**64 - 1,
+        "arrival_time": 5.0,
+        "token_times": (5.125, 5.25),
         "tokens_per_step": (1, 2),
         "num_draft_tokens": (0, 4),
         "num_accepted_tokens": (0, 1),
     }
     return RequestRecord(**{**defaults, **fields})
+
+
+NO_STEPS = dict.fromkeys(("token_times", "tokens_per_step", "num_draft_tokens", "num_accepted_tokens", "token_ids"), ())
+LATER: dict[str, Any] = {"request_id": "8", "text": "\u00e9 \u2028 \u65e5", "arrival_time": 6.5, **NO_STEPS}
 
 
 def test_metrics_come_back_as_written(tmp_path: Path) -> None:
@@ -44,8 +49,8 @@ def test_a_number_that_is_none_is_refused_rather_than_written(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_outputs_have_text_tokens_and_per_step_counts(tmp_path: Path) -> None:
-    write_outputs(tmp_path / "outputs.jsonl", [record(), record(request_id="8", text="\u00e9 \u2028 \u65e5")])
+def test_outputs_have_text_tokens_times_and_per_step_counts(tmp_path: Path) -> None:
+    write_outputs(tmp_path / "outputs.jsonl", [record(), record(**LATER)])
     first, second = ((json.loads(line)) for line in (tmp_path / "outputs.jsonl").read_bytes().split(b"\n")[:2])
     assert first == {
         "request_id": "7",
@@ -54,11 +59,16 @@ def test_outputs_have_text_tokens_and_per_step_counts(tmp_path: Path) -> None:
         "text": "(x):\n",
         "token_ids": [5, 6, 7],
         "finish_reason": "length",
+        "seed": 2**64 - 1,
+        "arrival": 0.0,
+        "ttft_ms": 125.0,
+        "tpot_ms": 62.5,
         "num_draft_tokens": [0, 4],
         "num_accepted_tokens": [0, 1],
         "tokens_per_step": [1, 2],
     }
-    assert (second["request_id"], second["text"]) == ("8", "\u00e9 \u2028 \u65e5")
+    assert (second["request_id"], second["text"]) == ("8", LATER["text"])
+    assert (second["arrival"], second["ttft_ms"], second["tpot_ms"]) == (1.5, None, None), "it came later, and failed"
 
 
 def test_a_prompt_of_token_ids_is_written_as_token_ids(tmp_path: Path) -> None:
@@ -100,10 +110,3 @@ def test_written_files_have_the_usual_permissions(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     write_metrics(tmp_path / "metrics.json", {})
     assert (tmp_path / "metrics.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
-def test_summaries_of_a_sweep_come_in_the_order_of_its_jobs(tmp_path: Path) -> None:
-    for job in (10, 2, 0):
-        write_metrics(tmp_path / str(job) / "metrics.json", {"job": job})
-    assert [summary["job"] for summary in read_summaries(tmp_path)] == [0, 2, 10]
-    assert read_summaries(tmp_path / "0") == [{"job": 0}]

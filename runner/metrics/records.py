@@ -37,6 +37,7 @@ class RequestRecord:
     token_ids: Sequence[int]
     finish_reason: str | None  # "stop" | "length" | "abort" | "error"; the last two = failed
     category: str | None
+    seed: int  # in [0, 2**64 - 1]; with the prompt and the sampling parameters it fixes the tokens
     arrival_time: float  # s, time.perf_counter
     token_times: tuple[float, ...]  # s, when the tokens of each step arrived
     tokens_per_step: tuple[int, ...]
