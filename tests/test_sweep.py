@@ -24,6 +24,7 @@ from runner.config.method_union import METHODS
 from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 from runner.metrics import MetricsCollector
+from runner.tracking.tracker import comparison_row
 from tests.command_line import CommandLine, Ending
 
 
@@ -166,7 +167,8 @@ def test_an_mlflow_sweep_runs_inside_one_parent_run(cli: CommandLine, monkeypatc
     def start_sweep(tracking: str, **options: Any) -> Iterator[Any]:
         parents.append({"tracking": tracking} | options)
         is_open.append(True)
-        yield types.SimpleNamespace(children=lambda params: [], location="")
+        row = comparison_row({"method": "ngram", "num_speculative_tokens": 2}, run_name="r", status="FINISHED")
+        yield types.SimpleNamespace(children=lambda params: [row], location="at home", ui_command="mlflow ui")
         is_open.clear()
 
     def check(_: SpeculativeConfig) -> None:
@@ -177,6 +179,7 @@ def test_an_mlflow_sweep_runs_inside_one_parent_run(cli: CommandLine, monkeypatc
     ending = cli("-m", "method=ngram,none", "method.num_speculative_tokens=2", "experiment_name=e", "run_name=r")
     assert ending.status == 0, ending.err
     assert len(ending.jobs) == 2
+    assert ending.out.splitlines()[-2:] == ["sweep at home", "show  mlflow ui"]
     assert parents == [
         {
             "tracking": "mlflow",

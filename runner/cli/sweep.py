@@ -164,3 +164,5 @@ def _parent_run(config: SpeculativeConfig, swept: dict[str, str]) -> Iterator[No
             if rows := parent.children(tuple(swept)):
                 print_comparison(rows, params=tuple(swept))
                 print(f"sweep {parent.location}")
+                if parent.ui_command is not None:
+                    print(f"show  {parent.ui_command}")
