@@ -6,6 +6,7 @@ measured on the same engine, by the same lines.
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections import deque
@@ -26,6 +27,7 @@ from runner.engine.scheduler import Scheduler
 from runner.engine.stopping import StopRules
 from runner.engine.structured_outputs import StructuredOutputsParams
 from runner.metrics import MetricsCollector
+from runner.metrics.totals import DraftTotals
 from runner.model_files import model_path
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import PROMPT_RULE, Prompt, make_requests
@@ -69,7 +71,8 @@ class LLM:
     def _start(self, config: SpeculativeConfig, target_info: LoadedModel | None = None) -> None:
         self.config = config
         self.engine = assemble(config, target_info)
-        self.metrics = MetricsCollector()  # of every generate() since the start
+        self.metrics = MetricsCollector()  # of the generate() that runs, or ran last
+        self._totals = DraftTotals()  # of those before it
         self._to_abort: set[str] = set()  # prompts of the generate() that runs
 
     def generate(
@@ -86,7 +89,7 @@ class LLM:
             prompts: a string, chat messages or {"prompt_token_ids": [...]}, or a list of these.
             sampling_params: one for all prompts or one each; None: SamplingParams().
             use_tqdm: show a progress bar on stderr.
-            observer: called after every step with the metrics so far.
+            observer: called after every step with the metrics of this call so far.
 
         Raises:
             UserError: a prompt or a parameter cannot be used with this engine.
@@ -106,11 +109,12 @@ class LLM:
         for parameters in params:
             self._check_speculative_model(parameters.speculative_model)
         requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
-        num_known = len(self.metrics.records)
+        self._totals.add(self.metrics.records)
+        self.metrics = MetricsCollector()
         with tqdm(total=len(requests), desc="requests", disable=not use_tqdm) as bar:
 
             def observe(metrics: MetricsCollector) -> None:
-                bar.update(len(metrics.records) - num_known - bar.n)
+                bar.update(len(metrics.records) - bar.n)
                 if observer is not None:
                     observer(metrics)
 
@@ -142,16 +146,13 @@ class LLM:
 
     def get_metrics(self) -> list[Counter | Vector]:
         """Totals of every generate() since the start, under vLLM's names so that its scripts read them."""
-        drafts = [draft for record in self.metrics.records for draft in record.drafts]
-        deepest = max((depth for _, depth, _ in drafts), default=0)
+        totals = copy.deepcopy(self._totals)
+        totals.add(self.metrics.records)
         return [
-            Counter(name="vllm:spec_decode_num_drafts", value=len(drafts)),
-            Counter(name="vllm:spec_decode_num_draft_tokens", value=sum(count for count, _, _ in drafts)),
-            Counter(name="vllm:spec_decode_num_accepted_tokens", value=sum(count for _, _, count in drafts)),
-            Vector(
-                name="vllm:spec_decode_num_accepted_tokens_per_pos",
-                values=[sum(1 for _, _, count in drafts if count > position) for position in range(deepest)],
-            ),
+            Counter(name="vllm:spec_decode_num_drafts", value=totals.num_drafts),
+            Counter(name="vllm:spec_decode_num_draft_tokens", value=totals.num_draft_tokens),
+            Counter(name="vllm:spec_decode_num_accepted_tokens", value=totals.num_accepted_tokens),
+            Vector(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=totals.num_accepted_at),
         ]
 
     def run(
