@@ -161,7 +161,8 @@ class LLM:
         proposer: Proposer,
         metrics: MetricsCollector,
         *,
-        max_concurrency: int | None = None,  # requests in flight at most; None: all arrive at once
+        max_concurrency: int | None = None,  # requests in flight at most; None: no bound
+        arrivals: Sequence[float] | None = None,  # s after the start, ascending; None: as soon as there is room
         categories: Mapping[str, str] | None = None,  # request_id -> category, for the breakdown
         observer: Observer | None = None,
     ) -> RequestTraces:
@@ -170,13 +171,19 @@ class LLM:
         traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
         steps = StepLoop(self.engine, scheduler, proposer, metrics, traces)
         self._to_abort.clear()
-        arriving = deque(requests)
+        arriving, started = deque(requests), time.perf_counter()
+        due = deque([] if arrivals is None else [started + seconds for seconds in arrivals])
         try:
             while arriving or scheduler.has_unfinished:
                 while arriving and (max_concurrency is None or scheduler.num_unfinished < max_concurrency):
-                    self._admit(arriving.popleft(), scheduler, metrics, traces)
-                if not scheduler.has_unfinished:
-                    continue  # those that arrived were refused
+                    if due and due[0] > time.perf_counter():
+                        break
+                    arrival = due.popleft() if due else time.perf_counter()
+                    self._admit(arriving.popleft(), arrival, scheduler, metrics, traces)
+                if not scheduler.has_unfinished:  # those that arrived were refused or have ended
+                    if due:
+                        time.sleep(max(0.0, due[0] - time.perf_counter()))
+                    continue
                 steps.step()
                 if observer is not None:
                     observer(metrics)
@@ -235,10 +242,17 @@ class LLM:
                 f"{name!r}}}), or method=draft_model method.model={name} on the command line"
             )
 
-    def _admit(self, request: Request, scheduler: Scheduler, metrics: MetricsCollector, traces: RequestTraces) -> None:
+    def _admit(
+        self,
+        request: Request,
+        arrival_time: float,  # s, time.perf_counter; its wait counts from here
+        scheduler: Scheduler,
+        metrics: MetricsCollector,
+        traces: RequestTraces,
+    ) -> None:
         if request.is_finished:
             return  # aborted before it arrived
-        request.arrival_time = time.perf_counter()
+        request.arrival_time = arrival_time
         reason = scheduler.refusal(request) or self.engine.grammars.open(request)
         if reason is None:
             scheduler.add(request)

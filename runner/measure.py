@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from runner.outputs import logprob_fields
 from runner.promise import kept_by_rule, kept_by_run, promise_notes
 from runner.prompts import make_requests
 from runner.report import RunProgress
-from runner.workload import WorkloadItem
+from runner.workload import WorkloadItem, arrival_times, unread_note
 
 MAX_FAILURES_SHOWN = 3
 WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code path and cache first
@@ -78,7 +78,7 @@ def measure(
         if collectors is not None:
             collectors.append(collector)
         passes.append(_run_once(llm, engine.proposer, items, f"{method}{turn}", collector))
-    summaries = _summaries(llm, passes, plain, baseline.point if baseline else None)
+    summaries = _summaries(llm, items, passes, plain, baseline.point if baseline else None)
     if not summaries[0]["num_requests"]:
         raise UserError(f"no request of the workload could run; {summaries[0]['notes'][-1]}")
     if shared is not None and (is_plain or runs_plain):
@@ -98,14 +98,20 @@ def measure(
     )
 
 
-def run_notes(llm: LLM) -> list[str]:
+def run_notes(llm: LLM, items: Sequence[WorkloadItem]) -> list[str]:
     """What is known before the run of how to read its numbers."""
-    return [*llm.config.notes(), *promise_notes(llm.config, llm.engine)]
+    return [*llm.config.notes(), *promise_notes(llm.config, llm.engine, items), *unread_note(items)]
 
 
 def workload_requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> list[Request]:
-    prompts = [item.prompt for item in items]
-    return make_requests(prompts, [params] * len(prompts), llm.engine.tokenizer, llm.config.seed)
+    """The requests of all items; a line's own sampling parameters stand in place of these."""
+    own = list[SamplingParams]()
+    for index, item in enumerate(items):
+        try:
+            own.append(replace(params, **item.sampling))
+        except ValueError as error:  # of the two together: min_tokens is sampler's
+            raise UserError(f"prompt {index} of the workload: {error}; mend its line, or sampler") from error
+    return make_requests([item.prompt for item in items], own, llm.engine.tokenizer, llm.config.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +132,17 @@ def _run_once(
         for request in requests
         if (category := items[request.prompt_index].category) is not None
     }
+    workload, arrivals = llm.config.workload, None
+    if workload.request_rate is not None:
+        times = arrival_times(len(items), workload.request_rate, llm.config.seed)
+        arrivals = [times[request.prompt_index] for request in requests]
     with RunProgress(title, len(requests)) as progress:
         traces = llm.run(
             requests,
             proposer,
             metrics,
-            max_concurrency=llm.config.workload.max_concurrency,
+            max_concurrency=workload.max_concurrency,
+            arrivals=arrivals,
             categories=categories,
             observer=progress.update,
         )
@@ -139,7 +150,11 @@ def _run_once(
 
 
 def _summaries(
-    llm: LLM, passes: Sequence[_Pass], plain: Sequence[MetricsCollector], measured_in: str | None
+    llm: LLM,
+    items: Sequence[WorkloadItem],
+    passes: Sequence[_Pass],
+    plain: Sequence[MetricsCollector],
+    measured_in: str | None,
 ) -> list[dict[str, Any]]:
     """One a repeat; what is compared between passes is the same in all of them.
 
@@ -156,7 +171,7 @@ def _summaries(
     if plain:
         of_plain = [each.summary(method="none", num_speculative_tokens=0) for each in plain]
         baselines = [{**each, "measured_in": measured_in} for each in of_plain]
-    keeps_tokens = kept_by_rule(config) == "tokens"
+    keeps_tokens = kept_by_rule(config, items) == "tokens"
     return [
         each.metrics.summary(
             method=config.method.method,
@@ -164,11 +179,11 @@ def _summaries(
             baseline=baseline,
             identical_to_baseline=count_identical(*ours, *theirs) if plain and keeps_tokens else None,
             identical_between_repeats=count_identical(*ours) if len(ours) > 1 and keeps_tokens else None,
-            lossless=kept_by_run(config, engine),
+            lossless=kept_by_run(config, engine, items),
             peak_memory_bytes=_peak_memory(engine.device),
             num_preemptions=sum(request.num_preemptions for request in each.requests),
             machine=describe_run(engine),
-            notes=[*run_notes(llm), *of_sweep, *failures],
+            notes=[*run_notes(llm, items), *of_sweep, *failures],
         )
         for each, baseline in zip(passes, baselines, strict=True)
     ]
@@ -182,10 +197,11 @@ def _warm_up(llm: LLM, items: Sequence[WorkloadItem], proposers: Sequence[Propos
         ignore_eos=True,
         structured_outputs=params.structured_outputs,  # compiled here, not in a measured request's first token
     )
+    first = [replace(item, sampling={}) for item in items[:2]]
     for proposer in proposers:
         proposer.set_learning(False)  # a method that knew the answers from here would be measured too fast
         try:
-            llm.run(workload_requests(llm, items[:2], short), proposer, MetricsCollector())
+            llm.run(workload_requests(llm, first, short), proposer, MetricsCollector())
         finally:
             proposer.set_learning(True)
 

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from runner.assembly import Assembly
 from runner.config import SpeculativeConfig, SuffixMethod
+from runner.workload import WorkloadItem, highest_temperature
 
 
-def kept_by_rule(config: SpeculativeConfig) -> Literal["tokens", "distribution", False]:
-    """What the verification rule keeps by itself."""
-    return config.method.lossless(config.sampler.temperature)
+def kept_by_rule(config: SpeculativeConfig, items: Sequence[WorkloadItem]) -> Literal["tokens", "distribution", False]:
+    """What the verification rule keeps by itself; a line of the workload may have a temperature of its own."""
+    return config.method.lossless(highest_temperature(items, config.sampler.temperature))
 
 
 def kept_by_run(
-    config: SpeculativeConfig, engine: Assembly
+    config: SpeculativeConfig, engine: Assembly, items: Sequence[WorkloadItem]
 ) -> Literal["tokens", "unguaranteed", "distribution", False]:
     """The same on this engine: tokens that the rule keeps are unguaranteed where rows depend on the batch."""
-    kept = kept_by_rule(config)
+    kept = kept_by_rule(config, items)
     return "unguaranteed" if kept == "tokens" and not engine.target.is_row_invariant else kept
 
 
-def promise_notes(config: SpeculativeConfig, engine: Assembly) -> list[str]:
+def promise_notes(config: SpeculativeConfig, engine: Assembly, items: Sequence[WorkloadItem]) -> list[str]:
     """Why the bitwise promise is off in this run, if it is."""
     notes = []
     rule = f"rejection_sample_method={config.method.rejection_sample_method}"
-    if kept_by_rule(config) == "distribution":
+    if kept_by_rule(config, items) == "distribution":
         notes.append(f"{rule} keeps the distribution of plain decoding's tokens, not the very tokens")
         if isinstance(config.method, SuffixMethod) and config.sampler.seed is not None:
             # What a request remembers of another was accepted by the very noise that judges it there.

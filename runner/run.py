@@ -27,7 +27,7 @@ from runner.results import (
 )
 from runner.tracking import add_row, open_tracker
 from runner.tracking.flatten import flat_params
-from runner.workload import read_workload, synthetic_workload
+from runner.workload import WorkloadItem, read_workload, synthetic_workload
 
 
 def execute(
@@ -58,7 +58,7 @@ def execute(
     if None not in (refusals := llm.refusals(requests)):
         raise UserError(f"no request of the workload can run; request {requests[0].request_id}: {refusals[0]}")
     method = config.method.method
-    run_name = config.run_name or _run_name(config)
+    run_name = config.run_name or _run_name(config, items)
     tracker = open_tracker(
         config.tracking,
         output_dir=output_dir,
@@ -69,8 +69,8 @@ def execute(
             "method": method,
             "model": config.model.model,
             "workload": config.workload.name,
-            "lossless": str(kept_by_run(config, llm.engine)).lower(),  # tokens | unguaranteed | distribution | false
-            "notes": "\n".join(run_notes(llm)),
+            "lossless": str(kept_by_run(config, llm.engine, items)).lower(),
+            "notes": "\n".join(run_notes(llm, items)),
             **_machine_tags(llm),
         },
     )
@@ -124,10 +124,11 @@ def _machine_tags(llm: LLM) -> dict[str, str]:
     return {key: str(value) for key, value in machine.items() if key != "commit" and value is not None}
 
 
-def _run_name(config: SpeculativeConfig) -> str:
+def _run_name(config: SpeculativeConfig, items: Sequence[WorkloadItem]) -> str:
     method = config.method
     tokens = "" if method.method == "none" else f"-k{method.num_speculative_tokens}"
-    rule = "" if method.method == "none" or kept_by_rule(config) == "tokens" else f"-{method.rejection_sample_method}"
+    keeps_tokens = method.method == "none" or kept_by_rule(config, items) == "tokens"
+    rule = "" if keeps_tokens else f"-{method.rejection_sample_method}"
     return f"{Path(config.model.model).name}-{method.method}{tokens}{rule}"
 
 

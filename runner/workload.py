@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,21 @@ import torch
 
 from runner.config import DemoWorkload, JsonlWorkload, SyntheticWorkload
 from runner.engine.errors import UserError
+from runner.engine.sampling_params import SamplingParams
 from runner.prompts import Prompt
 from runner.tiny import DEMO_PATH
+
+LINE_PARAMS = ("max_tokens", "temperature")  # sampling parameters that a line may have for itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadItem:
-    """One prompt and the category it is reported under."""
+    """One prompt, the category it is reported under, and what its line asks of the sampler."""
 
     prompt: Prompt
     category: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # those of LINE_PARAMS that the line has
+    unread_fields: tuple[str, ...] = ()
 
 
 def read_workload(config: DemoWorkload | JsonlWorkload) -> list[WorkloadItem]:
@@ -33,6 +40,25 @@ def read_workload(config: DemoWorkload | JsonlWorkload) -> list[WorkloadItem]:
     if isinstance(config, DemoWorkload):
         return _read_jsonl(DEMO_PATH, "prompt", config.limit)
     return _read_jsonl(Path(config.path).expanduser(), config.prompt_field, config.limit)
+
+
+def arrival_times(count: int, request_rate: float, seed: int) -> list[float]:
+    """Seconds after the first arrival: a Poisson process, the same for the same seed."""
+    draw = random.Random(seed)
+    gaps = (draw.expovariate(request_rate) for _ in range(count - 1))
+    return list(itertools.accumulate(gaps, initial=0.0))
+
+
+def highest_temperature(items: Sequence[WorkloadItem], otherwise: float) -> float:
+    """Of all lines; `otherwise` is that of a line without one."""
+    return max(item.sampling.get("temperature", otherwise) for item in items)
+
+
+def unread_note(items: Sequence[WorkloadItem]) -> list[str]:
+    """One note on all fields of a workload's lines that nothing reads, if there are any."""
+    names = sorted({name for item in items for name in item.unread_fields})
+    known = ", ".join(("the prompt", "category", *LINE_PARAMS))
+    return [f"workload.path has fields that no run reads: {', '.join(names)} (read are {known})"] if names else []
 
 
 def synthetic_workload(config: SyntheticWorkload, vocab_size: int) -> list[WorkloadItem]:
@@ -70,7 +96,7 @@ def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[Worklo
 
 
 def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
-    """A prompt is a string, a list of chat messages, or token ids."""
+    """A prompt is a string, a list of chat messages, or token ids; `id` is for people."""
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -89,4 +115,14 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
         got = "an empty one" if prompt in ("", []) else repr(str(prompt)[:60])
         raise UserError(f"{place}: {prompt_field} must be a string, chat messages or token ids, got {got}")
     category = row.get("category")
-    return WorkloadItem(prompt=prompt, category=None if category is None else str(category))
+    sampling = {key: row[key] for key in LINE_PARAMS if row.get(key) is not None}
+    try:
+        SamplingParams(**sampling)
+    except ValueError as error:
+        raise UserError(f"{place}: {error}; mend it, or leave it out to take sampler's") from error
+    return WorkloadItem(
+        prompt=prompt,
+        category=None if category is None else str(category),
+        sampling=sampling,
+        unread_fields=tuple(key for key in row if key not in (prompt_field, "id", "category", *LINE_PARAMS)),
+    )

@@ -316,6 +316,20 @@ def test_no_more_requests_are_in_flight_than_asked_for_and_their_tokens_are_the_
     assert arrivals == sorted(arrivals) and arrivals[0] > 0.0
 
 
+def test_requests_arrive_when_they_are_due_and_wait_from_then_on(engines: Engines) -> None:
+    """The second waits for the first, the third comes when nobody is left; no arrival changes a token."""
+    llm, arrivals = engines(), [0.0, 0.001, 0.4]
+    expected = token_ids(llm.generate(PROMPTS[:3], GREEDY))
+    requests = make_requests(PROMPTS[:3], [GREEDY] * 3, llm.engine.tokenizer, llm.config.seed)
+    metrics = MetricsCollector()
+    llm.run(requests, llm.engine.proposer, metrics, max_concurrency=1, arrivals=arrivals)
+    assert [tuple(request.output_token_ids) for request in requests] == expected
+    start = requests[0].arrival_time
+    assert [request.arrival_time - start for request in requests] == pytest.approx(arrivals)
+    times = {record.request_id: record.token_times for record in metrics.records}
+    assert times["1"][0] > times["0"][-1] and times["2"][0] > requests[2].arrival_time
+
+
 def test_a_refused_request_does_not_hold_up_a_run_of_one_at_a_time(engines: Engines) -> None:
     llm = engines()
     prompts: list[Any] = [{"prompt_token_ids": []}, PROMPTS[0], {"prompt_token_ids": []}, {"prompt_token_ids": []}]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +19,7 @@ from runner.run import execute
 from runner.step_loop import StepLoop
 from runner.tiny import DRAFT_DIR
 from runner.tracking import PARENT_RUN_ENV
-from runner.workload import read_workload
+from runner.workload import arrival_times, read_workload
 
 KEYS = {
     "method", "num_requests", "num_output_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
@@ -166,6 +168,30 @@ def test_a_request_that_cannot_run_fails_alone(tmp_path: Path, capsys: pytest.Ca
     assert "request 1 failed" in " ".join(capsys.readouterr().out.split())
 
 
+def test_lines_have_lengths_and_temperatures_of_their_own_and_arrive_at_a_rate(tmp_path: Path) -> None:
+    lines = [{"prompt": "x = ", "max_tokens": 3, "source": "me"}, {"prompt": "y = ", "temperature": 1.0, "id": "b"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    workload = {"name": "jsonl", "path": str(tmp_path / "prompts.jsonl"), "request_rate": 20.0}
+    method = {"method": "draft_model", "rejection_sample_method": "probabilistic"}
+    summary = execute(config(workload=workload, method=method), tmp_path)
+    first, second = (json.loads(line) for line in (tmp_path / "outputs.jsonl").read_text().splitlines())
+    assert (len(first["token_ids"]), len(second["token_ids"])) == (3, 12)
+    assert [first["arrival"], second["arrival"]] == pytest.approx(arrival_times(2, 20.0, 0))
+    assert (summary["lossless"], summary["identical_to_baseline"]) == ("distribution", None), "one line is sampled"
+    assert summary["notes"][-1].startswith("workload.path has fields that no run reads: source (read are")
+    with pytest.raises(UserError, match=r"prompt 0 of the workload: min_tokens must be in \[0, max_tokens \(3\)\]"):
+        execute(config(workload=workload, sampler={"min_tokens": 5}), tmp_path)
+
+
+def test_arrivals_are_a_poisson_process_of_the_seed() -> None:
+    times = arrival_times(2001, 4.0, 7)
+    assert times == arrival_times(2001, 4.0, 7) != arrival_times(2001, 4.0, 8)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    assert times[0] == 0.0 and mean == pytest.approx(1 / 4, rel=0.1)
+    assert sum(gap > mean for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.05)
+
+
 def test_a_model_without_files_runs_on_random_weights(tmp_path: Path) -> None:
     shape = {
         "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
@@ -238,6 +264,8 @@ def test_an_interrupted_run_keeps_the_requests_that_finished(
         ('{"prompt": 7}', "must be a string, chat messages or token ids"),
         ('{"prompt": ""}', "1: prompt must be a string, chat messages or token ids, got an empty one"),
         ('{"prompt": {"text": "x"}}', "1: prompt must be a string, chat messages or token ids, got"),
+        ('{"prompt": "x", "max_tokens": 0}', "1: max_tokens must be >= 1, got 0; mend it, or leave it out"),
+        ('{"prompt": "x", "temperature": "hot"}', "1: temperature must be a number, got 'hot'"),
         ("", "must hold at least one prompt"),
     ],
 )

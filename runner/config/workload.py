@@ -15,7 +15,14 @@ class TrafficNode(Node):
     max_concurrency: int | None = Field(
         default=None,
         ge=1,
-        description="requests in flight at most, >= 1: the next arrives when one ends; null: all arrive at once",
+        description="requests in flight at most, >= 1: the next arrives when one ends; null: no bound",
+    )
+    request_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="requests that arrive a second, in (0, 1e6], whether or not earlier ones have ended, in "
+        "exponential gaps drawn from the run's seed; a wait for max_concurrency counts; null: no rate",
     )
 
 
@@ -27,7 +34,7 @@ class DemoWorkload(TrafficNode):
 
 
 class JsonlWorkload(TrafficNode):
-    """One JSON object a line."""
+    """One JSON object a line: the prompt, and category, max_tokens and temperature where they are its own."""
 
     name: Literal["jsonl"] = Field(default="jsonl", description="which workload this is")
     path: str = Field(min_length=1, description="path of a .jsonl file, one JSON object a line")

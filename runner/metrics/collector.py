@@ -102,9 +102,9 @@ class MetricsCollector:
           count from the text: in a draft tree they are depths.
         - conditional_acceptance_per_position[i]: the same / drafts that have a token i and all before it accepted.
         - acceptance_length_histogram: acceptance length (1 + accepted, as text) -> number of drafts.
-        - duration_s: time spent in steps; pauses between two calls of generate do not count.
+        - duration_s: time spent in steps; pauses between calls of generate, or until a request arrives, do not count.
         - output_tokens_per_second: output tokens / duration_s.
-        - ttft_ms: per request, first token - arrival.
+        - ttft_ms: per request, first token - arrival; with request_rate also the wait for a place in the batch.
         - tpot_ms: per request with n >= 2 tokens, (last token - first token) / (n - 1).
         - itl_ms: per token after a request's first step. The gap between two steps' arrivals is divided evenly over
           the tokens of the later one, so that its mean agrees with tpot when a step yields several tokens.
