@@ -51,7 +51,7 @@ def arrival_times(count: int, request_rate: float, seed: int) -> list[float]:
 
 def highest_temperature(items: Sequence[WorkloadItem], otherwise: float) -> float:
     """Of all lines; `otherwise` is that of a line without one."""
-    return max(item.sampling.get("temperature", otherwise) for item in items)
+    return max(float(item.sampling.get("temperature", otherwise)) for item in items)
 
 
 def unread_note(items: Sequence[WorkloadItem]) -> list[str]:
