@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from runner.engine.errors import UserError
 from runner.metrics import StepPoint
 from runner.tracking import PARENT_RUN_ENV, Tracker, open_tracker, start_sweep
-from runner.tracking.comparison import _label, write_comparison
+from runner.tracking.comparison import _errors, _label, write_comparison
 from runner.tracking.flatten import flat_metrics, flat_params
 from runner.tracking.git_sha import git_sha
 from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path
@@ -436,7 +436,12 @@ def test_buckets_of_a_series_keep_the_sums_of_its_steps(num_steps: int, max_poin
 
 
 def test_the_comparison_is_drawn_for_runs_without_numbers_too(tmp_path: Path) -> None:
-    rows = [comparison_row({"method": "none"}, run_name=None, status="FAILED")]
+    repeated = {**SUMMARY, "speedup": 1.5, "speedup_range": {"lowest": 1.25, "highest": 2.0}}
+    rows = [
+        comparison_row({"method": "none"}, run_name=None, status="FAILED"),
+        comparison_row(repeated, run_name="three times", status="FINISHED"),
+    ]
+    assert _errors(rows, "speedup") == ([0.0, 0.25], [0.0, 0.5])
     assert [path.name for path in write_comparison(tmp_path, rows)] == ["comparison.csv", "comparison.png"]
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 

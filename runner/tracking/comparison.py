@@ -60,7 +60,8 @@ def _draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         if key != "output_tokens_per_second":
             panel.axvline(1.0, color="#888888", linewidth=1, linestyle="--", zorder=3)  # plain decoding
         panel.set_title(title.replace("_", " "), fontsize=11, loc="left")
-        panel.set_xlim(0, 1.18 * max([*values, 1.0]))
+        highest = [range_of(row, key)[1] or 0.0 for row in rows]
+        panel.set_xlim(0, 1.18 * max([*highest, 1.0]))
         panel.set_yticks(range(len(rows)), labels)
         panel.grid(axis="x", color=GRID, zorder=0)
         panel.tick_params(length=0)
