@@ -98,11 +98,6 @@ def measure(
     )
 
 
-def run_notes(llm: LLM, items: Sequence[WorkloadItem]) -> list[str]:
-    """What is known before the run of how to read its numbers."""
-    return [*llm.config.notes(), *promise_notes(llm.config, llm.engine, items), *unread_note(items)]
-
-
 def workload_requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> list[Request]:
     """The requests of all items; a line's own sampling parameters stand in place of these."""
     own = list[SamplingParams]()
@@ -166,6 +161,7 @@ def _summaries(
     if len(failures) > MAX_FAILURES_SHOWN:
         failures[MAX_FAILURES_SHOWN:] = [f"{len(failures) - MAX_FAILURES_SHOWN} more requests failed"]
     ours, theirs = [each.metrics.records for each in passes], [each.records for each in plain]
+    known = [*config.notes(), *promise_notes(config, engine, items), *unread_note(items)]
     of_sweep = [] if measured_in is None else [f"plain decoding was measured in an earlier point, {measured_in}"]
     baselines: list[dict[str, Any] | None] = [None] * len(passes)
     if plain:
@@ -183,7 +179,7 @@ def _summaries(
             peak_memory_bytes=_peak_memory(engine.device),
             num_preemptions=sum(request.num_preemptions for request in each.requests),
             machine=describe_run(engine),
-            notes=[*run_notes(llm, items), *of_sweep, *failures],
+            notes=[*known, *of_sweep, *failures],
         )
         for each, baseline in zip(passes, baselines, strict=True)
     ]

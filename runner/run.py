@@ -12,7 +12,7 @@ from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 from runner.llm import LLM
 from runner.machine import describe_run
-from runner.measure import measure, run_notes, workload_requests
+from runner.measure import measure, workload_requests
 from runner.metrics import MetricsCollector
 from runner.model_files import model_path
 from runner.promise import kept_by_rule, kept_by_run
@@ -70,7 +70,6 @@ def execute(
             "model": config.model.model,
             "workload": config.workload.name,
             "lossless": str(kept_by_run(config, llm.engine, items)).lower(),
-            "notes": "\n".join(run_notes(llm, items)),
             **_machine_tags(llm),
         },
     )

@@ -22,9 +22,9 @@ def times(value: float | None) -> str:
     return number(value, "{:.2f}x")
 
 
-def ranged(text: str, ends: tuple[float, float] | None, pattern: str) -> str:
-    """A median with the lowest and highest of its repeats: "1.31x (1.20 to 1.51)"; alone where there was one."""
-    return text if ends is None else f"{text} ({pattern.format(ends[0])} to {pattern.format(ends[1])})"
+def ranged(text: str, ends: tuple[float, float], pattern: str) -> str:
+    """A median with the lowest and highest of its repeats: "1.31x (1.20 to 1.51)"."""
+    return f"{text} ({pattern.format(ends[0])} to {pattern.format(ends[1])})"
 
 
 def speedup_style(value: float | None) -> str:

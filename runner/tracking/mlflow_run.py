@@ -19,7 +19,7 @@ from runner.tracking.tracker import COMPARED, ENDS, MACHINE, PARENT_RUN_ENV, Tra
 
 MAX_METRICS = 1000  # a log_batch call may carry this many metrics and
 MAX_PARAMS = 100  # this many parameters
-MAX_PARAM_LENGTH = 6000
+MAX_TEXT_LENGTH = 6000
 
 
 class MlflowTracker(Tracker):
@@ -42,7 +42,7 @@ class MlflowTracker(Tracker):
     def log_params(self, params: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        entries = [Param(key, value[:MAX_PARAM_LENGTH]) for key, value in flat_params(params).items()]
+        entries = [Param(key, value[:MAX_TEXT_LENGTH]) for key, value in flat_params(params).items()]
         with store_errors(self._uri):
             for start in range(0, len(entries), MAX_PARAMS):
                 self._client.log_batch(self.run_id, params=entries[start : start + MAX_PARAMS])
@@ -50,6 +50,9 @@ class MlflowTracker(Tracker):
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         now = _milliseconds(time.time())
         self._log_metrics([(key, value, now, 0) for key, value in flat_metrics(summary).items()])
+        if notes := summary.get("notes"):
+            with store_errors(self._uri):
+                self._client.set_tag(self.run_id, "notes", "\n".join(notes)[:MAX_TEXT_LENGTH])
 
     def log_series(self, points: Sequence[StepPoint]) -> None:
         since_1970 = time.time() - time.perf_counter()

@@ -36,7 +36,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Records the numbers of the run, `MetricsCollector.summary`."""
+        """Records the numbers of the run and its notes, `MetricsCollector.summary`."""
 
     @abstractmethod
     def log_series(self, points: Sequence[StepPoint]) -> None:
