@@ -33,7 +33,7 @@ class EarlierPoints:
 
     def forget(self) -> None:
         self._target: tuple[str, LoadedModel] | None = None
-        self._baselines: dict[tuple[str, bool], Baseline] = {}
+        self._baselines: dict[str, Baseline] = {}
 
     def target_for(self, config: SpeculativeConfig) -> LoadedModel | None:
         """The weights, if the last point had the same; others are let go of, to leave their memory to the next ones."""
@@ -44,15 +44,14 @@ class EarlierPoints:
     def keep_target(self, config: SpeculativeConfig, target: LoadedModel) -> None:
         self._target = config.model_dump_json(include=TARGET_NODES), target
 
-    def baseline_for(self, config: SpeculativeConfig, *, is_captured: bool) -> Baseline | None:
-        """is_captured: plain steps run as CUDA graphs there, which some verification rules do not allow."""
-        return self._baselines.get((config.model_dump_json(include=BASELINE_NODES), is_captured))
+    def baseline_for(self, config: SpeculativeConfig) -> Baseline | None:
+        return self._baselines.get(config.model_dump_json(include=BASELINE_NODES))
 
-    def keep_baseline(self, config: SpeculativeConfig, metrics: MetricsCollector, *, is_captured: bool) -> None:
+    def keep_baseline(self, config: SpeculativeConfig, metrics: MetricsCollector) -> None:
         """The first one stays."""
         method = config.method
         point = f"method={method.method}"
         if method.method != "none":
             point += f" method.num_speculative_tokens={method.num_speculative_tokens}"
-        key = config.model_dump_json(include=BASELINE_NODES), is_captured
+        key = config.model_dump_json(include=BASELINE_NODES)
         self._baselines.setdefault(key, Baseline(point=point, metrics=metrics))

@@ -60,10 +60,9 @@ def measure(
     method = config.method.method
     is_plain = method == "none"
     shared = earlier if config.repeats == 1 else None
-    is_captured = (engine.proposer if is_plain else engine.plain_proposer) in engine.whole_steps
     baseline = None
     if shared is not None and config.baseline and not is_plain:
-        baseline = shared.baseline_for(config, is_captured=is_captured)
+        baseline = shared.baseline_for(config)
     runs_plain = config.baseline and not is_plain and baseline is None
     _warm_up(llm, items, [*([engine.plain_proposer] if runs_plain else []), engine.proposer])
     plain, passes = [] if baseline is None else [baseline.metrics], list[_Pass]()
@@ -82,7 +81,7 @@ def measure(
     if not summaries[0]["num_requests"]:
         raise UserError(f"no request of the workload could run; {summaries[0]['notes'][-1]}")
     if shared is not None and (is_plain or runs_plain):
-        shared.keep_baseline(config, passes[0].metrics if is_plain else plain[0], is_captured=is_captured)
+        shared.keep_baseline(config, passes[0].metrics if is_plain else plain[0])
     shown = passes[middle_repeat(summaries)]
     requests, metrics = shown.requests, shown.metrics
     place = {request.request_id: index for index, request in enumerate(requests)}

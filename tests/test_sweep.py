@@ -251,12 +251,11 @@ def test_a_point_of_other_conditions_takes_nothing_over() -> None:
 
     earlier, target = EarlierPoints(), object()
     earlier.keep_target(config(), target)  # type: ignore[arg-type]
-    earlier.keep_baseline(config(), MetricsCollector(), is_captured=False)
+    earlier.keep_baseline(config(), MetricsCollector())
     other_method = config(method={"method": "suffix"}, seed=1)
     assert earlier.target_for(other_method) is target
-    assert earlier.baseline_for(other_method, is_captured=False) is None, "another seed"
-    found = earlier.baseline_for(config(method={"method": "suffix"}), is_captured=False)
+    assert earlier.baseline_for(other_method) is None, "another seed"
+    found = earlier.baseline_for(config(method={"method": "suffix"}))
     assert found is not None and found.point == "method=ngram method.num_speculative_tokens=4"
-    assert earlier.baseline_for(config(), is_captured=True) is None
     assert earlier.target_for(config(hardware={"dtype": "bfloat16"})) is None
     assert earlier.target_for(config()) is None, "it was let go of for the other one"
