@@ -18,6 +18,7 @@ from proposers.lookup import compiled as compiled_room
 from proposers.lookup.suffix_cache import SuffixCache, SuffixDraft
 from proposers.lookup.suffix_forest import ID_MASK, MAX_NODES, NUM_PREFIXES, SEGMENT_SIZE, SEGMENTS, Forest
 from proposers.lookup.suffix_reference import Substrings, naive_propose, naive_substrings
+from runner.engine.errors import UserError
 from tests.suffix_dump import check_pool, dump_shared
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
@@ -340,8 +341,23 @@ def test_a_compiled_function_notices_that_one_it_calls_has_changed(tmp_path: Pat
     assert run() == "6 0"
 
 
-def test_a_cache_refuses_more_nodes_than_its_hash_has_room_for() -> None:
+def test_a_full_cache_forgets_the_oldest_responses_and_skips_one_that_cannot_fit() -> None:
+    """The cache raised an error in the middle of a step, and the run was lost."""
+    cache, fresh = make_cache(), make_cache()
+    cache._shared.capacity = 121
+    responses = np.random.default_rng(5).integers(0, 9, (7, 20)).tolist()
+    for response in [*responses, list(range(61))]:
+        cache.insert(response)
+    assert 1 < cache.num_responses < 7
+    for response in responses[-cache.num_responses :]:
+        fresh.insert(response)
+    assert dump_shared(cache) == dump_shared(fresh)
+    cache.insert(list(range(60)))
+    assert cache.num_responses == 1, "the longest that fits"
+
+
+def test_a_forest_refuses_more_nodes_than_its_hash_has_room_for() -> None:
     """A full segment has no empty slot, and a search in it would go round for ever."""
     assert MAX_NODES < NUM_PREFIXES * SEGMENT_SIZE * 0.9 and MAX_NODES < ID_MASK
-    with pytest.raises(OverflowError, match="suffix_decoding_max_cached_requests"):
+    with pytest.raises(UserError, match=r"at most 114,[0-9,]+ tree nodes .* lower hardware.max_num_seqs"):
         Forest().reserve(MAX_NODES)

@@ -145,14 +145,18 @@ class SuffixCache:
         return SuffixDraft(tokens[:num_drafted], self._scores.item(SCORE), match_length)
 
     def insert(self, response: Sequence[int] | Int32Array) -> None:
-        """Keep a finished response; the oldest one goes when there are too many."""
-        if self.max_cached_requests == 0 or len(response) == 0:
+        """Keep a finished response; the oldest ones go when there are too many, or too many nodes.
+
+        One that is too long for an empty cache is not kept.
+        """
+        num_nodes = 2 * len(response)  # at most: a token brings a leaf, and may split an edge
+        if self.max_cached_requests == 0 or num_nodes == 0 or num_nodes >= self._shared.capacity:  # the root has one
             return
-        if len(self._responses) == self.max_cached_requests:
+        while len(self._responses) == self.max_cached_requests or num_nodes > self._shared.room:
             self.evict()
         begin, end = self._ring.append(np.asarray(response, dtype=np.int32))
         self._responses.append(end - begin)
-        self._shared.reserve(2 * (end - begin))
+        self._shared.reserve(num_nodes)
         forest = self._shared
         insert_response(
             forest.nodes, forest.slots, self._ring.tokens, self._shared_root, self._active, begin, end,

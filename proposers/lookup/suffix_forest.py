@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proposers.lookup.compiled import compiled, wide
+from runner.engine.errors import UserError
 
 Int32Array = npt.NDArray[np.int32]
 Uint32Array = npt.NDArray[np.uint32]
@@ -210,6 +211,8 @@ def free_node(nodes: Int32Array, node: int) -> None:
 class Forest:
     """The arrays of a pool and its hash. A tree is a root in it; several trees may share one pool."""
 
+    capacity = MAX_NODES - 1  # nodes at most, roots included; the header is one more
+
     def __init__(self) -> None:
         self.nodes: Int32Array = np.zeros((256, NUM_COLUMNS), dtype=np.int32)
         self.nodes[0, USED] = 1
@@ -224,20 +227,29 @@ class Forest:
         return int(self.nodes[0, LIVE])
 
     @property
+    def room(self) -> int:
+        """Nodes that can still be reserved."""
+        return self.capacity - self.num_nodes
+
+    @property
     def num_bytes(self) -> int:
         return self.nodes.nbytes + self.slots.nbytes
 
     def reserve(self, num_nodes: int) -> None:
-        """Room for so many nodes more. Moves the arrays: nobody else may hold on to them."""
+        """Room for so many nodes more. Moves the arrays: nobody else may hold on to them.
+
+        Raises:
+            UserError: the hash cannot find so many.
+        """
         self._spare -= num_nodes
         if self._spare >= 0:
             return  # counted as if all that was ever reserved had been used: most calls end here
-        needed = self.num_nodes + 1 + num_nodes
-        if needed > MAX_NODES:
-            raise OverflowError(
-                f"a suffix cache must hold at most {MAX_NODES:,} nodes, and {needed:,} are needed; "
-                "lower suffix_decoding_max_cached_requests"
+        if num_nodes > self.room:
+            raise UserError(
+                f"method=suffix must keep at most {self.capacity:,} tree nodes over the running requests, got "
+                f"{self.num_nodes + num_nodes:,}; lower hardware.max_num_seqs"
             )
+        needed = self.num_nodes + 1 + num_nodes
         if needed > len(self.nodes):
             # realloc: a large array is remapped, not copied
             self.nodes.resize((max(needed, int(len(self.nodes) * NODE_GROWTH)), NUM_COLUMNS), refcheck=False)
