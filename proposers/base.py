@@ -6,7 +6,6 @@ A new method is one file in this folder, named as its `method` key, with one sub
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -181,13 +180,6 @@ def _has_gap(token_ids: list[int], cu_num_draft_tokens: list[int]) -> bool:
     """Whether a request's slots hold a draft behind a -1."""
     slots = (token_ids[start:end] for start, end in pairwise(cu_num_draft_tokens))
     return any(before < 0 <= token for own in slots for before, token in pairwise(own))
-
-
-def available_methods() -> list[str]:
-    import proposers
-
-    modules = pkgutil.iter_modules(proposers.__path__)
-    return sorted(module.name for module in modules if module.name != "base" and not module.ispkg)
 
 
 def proposer_class(method: str) -> type[Proposer]:

@@ -1,22 +1,30 @@
-"""method=custom_class: a user's own proposer takes part like any other, and each of its mistakes is one clear error.
+"""A user's own proposer, a class or a file of proposers/, takes part like any other; each mistake is one clear error.
 
 Drafts of a wrong shape would otherwise shift the rows of the neighbours, or end in an index error deep in a kernel.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import proposers
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
+from runner.cli.compose import Composer
+from runner.config import method_union
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.llm import LLM, SamplingParams
+from runner.proposer import build_proposer
 from tests.conftest import TARGET_CONFIG, Engines, complete
 
 PROMPTS = [{"prompt_token_ids": [3 + i, 4, 5]} for i in range(2)]
@@ -227,3 +235,33 @@ def test_a_preempted_request_is_released_before_it_comes_back(engines: Engines) 
     assert requests[1].num_preemptions > 0
     last_step = len(events) - 1 - events[::-1].index("propose")
     assert "release 1" in events[:last_step] and "release 0" not in events[: events.index("release 1")]
+
+
+def test_a_method_without_keys_of_its_own_is_one_file_and_one_yaml(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The schema knew only the methods that it has a class for, and refused the name."""
+    (tmp_path / "shy.py").write_text(
+        "from proposers.base import Proposer\n"
+        "class ShyProposer(Proposer):\n"
+        "    def propose(self, schedule):\n"
+        "        raise NotImplementedError\n"
+    )
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "shy.yaml").write_text("method: shy\nnum_speculative_tokens: 2\n")
+    monkeypatch.setattr(proposers, "__path__", [*proposers.__path__, str(tmp_path)])
+    spec = importlib.util.spec_from_file_location("union_read_again", method_union.__file__)
+    assert spec is not None and spec.loader is not None
+    union = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, union)
+    spec.loader.exec_module(union)
+    with Composer(config_dir=str(tmp_path)) as composer:
+        values = composer.compose(["method=shy"]).method
+    config: Any = SimpleNamespace(method=union.parse_method(values)[0])
+    tokenizer: Any = None
+    proposer = build_proposer(config, engines().engine.proposer.context, tokenizer)
+    monkeypatch.delitem(sys.modules, "proposers.shy")
+    monkeypatch.delattr(proposers, "shy")
+    assert (type(proposer).__name__, proposer.num_speculative_tokens) == ("ShyProposer", 2)
+    with pytest.raises(UserError, match="got 'shyy'; did you mean 'shy'"):
+        union.parse_method({"method": "shyy"})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proposers.base import available_methods
+from proposers import available_methods
 from runner.engine.draft_budget import DraftBudget
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy import stats
 
-from proposers.base import available_methods
+from proposers import available_methods
 from runner.engine.launch import Part
 from runner.engine.request import Request
 from runner.engine.sampling import SamplingRows, process_logits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from proposers.base import available_methods
+from proposers import available_methods
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.metrics import MetricsCollector

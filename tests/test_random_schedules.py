@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from proposers.base import available_methods
+from proposers import available_methods
 from runner.engine.draft_budget import DraftBudget
 from runner.engine.request import Request, RequestStatus
 from runner.llm import LLM

@@ -1,6 +1,7 @@
 """The methods: one class each for the keys of its own, and their union, chosen by `method.method`.
 
-Which class implements a method is not known here: names map to classes in the composition root.
+A file of proposers/ without a class here is a method without keys of its own. Which class implements a method is not
+known here: names map to classes in the composition root.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, create_model, field_validator, model_validator
 
+from proposers import available_methods
 from runner.config.checkpoint_method import is_dotted_path, method_of_model
 from runner.config.drafter_methods import (
     DflashMethod,
@@ -26,7 +28,7 @@ from runner.config.drafter_methods import (
 from runner.config.from_vllm import names_method, translate
 from runner.config.method import SYNTHETIC_KEYS, MethodConfig
 from runner.config.node import Node
-from runner.config.problem import ConfigError, Problem, node_classes, problems_of
+from runner.config.problem import ConfigError, Problem, node_classes, problems_of, union_tag
 
 
 class NoneMethod(MethodConfig):
@@ -153,6 +155,19 @@ class CustomClassMethod(MethodConfig):
         return value
 
 
+class MethodWithoutKeys(MethodConfig):
+    """A method that is a file of proposers/ and no more: the common keys are all it has."""
+
+    ignored_keys: ClassVar[tuple[str, ...]] = ("draft_sample_method",)
+
+
+def method_without_keys(name: str) -> type[MethodWithoutKeys]:
+    """Its class, for pydantic's union wants one of every name."""
+    only_this: Any = Literal[name]
+    field = Field(default=name, description=f"the method of proposers/{name}.py")
+    return create_model(f"{name}_method", __base__=MethodWithoutKeys, method=(only_this, field))
+
+
 def infer_method(values: Any) -> Any:
     """Add a missing `method` from what `model` names, and drop a `model` that only names the method."""
     if not isinstance(values, Mapping):
@@ -189,9 +204,17 @@ AnyMethod = (
     | DflashMethod
     | CustomClassMethod
 )
-FIELDS = {str(member.model_fields["method"].default): member.model_fields for member in node_classes(AnyMethod)}
-METHODS = tuple(FIELDS)
-MethodUnion = Annotated[Annotated[AnyMethod, Field(discriminator="method")], BeforeValidator(infer_method)]
+MEMBERS = {union_tag(member): member for member in node_classes(AnyMethod)}
+MEMBERS |= {name: method_without_keys(name) for name in available_methods() if name not in MEMBERS}
+FIELDS = {name: member.model_fields for name, member in MEMBERS.items()}
+METHODS = tuple(MEMBERS)
+if TYPE_CHECKING:
+    MethodUnion = AnyMethod | MethodWithoutKeys
+else:
+    MethodUnion = Annotated[
+        Annotated[Union[tuple(MEMBERS.values())], Field(discriminator="method")],  # noqa: UP007 - of what is there
+        BeforeValidator(infer_method),
+    ]
 
 
 class MethodNode(Node):
@@ -200,7 +223,7 @@ class MethodNode(Node):
     method: MethodUnion = Field(description="the method node")
 
 
-def parse_method(values: Mapping[str, Any]) -> tuple[AnyMethod, tuple[str, ...]]:
+def parse_method(values: Mapping[str, Any]) -> tuple[MethodUnion, tuple[str, ...]]:
     """The method that vLLM's speculative_config means, and notes on what was read otherwise than written.
 
     Raises:

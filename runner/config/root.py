@@ -13,7 +13,7 @@ from runner.config.checkpoint_method import KINDS, misfit
 from runner.config.drafter_methods import DrafterMethod, DraftModelMethod, MtpMethod
 from runner.config.hardware import HardwareConfig
 from runner.config.method_union import (
-    AnyMethod,
+    FIELDS,
     MethodNode,
     MethodUnion,
     NoneMethod,
@@ -22,13 +22,13 @@ from runner.config.method_union import (
 )
 from runner.config.model import DraftDefaults, ModelConfig
 from runner.config.node import Node
-from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean, node_classes, problems_of
+from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean, problems_of
 from runner.config.sampler import SamplerConfig
 from runner.config.to_vllm import to_vllm
 from runner.config.vllm_keys import RENAMED_KEYS
 from runner.config.workload import DemoWorkload, WorkloadConfig
 
-SPECULATIVE_KEYS = {*RENAMED_KEYS, *(key for member in node_classes(AnyMethod) for key in member.model_fields)}
+SPECULATIVE_KEYS = {*RENAMED_KEYS, *(key for keys in FIELDS.values() for key in keys)}
 
 
 class SpeculativeConfig(Node):
@@ -240,7 +240,7 @@ class SpeculativeConfig(Node):
         )
 
 
-def _method_of(speculative_config: Mapping[str, Any], named: Any) -> AnyMethod:
+def _method_of(speculative_config: Mapping[str, Any], named: Any) -> MethodUnion:
     """The method of a speculative_config; a node beside it, as a configuration's own dump has it, must be the same."""
     method, _ = parse_method(speculative_config)
     try:
