@@ -1,11 +1,13 @@
 """A user's own proposer, named by its dotted path (vLLM's `custom_class`).
 
-The class subclasses proposers.base.Proposer and takes num_speculative_tokens and context, nothing else.
+The class subclasses proposers.base.Proposer and takes num_speculative_tokens, context and what `options` names.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 from proposers.base import Proposer, ProposerContext
 from proposers.captured.drafter import CapturedDrafter
@@ -15,15 +17,24 @@ from runner.engine.scheduler import Schedule
 
 
 class CustomClassProposer(Proposer):
-    def __init__(self, *, num_speculative_tokens: int, context: ProposerContext, model: str) -> None:
+    """Passes everything on to a Proposer of the class.
+
+    Args:
+        model: dotted path of the class.
+        options: keyword arguments of the class.
+    """
+
+    def __init__(
+        self, *, num_speculative_tokens: int, context: ProposerContext, model: str, options: Mapping[str, Any]
+    ) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
         try:
-            self.inner = _import_class(model)(num_speculative_tokens=num_speculative_tokens, context=context)
+            self.inner = _import_class(model)(num_speculative_tokens=num_speculative_tokens, context=context, **options)
         except TypeError as error:
-            raise UserError(
-                f"method.model={model} must take num_speculative_tokens and context and define propose: {error}; "
-                "see proposers/base.py"
-            ) from error
+            asked, remedy = "num_speculative_tokens and context", "see proposers/base.py"
+            if options:
+                asked, remedy = f"{asked}, method.options ({', '.join(options)})", f"{remedy}, or mend method.options"
+            raise UserError(f"method.model={model} must take {asked} and define propose: {error}; {remedy}") from error
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         return self.inner.propose(schedule)

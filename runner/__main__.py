@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from runner.cli.compose import HYDRA_VERSION_BASE, read_config, written_choices
 from runner.cli.launch import checked, parse_args
+from runner.cli.method_options import add_method_options
 from runner.cli.screen import USER_ERROR_STATUS, show_error, show_interrupt
 from runner.cli.speculative_config import quote_json
 from runner.earlier_points import EarlierPoints
@@ -46,7 +47,7 @@ def app(cfg: DictConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    argv = quote_json(sys.argv[1:] if argv is None else argv)
+    argv = add_method_options(quote_json(sys.argv[1:] if argv is None else argv))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what went wrong instead of printing it
     try:
         with checked(parse_args(argv)):

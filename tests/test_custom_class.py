@@ -33,11 +33,12 @@ VOCAB_SIZE = TARGET_CONFIG["vocab_size"]
 CPU = torch.device("cpu")
 
 
-def custom(class_name: str, num_speculative_tokens: int = 3) -> dict[str, Any]:
+def custom(class_name: str, num_speculative_tokens: int = 3, **options: Any) -> dict[str, Any]:
     return {
         "method": "custom_class",
         "model": f"tests.test_custom_class.{class_name}",
         "num_speculative_tokens": num_speculative_tokens,
+        "options": options,
     }
 
 
@@ -62,9 +63,10 @@ class RecordingProposer(Proposer):
 
     cache_bytes_per_block = 10
 
-    def __init__(self, *, num_speculative_tokens: int, context: ProposerContext) -> None:
+    def __init__(self, *, num_speculative_tokens: int, context: ProposerContext, tag: Any = None) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
         self.events: list[str] = []
+        self.tag = tag
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         self.events.append("propose")
@@ -187,6 +189,24 @@ def test_good_drafts_of_uneven_length_are_taken(engines: Engines, monkeypatch: p
     assert list(second.outputs[0].token_ids) == truth[1][:2]
 
 
+# options of RecordingProposer -> what the message says of them
+MISTAKEN_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown to the class": (
+        {"window": 8, "tag": 1}, r"take num_speculative_tokens and context, method.options \(window, tag\).*'window'",
+    ),
+    "the engine's": ({"context": 1}, r"other than num_speculative_tokens and context, got 'context'"),
+    "no JSON": ({"tag": CPU}, r"\.options.* not a valid JSON value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKEN_OPTIONS)
+def test_options_that_the_class_cannot_take_are_refused_before_the_run(mistake: str) -> None:
+    options, rule = MISTAKEN_OPTIONS[mistake]
+    engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": TARGET_CONFIG}
+    with pytest.raises(UserError, match=rule):
+        LLM("dummy", speculative_config=custom("RecordingProposer", **options), **engine_args)
+
+
 # path behind method.model -> what the message says of it
 UNUSABLE = {
     "tests.test_custom_class.SaysNothing": r"take num_speculative_tokens and context and define propose.*abstract",
@@ -214,8 +234,9 @@ def test_a_custom_class_without_a_path_is_refused() -> None:
 
 def test_a_custom_class_is_told_what_the_built_in_ones_are_told(engines: Engines) -> None:
     """Its cache beside the target's, each step, and the end of each request."""
-    llm = engines(custom("RecordingProposer"), num_gpu_blocks_override=20)
+    llm = engines(custom("RecordingProposer", tag={"sizes": [1, 2]}), num_gpu_blocks_override=20)
     inner = llm.engine.proposer.inner  # type: ignore[attr-defined]
+    assert inner.tag == {"sizes": [1, 2]}
     assert inner.num_speculative_tokens == 3
     assert (inner.context.vocab_size, inner.context.device, inner.context.max_model_len) == (VOCAB_SIZE, CPU, 256)
     assert llm.engine.proposer.cache_bytes_per_block == 10

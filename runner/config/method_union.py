@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError, create_model, field_validator, model_validator
 
 from proposers import available_methods
 from runner.config.checkpoint_method import is_dotted_path, method_of_model
@@ -146,6 +146,9 @@ class CustomClassMethod(MethodConfig):
 
     method: Literal["custom_class"] = Field(default="custom_class", description="a proposer of the user's own")
     model: str = Field(description="dotted path of a Proposer subclass, for instance my_package.MyProposer")
+    options: dict[str, JsonValue] = Field(
+        default={}, description="keyword arguments of the class, values as JSON has them: method.options.window=8"
+    )
 
     @field_validator("model")
     @classmethod
@@ -153,6 +156,14 @@ class CustomClassMethod(MethodConfig):
         if not is_dotted_path(value):
             raise ValueError(f"must be a dotted path to a class, such as my_package.MyProposer, got {value!r}")
         return value
+
+    @field_validator("options")
+    @classmethod
+    def _check_names(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in options:
+            if not name.isidentifier() or name in ("num_speculative_tokens", "context"):
+                raise ValueError(f"must name arguments other than num_speculative_tokens and context, got {name!r}")
+        return options
 
 
 class MethodWithoutKeys(MethodConfig):
