@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from kernels.reference import sampling as ops
 from kernels.reference.philox import Stream, gumbel
 from runner.engine.request import Request
-from runner.engine.sampling import SamplingRows, check_token_ids, draft_tokens, process_logits, sample_tokens
+from runner.engine.sampling import SamplingRows, draft_tokens, process_logits, sample_tokens
 from runner.engine.sampling_params import SamplingParams
 
 NEG_INF = float("-inf")
@@ -66,6 +67,7 @@ MIXED_PARAMS = [
     SamplingParams(temperature=0.8, presence_penalty=0.5, repetition_penalty=0.7, top_p=0.7),
     SamplingParams(logit_bias={1: 3.5, 4: -2.25}, min_tokens=4),
     SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=(3,), top_k=1, top_p=0.1, min_p=0.9),
+    SamplingParams(allowed_token_ids=(2, 3, 4), logit_bias={3: -1.5}),
 ]
 
 
@@ -281,6 +283,12 @@ def test_a_draft_row_is_processed_as_if_its_ancestors_were_output() -> None:
     assert torch.equal(rows.positions, grown_rows.positions)
     assert torch.equal(processed, process_logits(logits, grown_rows))
     assert torch.equal(sample_tokens(processed, rows), sample_tokens(processed, grown_rows))
+    for request in requests:  # what a request keeps from step to step counts on
+        request.output_token_ids += [7, 2]
+    later = [make_request(r.sampling_params, prompt=[1, 4, 4], output=r.output_token_ids) for r in requests]
+    logits = logits[: len(requests)]
+    again, fresh = (process_logits(logits, rows_of(batch, vocab_size)) for batch in (requests, later))
+    assert torch.equal(again, fresh)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -300,8 +308,7 @@ def test_rows_that_ask_for_nothing_cost_nothing() -> None:
         assert process_logits(logits, rows_of([make_request(params)] * 3, 9)) is logits
 
 
-def test_a_token_outside_the_vocabulary_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"logit_bias must name tokens in \[0, 8\] \(the vocabulary\), got 9"):
-        rows_of([make_request(SamplingParams(logit_bias={9: 1.0}))], 9)
-    with pytest.raises(ValueError, match="stop_token_ids must name tokens"):
-        check_token_ids(SamplingParams(stop_token_ids=(3, 12)), 12)
+@pytest.mark.parametrize("named", [{"logit_bias": {9: 1.0}}, {"stop_token_ids": (3, 12)}, {"allowed_token_ids": [-1]}])
+def test_a_token_outside_the_vocabulary_is_refused_by_name(named: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(named))} must name tokens in \[0, 8\] \(the vocabulary\), got"):
+        SamplingParams(**named).check_token_ids(9)

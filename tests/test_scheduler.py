@@ -243,14 +243,18 @@ def test_the_latest_request_is_preempted_and_is_the_first_to_come_back() -> None
     late = make_request(4, request_id="late", max_tokens=2)
     traffic.step()
     traffic.add(late)
+    for request in (first, third):
+        request.tensors_on(torch.device("cpu"), VOCAB_SIZE, (EOS,))
     schedule, _ = traffic.step()
     assert schedule.preempted == [third]
+    assert third.tensors is None and first.tensors is not None, "what sampling keeps goes with the blocks"
     assert [item.request for item in schedule.scheduled] == [first, second]
     assert list(traffic.scheduler.waiting) == [third, late]
     assert third.num_computed_tokens == 0 and third.num_preemptions == 1 and third.output_token_ids == [1]
     while not first.is_finished:
         schedule, _ = traffic.step()
         assert late.status is RequestStatus.WAITING, "it would fit, and it is not its turn"
+    assert first.tensors is None
     schedule, committed = traffic.step()
     again = next(item for item in schedule.scheduled if item.request is third)
     assert (again.start, again.num_new_tokens, again.yields_token, again.is_decoding) == (0, 13, True, False)

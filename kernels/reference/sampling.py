@@ -74,18 +74,14 @@ def condition_on_bitmask(probs: Tensor, bitmask: Tensor) -> Tensor:
     return kept / kept.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
 
 
-def token_counts(slot_idx: Tensor, token_ids: Tensor, *, num_slots: int, vocab_size: int) -> Tensor:
-    """How often each token occurs in each slot, [num_slots, vocab_size] int32, from flat (slot, token) pairs."""
-    counts = torch.zeros(num_slots * vocab_size, dtype=torch.int32, device=token_ids.device)
-    ones = torch.ones((), dtype=torch.int32, device=token_ids.device).expand(token_ids.shape)
-    return counts.scatter_add_(0, slot_idx * vocab_size + token_ids, ones).view(num_slots, vocab_size)
+def add_ancestor_counts_(counts: Tensor, ancestor_ids: Tensor, num_ancestors: Tensor) -> None:
+    """Adds the first num_ancestors[row] of ancestor_ids [num_rows, K] to counts [num_rows, vocab]; -1 counts nothing.
 
-
-def add_ancestor_counts(counts: Tensor, ancestor_ids: Tensor, num_ancestors: Tensor) -> Tensor:
-    """counts [num_rows, vocab] plus the first num_ancestors[row] of ancestor_ids [num_rows, K]; -1 counts nothing."""
+    In place, for the counts are as large as the logits.
+    """
     offsets = torch.arange(ancestor_ids.shape[1], device=ancestor_ids.device)
     is_ancestor = (offsets < num_ancestors.unsqueeze(1)) & (ancestor_ids >= 0)
-    return counts.scatter_add(1, ancestor_ids.clamp(min=0), is_ancestor.to(counts.dtype))
+    counts.scatter_add_(1, ancestor_ids.clamp(min=0), is_ancestor.to(counts.dtype))
 
 
 def apply_penalties(

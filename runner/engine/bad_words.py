@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.reference.sampling import ends_with
 from runner.engine.request import Request
+from runner.engine.request_tensors import RequestTensors
 from runner.engine.upload import to_device
 
 NO_TOKEN = -2  # before the output's first token: equal to nothing
@@ -32,12 +33,13 @@ class BadWordRows:
         cls,
         requests: Sequence[Request],
         request_idx: list[int],
+        tensors: list[RequestTensors],
         num_ancestors: list[int],
         draft_token_ids: Tensor | None,
         path_idx: list[int],
         device: torch.device,
     ) -> BadWordRows | None:
-        """The arguments of SamplingRows.build; None when no request has bad words."""
+        """The arguments of SamplingRows.build, and each row's request's tensors; None when no request has bad words."""
         groups: dict[int, list[int]] = {}  # rows by their list of words, which requests of one call share
         for r, b in enumerate(request_idx):
             if requests[b].bad_words_token_ids:
@@ -45,7 +47,7 @@ class BadWordRows:
         if not groups:
             return None
         found = [
-            _compare(requests, request_idx, num_ancestors, draft_token_ids, path_idx, rows, device)
+            _compare(requests, request_idx, tensors, num_ancestors, draft_token_ids, path_idx, rows, device)
             for rows in groups.values()
         ]
         row_idx, token_ids, applies = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -55,6 +57,7 @@ class BadWordRows:
 def _compare(
     requests: Sequence[Request],
     request_idx: list[int],
+    tensors: list[RequestTensors],
     num_ancestors: list[int],
     draft_token_ids: Tensor | None,
     path_idx: list[int],
@@ -62,10 +65,8 @@ def _compare(
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(row_idx, token_ids, applies) of rows that share their words: a pair for each row and word."""
-    words = requests[request_idx[rows[0]]].bad_words_token_ids
-    length = max(len(word) for word in words) - 1
-    beginnings = to_device([[-1] * (length - len(word) + 1) + list(word[:-1]) for word in words], torch.int64, device)
-    last_token_ids = to_device([word[-1] for word in words], torch.int64, device)
+    beginnings, last_token_ids = tensors[rows[0]].bad_words
+    num_words, length = beginnings.shape
     slots = {b: slot for slot, b in enumerate(dict.fromkeys(request_idx[r] for r in rows))}
     histories = to_device([_tail(requests[b].output_token_ids, length) for b in slots], torch.int64, device)
     index = to_device(
@@ -79,7 +80,7 @@ def _compare(
         said = torch.cat((said, draft_token_ids[index[2]]), dim=1)
     columns = index[1].unsqueeze(1) + torch.arange(length, device=device)  # n ancestors move the window by n
     applies = ends_with(said.gather(1, columns), beginnings)
-    row_idx = index[3].unsqueeze(1).expand(-1, len(words)).flatten()
+    row_idx = index[3].unsqueeze(1).expand(-1, num_words).flatten()
     return row_idx, last_token_ids.repeat(len(rows)), applies.flatten()
 
 

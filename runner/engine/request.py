@@ -1,6 +1,7 @@
 """The records that travel between scheduler, proposer and verifier.
 
-Only the scheduler moves a Request on; the caller sets when it arrived and, when it is over, its text.
+Only the scheduler moves a Request on; the caller sets when it arrived and, when it is over, its text, and sampling
+keeps tensors with it, which the scheduler drops.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from runner.engine.draft_trees import TreeShape, tree_shape
 from runner.engine.hidden_states import HiddenStates
 from runner.engine.logprobs import StepLogprobs, TokenLogprobs
+from runner.engine.request_tensors import RequestTensors
 from runner.engine.sampling_params import SamplingParams
 
 
@@ -49,6 +51,7 @@ class Request:
     text: str = ""  # decoded output, up to the stop string
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output tokens, where asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, from its second token on
+    tensors: RequestTensors | None = field(default=None, repr=False)  # while it runs, once its rows were sampled
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -67,6 +70,19 @@ class Request:
         if end <= num_prompt:
             return self.prompt_token_ids[start:end]
         return self.prompt_token_ids[start:] + self.output_token_ids[: end - num_prompt]
+
+    def tensors_on(self, device: torch.device, vocab_size: int, eos_token_ids: tuple[int, ...]) -> RequestTensors:
+        """`tensors`, begun where there are none; the arguments are the engine's and never change."""
+        if self.tensors is None:
+            self.tensors = RequestTensors(
+                self.sampling_params,
+                self.prompt_token_ids,
+                self.bad_words_token_ids,
+                vocab_size=vocab_size,
+                eos_token_ids=eos_token_ids,
+                device=device,
+            )
+        return self.tensors
 
     @property
     def is_finished(self) -> bool:

@@ -14,11 +14,10 @@ from torch import Tensor
 from kernels.reference import sampling as ops
 from kernels.reference.philox import Stream
 from runner.engine.backend import runs_kernels
-from runner.engine.sampling_rows import SamplingRows, check_token_ids, greedy_mask
+from runner.engine.sampling_rows import SamplingRows, greedy_mask
 
 __all__ = [
     "SamplingRows",
-    "check_token_ids",
     "draft_tokens",
     "draw_tokens",
     "mask_and_penalise",

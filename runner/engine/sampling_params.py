@@ -137,6 +137,19 @@ class SamplingParams:
         )
         check("logit_bias", self.logit_bias is None or is_bias, "a mapping of token ids to numbers")
 
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raises ValueError if a parameter names a token outside the vocabulary; for use on admission."""
+        named = {
+            "logit_bias": self.logit_bias,
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids or (),
+        }
+        for name, token_ids in named.items():
+            for token_id in token_ids:
+                if not 0 <= token_id < vocab_size:
+                    rule = f"must name tokens in [0, {vocab_size - 1}] (the vocabulary)"
+                    raise ValueError(f"{name} {rule}, got {token_id}")
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0

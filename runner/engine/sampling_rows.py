@@ -1,7 +1,8 @@
 """Sampling parameters of a batch as tensors: whose row it is, which position it predicts, what was said before it.
 
-SamplingRows.build reads the requests (never writes them) and uploads what the rows' processors need, and no more: a
-processor that no row uses is None. Draft ancestors are counted on the device, so nothing is read back to the host.
+SamplingRows.build reads the requests, leaves with each the tensors that its next step needs again, and uploads what is
+new, and no more: a processor that no row uses is None. Draft ancestors are counted on the device, so nothing is read
+back to the host.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kernels.reference.philox import seed_to_int64
-from kernels.reference.sampling import add_ancestor_counts, token_counts
 from runner.engine.bad_words import BadWordRows
+from runner.engine.penalty_rows import PenaltyRows
 from runner.engine.request import Request
+from runner.engine.request_tensors import RequestTensors
 from runner.engine.row_sampling import RowSampling
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.upload import index_or_all, to_device
@@ -44,18 +46,6 @@ class BitmaskRows:
 
     row_idx: Tensor | None  # [num_used] int64; None = all rows
     words: Tensor  # [num_used, ceil(vocab / 32)] int32: bit v % 32 of word v // 32 is token v
-
-
-@dataclass(frozen=True, kw_only=True)
-class PenaltyRows:
-    """The rows with penalties, and the tokens said before each of them."""
-
-    row_idx: Tensor | None  # [num_used] int64; None = all rows
-    seen: Tensor  # [num_used, vocab] bool: in prompt or output; prompts count only where repetition != 1
-    output_counts: Tensor  # [num_used, vocab] int32: output and draft ancestors
-    repetition: Tensor  # [num_used] float32
-    frequency: Tensor  # [num_used] float32
-    presence: Tensor  # [num_used] float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +119,6 @@ class SamplingRows:
         bitmask: of the rows whose requests follow a grammar; it has seen the rows' draft ancestors.
         path_idx: the row of draft_token_ids that begins with row r's ancestors, where requests have draft trees;
             None = request_idx.
-
-        Raises:
-            ValueError: a request names a token outside the vocabulary.
         """
         device = torch.device(device)
         path_idx = request_idx if path_idx is None else path_idx
@@ -150,6 +137,8 @@ class SamplingRows:
                 positions=keys[1],
                 random_row_idx=random_row_idx,
             )
+        by_request = [request.tensors_on(device, vocab_size, eos_token_ids) for request in requests]
+        tensors = [by_request[b] for b in request_idx]
         top_k = _value_rows(params, lambda p: 0 < p.top_k < vocab_size, lambda p: p.top_k, torch.int64, device)
         return cls(
             vocab_size=vocab_size,
@@ -157,12 +146,14 @@ class SamplingRows:
             seeds=keys[0],
             positions=keys[1],
             random_row_idx=random_row_idx,
-            allowed=_allowed(requests, request_idx, vocab_size, device),
-            bad_words=BadWordRows.build(requests, request_idx, num_ancestors, draft_token_ids, path_idx, device),
-            logit_bias=_logit_bias(params, vocab_size, device),
-            forbidden=_forbidden(owners, num_ancestors, vocab_size, eos_token_ids, device),
+            allowed=_allowed(owners, tensors, device),
+            bad_words=BadWordRows.build(
+                requests, request_idx, tensors, num_ancestors, draft_token_ids, path_idx, device
+            ),
+            logit_bias=_logit_bias(owners, tensors, device),
+            forbidden=_forbidden(owners, tensors, num_ancestors, device),
             bitmask=bitmask,
-            penalties=_penalties(requests, request_idx, num_ancestors, draft_token_ids, path_idx, vocab_size, device),
+            penalties=PenaltyRows.build(owners, tensors, num_ancestors, draft_token_ids, path_idx, device),
             temperatures=_temperatures(params, device),
             min_p=_value_rows(params, lambda p: p.min_p > 0.0, lambda p: p.min_p, torch.float32, device),
             top_k=top_k,
@@ -176,19 +167,6 @@ def greedy_mask(random_row_idx: Tensor | None, seeds: Tensor) -> Tensor | None:
     if random_row_idx is None:
         return None
     return torch.ones_like(seeds, dtype=torch.bool).index_fill_(0, random_row_idx, False)
-
-
-def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ValueError if a parameter names a token outside the vocabulary; for use on admission."""
-    named = {
-        "logit_bias": params.logit_bias,
-        "stop_token_ids": params.stop_token_ids,
-        "allowed_token_ids": params.allowed_token_ids or (),
-    }
-    for name, token_ids in named.items():
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"{name} must name tokens in [0, {vocab_size - 1}] (the vocabulary), got {token_id}")
 
 
 def _value_rows(
@@ -211,90 +189,41 @@ def _temperatures(params: list[SamplingParams], device: torch.device) -> Tensor 
     return to_device(values, torch.float32, device) if any(value != 1.0 for value in values) else None
 
 
-def _logit_bias(params: list[SamplingParams], vocab_size: int, device: torch.device) -> TokenRows | None:
-    pairs = [(r, token_id, bias) for r, p in enumerate(params) for token_id, bias in p.logit_bias.items()]
-    if not pairs:
+def _logit_bias(owners: list[Request], tensors: list[RequestTensors], device: torch.device) -> TokenRows | None:
+    used = [r for r, owner in enumerate(owners) if owner.sampling_params.logit_bias]
+    if not used:
         return None
-    for p in params:
-        check_token_ids(p, vocab_size)
-    row_idx, token_ids, values = zip(*pairs, strict=True)
-    index = to_device([row_idx, token_ids], torch.int64, device)
-    return TokenRows(row_idx=index[0], token_ids=index[1], values=to_device(values, torch.float32, device))
+    token_ids, values = zip(*(tensors[r].logit_bias for r in used), strict=True)
+    return TokenRows(
+        row_idx=_repeated(used, token_ids, device), token_ids=torch.cat(token_ids), values=torch.cat(values)
+    )
 
 
 def _forbidden(
-    owners: list[Request],
-    num_ancestors: list[int],
-    vocab_size: int,
-    eos_token_ids: tuple[int, ...],
-    device: torch.device,
+    owners: list[Request], tensors: list[RequestTensors], num_ancestors: list[int], device: torch.device
 ) -> TokenRows | None:
     """eos and stop tokens of the rows that predict one of a request's first min_tokens output tokens."""
-    pairs: list[tuple[int, int]] = []
-    for r, (owner, n) in enumerate(zip(owners, num_ancestors, strict=True)):
-        if len(owner.output_token_ids) + n < owner.sampling_params.min_tokens:
-            check_token_ids(owner.sampling_params, vocab_size)
-            pairs += ((r, token_id) for token_id in {*eos_token_ids, *owner.sampling_params.stop_token_ids})
-    if not pairs:
-        return None
-    index = to_device(list(zip(*pairs, strict=True)), torch.int64, device)
-    return TokenRows(row_idx=index[0], token_ids=index[1])
-
-
-def _allowed(
-    requests: Sequence[Request], request_idx: list[int], vocab_size: int, device: torch.device
-) -> ValueRows | None:
-    used = [r for r, b in enumerate(request_idx) if requests[b].sampling_params.allowed_token_ids is not None]
+    used = [
+        r
+        for r, (owner, n) in enumerate(zip(owners, num_ancestors, strict=True))
+        if len(owner.output_token_ids) + n < owner.sampling_params.min_tokens
+    ]
     if not used:
         return None
-    slots = {b: slot for slot, b in enumerate(dict.fromkeys(request_idx[r] for r in used))}
-    for b in slots:
-        check_token_ids(requests[b].sampling_params, vocab_size)
-    pairs = [(s, token) for b, s in slots.items() for token in requests[b].sampling_params.allowed_token_ids or ()]
-    flat = to_device(list(zip(*pairs, strict=True)), torch.int64, device)
-    is_allowed = token_counts(flat[0], flat[1], num_slots=len(slots), vocab_size=vocab_size) > 0
-    slot_of_row = to_device([slots[request_idx[r]] for r in used], torch.int64, device)
-    return ValueRows(row_idx=index_or_all(used, len(request_idx), device), values=is_allowed[slot_of_row])
+    token_ids = [tensors[r].ending_token_ids for r in used]
+    return TokenRows(row_idx=_repeated(used, token_ids, device), token_ids=torch.cat(token_ids))
 
 
-def _penalties(
-    requests: Sequence[Request],
-    request_idx: list[int],
-    num_ancestors: list[int],
-    draft_token_ids: Tensor | None,
-    path_idx: list[int],
-    vocab_size: int,
-    device: torch.device,
-) -> PenaltyRows | None:
-    used = [r for r, b in enumerate(request_idx) if requests[b].sampling_params.has_penalties]
+def _repeated(rows: list[int], token_ids: Sequence[Tensor], device: torch.device) -> Tensor:
+    """rows[i] for each of token_ids[i], [num_pairs] int64."""
+    counts = [len(ids) for ids in token_ids]
+    index = to_device([rows, counts], torch.int64, device)
+    return torch.repeat_interleave(index[0], index[1], output_size=sum(counts))
+
+
+def _allowed(owners: list[Request], tensors: list[RequestTensors], device: torch.device) -> ValueRows | None:
+    used = [r for r, owner in enumerate(owners) if owner.sampling_params.allowed_token_ids is not None]
     if not used:
         return None
-    slots = {b: slot for slot, b in enumerate(dict.fromkeys(request_idx[r] for r in used))}
-    params = [requests[request_idx[r]].sampling_params for r in used]
-
-    def history_counts(histories: list[list[int]]) -> Tensor:  # one history a slot -> [num_slots, vocab]
-        slot_idx = [slot for slot, token_ids in enumerate(histories) for _ in token_ids]
-        flat = to_device([slot_idx, [t for token_ids in histories for t in token_ids]], torch.int64, device)
-        return token_counts(flat[0], flat[1], num_slots=len(slots), vocab_size=vocab_size)
-
-    slot_of_row = to_device([slots[request_idx[r]] for r in used], torch.int64, device)
-    output_counts = history_counts([requests[b].output_token_ids for b in slots])[slot_of_row]
-    if any(num_ancestors[r] for r in used):
-        assert draft_token_ids is not None, "rows with ancestors need draft_token_ids"
-        paths = draft_token_ids[to_device([path_idx[r] for r in used], torch.int64, device)]
-        depths = to_device([num_ancestors[r] for r in used], torch.int64, device)
-        output_counts = add_ancestor_counts(output_counts, paths, depths)
-    # Without a repetition penalty the prompt has no say, and the long list stays on the host.
-    owners = [requests[b] for b in slots]
-    prompts = [o.prompt_token_ids if o.sampling_params.repetition_penalty != 1.0 else [] for o in owners]
-    values = to_device(
-        [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params], torch.float32, device
-    )
-    return PenaltyRows(
-        row_idx=index_or_all(used, len(request_idx), device),
-        seen=(history_counts(prompts)[slot_of_row] > 0) | (output_counts > 0),
-        output_counts=output_counts,
-        repetition=values[:, 0],
-        frequency=values[:, 1],
-        presence=values[:, 2],
-    )
+    values = torch.stack([tensors[r].is_allowed for r in used])
+    return ValueRows(row_idx=index_or_all(used, len(owners), device), values=values)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from runner.engine.draft_budget import DraftBudget
 from runner.engine.kv_cache import BlockManager
 from runner.engine.request import DraftTokens, Request, RequestStatus, VerifyOutput
-from runner.engine.sampling_rows import check_token_ids
 from runner.engine.stopping import StopRules
 
 
@@ -104,7 +103,7 @@ class Scheduler:
                 f"prompt_token_ids must lie in [0, {self.vocab_size - 1}], the vocabulary; use the target's tokenizer"
             )
         try:
-            check_token_ids(request.sampling_params, self.vocab_size)
+            request.sampling_params.check_token_ids(self.vocab_size)
         except ValueError as error:
             return str(error)
         if not all(0 <= token < self.vocab_size for word in request.bad_words_token_ids for token in word):
@@ -293,7 +292,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Give up a request's cache; it starts again, prompt and output, when blocks are free."""
         self.running.remove(request)
-        self.blocks.release(request.block_table)
+        self._release(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
@@ -303,4 +302,9 @@ class Scheduler:
         request.status = status
         if request in self.running:
             self.running.remove(request)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Give back what it holds on the device."""
         self.blocks.release(request.block_table)
+        request.tensors = None
