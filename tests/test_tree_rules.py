@@ -216,7 +216,7 @@ def walk(logits: Tensor, batch: TreeBatch, rows: SamplingRows, u: Tensor, rule: 
         module = traversal_module if rule == "block" else tree_module
         patch.setattr(module, "uniforms", given_uniforms)
         patch.setattr(module, "sample_at", kept_law)
-        last, _ = (traverse if rule == "block" else reject_recursively)(logits, batch, rows, None)
+        last, _ = (traverse if rule == "block" else reject_recursively)(logits, batch, rows)
     return last, laws[0]
 
 
@@ -446,7 +446,8 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
 
 @pytest.mark.parametrize("has_probs", [False, True])
 @pytest.mark.parametrize("method", RULES)
-def test_a_rule_is_its_definition_node_by_node(method: str, has_probs: bool) -> None:
+def test_a_rule_is_its_definition_node_by_node(monkeypatch: pytest.MonkeyPatch, method: str, has_probs: bool) -> None:
+    monkeypatch.setattr(traversal_module, "MOST_ENTRIES", 40 * 23)  # several batches of laws at every depth
     case = random_trees(150, 23, seed=3, has_probs=has_probs)
     processed = process_logits(case.logits, case.rows)
     output = case.verify(method)

@@ -193,24 +193,20 @@ class Synthetic(Rule):
 
 
 def _judge_draws(
-    judge: Callable[[Tensor, TreeBatch, SamplingRows, Tensor | None], tuple[Tensor, Tensor]],
+    judge: Callable[[Tensor, TreeBatch, SamplingRows], tuple[Tensor, Tensor]],
     processed: Tensor,
     tree: TreeBatch,
     rows: SamplingRows,
 ) -> tuple[Tensor, Tensor]:
     """`verify_tree` with a judge of drawn drafts and of chains; the others follow the target's own tokens."""
-    is_judged = [
-        not greedy and (chain or tree.probs is not None)
-        for greedy, chain in zip(tree.is_greedy, tree.is_chain, strict=True)
-    ]
-    judged = index_or_all([b for b, judge_it in enumerate(is_judged) if judge_it], len(is_judged), processed.device)
+    judged = tree.judged
     if judged is None:
-        return judge(processed, tree, rows, None)
+        return judge(processed, tree, rows)
     target_token_ids = sample_tokens(processed, rows)
     last = follow_tokens(tree, target_token_ids)
-    if not any(is_judged):
+    if not any(tree.is_judged):
         return last, target_token_ids[last]
-    last_judged, token_ids = judge(processed, tree, rows, judged)
+    last_judged, token_ids = judge(processed, tree, rows)
     following = target_token_ids[last].index_copy_(0, judged, token_ids)
     return last.index_copy_(0, judged, last_judged), following
 

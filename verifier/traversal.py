@@ -5,10 +5,14 @@ left of the parent's law. A leaf is kept with its chance, all of its path with i
 with S = sum(max(P * r - q, 0)) its parent's law becomes max(P * r - q, 0) / S and its chance S / (S + 1 - P), the next
 sibling's leaves have their turn, and a parent without any is a leaf itself. The pending token's chance is 1.
 One child at every depth is block verification (arXiv 2403.10444), bit for bit.
+
+What a node leaves of its parent's law does not depend on what becomes of the node's own children. So all chances are
+computed first, from the top down, and each law once; the walk is then a search for the first node that is kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,129 +20,123 @@ from torch import Tensor
 
 from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream, uniforms
-from runner.engine.sampling import SamplingRows, sample_at, take_rows
+from runner.engine.sampling import SamplingRows, sample_at
+from runner.engine.upload import to_device
 from verifier.tree_batch import TreeBatch
 
-
-@dataclass(kw_only=True)
-class _Way:
-    """The way of each request from its pending token to where it is; entries behind its depth mean nothing."""
-
-    depth: Tensor  # [num_judged] int64
-    drafts: Tensor  # [num_judged, deepest + 1] int64; -1 at depth 0
-    rows: Tensor  # [num_judged, deepest + 1] int64
-    next_child: Tensor  # [num_judged, deepest + 1] int64: rank of the child whose turn it is
-    chance: Tensor  # [2, num_judged, deepest + 1] float64: numerator and denominator
-    laws: Tensor  # [num_judged, deepest + 1, vocab]: what is left of p, unnormalised where something was taken
-    is_reduced: Tensor  # [num_judged, deepest + 1] bool: something was taken
-
-    def enter(self, at: Tensor, where: Tensor, draft: Tensor, row: Tensor, chance: Tensor, law: Tensor) -> None:
-        """Come to a draft at depth `at`, for the requests `where`."""
-        own = torch.arange(len(at), device=at.device)
-        one, zero = torch.ones_like(chance), torch.zeros_like(at)
-        news = (
-            (self.drafts, draft),
-            (self.rows, row),
-            (self.next_child, zero),
-            (self.chance[0], chance),
-            (self.chance[1], one),
-            (self.is_reduced, zero.bool()),
-        )
-        for entries, new in news:
-            entries[own, at] = torch.where(where, new, entries[own, at])
-        self.laws[own, at] = torch.where(where.unsqueeze(1), law, self.laws[own, at])
+MOST_ENTRIES = 1 << 24  # of the laws that are worked on at the same time
 
 
-def traverse(processed: Tensor, tree: TreeBatch, rows: SamplingRows, requests: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(last row, token behind it), both [num_judged] int64.
+@dataclass(frozen=True, kw_only=True)
+class _Families:
+    """Rows of one depth with the drafts that they judge, those with the most drafts first."""
 
-    Args:
-        requests: [num_judged] int64, those to judge, none of them greedy; None = all. Without laws they are chains.
-    """
-    first_rows = take_rows(tree.first_row_idx, requests)
-    way = _start(processed, tree, first_rows)
-    own = torch.arange(len(first_rows), device=first_rows.device)
+    rows: Tensor  # [num_families] int64
+    children: tuple[Tensor, ...]  # of each rank, the children of the families that have so many; int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chances:
+    """Fractions, so that a test needs no division."""
+
+    top: Tensor  # [num_rows] float64: of a row's node, after all of its children
+    bottom: Tensor  # [num_rows] float64
+    at_turn: Tensor  # [num_drafts] float64: of a draft's parent, after the siblings before it
+
+
+def traverse(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """(last row, token behind it), both [num_judged] int64, of tree.judged."""
+    chances = _chances(processed, tree)
     # It looks at drafts beyond the cut: no step may meet the noise of an earlier one.
     steps = rows.positions[tree.first_row_idx[tree.request_idx]]
     judges = tree.parent_row_idx
     u = uniforms(rows.seeds[judges], rows.positions[judges], Stream.ACCEPT, steps, num_entries=tree.widest_level)
     u = u.gather(1, tree.place_in_level.unsqueeze(1)).squeeze(1)  # [num_drafts]
-    is_done = torch.zeros_like(first_rows, dtype=torch.bool)
-    most_children = tree.children.shape[1]
-    for _ in range(2 * tree.most_drafts + 1):  # each draft is come to once and judged once
-        depth = way.depth
-        row, draft, rank = way.rows[own, depth], way.drafts[own, depth], way.next_child[own, depth]
-        children = tree.children[row]
-        child = children.gather(1, rank.clamp(max=most_children - 1).unsqueeze(1)).squeeze(1)
-        child = torch.where(rank < most_children, child, -1)
-        goes_down = ~is_done & (child >= 0)
-        top, bottom = way.chance[0][own, depth], way.chance[1][own, depth]
-        is_kept = (depth == 0) | (u[draft.clamp(min=0)] * bottom < top)
-        is_done = is_done | ((child < 0) & is_kept)
-        goes_up = ~is_done & ~goes_down
-        _go_up(way, tree, own, goes_up)
-        _go_down(way, processed, tree, own, goes_down, child)
-        way.depth = depth + goes_down.to(torch.int64) - goes_up.to(torch.int64)
-    last, is_reduced = way.rows[own, way.depth], way.is_reduced[own, way.depth]
-    logits = torch.where(is_reduced.unsqueeze(1), way.laws[own, way.depth].log(), processed.index_select(0, last))
+    is_kept = torch.ones_like(chances.top, dtype=torch.bool)  # the pending token always is
+    is_kept[tree.row_idx] = u * chances.bottom[tree.row_idx] < chances.top[tree.row_idx]
+    last = _first_kept(is_kept, tree)
+    law, is_reduced = _left(processed, tree, chances, last)
+    logits = torch.where(is_reduced.unsqueeze(1), law.log(), processed.index_select(0, last))
     stream = torch.where(is_reduced, int(Stream.RESIDUAL), int(Stream.TARGET))
     return last, sample_at(logits, rows.seeds[last], rows.positions[last], None, stream)
 
 
-def _start(processed: Tensor, tree: TreeBatch, first_rows: Tensor) -> _Way:
-    shape = (len(first_rows), len(tree.widths) + 1)
-    way = _Way(
-        depth=torch.zeros_like(first_rows),
-        drafts=torch.full(shape, -1, dtype=torch.int64, device=first_rows.device),
-        rows=first_rows.unsqueeze(1).repeat(1, shape[1]),
-        next_child=torch.zeros(shape, dtype=torch.int64, device=first_rows.device),
-        chance=torch.ones(2, *shape, dtype=torch.float64, device=first_rows.device),
-        laws=processed.new_zeros(*shape, processed.shape[1]),
-        is_reduced=torch.zeros(shape, dtype=torch.bool, device=first_rows.device),
-    )
-    way.laws[:, 0] = processed.index_select(0, first_rows).softmax(dim=-1)
-    return way
+def _chances(processed: Tensor, tree: TreeBatch) -> _Chances:
+    top = torch.ones(len(processed), dtype=torch.float64, device=processed.device)
+    found = _Chances(top=top, bottom=torch.ones_like(top), at_turn=torch.ones_like(top[: len(tree.token_ids)]))
+    for families in _by_depth(tree, processed.shape[1]):
+        law = processed.index_select(0, families.rows).softmax(dim=-1)
+        own_top, own_bottom = top[families.rows], found.bottom[families.rows]
+        for rank, drafts in enumerate(families.children):
+            count = len(drafts)  # those without such a child have come to their end
+            law = ops.normalised(law[:count]) if rank else law
+            token_ids = tree.token_ids[drafts].unsqueeze(1)
+            q = None if tree.probs is None else tree.probs.index_select(0, drafts)
+            chance = own_top[:count] / own_bottom[:count]
+            found.at_turn[drafts] = chance
+            p_draft = law.gather(1, token_ids).squeeze(1)
+            q_draft = None if q is None else q.gather(1, token_ids).squeeze(1)
+            top[tree.row_idx[drafts]] = ops.following_chance(chance, p_draft, q_draft)
+            mass = ops.residual_mass_one_hot(p_draft, chance) if q is None else ops.residual_mass(law, q, chance)
+            is_certain = chance >= 1.0
+            own_top[:count] = torch.where(is_certain, 1.0, mass)
+            own_bottom[:count] = torch.where(is_certain, 1.0, mass + 1.0 - chance)
+            if rank + 1 < len(families.children):
+                law = _reduced(law, tree, drafts, chance)
+        top[families.rows], found.bottom[families.rows] = own_top, own_bottom
+    return found
 
 
-def _left(way: _Way, own: Tensor, depth: Tensor) -> Tensor:
-    """What is left of the law at a depth, normalised; p itself where nothing was taken."""
-    law = way.laws[own, depth]
-    return torch.where(way.is_reduced[own, depth].unsqueeze(1), ops.normalised(law), law)
+def _by_depth(tree: TreeBatch, vocab_size: int) -> Iterator[_Families]:
+    """The families of judged requests from the top down, in batches of bounded size."""
+    most = max(1, MOST_ENTRIES // vocab_size)
+    levels: list[list[tuple[int, list[int]]]] = [[] for _ in tree.widths]
+    for b, shape in enumerate(tree.shapes):
+        if not tree.is_judged[b]:
+            continue
+        first_row = tree.first_rows[b]
+        for place, (depth, nodes) in enumerate(zip((0, *shape.depths), shape.children, strict=True)):
+            if nodes:
+                levels[depth].append((first_row + place, [first_row - b + node for node in nodes]))
+    for level in levels:
+        level.sort(key=lambda family: -len(family[1]))
+        for start in range(0, len(level), most):
+            batch = level[start : start + most]
+            ranks = [[own[rank] for _, own in batch if len(own) > rank] for rank in range(len(batch[0][1]))]
+            lists = [[row for row, _ in batch], *ranks]
+            flat = to_device([index for own in lists for index in own], torch.int64, tree.token_ids.device)
+            rows, *children = flat.split_with_sizes([len(own) for own in lists])
+            yield _Families(rows=rows, children=tuple(children))
 
 
-def _go_down(way: _Way, processed: Tensor, tree: TreeBatch, own: Tensor, where: Tensor, child: Tensor) -> None:
-    known = child.clamp(min=0)
-    token_ids = tree.token_ids[known].unsqueeze(1)
-    q = None if tree.probs is None else tree.probs[known].gather(1, token_ids).squeeze(1)
-    p = _left(way, own, way.depth).gather(1, token_ids).squeeze(1)
-    top, bottom = way.chance[0][own, way.depth], way.chance[1][own, way.depth]
-    chance = ops.following_chance(top / bottom, p, q)
-    row = tree.row_idx[known]
-    deepest = way.rows.shape[1] - 1
-    law = processed.index_select(0, row).softmax(dim=-1)
-    way.enter((way.depth + 1).clamp(max=deepest), where, child, row, chance, law)
+def _first_kept(is_kept: Tensor, tree: TreeBatch) -> Tensor:
+    """Of each judged request, the first row of the walk that is kept; [num_judged] int64. is_kept: [num_rows] bool."""
+    judged = [b for b, is_judged in enumerate(tree.is_judged) if is_judged]
+    walks = [
+        (place, tree.first_rows[b] + 1 + node)
+        for place, b in enumerate(judged)
+        for node in tree.shapes[b].children_first
+    ]
+    owner_idx, row_idx = to_device(list(zip(*walks, strict=True)), torch.int64, is_kept.device)
+    turn = torch.arange(len(walks), device=is_kept.device)
+    turn = torch.where(is_kept[row_idx], turn, len(walks))
+    first = torch.full_like(turn[: len(judged)], len(walks)).scatter_reduce(0, owner_idx, turn, "amin")
+    last: Tensor = row_idx[first]
+    return last
 
 
-def _go_up(way: _Way, tree: TreeBatch, own: Tensor, where: Tensor) -> None:
-    """Take the draft at each request's depth out of its parent's law and chance."""
-    parent = (way.depth - 1).clamp(min=0)
-    known = way.drafts[own, way.depth].clamp(min=0)
-    token_ids = tree.token_ids[known]
-    law = _left(way, own, parent)
-    chance = way.chance[0][own, parent] / way.chance[1][own, parent]
+def _left(processed: Tensor, tree: TreeBatch, chances: _Chances, last: Tensor) -> tuple[Tensor, Tensor]:
+    """What the drafts behind the last rows left of the laws there, [num_judged, vocab], and whether there were any."""
+    law = processed.index_select(0, last).softmax(dim=-1)
+    for rank, drafts in enumerate(tree.children[last].unbind(1)):
+        known = drafts.clamp(min=0)
+        reduced = _reduced(ops.normalised(law) if rank else law, tree, known, chances.at_turn[known])
+        law = torch.where((drafts >= 0).unsqueeze(1), reduced, law)
+    return law, tree.children[last, 0] >= 0
+
+
+def _reduced(law: Tensor, tree: TreeBatch, drafts: Tensor, chance: Tensor) -> Tensor:
+    """What each draft leaves of its parent's law, unnormalised, [num_families, vocab]."""
     if tree.probs is None:
-        mass = ops.residual_mass_one_hot(law.gather(1, token_ids.unsqueeze(1)).squeeze(1), chance)
-        reduced = ops.residual_one_hot(law, token_ids)
-    else:
-        q = tree.probs.index_select(0, known)
-        mass, reduced = ops.residual_mass(law, q, chance), ops.residual(law, q, chance)
-    is_certain = chance >= 1.0
-    news = (
-        (way.chance[0], torch.where(is_certain, 1.0, mass)),
-        (way.chance[1], torch.where(is_certain, 1.0, mass + 1.0 - chance)),
-        (way.next_child, way.next_child[own, parent] + 1),
-        (way.is_reduced, torch.ones_like(where)),
-    )
-    for entries, new in news:
-        entries[own, parent] = torch.where(where, new, entries[own, parent])
-    way.laws[own, parent] = torch.where(where.unsqueeze(1), reduced, way.laws[own, parent])
+        return ops.residual_one_hot(law, tree.token_ids[drafts])
+    return ops.residual(law, tree.probs.index_select(0, drafts), chance)

@@ -33,9 +33,7 @@ def follow_tokens(tree: TreeBatch, target_token_ids: Tensor) -> Tensor:
     return row
 
 
-def reject_recursively(
-    processed: Tensor, tree: TreeBatch, rows: SamplingRows, requests: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def reject_recursively(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """Siblings one after another, the target's law reduced by the law of each one that is rejected.
 
     Sibling i, drawn from q_i given the ones before it, stays iff u_i * q_i(x_i) < r(x_i), with r = p for the first;
@@ -43,13 +41,10 @@ def reject_recursively(
     are none (recursive rejection sampling, arXiv 2402.14160, without replacement as in arXiv 2402.12374). One child
     at every depth is the rule of chains, bit for bit.
 
-    Args:
-        requests: [num_judged] int64, those to judge, none of them greedy; None = all. Without laws they are chains.
-
     Returns:
-        (last row, token behind it), both [num_judged] int64.
+        (last row, token behind it), both [num_judged] int64, of tree.judged.
     """
-    row = take_rows(tree.first_row_idx, requests)
+    row = take_rows(tree.first_row_idx, tree.judged)
     is_open = torch.ones_like(row, dtype=torch.bool)
     is_rejected = ~is_open
     left: Tensor | None = None  # [num_judged, vocab]: the law behind the last row, where its drafts were rejected

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from runner.engine.draft_trees import TreeShape
 from runner.engine.request import DraftTokens
 from runner.engine.sampling import SamplingRows
-from runner.engine.upload import to_device
+from runner.engine.upload import index_or_all, to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,8 @@ class TreeBatch:
     place_in_level: Tensor  # [num_drafts] int64: place among the request's drafts of the same depth
     widths: list[int]  # [deepest]: the most children of any row at each depth, on the host
     is_greedy: list[bool]  # [num_requests], on the host
-    is_chain: list[bool]  # [num_requests], on the host
-    most_drafts: int  # of one request
+    shapes: list[TreeShape]  # [num_requests], on the host
+    first_rows: list[int]  # [num_requests]: first_row_idx on the host
     widest_level: int  # drafts of one depth and request
 
     @classmethod
@@ -70,10 +72,24 @@ class TreeBatch:
             place_in_level=per_draft[3],
             widths=widths,
             is_greedy=[rows.is_greedy[row] for row in first_row_idx],
-            is_chain=[shape.is_chain for shape in shapes],
-            most_drafts=max(drafts.num_draft_tokens),
+            shapes=shapes,
+            first_rows=first_row_idx,
             widest_level=max(in_level) + 1,
         )
+
+    @cached_property
+    def is_judged(self) -> list[bool]:
+        """[num_requests]: drawn by a law, or a chain, and not greedy; the others follow the target's own tokens."""
+        return [
+            not greedy and (shape.is_chain or self.probs is not None)
+            for greedy, shape in zip(self.is_greedy, self.shapes, strict=True)
+        ]
+
+    @cached_property
+    def judged(self) -> Tensor | None:
+        """[num_judged] int64: the requests that are judged; None = all."""
+        used = [b for b, is_judged in enumerate(self.is_judged) if is_judged]
+        return index_or_all(used, len(self.shapes), self.token_ids.device)
 
     def tokens_on(self, paths: Tensor) -> Tensor:
         """Token ids of drafts on paths of any shape; -1 stays -1."""

@@ -46,6 +46,16 @@ class TreeShape:
         return tuple(map(tuple, children))
 
     @cached_property
+    def children_first(self) -> tuple[int, ...]:
+        """All nodes, each behind its children, siblings in order; the pending token, -1, comes last."""
+        order: list[int] = []
+        going = [-1]
+        while going:  # backwards: a node, then its last child
+            order.append(node := going.pop())
+            going += self.children[node + 1]
+        return tuple(reversed(order))
+
+    @cached_property
     def is_chain(self) -> bool:
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
