@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
@@ -149,6 +150,11 @@ class SamplingParams:
                 if not 0 <= token_id < vocab_size:
                     rule = f"must name tokens in [0, {vocab_size - 1}] (the vocabulary)"
                     raise ValueError(f"{name} {rule}, got {token_id}")
+
+    @cached_property
+    def longest_stop(self) -> int:
+        """Bytes of the longest stop string; 0 without one."""
+        return max((len(text.encode(errors="replace")) for text in self.stop), default=0)
 
     @property
     def is_greedy(self) -> bool:

@@ -29,25 +29,24 @@ class StopRules:
     def apply(self, request: Request, new_token_ids: list[int]) -> Stop:
         """How many of the new tokens stay, and whether the request ends there. Changes nothing."""
         params = request.sampling_params
-        output = list(request.output_token_ids) if params.stop else []
-        longest_stop = max((len(text.encode(errors="replace")) for text in params.stop), default=0)
         num_output = len(request.output_token_ids)
+        # A token that prints holds a byte at least, so a stop string spans as many tokens as it has bytes, not
+        # characters; a few more in front keep multi-byte characters whole.
+        span = params.longest_stop + 8
+        first = min(max(params.min_tokens, num_output + 1 - span), num_output)
+        recent = request.output_token_ids[first:] if params.stop else []  # tokens that a new stop string may begin with
         for kept, token in enumerate(new_token_ids, start=1):
+            recent.append(token)
             if num_output + kept >= params.min_tokens:
                 if token in self.eos_token_ids and not params.ignore_eos:
                     return Stop(num_tokens=kept, finish_reason="stop")
                 if token in params.stop_token_ids:
                     return Stop(num_tokens=kept, finish_reason="stop", stop_reason=token)
                 if params.stop and self.decode is not None:
-                    output.append(token)
-                    # A token that prints holds a byte at least, so a stop string spans as many tokens as it has bytes,
-                    # not characters; a few more in front keep multi-byte characters whole.
-                    tail = self.decode(output[max(params.min_tokens, len(output) - longest_stop - 8) :])
+                    tail = self.decode(recent[max(params.min_tokens, num_output + kept - span) - first :])
                     found = next((text for text in params.stop if text in tail), None)
                     if found is not None:
                         return Stop(num_tokens=kept, finish_reason="stop", stop_reason=found)
-            elif params.stop:
-                output.append(token)
             if num_output + kept >= params.max_tokens or request.num_tokens + kept >= self.max_model_len:
                 return Stop(num_tokens=kept, finish_reason="length")
         return Stop(num_tokens=len(new_token_ids))
