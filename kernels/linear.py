@@ -9,7 +9,7 @@ owns, and whether the partial sums of a tile are found by one program or by seve
 (Batch-invariant kernels: He et al., Thinking Machines Lab, 2025; tiles shared along the sum: Stream-K, Osama et al.,
 arXiv 2301.03598.)
 
-What follows the sum is float32 too: bias, residual, gate and activation come before the one rounding.
+What follows the sum is float32 too: bias, gate and activation come before the one rounding.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -43,7 +43,6 @@ def finish_tile(
     sums,  # [FEATURES, TOKENS]
     up_sums,  # of the up rows, if GATED
     bias_ptr,
-    residual_ptr,
     out_ptr,
     features,
     tokens,
@@ -61,8 +60,6 @@ def finish_tile(
         sums = sums / (1.0 + tl.exp(-sums)) * up_sums
     places = tokens.to(tl.int64)[None, :] * out_features + features[:, None]
     is_place = (tokens < num_rows)[None, :] & is_feature[:, None]
-    if residual_ptr is not None:
-        sums += tl.load(residual_ptr + places, mask=is_place, other=0.0).to(tl.float32)
     tl.store(out_ptr + places, sums.to(out_ptr.dtype.element_ty), mask=is_place)
 
 
@@ -72,7 +69,6 @@ def linear_kernel(
     x_ptr,  # [num_rows, in_features], rows x_stride apart
     weight_ptr,  # [out_features, in_features]; if GATED as many up rows follow
     bias_ptr,  # one for each weight row, or None
-    residual_ptr,  # [num_rows, out_features] or None
     out_ptr,  # [num_rows, out_features]
     partials_ptr,  # if IS_SPREAD [tiles, SPLITS, FEATURES, TOKENS] float32
     arrivals_ptr,  # if IS_SPREAD [tiles] int32, zeros before and after
@@ -146,9 +142,9 @@ def linear_kernel(
                 # Past the first-level cache, which knows nothing of what other SMs stored.
                 total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
             tl.store(arrivals_ptr + tile, 0)
-            finish_tile(total, None, bias_ptr, residual_ptr, out_ptr, features, tokens, num_rows, out_features, False)
+            finish_tile(total, None, bias_ptr, out_ptr, features, tokens, num_rows, out_features, False)
     else:
-        finish_tile(total, up_total, bias_ptr, residual_ptr, out_ptr, features, tokens, num_rows, out_features, GATED)
+        finish_tile(total, up_total, bias_ptr, out_ptr, features, tokens, num_rows, out_features, GATED)
 
 
 def linear(
@@ -156,15 +152,14 @@ def linear(
     weight: Tensor,  # [out_features, in_features]
     bias: Tensor | None = None,  # [out_features]
     *,
-    residual: Tensor | None = None,  # [num_rows, out_features]
     out_dtype: torch.dtype | None = None,  # None: that of x
 ) -> Tensor:  # [num_rows, out_features]
-    """x W^T + bias + residual, summed in float32 and rounded once, to out_dtype.
+    """x W^T + bias, summed in float32 and rounded once, to out_dtype.
 
     x, weight and bias share a dtype: bfloat16, float16 or float32. Launches on one device follow one another (the
     arrival counters are shared): one stream, or streams that wait for each other.
     """
-    return _launch(x, weight, bias, residual, out_dtype or x.dtype, gated=False)
+    return _launch(x, weight, bias, out_dtype or x.dtype, gated=False)
 
 
 def gated_linear(
@@ -173,7 +168,7 @@ def gated_linear(
     bias: Tensor | None = None,  # [2 * intermediate]
 ) -> Tensor:  # [num_rows, intermediate]
     """silu(x Wg^T + bg) * (x Wu^T + bu) in float32, rounded once, to the dtype of x; as linear otherwise."""
-    return _launch(x, weight, bias, None, x.dtype, gated=True)
+    return _launch(x, weight, bias, x.dtype, gated=True)
 
 
 @cache
@@ -185,15 +180,12 @@ def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(MOST_SPREAD_TILES, dtype=torch.int32, device=device)
 
 
-def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *, gated: bool
-) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *, gated: bool) -> Tensor:
     num_rows, in_features = x.shape
     out_features = len(weight) // (1 + gated)
     assert weight.shape == ((1 + gated) * out_features, in_features) and weight.is_contiguous()
     assert x.stride(1) == 1 and x.dtype == weight.dtype
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
-    assert residual is None or (residual.shape == (num_rows, out_features) and residual.is_contiguous())
     out = torch.empty(num_rows, out_features, dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -209,7 +201,6 @@ def _launch(
         x,
         weight,
         bias,
-        residual,
         out,
         partials,
         arrivals,

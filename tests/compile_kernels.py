@@ -42,14 +42,14 @@ class Kernel:
 def linear_kernel(
     num_rows: int, out_features: int, in_features: int, *, gated: bool, out: str, capability: int
 ) -> Kernel:
-    """A bfloat16 product as kernels/linear.py launches it, with all that may come with it but a bias."""
+    """A bfloat16 product as kernels/linear.py launches it, without a bias."""
     plan = plan_linear(num_rows, out_features, in_features, element_size=2, gated=gated)
-    residual, workspace = "" if gated else "*bf16:16", "*fp32:16 *i32:16" if plan.is_spread else ""
-    absent = ["bias_ptr", *["residual_ptr"] * gated, *["partials_ptr", "arrivals_ptr"] * (not plan.is_spread)]
+    workspace = "*fp32:16 *i32:16" if plan.is_spread else ""
+    absent = ["bias_ptr", *["partials_ptr", "arrivals_ptr"] * (not plan.is_spread)]
     return Kernel(
         module="kernels.linear",
         name="linear_kernel",
-        signature=f"*bf16:16 *bf16:16 {residual} *{out}:16 {workspace} i32 i32:16 i32:16 i32:16 i32:16",
+        signature=f"*bf16:16 *bf16:16 *{out}:16 {workspace} i32 i32:16 i32:16 i32:16 i32:16",
         constants={
             **dict.fromkeys(absent),
             "SPLITS": plan.splits,
@@ -151,7 +151,7 @@ KERNELS = [
         module="kernels.linear",
         name="linear_kernel",
         signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32",
-        constants=dict.fromkeys(["residual_ptr", "partials_ptr", "arrivals_ptr"])
+        constants=dict.fromkeys(["partials_ptr", "arrivals_ptr"])
         | {"SPLITS": 1, "IS_SPREAD": False, "GATED": False, "EVEN_K": False}
         | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "PREFETCHED": 0},
         max_shared=96 * 1024,

@@ -154,7 +154,7 @@ def test_the_report_holds_conditions_checks_and_times(
     assert norm["num_bytes"] == (4 * 3 + 1) * 100 * 4
     assert norm["gb_per_second"] == pytest.approx(5200 / 10e-6 / 1e9)
     assert norm["share_of_copy"] == pytest.approx(0.52 / 4000)
-    assert linear["num_bytes"] == 4 * (64 * 128 + 5 * 128 + 2 * 5 * 64)
+    assert linear["num_bytes"] == 4 * (64 * 128 + 5 * 128 + 5 * 64)
     assert linear["ratio_to_torch"] == 1.0 and linear["torch_timing"] == norm["timing"]
     out, err = capsys.readouterr()
     assert "10.00      9.00     12.50" in out and "4000 GB/s" in out
