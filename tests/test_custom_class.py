@@ -269,7 +269,7 @@ def test_a_method_without_keys_of_its_own_is_one_file_and_one_yaml(
         "        raise NotImplementedError\n"
     )
     (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "shy.yaml").write_text("method: shy\nnum_speculative_tokens: 2\n")
+    (tmp_path / "method" / "shy.yaml").write_text("defaults: [/common_method_keys@_here_, _self_]\nmethod: shy\n")
     monkeypatch.setattr(proposers, "__path__", [*proposers.__path__, str(tmp_path)])
     spec = importlib.util.spec_from_file_location("union_read_again", method_union.__file__)
     assert spec is not None and spec.loader is not None
@@ -277,7 +277,7 @@ def test_a_method_without_keys_of_its_own_is_one_file_and_one_yaml(
     monkeypatch.setitem(sys.modules, spec.name, union)
     spec.loader.exec_module(union)
     with Composer(config_dir=str(tmp_path)) as composer:
-        values = composer.compose(["method=shy"]).method
+        values = composer.compose(["method=shy", "method.num_speculative_tokens=2"]).method
     config: Any = SimpleNamespace(method=union.parse_method(values)[0])
     tokenizer: Any = None
     proposer = build_proposer(config, engines().engine.proposer.context, tokenizer)

@@ -82,7 +82,8 @@ def _group_lines(group: str, default: str) -> list[str]:
                 continue  # a tag is chosen by the group's option
             owners = [union_tag(other) for other in nodes if _has(other, key, field.description)] if nodes[1:] else []
             heading = "" if len(owners) in (0, len(nodes)) else _wrapped(f"with {group}=", owners)
-            value = _values_of(key, [option for option in files if option in owners], files) if owners else None
+            having = [option for option in files if option in owners and key in files[option]]
+            value = _values_of(key, having, files) if having else None
             section = sections.setdefault(heading, {})
             if (key, field.description) not in section:
                 shown = _shown(files[default][key]) if value is None else value
@@ -135,7 +136,10 @@ def _shown(value: Any) -> str:
 
 
 def _yaml(name: str) -> dict[str, Any]:
+    """The keys of a file, and those of the files that it starts from."""
     text = resources.files("conf").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     values = OmegaConf.to_container(OmegaConf.create(text))
     assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    started_from = [entry for entry in values.get("defaults", ()) if str(entry).startswith("/")]
+    shared = [_yaml(entry.removeprefix("/").removesuffix("@_here_")) for entry in started_from]
+    return {str(key): value for part in (*shared, values) for key, value in part.items()}
