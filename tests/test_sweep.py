@@ -46,9 +46,11 @@ def test_a_sweep_runs_the_cross_product_each_in_its_own_directory(cli: CommandLi
 
 
 def test_a_sweep_goes_over_the_options_of_a_users_own_class(cli: CommandLine) -> None:
-    ending = cli("-m", "method=custom_class", "method.model=a.B", "method.options.x=1,[2]", "tracking=none")
+    own = ["method=custom_class", "method.model=a.B", "method.options={y: null}", "method.options.x=1,[2]"]
+    ending = cli("-m", *own, "tracking=none")
     assert ending.status == 0, ending.err
-    assert [config.method.model_dump()["options"] for config, _ in ending.jobs] == [{"x": 1}, {"x": [2]}]
+    options = [config.method.model_dump()["options"] for config, _ in ending.jobs]
+    assert options == [{"y": None, "x": 1}, {"y": None, "x": [2]}]
 
 
 def test_one_invalid_point_stops_the_sweep_before_anything_runs(cli: CommandLine) -> None:
