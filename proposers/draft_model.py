@@ -129,9 +129,12 @@ class DraftModelProposer(TokenByTokenProposer):
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
         """After a time without drafts there may be more tokens of a request to compute than a pass should take."""
-        for request in requests:
-            while request.num_tokens - (known := self._num_computed.get(request.request_id, 0)) > MAX_CATCH_UP_TOKENS:
-                self.runner.run([self._part(request, known + MAX_CATCH_UP_TOKENS)])
+        while parts := [
+            self._part(request, known + MAX_CATCH_UP_TOKENS)
+            for request in requests
+            if request.num_tokens - (known := self._num_computed.get(request.request_id, 0)) > MAX_CATCH_UP_TOKENS
+        ]:
+            self.runner.run(parts)
 
     def _part(self, request: Request, end: int, *, num_draft_tokens: int = 0, num_logits: int = 0) -> Part:
         """The committed tokens up to `end` that the draft lacks, and drafts behind them; they count as computed."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from proposers import available_methods
 from runner.engine.draft_budget import DraftBudget
+from runner.engine.launch import Part
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from tests.conftest import Engines, complete
@@ -145,9 +146,14 @@ def test_a_draft_models_cache_catches_up_after_steps_without_drafts(
         "num_speculative_tokens_per_batch_size": [[n, n, 4 * (n % 2)] for n in range(1, 6)],
     }
     llm = engines(config, architecture={"num_hidden_layers": 1}, **ROOMY)
+    runner: Any = llm.engine.proposer.runner  # type: ignore[attr-defined]
+    launches, run = list[list[Part]](), runner.run
+    monkeypatch.setattr(runner, "run", lambda parts, *args: (launches.append(list(parts)), run(parts, *args))[1])
     lengths = (20, 33, 50, 64, 90)
     params = [SamplingParams(temperature=0.9, seed=n, max_tokens=n, ignore_eos=True) for n in lengths]
     requests, metrics = complete(llm, PROMPTS[:5], params)
+    pieces_read = [len(parts) for parts in launches if parts[0].num_logits == 0 and parts[0].start > 0]
+    assert set(pieces_read) == ({3, 1} if pieces == 3 else set()), "all requests in one launch"
     expected, _ = complete(engines(architecture={"num_hidden_layers": 1}, **ROOMY), PROMPTS[:5], params)
     assert answers(requests) == answers(expected)
     longest = next(record for record in metrics.records if record.request_id == "4")
@@ -155,6 +161,16 @@ def test_a_draft_models_cache_catches_up_after_steps_without_drafts(
     changes = sum((a > 0) != (b > 0) for a, b in itertools.pairwise(longest.num_draft_tokens))
     assert changes >= 4, "none, then drafts, then none, then drafts again"
     assert longest.num_draft_tokens.count(0) > 20
+
+
+def test_a_head_follows_all_prompts_of_a_step_in_one_launch(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took one for each request, which a burst of prompts waited for."""
+    llm = engines(method_config("eagle3", 4), **ROOMY)
+    runner: Any = llm.engine.proposer.runner  # type: ignore[attr-defined]
+    launches, run = list[tuple[str, int]](), runner.run
+    monkeypatch.setattr(runner, "run", lambda *args: (launches.append((args[0], len(args[1]))), run(*args))[1])
+    complete(llm, PROMPTS[2:6], [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)] * 4)
+    assert [launch for launch in launches if launch[0] == "prefill"] == [("prefill", 4)]
 
 
 def test_a_request_that_never_drafts_costs_the_draft_model_nothing(engines: Engines) -> None:

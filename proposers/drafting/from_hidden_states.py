@@ -125,6 +125,7 @@ class HeadProposer(LevelByLevelProposer):
     @torch.inference_mode()
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:
         assert output.hidden_states is not None or not self.tap_layers, "the verifier was asked for hidden states"
+        behind: list[Request] = []
         for index, item in enumerate(schedule.scheduled):
             request = item.request
             if output.hidden_states is None or request.is_finished or not self.may_draft(request):
@@ -137,7 +138,8 @@ class HeadProposer(LevelByLevelProposer):
             known.states.append(states)
             # The head follows the target through prompts, chunk by chunk, and through a time without drafts.
             if not item.is_decoding or len(known.states) > MAX_STEPS_BEHIND:
-                self._follow(request, known)
+                behind.append(request)
+        self._follow(behind)
 
     def release(self, request_id: str) -> None:
         self._known.pop(request_id, None)
@@ -222,20 +224,31 @@ class HeadProposer(LevelByLevelProposer):
         slots = torch.arange(first, first + self.context.max_num_seqs * num_places, device=self.context.device)
         return slots.view(-1, num_places)
 
-    def _follow(self, request: Request, known: KnownStates) -> None:
-        """Compute all rows whose token and state are there but the last, which the next draft starts from."""
-        end = request.num_computed_tokens
-        boundary = min(max(request.num_prompt_tokens, known.next_position), end)
-        states = torch.cat(known.states)
-        first = known.next_position
-        parts: tuple[tuple[Family, int, int], ...] = (("prefill", first, boundary), ("decode", boundary, end))
-        for family, start, stop in parts:  # as the target does, prompt tokens apart from generated ones
-            if start < stop:
-                token_ids = to_device(request.tokens_between(start, stop), torch.int64, self.context.device)
-                hidden = self.head.project(states[start - first : stop - first])
-                self.runner.run(family, [self._segment(request, start, stop)], token_ids, hidden)
-        known.next_position = max(first, end)
-        known.states = [states[known.next_position - first :].clone()]  # a view would keep the whole chunk
+    def _follow(self, requests: Sequence[Request]) -> None:
+        """Compute all rows whose token and state are there but each request's last, which its next draft starts from.
+
+        All requests share a launch for prompt tokens and one for generated ones, as the target keeps them apart.
+        """
+        segments: dict[Family, list[Segment]] = {"prefill": [], "decode": []}
+        token_ids: dict[Family, list[int]] = {"prefill": [], "decode": []}
+        rows: dict[Family, list[torch.Tensor]] = {"prefill": [], "decode": []}
+        for request in requests:
+            known = self._known[request.request_id]
+            first, end = known.next_position, request.num_computed_tokens
+            boundary = min(max(request.num_prompt_tokens, first), end)
+            states = torch.cat(known.states)
+            parts: tuple[tuple[Family, int, int], ...] = (("prefill", first, boundary), ("decode", boundary, end))
+            for family, start, stop in parts:
+                if start < stop:
+                    segments[family].append(self._segment(request, start, stop))
+                    token_ids[family] += request.tokens_between(start, stop)
+                    rows[family].append(states[start - first : stop - first])
+            known.next_position = max(first, end)
+            known.states = [states[known.next_position - first :].clone()]  # a view would keep the whole chunk
+        for family, launched in segments.items():
+            if launched:
+                ids = to_device(token_ids[family], torch.int64, self.context.device)
+                self.runner.run(family, launched, ids, self.head.project(torch.cat(rows[family])))
 
     def _segment(self, request: Request, start: int, end: int) -> Segment:
         """The rows of tokens start..end-1."""
