@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import hydra
@@ -42,6 +43,7 @@ def app(cfg: DictConfig) -> None:
         if job.mode is RunMode.RUN:
             raise SystemExit(status) from None
         _shown.append(error)
+        traceback.clear_frames(error.__traceback__)  # they hold the engine, whose memory the next point needs
         raise  # the sweep goes on with its other points and fails at its end
 
 
