@@ -19,7 +19,7 @@ _NO_BRANCH: tl.constexpr = tl.constexpr(NO_BRANCH)
 
 @triton.jit(
     do_not_specialize=["num_nodes", "first", "offset", "depth", "num_shared"],
-    do_not_specialize_on_alignment=["branch_slots_ptr", "lengths_ptr", "slots_ptr", "parents_ptr"],
+    do_not_specialize_on_alignment=["branch_starts_ptr", "branch_slots_ptr", "lengths_ptr", "slots_ptr", "parents_ptr"],
 )
 def tree_rows_kernel(
     rows_ptr,  # [3, num_requests * num_rows] int64: positions, slots, predicted

@@ -29,7 +29,6 @@ PARAMS = [
 WITHOUT_CUTS = [replace(params, top_p=1.0, top_k=0) for params in PARAMS]  # whose search takes the interpreter longest
 SMALL: dict[str, Any] = {"architecture": {"num_hidden_layers": 1}, "num_gpu_blocks_override": 320}
 METHODS: dict[str, dict[str, Any] | None] = {
-    "none": None,
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
     "probabilistic": {
         "method": "draft_model",
@@ -44,7 +43,7 @@ def texts(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[list[int]]:
     return [request.output_token_ids for request in complete(llm, PROMPTS, params)[0]]
 
 
-@pytest.mark.parametrize("name", ["none", "draft_model", "probabilistic"])
+@pytest.mark.parametrize("name", ["draft_model", "probabilistic"])  # plain decoding: tests/test_whole_steps.py
 def test_kernels_say_what_torch_says(name: str, engines: Engines, interpreted: Engines) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "interprets_kernels", False)
