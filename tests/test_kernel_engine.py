@@ -28,7 +28,7 @@ PARAMS = [
 ]
 WITHOUT_CUTS = [replace(params, top_p=1.0, top_k=0) for params in PARAMS]  # whose search takes the interpreter longest
 SMALL: dict[str, Any] = {"architecture": {"num_hidden_layers": 1}, "num_gpu_blocks_override": 320}
-METHODS: dict[str, dict[str, Any] | None] = {
+METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
     "probabilistic": {
         "method": "draft_model",
