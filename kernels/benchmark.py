@@ -29,7 +29,7 @@ OPS = (  # modules of kernels.benchmarks
     "rms_norm",
     "rope",
     "sampling",
-    "row_laws",
+    "truncation",
     "rejection",
     "probabilistic_rejection",
     "ngram_match",

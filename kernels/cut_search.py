@@ -134,7 +134,7 @@ def settle_kernel(
 
 
 def raise_cuts(
-    cuts: Tensor,  # [num_rows] float32: of the laws before; raised in place
+    cuts: Tensor,  # [num_rows] float32: the cuts so far; raised in place
     logits: Tensor,  # [num_rows, vocab] float32
     positions: Tensor,  # [num_rows] int64; negative: padding
     is_greedy: Tensor | None,  # [num_rows] bool: nothing is cut

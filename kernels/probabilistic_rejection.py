@@ -1,9 +1,9 @@
-"""Verification of ragged chains of drafts with their laws: verifier/rules.py's Probabilistic in three launches.
+"""Verification of ragged chains of drafts by their probabilities: verifier/rules.py's Probabilistic in three launches.
 
 The first, a program a request, judges the drafts; the second cuts the vocabulary among programs that each leave their
-best token of the recovered law max(p - q, 0) and of p; the third takes the best. p is the law that kernels/row_laws.py
-describes, divided by its integer mass, so no order of summation can move a decision. Requests, rows, -1 and padding as
-in kernels/rejection.py. Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318).
+best token of the recovered distribution max(p - q, 0) and of p; the third takes the best. p is the distribution that
+kernels/truncation.py describes, divided by its integer mass, so no order of summation can move a decision. Requests,
+rows, -1 and padding as in kernels/rejection.py. Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,14 +18,14 @@ from torch import Tensor
 from kernels.philox import gumbel_block, log
 from kernels.reference.philox import Stream
 from kernels.rejection import Verified, accept_uniforms, empty_result, length_of_prefix, load_drafts, store_tokens
-from kernels.row_laws import RowLaws
 from kernels.scores import check_rows, load_logits, ranks_of, token_of, value_of
+from kernels.truncation import TruncatedRows
 
 BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8
 TARGET: tl.constexpr = tl.constexpr(int(Stream.TARGET))
 RESIDUAL: tl.constexpr = tl.constexpr(int(Stream.RESIDUAL))
-UNIT: tl.constexpr = tl.constexpr(2.0**-44)  # of RowLaws.masses
+UNIT: tl.constexpr = tl.constexpr(2.0**-44)  # of TruncatedRows.masses
 
 
 @triton.jit(
@@ -162,7 +162,7 @@ def recovered_token_kernel(
     num_splits,
     SPLITS: tl.constexpr,  # >= num_splits
 ):
-    """The best of the residual, or of the target's law where the residual is empty."""
+    """The best of the residual, or of p where the residual is empty."""
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(cu_ptr + request).to(tl.int64) + request
     is_random = tl.load(positions_ptr + row) >= 0
@@ -181,7 +181,7 @@ def recovered_token_kernel(
 
 def verify_probabilistic(
     logits: Tensor,  # [num_rows, vocab] float32, rows any distance apart
-    laws: RowLaws,  # row_laws of these logits with the same is_greedy and temperatures, and its cuts
+    truncated: TruncatedRows,  # truncate_rows of these logits with the same is_greedy and temperatures, and its cuts
     draft_token_ids: Tensor,  # [num_drafts] int64
     draft_probs: Tensor | None,  # [num_drafts, vocab], rows any distance apart; None = one-hot
     cu_num_draft_tokens: Tensor,  # [num_requests + 1] int32 or int64
@@ -211,7 +211,7 @@ def verify_probabilistic(
         positions,
         is_greedy,
         temperatures,
-        *laws,
+        *truncated,
         logits.stride(0),
         probs_stride,
         width,
@@ -232,9 +232,9 @@ def verify_probabilistic(
         positions,
         is_greedy,
         temperatures,
-        laws.maxima,
-        laws.cuts,
-        laws.masses,
+        truncated.maxima,
+        truncated.cuts,
+        truncated.masses,
         logits.stride(0),
         probs_stride,
         vocab_size,

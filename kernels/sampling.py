@@ -1,9 +1,9 @@
-"""A token for each logits row: the argmax, or the Gumbel-max draw from the row's law.
+"""A token for each logits row: the argmax, or the Gumbel-max draw from the row's distribution.
 
 The vocabulary is cut among programs that each leave their best token, ranked by (score, lowest id) in one integer; a
 second launch takes the best of a row. Every score depends on its row and token alone and the largest integer is the
 same in any order, so neither the rows beside a row nor the way the vocabulary is cut can move a token. Rows that cut
-their law (min_p, top_k, top_p) take the cut from kernels/row_laws.py. Follows kernels/reference/sampling.py.
+their distribution (min_p, top_k, top_p) take the cut from kernels/truncation.py. Follows kernels/reference/sampling.py.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.philox import gumbel_block
-from kernels.row_laws import RowLaws, row_laws
 from kernels.scores import check_rows, load_logits, ranks_of, token_of
+from kernels.truncation import TruncatedRows, truncate_rows
 
 BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8
@@ -97,9 +97,9 @@ def sample(
 
     A parameter that is None costs nothing; one that is off for a row leaves that row's token.
     """
-    laws = None
+    truncated = None
     if min_p is not None or top_k is not None or top_p is not None:
-        laws = row_laws(
+        truncated = truncate_rows(
             logits,
             positions,
             is_greedy=is_greedy,
@@ -109,7 +109,7 @@ def sample(
             top_p=top_p,
             need_mass=False,
         )
-    return _best_tokens(logits, positions, seeds, draft_steps, is_greedy, temperatures, laws, stream)
+    return _best_tokens(logits, positions, seeds, draft_steps, is_greedy, temperatures, truncated, stream)
 
 
 def greedy(logits: Tensor, positions: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def _best_tokens(
     draft_steps: Tensor | None,
     is_greedy: Tensor | None,
     temperatures: Tensor | None,
-    laws: RowLaws | None,
+    truncated: TruncatedRows | None,
     stream: int,
 ) -> Tensor:
     check_rows(logits, positions, seeds, draft_steps, is_greedy, temperatures)
@@ -142,7 +142,7 @@ def _best_tokens(
         draft_steps,
         is_greedy,
         temperatures,
-        None if laws is None else laws.cuts,
+        None if truncated is None else truncated.cuts,
         logits.stride(0),
         vocab_size,
         int(stream),

@@ -54,7 +54,7 @@ def load_scaled(row_ptr, tokens, vocab_size, temperature):
 
 @triton.jit
 def is_drawn(positions_ptr, is_greedy_ptr, row):
-    """Whether a law is wanted of a row."""
+    """Whether the row's token is drawn: the row is neither greedy nor padding."""
     wanted = tl.load(positions_ptr + row) >= 0
     if is_greedy_ptr is not None:
         wanted = wanted & (tl.load(is_greedy_ptr + row) == 0)

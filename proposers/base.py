@@ -33,7 +33,7 @@ class ProposerContext:
     device: torch.device
     dtype: torch.dtype
     batch_invariant: bool
-    needs_draft_probs: bool  # the verification rule reads the law q each draft was drawn from
+    needs_draft_probs: bool  # the verification rule reads the distribution q each draft was drawn from
     # The rule looks at drafts beyond its cut, so no step may draw with noise of an earlier one: the step's key is the
     # number of committed tokens at its start, Request.num_tokens.
     keys_by_draft_step: bool = False
@@ -109,7 +109,7 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
     context, counts, ids, probs = proposer.context, drafts.num_draft_tokens, drafts.token_ids, drafts.probs
     limits = [item.max_draft_tokens for item in schedule.decoding]
     total = sum(counts)
-    laws = None if probs is None else list(probs.shape)
+    probs_shape = None if probs is None else list(probs.shape)
     is_known = context.device.type == "cpu" and total > 0  # elsewhere a look at the ids would stall the step
     rules: tuple[tuple[bool, str, object], ...] = (
         (drafts.cu_num_draft_tokens[:1] == [0], "start cu_num_draft_tokens with 0", drafts.cu_num_draft_tokens),
@@ -122,7 +122,11 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
         (ids.dtype == torch.int64, "give token_ids of dtype int64", ids.dtype),
         (ids.shape == (total,), f"give token_ids of shape [{total}]", list(ids.shape)),
         (ids.device.type == context.device.type, f"give token_ids on {context.device}", ids.device),
-        (laws in (None, [total, context.vocab_size]), f"give probs [{total}, {context.vocab_size}], or None", laws),
+        (
+            probs_shape in (None, [total, context.vocab_size]),
+            f"give probs [{total}, {context.vocab_size}], or None",
+            probs_shape,
+        ),
     )
     for holds, rule, found in rules:
         if not holds:
@@ -157,7 +161,7 @@ def _check_parents(drafts: DraftTokens, refused: str) -> None:
 
 
 def _check_siblings(drafts: DraftTokens, refused: str) -> None:
-    """Siblings are distinct, and their laws, if they have any, those of draws without replacement."""
+    """Siblings are distinct, and their probs, if they have any, those of draws without replacement."""
     ids, probs = drafts.token_ids.tolist(), drafts.probs
     for start, shape in zip(drafts.cu_num_draft_tokens, drafts.shapes, strict=False):
         for nodes in shape.children:
@@ -169,10 +173,10 @@ def _check_siblings(drafts: DraftTokens, refused: str) -> None:
             for rank, node in enumerate(nodes[1:], start=1):
                 if probs[start + node, siblings[:rank]].any():
                     rule = (
-                        "give each sibling the law it was drawn from given the earlier ones, 0 at their tokens "
-                        "(candidates that were not drawn one by one have none: probs=None)"
+                        "give each sibling the distribution it was drawn from given the earlier ones, 0 at their "
+                        "tokens (candidates that were not drawn one by one have none: probs=None)"
                     )
-                    found = f"for {siblings[rank]} a law that allows {siblings[:rank]}"
+                    found = f"for {siblings[rank]} a distribution that allows {siblings[:rank]}"
                     raise UserError(f"{refused} {rule}, got {found}; mend the proposer")
 
 

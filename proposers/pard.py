@@ -1,7 +1,7 @@
 """A small model that was trained to draft in one pass, over mask tokens (PARD, An et al., arXiv 2504.18583).
 
-Behind the committed text stand K - 1 mask tokens; the last row of the text and the rows of the masks yield K laws. KV
-of mask rows is scratch: what is committed there is computed again in the next pass.
+Behind the committed text stand K - 1 mask tokens; the last row of the text and the rows of the masks yield K
+distributions. KV of mask rows is scratch: what is committed there is computed again in the next pass.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ ATTEND = HEADS | SEEN | {"GROUP": 4, "HEAD_BLOCK": 128, "BLOCK_SIZE": 16, "SOFTC
 ATTEND |= {"BLOCK_M": 64, "BLOCK_N": 64, "sinks_ptr": None}
 NOTHING_SHARED = {"first_keys_ptr": None}
 NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
-ROW_LAWS = {"num_warps": 8, "enable_fp_fusion": False}
+TRUNCATION = {"num_warps": 8, "enable_fp_fusion": False}
 
 GREEDY_HAS_NO = ("seeds_ptr", "draft_steps_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr")
 
@@ -232,15 +232,15 @@ KERNELS = [
         max_shared=2048,
     ),
     Kernel(
-        module="kernels.row_laws",
+        module="kernels.truncation",
         name="best_kernel",
         signature="*i64 *fp32 *i64 i32 i32",
         constants={"BLOCK": 1024},
-        options=ROW_LAWS,
+        options=TRUNCATION,
         max_shared=1024,
     ),
     Kernel(
-        module="kernels.row_laws",
+        module="kernels.truncation",
         name="begin_kernel",
         signature="*i64 *fp32 *fp32 *i64 *i64 *i1 *fp32 *fp32 i32",
         constants={"SPLITS": 128},
@@ -261,7 +261,7 @@ KERNELS = [
                 "measure_kernel",
                 f"*i64 *fp32 *i64 *i1 *fp32 *fp32 *fp32 {wanted} i32 i32 i32",
                 {"BY_MASS": by_mass, "BLOCK": 1024, **absent},
-                ROW_LAWS,
+                TRUNCATION,
             ),
             (
                 "settle_kernel",
@@ -272,11 +272,11 @@ KERNELS = [
         )
     ),
     Kernel(
-        module="kernels.row_laws",
+        module="kernels.truncation",
         name="mass_kernel",
         signature="*i64 *fp32 *i64 *i1 *fp32 *fp32 *fp32 i32 i32",
         constants={"BLOCK": 1024},
-        options=ROW_LAWS,
+        options=TRUNCATION,
         max_shared=1024,
     ),
     *(

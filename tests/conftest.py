@@ -128,7 +128,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _a_seed_is_folded_once() -> Iterator[None]:
-    """The samples of many laws are the same thousand siblings, and a fold costs as much as a step of one of them."""
+    """Tests of many distributions sample the same thousand siblings; a fold costs as much as a step of one of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner.prompts, "fold_seed", cache(runner.prompts.fold_seed))
         yield

@@ -1,4 +1,4 @@
-"""Statistics of samples, and speculative decoding of a Markov law by the real sampler, tens of thousands at once."""
+"""Statistics of samples, and speculative decoding of Markov chains by the real sampler, tens of thousands at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def sampled_rows(seeds: Tensor, positions: Tensor, vocab_size: int) -> SamplingR
 def p_value(counts: Tensor, expected: Tensor) -> float:
     """Chi-square goodness of fit; cells with less than 5 expected draws are merged into one."""
     counts, expected = counts.flatten().double(), expected.flatten().double()
-    assert abs(float(counts.sum() - expected.sum())) < 1e-6 * float(counts.sum()), "counts and law must have equal mass"
+    assert abs(float(counts.sum() - expected.sum())) < 1e-6 * float(counts.sum()), (
+        "counts and expected must have equal mass"
+    )
     assert not counts[expected == 0].any(), "a token of probability zero was drawn"
     small = expected < 5
     counts = torch.cat([counts[~small], counts[small].sum().view(1)])
@@ -39,15 +41,15 @@ def p_value(counts: Tensor, expected: Tensor) -> float:
     return float(stats.chi2.sf(statistic, int(used.sum()) - 1))
 
 
-def assert_follows(token_ids: Tensor, law: Tensor, what: str) -> None:
-    counts = torch.bincount(token_ids, minlength=len(law))
-    value = p_value(counts, law.double() / law.double().sum() * len(token_ids))
+def assert_follows(token_ids: Tensor, distribution: Tensor, what: str) -> None:
+    counts = torch.bincount(token_ids, minlength=len(distribution))
+    value = p_value(counts, distribution.double() / distribution.double().sum() * len(token_ids))
     assert value > ALPHA, (what, value)
 
 
-def assert_independent(a: Tensor, b: Tensor, law_a: Tensor, law_b: Tensor, what: str) -> None:
-    """The pairs follow the product law."""
-    assert_follows(a * len(law_b) + b, torch.outer(law_a.double(), law_b.double()).flatten(), what)
+def assert_independent(a: Tensor, b: Tensor, probs_a: Tensor, probs_b: Tensor, what: str) -> None:
+    """The pairs follow the product distribution."""
+    assert_follows(a * len(probs_b) + b, torch.outer(probs_a.double(), probs_b.double()).flatten(), what)
 
 
 def assert_rate(observed: Tensor, rate: float, what: str) -> None:
@@ -57,7 +59,7 @@ def assert_rate(observed: Tensor, rate: float, what: str) -> None:
 
 
 def coupled_acceptance(p: Tensor, q: Tensor) -> float:
-    """sum_i 1 / sum_j max(p_j / p_i, q_j / q_i): the chance that shared Gumbel noise gives both laws one argmax."""
+    """sum_i 1 / sum_j max(p_j / p_i, q_j / q_i): the chance that shared Gumbel noise gives p and q one argmax."""
     ratios = torch.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None])
     return float((1.0 / ratios.sum(dim=1)).sum())
 
@@ -73,7 +75,7 @@ def decode_markov(
     num_drafts_after: Sequence[int] = (2, 1, 2, 0, 2),
     pads: bool = False,
 ) -> Tensor:
-    """Speculative decoding of a Markov law over several steps, [num_requests, num_tokens].
+    """Speculative decoding of a Markov chain over several steps, [num_requests, num_tokens].
 
     target, draft: [vocab, vocab] logits of the next token given the last. A step drafts num_drafts_after[last token]
     tokens, so batches are ragged and some requests draft nothing; with pads it fills up with -1 instead.
@@ -88,14 +90,14 @@ def decode_markov(
         last = tokens[active, lengths[active] - 1]
         num_drafts = torch.tensor(num_drafts_after)[last]
         draft_step = lengths[active] if sampler.rule.keys_by_draft_step else 0
-        context, drafted, laws = [last], [], []
+        context, drafted, draft_probs = [last], [], []
         for step in range(widest):
             rows = sampled_rows(seeds[active], lengths[active] + step, vocab_size)
             processed = process_logits(draft[context[-1]], rows)
             token_ids, probs = draft_tokens(processed, rows, draft_method, need_probs=True, draft_step=draft_step)
             context.append(token_ids)
             drafted.append(torch.where(step < num_drafts, token_ids, -1))
-            laws.append(probs if probs is not None else torch.zeros(0))
+            draft_probs.append(probs if probs is not None else torch.zeros(0))
         num_slots = torch.full_like(num_drafts, widest) if pads else num_drafts
         is_draft = torch.arange(widest) < num_slots.unsqueeze(1)  # [active, widest]
         is_row = torch.arange(widest + 1) <= num_slots.unsqueeze(1)  # [active, widest + 1]
@@ -105,7 +107,7 @@ def decode_markov(
             DraftTokens(
                 token_ids=torch.stack(drafted, dim=1)[is_draft],
                 cu_num_draft_tokens=[0, *num_slots.cumsum(0).tolist()],
-                probs=None if draft_method == "greedy" else torch.stack(laws, dim=1)[is_draft],
+                probs=None if draft_method == "greedy" else torch.stack(draft_probs, dim=1)[is_draft],
             ),
             sampled_rows(seeds[active].unsqueeze(1).expand(-1, widest + 1)[is_row], positions[is_row], vocab_size),
         )
@@ -115,14 +117,14 @@ def decode_markov(
 
 
 def markov_case(num_tokens: int, vocab_size: int = 5, seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """Target and draft logits of each token after each, and the exact law of all sequences after token 0."""
+    """Target and draft logits of each token after each, and the exact distribution of all sequences after token 0."""
     generator = torch.Generator().manual_seed(seed)
     target, draft = torch.randn(2, vocab_size, vocab_size, generator=generator) * 1.2
     p = target.double().softmax(-1)
-    law = p[0]
+    distribution = p[0]
     for _ in range(num_tokens - 1):  # the last token of a sequence is its index modulo vocab_size
-        law = (law.unsqueeze(1) * p.repeat(len(law) // vocab_size, 1)).flatten()
-    return target, draft, law
+        distribution = (distribution.unsqueeze(1) * p.repeat(len(distribution) // vocab_size, 1)).flatten()
+    return target, draft, distribution
 
 
 def sequence_index(tokens: Tensor, vocab_size: int = 5) -> Tensor:

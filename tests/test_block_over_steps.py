@@ -2,7 +2,8 @@
 
 The rule decides where to cut by looking at drafts and noise beyond the cut. Keyed by position alone, the next step
 would draft and judge with that very noise, now known to have failed: each step is exact, and their text is biased.
-Found here by the joint law of whole sequences; the rule keys its noise, and the drafts', by the draft step as well.
+Found here by the joint distribution of whole sequences; the rule keys its noise, and the drafts', by the draft step as
+well.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import torch
 from tests.sampling_for_tests import assert_follows, decode_markov, markov_case, p_value, sequence_index
 from verifier.rules import Block
 
-# Vocabulary, tokens of the sequence, drafts after each last token, seed of the laws.
+# Vocabulary, tokens of the sequence, drafts after each last token, seed of the distributions.
 CASES = [(5, 5, (2, 1, 2, 0, 2), 3), (3, 5, (3, 3, 3), 3), (2, 6, (3, 3), 3), (4, 5, (3, 2, 3, 1), 3)]
 NUM_REQUESTS = 40_000
 
 
 def sequences(case: tuple[int, int, tuple[int, ...], int], draft_method: str) -> tuple[torch.Tensor, torch.Tensor]:
     vocab_size, num_tokens, num_drafts_after, seed = case
-    target, draft, law = markov_case(num_tokens, vocab_size, seed)
+    target, draft, distribution = markov_case(num_tokens, vocab_size, seed)
     tokens = decode_markov(
         "block",
         draft_method,
@@ -30,21 +31,21 @@ def sequences(case: tuple[int, int, tuple[int, ...], int], draft_method: str) ->
         num_tokens=num_tokens,
         num_drafts_after=num_drafts_after,
     )
-    return sequence_index(tokens, vocab_size), law
+    return sequence_index(tokens, vocab_size), distribution
 
 
 def bias(case: tuple[int, int, tuple[int, ...], int], draft_method: str) -> float:
-    index, law = sequences(case, draft_method)
-    return p_value(torch.bincount(index, minlength=len(law)), law * len(index))
+    index, distribution = sequences(case, draft_method)
+    return p_value(torch.bincount(index, minlength=len(distribution)), distribution * len(index))
 
 
 @pytest.mark.parametrize("draft_method", ["probabilistic", "greedy"])
 @pytest.mark.parametrize("case", CASES)
-def test_several_steps_of_block_jointly_follow_the_target_law(
+def test_several_steps_of_block_jointly_follow_the_target_distribution(
     case: tuple[int, int, tuple[int, ...], int], draft_method: str
 ) -> None:
-    index, law = sequences(case, draft_method)
-    assert_follows(index, law, f"block with {draft_method} drafts, {case}")
+    index, distribution = sequences(case, draft_method)
+    assert_follows(index, distribution, f"block with {draft_method} drafts, {case}")
 
 
 @pytest.mark.parametrize(("case", "draft_method"), [(CASES[0], "probabilistic"), (CASES[1], "greedy")])

@@ -24,12 +24,12 @@ CUDA = torch.device("cuda", 0)
 
 
 class NotingSampler(RejectionSampler):
-    """Takes down how many laws the drafts had, None for drafts without."""
+    """Takes down how many distributions the drafts had, None for drafts without."""
 
-    num_laws: list[int | None]
+    num_probs: list[int | None]
 
     def __call__(self, logits: torch.Tensor, drafts: DraftTokens, rows: SamplingRows) -> VerifyOutput:
-        self.num_laws = [None if drafts.probs is None else len(drafts.probs)]
+        self.num_probs = [None if drafts.probs is None else len(drafts.probs)]
         return super().__call__(logits, drafts, rows)
 
 
@@ -40,7 +40,7 @@ def test_the_largest_steps_fill_both_budgets(
     """One step of all the prompt tokens that a step may have, one of all the requests, each with all its drafts.
 
     Those are at the end of the longest text: at short ones the partial results of split attention went unseen. Drafts
-    have laws where the rule reads them.
+    have distributions where the rule reads them.
     """
     engine = engines(num_gpu_blocks_override=320).engine
     rejection_sampler = NotingSampler(rejection_sample_method=rule)
@@ -72,7 +72,7 @@ def test_the_largest_steps_fill_both_budgets(
     finally:
         target.cache = cache
     rows = 5 * (num_speculative_tokens + 1)
-    assert rejection_sampler.num_laws == [5 * num_speculative_tokens if rule == "probabilistic" else None]
+    assert rejection_sampler.num_probs == [5 * num_speculative_tokens if rule == "probabilistic" else None]
     assert launches == [("3 requests", 600, 3, 256), ("5 requests", rows, rows, 256)]
 
 

@@ -157,7 +157,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "siblings drawn with replacement": (
         lambda: replace(GOOD, parent_indices=[-1, -1, -1], probs=torch.full((3, VOCAB_SIZE), 1 / 64)),
-        r"given the earlier ones, 0 at their tokens .*, got for 2 a law that allows \[1\]",
+        r"given the earlier ones, 0 at their tokens .*, got for 2 a distribution that allows \[1\]",
     ),
 }  # fmt: skip
 

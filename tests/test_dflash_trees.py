@@ -1,4 +1,4 @@
-"""Trees from one DFlash block: the most probable nodes of a rewrite's laws (DDTree, arXiv 2604.12989), or choices."""
+"""Trees from one DFlash block: the most probable nodes by a rewrite's probs (DDTree, arXiv 2604.12989), or choices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import test_ranked_trees as ranked
 from tests.conftest import Engines, complete
 from tests.one_pass_reference import PARAMS, PROMPTS, TIGHT, Target, save_target
 from tests.test_dflash import BLOCK, LAYOUTS, reference_logits, save_head
-from tests.test_every_cell import ALPHA, NUM_REQUESTS, PROMPT, engine, exact_law, p_value, sampling_params
+from tests.test_every_cell import ALPHA, NUM_REQUESTS, PROMPT, engine, exact_distribution, p_value, sampling_params
 from tests.transformers_reference import KeepFloat64, in_float64
 
 CHOICES = ((0,), (1,), (0, 0), (0, 1), (2,), (1, 0), (0, 0, 0), (0, 0, 1))
@@ -73,28 +73,28 @@ def head(tmp_path: Path) -> str:
     return save_head(tmp_path / "head", *LAYOUTS["z-lab"])
 
 
-def exact_laws(model: Any, token_ids: list[int], num_rows: int) -> list[list[float]]:
+def exact_probs(model: Any, token_ids: list[int], num_rows: int) -> list[list[float]]:
     """Of every depth, [num_rows][vocab]; model: the target in float64."""
     with KeepFloat64():
-        laws = reference_logits("z-lab", model, token_ids, num_rows, [1, 2]).softmax(dim=-1)
-    assert laws.dtype is torch.float64
-    return laws.tolist()  # type: ignore[no-any-return]
+        probs = reference_logits("z-lab", model, token_ids, num_rows, [1, 2]).softmax(dim=-1)
+    assert probs.dtype is torch.float64
+    return probs.tolist()  # type: ignore[no-any-return]
 
 
 def test_a_dynamic_tree_holds_the_most_probable_nodes_of_one_block(
     target: Target, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By brute force over the laws of a float64 rewrite; a block is as long as a tree can be deep."""
+    """By brute force over the distributions of a float64 rewrite; a block is as long as a tree can be deep."""
     num_nodes = 7
     trees = trees_of_a_run(target, head, monkeypatch, num_nodes, "dynamic")
     model = in_float64(target.model)
     depths = set()
     for own in trees:
-        laws = exact_laws(model, own.token_ids, min(len(own.paths), BLOCK - 1))
-        likely = [sorted(range(len(law)), key=law.__getitem__, reverse=True)[: len(own.paths)] for law in laws]
+        probs = exact_probs(model, own.token_ids, min(len(own.paths), BLOCK - 1))
+        likely = [sorted(range(len(row)), key=row.__getitem__, reverse=True)[: len(own.paths)] for row in probs]
         nodes = {
-            path: math.prod(laws[depth][token] for depth, token in enumerate(path))
-            for length in range(1, len(laws) + 1)
+            path: math.prod(probs[depth][token] for depth, token in enumerate(path))
+            for length in range(1, len(probs) + 1)
             for path in itertools.product(*likely[:length])
         }
         assert set(own.paths) == set(sorted(nodes, key=nodes.__getitem__, reverse=True)[: len(own.paths)])
@@ -109,8 +109,8 @@ def test_a_static_tree_holds_the_ranks_that_its_choices_name(
     model = in_float64(target.model)
     for own in trees:
         choices = CHOICES[: len(own.paths)]
-        laws = exact_laws(model, own.token_ids, max(map(len, choices)))
-        ranked = [sorted(range(len(law)), key=law.__getitem__, reverse=True) for law in laws]
+        probs = exact_probs(model, own.token_ids, max(map(len, choices)))
+        ranked = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in probs]
         assert set(own.paths) == {tuple(ranked[depth][rank] for depth, rank in enumerate(path)) for path in choices}
 
 
@@ -159,12 +159,14 @@ def test_a_tree_changes_no_token(
         ("a set whose shape is dynamic", "temperature"),
     ],
 )
-def test_under_the_probabilistic_rule_a_tree_keeps_the_law(engines: Engines, candidates: str, sampler: str) -> None:
-    """Over several steps: the joint law of three tokens, by chi-square."""
+def test_under_the_probabilistic_rule_a_tree_keeps_the_distribution(
+    engines: Engines, candidates: str, sampler: str
+) -> None:
+    """Over several steps: the joint distribution of three tokens, by chi-square."""
     tree, draft_sample_method = ranked.RULES[candidates]
     rule = {"rejection_sample_method": "probabilistic", "draft_sample_method": draft_sample_method}
     llm = engine(engines, dflash(tree, 7, **rule))
     params = sampling_params(sampler, NUM_REQUESTS // 2)
     requests, metrics = complete(llm, [PROMPT], [params])
     assert 0 < metrics.num_accepted_tokens < sum(point.num_draft_tokens for point in metrics.step_points)
-    assert p_value(requests, exact_law(llm, params)) > ALPHA
+    assert p_value(requests, exact_distribution(llm, params)) > ALPHA

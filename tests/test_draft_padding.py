@@ -27,7 +27,7 @@ def sampler_of(method: str) -> RejectionSampler:
 @pytest.mark.parametrize("has_probs", [False, True])
 @pytest.mark.parametrize("method", REJECTION_SAMPLE_METHODS)
 def test_padding_changes_no_decision(method: str, has_probs: bool) -> None:
-    """Logits of padding rows are noise, and their draft laws too: nobody may look at them."""
+    """Logits of padding rows are noise, and their draft distributions too: nobody may look at them."""
     requests, drafts, logits, probs = random_batch(60, VOCAB_SIZE, seed=9)
     most = max(map(len, drafts))
     sampler, generator = sampler_of(method), torch.Generator().manual_seed(1)

@@ -1,7 +1,7 @@
-"""The law of the sampled text, through the whole engine.
+"""The distribution of the sampled text, through the whole engine.
 
-`strict` and `none` share the sampler, so neither can catch its bias: the law is computed from the model's logits and
-compared with thousands of requests. Seeds are fixed, so a p-value is a constant; all must exceed 1e-4.
+`strict` and `none` share the sampler, so neither can catch its bias: the distribution is computed from the model's
+logits and compared with thousands of requests. Seeds are fixed, so a p-value is a constant; all must exceed 1e-4.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ROOM = {"max_num_seqs": 4096, "max_num_batched_tokens": 16384, "num_gpu_blocks_o
 MIN_P_VALUE = 1e-4
 
 
-def next_token_laws(llm: LLM, histories: Sequence[Sequence[int]], temperature: float = 1.0) -> np.ndarray:
-    """The model's law after each history, [len(histories), vocab], straight from its logits."""
+def next_token_probs(llm: LLM, histories: Sequence[Sequence[int]], temperature: float = 1.0) -> np.ndarray:
+    """The model's distribution after each history, [len(histories), vocab], straight from its logits."""
     requests = [
         Request(request_id=str(i), prompt_token_ids=list(history), sampling_params=SamplingParams(), seed=0)
         for i, history in enumerate(histories)
@@ -43,30 +43,30 @@ def next_token_laws(llm: LLM, histories: Sequence[Sequence[int]], temperature: f
     logits = llm.engine.target.run(parts)
     for request in requests:
         blocks.release(request.block_table)
-    law: np.ndarray = torch.softmax(logits.double() / temperature, dim=-1).numpy()
-    return law
+    probs: np.ndarray = torch.softmax(logits.double() / temperature, dim=-1).numpy()
+    return probs
 
 
 @cache
-def sequence_law(llm: LLM, length: int, temperature: float) -> dict[tuple[int, ...], float]:
-    """The exact law of the first `length` output tokens."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+def sequence_distribution(llm: LLM, length: int, temperature: float) -> dict[tuple[int, ...], float]:
+    """The exact distribution of the first `length` output tokens."""
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
-        laws = next_token_laws(llm, [PROMPT + list(prefix) for prefix in law], temperature)
-        law = {
+        probs = next_token_probs(llm, [PROMPT + list(prefix) for prefix in distribution], temperature)
+        distribution = {
             (*prefix, token): mass * row[token]
-            for (prefix, mass), row in zip(law.items(), laws, strict=True)
+            for (prefix, mass), row in zip(distribution.items(), probs, strict=True)
             for token in range(len(row))
         }
-    return law
+    return distribution
 
 
-def p_value(observed: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+def p_value(observed: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
     """Chi-square; cells are merged, in order of their mass, until each expects five counts or more."""
     total = sum(observed.values())
-    assert observed.keys() <= law.keys()
+    assert observed.keys() <= distribution.keys()
     counts, expected = [0], [0.0]
-    for cell, mass in sorted(law.items(), key=lambda item: -item[1]):
+    for cell, mass in sorted(distribution.items(), key=lambda item: -item[1]):
         if expected[-1] >= 5:
             counts.append(0)
             expected.append(0.0)
@@ -110,18 +110,20 @@ METHODS = {
 
 # Under the strict rule the tokens are plain decoding's, which the lossless suite compares one by one.
 @pytest.mark.parametrize("method", METHODS)
-def test_four_tokens_have_the_models_joint_law(engines: Engines, method: str) -> None:
+def test_four_tokens_have_the_models_joint_distribution(engines: Engines, method: str) -> None:
     """A step of up to three tokens between two others: what one step leaves behind must not bias the next."""
     llm = engines(METHODS[method], architecture=SMALL, weight_scale=4.0, **ROOM)
-    law = sequence_law(engines(None, architecture=SMALL, weight_scale=4.0, **ROOM), 4, temperature=1.5)
-    assert p_value(Counter(sampled(llm, 4, temperature=1.5)), law) > MIN_P_VALUE
+    distribution = sequence_distribution(
+        engines(None, architecture=SMALL, weight_scale=4.0, **ROOM), 4, temperature=1.5
+    )
+    assert p_value(Counter(sampled(llm, 4, temperature=1.5)), distribution) > MIN_P_VALUE
 
 
-def test_the_joint_law_test_would_see_a_small_bias(engines: Engines) -> None:
-    """Its power: the same counts against the law of a temperature a third off."""
+def test_the_joint_distribution_test_would_see_a_small_bias(engines: Engines) -> None:
+    """Its power: the same counts against the distribution of a temperature a third off."""
     llm = engines(None, architecture=SMALL, weight_scale=4.0, **ROOM)
-    law = sequence_law(llm, 4, temperature=2.0)
-    assert p_value(Counter(sampled(llm, 4, temperature=1.5)), law) < 1e-6
+    distribution = sequence_distribution(llm, 4, temperature=2.0)
+    assert p_value(Counter(sampled(llm, 4, temperature=1.5)), distribution) < 1e-6
 
 
 def test_siblings_are_independent(engines: Engines) -> None:
@@ -133,8 +135,8 @@ def test_siblings_are_independent(engines: Engines) -> None:
     requests, _ = complete(llm, [{"prompt_token_ids": PROMPT}] * len(params), params)
     first = [request.output_token_ids[0] for request in requests]
     pairs = Counter(zip(first[::2], first[1::2], strict=True))
-    (law,) = next_token_laws(llm, [PROMPT], 1.5)
-    product = {(a, b): law[a] * law[b] for a, b in itertools.product(range(len(law)), repeat=2)}
+    (probs,) = next_token_probs(llm, [PROMPT], 1.5)
+    product = {(a, b): probs[a] * probs[b] for a, b in itertools.product(range(len(probs)), repeat=2)}
     assert p_value(pairs, product) > MIN_P_VALUE
 
 
@@ -142,14 +144,14 @@ def test_requests_of_neighbouring_seeds_are_independent(engines: Engines) -> Non
     llm = engines(None, architecture=SMALL, weight_scale=4.0, **ROOM)
     tokens = [text[0] for text in sampled(llm, 4, temperature=1.5)]
     pairs = Counter(itertools.pairwise(tokens))
-    (law,) = next_token_laws(llm, [PROMPT], 1.5)
-    product = {(a, b): law[a] * law[b] for a, b in itertools.product(range(len(law)), repeat=2)}
+    (probs,) = next_token_probs(llm, [PROMPT], 1.5)
+    product = {(a, b): probs[a] * probs[b] for a, b in itertools.product(range(len(probs)), repeat=2)}
     assert p_value(pairs, product) > MIN_P_VALUE
 
 
-def test_a_vocabulary_of_4096_is_sampled_by_its_law(engines: Engines) -> None:
+def test_a_vocabulary_of_4096_is_sampled_by_its_distribution(engines: Engines) -> None:
     llm = engines(None, architecture={**SMALL, "vocab_size": 4096, "num_hidden_layers": 1}, weight_scale=2.0, **ROOM)
-    (law,) = next_token_laws(llm, [PROMPT])
+    (probs,) = next_token_probs(llm, [PROMPT])
     observed = Counter(sampled(llm, 1, temperature=1.0))
     assert len(observed) > 700
-    assert p_value(observed, {(token,): float(mass) for token, mass in enumerate(law)}) > MIN_P_VALUE
+    assert p_value(observed, {(token,): float(mass) for token, mass in enumerate(probs)}) > MIN_P_VALUE

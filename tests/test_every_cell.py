@@ -1,7 +1,7 @@
 """Every method under every lossless rule and every sampler, through the whole engine.
 
-Where the rule promises plain decoding's tokens they are compared; where it promises the law, many requests are drawn
-and the joint law of their first tokens is compared with the exact one.
+Where the rule promises plain decoding's tokens they are compared; where it promises the distribution, many requests are
+drawn and the joint distribution of their first tokens is compared with the exact one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SMALL = {
 PROMPT = {"prompt_token_ids": [0, 1, 2, 3, 0, 1, 2, 4, 0, 1]}
 NUM_REQUESTS = 1000
 ALPHA = 1e-4  # of each of the tests, their seeds being fixed
-EXACT_LAWS: dict[str, torch.Tensor] = {}  # by weights and parameters
+EXACT_DISTRIBUTIONS: dict[str, torch.Tensor] = {}  # by weights and parameters
 
 
 def engine(engines: Engines, config: dict[str, Any] | None) -> LLM:
@@ -60,31 +60,32 @@ def engine(engines: Engines, config: dict[str, Any] | None) -> LLM:
 
 
 def sampling_params(sampler: str, num_requests: int, num_tokens: int = NUM_TOKENS + 1) -> SamplingParams:
-    """By default for the law of the first NUM_TOKENS tokens: room for two drafts behind the first one."""
+    """By default for the distribution of the first NUM_TOKENS tokens: room for two drafts behind the first one."""
     return SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=5, n=num_requests, **SAMPLERS[sampler])
 
 
-def exact_law(llm: LLM, params: SamplingParams) -> torch.Tensor:
+def exact_distribution(llm: LLM, params: SamplingParams) -> torch.Tensor:
     """Probability of every sequence of NUM_TOKENS tokens after PROMPT, [VOCAB_SIZE ** NUM_TOKENS] float64.
 
-    Computed once for all engines whose targets hold the same weights: the law is the target's, whatever drafts.
+    Computed once for all engines whose targets hold the same weights: the distribution is the target's, whatever
+    drafts.
     """
     forbidden = llm.engine.tokenizer.spell_bad_words(params.bad_words)
     digest = hashlib.sha256(repr((dataclasses.replace(params, n=1, max_tokens=1), forbidden)).encode())
     for name, weight in llm.engine.target.model.named_parameters():
         digest.update(name.encode() + weight.numpy().tobytes())
-    if (key := digest.hexdigest()) not in EXACT_LAWS:
-        EXACT_LAWS[key] = compute_law(llm, params, forbidden)
-    return EXACT_LAWS[key]
+    if (key := digest.hexdigest()) not in EXACT_DISTRIBUTIONS:
+        EXACT_DISTRIBUTIONS[key] = compute_distribution(llm, params, forbidden)
+    return EXACT_DISTRIBUTIONS[key]
 
 
-def compute_law(llm: LLM, params: SamplingParams, forbidden: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+def compute_distribution(llm: LLM, params: SamplingParams, forbidden: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     probability = {(): torch.tensor(1.0, dtype=torch.float64)}
     for length in range(NUM_TOKENS):
         longer = {}
         for prefix in itertools.product(range(VOCAB_SIZE), repeat=length):
             request = Request(
-                request_id="law",
+                request_id="distribution",
                 prompt_token_ids=PROMPT["prompt_token_ids"],
                 output_token_ids=list(prefix),
                 sampling_params=params,
@@ -96,19 +97,19 @@ def compute_law(llm: LLM, params: SamplingParams, forbidden: tuple[tuple[int, ..
             rows = SamplingRows.build(
                 [request], [0], [0], None, vocab_size=VOCAB_SIZE, eos_token_ids=(5,), device=logits.device
             )
-            law = process_logits(logits, rows)[0].double().softmax(0)
-            longer |= {(*prefix, token): probability[prefix] * law[token] for token in range(VOCAB_SIZE)}
+            distribution = process_logits(logits, rows)[0].double().softmax(0)
+            longer |= {(*prefix, token): probability[prefix] * distribution[token] for token in range(VOCAB_SIZE)}
         probability = longer
     return torch.stack([probability[s] for s in itertools.product(range(VOCAB_SIZE), repeat=NUM_TOKENS)])
 
 
-def p_value(requests: list[Request], law: torch.Tensor) -> float:
+def p_value(requests: list[Request], distribution: torch.Tensor) -> float:
     """Of Pearson's chi-square over the first NUM_TOKENS tokens; sequences expected less than five times are pooled."""
     weights = [VOCAB_SIZE**place for place in reversed(range(NUM_TOKENS))]
     said = [request.output_token_ids[:NUM_TOKENS] for request in requests]
     index = [sum(t * w for t, w in zip(token_ids, weights, strict=True)) for token_ids in said]
-    counts, expected = torch.bincount(torch.tensor(index), minlength=len(law)), law * len(requests)
-    assert not counts[law == 0].any(), "a token outside the law was said"
+    counts, expected = torch.bincount(torch.tensor(index), minlength=len(distribution)), distribution * len(requests)
+    assert not counts[distribution == 0].any(), "a token outside the distribution was said"
     rare = expected < 5
     observed = [*counts[~rare].tolist(), int(counts[rare].sum())]
     hoped = [*expected[~rare].tolist(), float(expected[rare].sum())]
@@ -150,23 +151,23 @@ def test_a_cell_keeps_what_its_rule_promises(engines: Engines, method: str, rule
     if keeps_tokens:
         assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in plain]
     else:
-        law = exact_law(llm, params)
-        assert float(law.sum()) == pytest.approx(1.0)
-        assert p_value(requests, law) > ALPHA
+        distribution = exact_distribution(llm, params)
+        assert float(distribution.sum()) == pytest.approx(1.0)
+        assert p_value(requests, distribution) > ALPHA
 
 
-def test_plain_decoding_follows_the_exact_law(engines: Engines) -> None:
+def test_plain_decoding_follows_the_exact_distribution(engines: Engines) -> None:
     """The sampler's own test: strict and none could share a bias."""
     llm = engine(engines, None)
     for sampler in ("temperature", "top-k, top-p, min-p", "penalties, bias"):
         params = sampling_params(sampler, NUM_REQUESTS)
         requests, _ = complete(llm, [PROMPT], [params])
-        assert p_value(requests, exact_law(llm, params)) > ALPHA
+        assert p_value(requests, exact_distribution(llm, params)) > ALPHA
 
 
 def test_the_sample_finds_a_rule_that_is_slightly_wrong(engines: Engines) -> None:
-    """Power: the law of a temperature a third off is refused."""
+    """Power: the distribution of a temperature a third off is refused."""
     params = sampling_params("temperature", NUM_REQUESTS)
     requests, _ = complete(engine(engines, None), [PROMPT], [params])
     warmer = dataclasses.replace(params, temperature=4 / 3)
-    assert p_value(requests, exact_law(engine(engines, None), warmer)) < ALPHA
+    assert p_value(requests, exact_distribution(engine(engines, None), warmer)) < ALPHA

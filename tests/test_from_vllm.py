@@ -261,7 +261,7 @@ def test_probabilistic_drafts_bring_vllms_default_rule_along_unless_a_rule_is_na
 
 
 @pytest.mark.parametrize(("rule", "num_words"), [("standard", 2), ("block", 1), ("strict", 0)])
-def test_a_rule_that_reads_the_drafts_law_says_that_drafts_are_drawn_which_vllm_picks_greedily(
+def test_a_rule_that_reads_the_drafts_distribution_says_that_drafts_are_drawn_which_vllm_picks_greedily(
     rule: str, num_words: int
 ) -> None:
     config = {"method": "eagle3", "model": "d", "num_speculative_tokens": 3, "rejection_sample_method": rule}

@@ -250,12 +250,12 @@ def test_where_other_masks_leave_nothing_the_grammar_alone_holds() -> None:
         [request], [0, 0], [0, 1], torch.tensor([[9]]), vocab_size=40, eos_token_ids=(0,), device="cpu",
         bitmask=BitmaskRows(row_idx=None, words=words),
     )  # fmt: skip
-    law = process_logits(torch.randn(2, 40), rows).softmax(dim=-1)
-    assert not law.isnan().any()
-    assert [set(row.nonzero()[:, 0].tolist()) for row in law] == [{0}, {2, 3}]
+    probs = process_logits(torch.randn(2, 40), rows).softmax(dim=-1)
+    assert not probs.isnan().any()
+    assert [set(row.nonzero()[:, 0].tolist()) for row in probs] == [{0}, {2, 3}]
 
 
-def test_a_law_that_has_nothing_of_what_is_allowed_becomes_none_at_all() -> None:
+def test_a_distribution_that_has_nothing_of_what_is_allowed_becomes_none_at_all() -> None:
     probs = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]])
     conditioned = condition_on_bitmask(probs, torch.tensor([[0b110], [0b110]], dtype=torch.int32))
     assert conditioned.tolist() == [[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]]
@@ -372,8 +372,8 @@ def test_a_drafter_walks_every_grammar_by_its_own_tokens_and_leaves_it_where_it_
         assert seen(walk.bitmask([1, 2])) == [(1, {EOS})]
 
 
-def test_laws_and_sources_stay_with_their_drafts() -> None:
-    """The first draft is cut and carried on, the free one keeps its law, tokens for sure have the law that says so."""
+def test_distributions_and_sources_stay_with_their_drafts() -> None:
+    """The first draft is cut and carried on, the free one keeps its probs, tokens for sure have probs of 1."""
     store = GrammarStore(COMPILER)
     forms = (StructuredOutputsParams(choice=["alpha beta", "gamma"]), None)
     requests = [
@@ -412,8 +412,8 @@ def test_a_step_without_grammars_passes_untouched() -> None:
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
-def test_a_draft_from_a_law_that_knows_no_grammar_leaves_the_targets_law(rule: str) -> None:
-    """A cut draft is none, so the law of those left is conditioned on the grammar.
+def test_a_draft_from_a_distribution_that_knows_no_grammar_leaves_the_targets_distribution(rule: str) -> None:
+    """A cut draft is none, so the distribution of those left is conditioned on the grammar.
 
     Kept as it was, the residual would be taken against mass that no draft has: measured here with the conditioning
     taken out, the p-value of the first token is below 1e-30.
@@ -456,12 +456,12 @@ def test_a_draft_from_a_law_that_knows_no_grammar_leaves_the_targets_law(rule: s
         bitmask=bitmask,
     )
     output = RejectionSampler(rejection_sample_method=rule)(target.expand(rows.num_rows, -1), drafts, rows)
-    assert_follows(output.token_ids[:, 0], law_of(target, letters[:6]), "first token")
+    assert_follows(output.token_ids[:, 0], probs_of(target, letters[:6]), "first token")
     second = output.token_ids[output.num_accepted_tokens == 1, 1]
-    assert_follows(second, law_of(target, letters[:3]), "second token")
+    assert_follows(second, probs_of(target, letters[:3]), "second token")
 
 
-def law_of(logits: Tensor, token_ids: list[int]) -> Tensor:
-    law = torch.zeros(VOCAB_SIZE)
-    law[token_ids] = logits[token_ids].softmax(dim=-1)
-    return law
+def probs_of(logits: Tensor, token_ids: list[int]) -> Tensor:
+    probs = torch.zeros(VOCAB_SIZE)
+    probs[token_ids] = logits[token_ids].softmax(dim=-1)
+    return probs

@@ -17,7 +17,7 @@ from tests.conftest import Engines, complete
 from tests.eagle_reference import ReferenceHead
 from tests.test_eagle import LAYOUTS, PARAMS, PROMPTS, SCHEDULES, make_head, target_states
 from tests.test_eagle import target as target
-from tests.test_every_cell import NUM_REQUESTS, PROMPT, exact_law, p_value, sampling_params
+from tests.test_every_cell import NUM_REQUESTS, PROMPT, exact_distribution, p_value, sampling_params
 from tests.test_every_cell import engine as small_engine
 from tests.test_losslessness import PARAMS as MIXED_PARAMS
 from tests.test_losslessness import PROMPTS as MIXED_PROMPTS
@@ -33,18 +33,18 @@ TREES: dict[str, dict[str, Any]] = {
 }
 Nodes = tuple[int, ...]  # tokens from a child of the pending token to a node
 
-Laws = Callable[[Nodes], torch.Tensor]  # path -> [vocab], what candidates behind it are ranked by
+Distributions = Callable[[Nodes], torch.Tensor]  # path -> [vocab], what candidates behind it are ranked by
 
 
-def static_nodes(laws: Laws, num_nodes: int) -> set[Nodes]:
+def static_nodes(probs: Distributions, num_nodes: int) -> set[Nodes]:
     nodes = {}
     for path in map(tuple, STATIC[:num_nodes]):
         before = nodes[path[:-1]] if len(path) > 1 else ()
-        nodes[path] = (*before, int(laws(before).sort(descending=True).indices[path[-1]]))
+        nodes[path] = (*before, int(probs(before).sort(descending=True).indices[path[-1]]))
     return set(nodes.values())
 
 
-def dynamic_nodes(laws: Laws, num_nodes: int) -> set[Nodes]:
+def dynamic_nodes(probs: Distributions, num_nodes: int) -> set[Nodes]:
     """EAGLE-2: expand the best of each level, then take the best of all (arXiv 2406.16858)."""
     depth, top_k = TREES["dynamic"]["tree_depth"], TREES["dynamic"]["tree_top_k"]
     score: dict[Nodes, float] = {(): 0.0}
@@ -52,7 +52,7 @@ def dynamic_nodes(laws: Laws, num_nodes: int) -> set[Nodes]:
     for _ in range(min(depth, num_nodes)):
         level = {}
         for path in frontier:
-            best = laws(path).log_softmax(-1).sort(descending=True)
+            best = probs(path).log_softmax(-1).sort(descending=True)
             for value, token in zip(best.values[:top_k].tolist(), best.indices[:top_k].tolist(), strict=True):
                 if value > -torch.inf:
                     level[*path, token] = score[path] + value
@@ -102,16 +102,16 @@ def test_the_nodes_are_those_of_a_whole_recompute_in_float64(
             token_ids = request.tokens_between(0, request.num_tokens)
             states[request.request_id] = target_states(in_float64(model), token_ids, layout)
     for request, token_ids, nodes in drafted[::3]:
-        laws = ranked_by(head, request, token_ids, states[request.request_id][: len(token_ids) - 1])
-        expected = (static_nodes if tree == "static" else dynamic_nodes)(laws, len(nodes))
+        probs = ranked_by(head, request, token_ids, states[request.request_id][: len(token_ids) - 1])
+        expected = (static_nodes if tree == "static" else dynamic_nodes)(probs, len(nodes))
         assert nodes == expected
     assert metrics.num_accepted_tokens > 0
 
 
-def ranked_by(head: ReferenceHead, request: Request, token_ids: list[int], states: torch.Tensor) -> Laws:
+def ranked_by(head: ReferenceHead, request: Request, token_ids: list[int], states: torch.Tensor) -> Distributions:
     seen: dict[Nodes, torch.Tensor] = {}
 
-    def laws(path: Nodes) -> torch.Tensor:
+    def probs(path: Nodes) -> torch.Tensor:
         if path not in seen:
             logits = head.draft_logits(token_ids, states, list(path))[-1]
             if not (params := request.sampling_params).is_greedy:
@@ -121,7 +121,7 @@ def ranked_by(head: ReferenceHead, request: Request, token_ids: list[int], state
             seen[path] = logits
         return seen[path]
 
-    return laws
+    return probs
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +157,10 @@ def test_under_no_schedule_do_trees_change_a_token(
 
 @pytest.mark.parametrize("sampler", ["penalties, bias"])
 @pytest.mark.parametrize(("tree", "draft_sample_method"), [("static", None), ("static", "coupled"), ("dynamic", None)])
-def test_under_the_probabilistic_rule_trees_keep_the_law(
+def test_under_the_probabilistic_rule_trees_keep_the_distribution(
     engines: Engines, tree: str, draft_sample_method: str | None, sampler: str
 ) -> None:
-    """Candidates of static trees are drawn without replacement and have laws; those of dynamic ones are not drawn."""
+    """Candidates of static trees are drawn without replacement and have probs; those of dynamic ones are not drawn."""
     config = {
         "method": "eagle3", "rejection_sample_method": "probabilistic", "draft_sample_method": draft_sample_method,
         **TREES[tree],
@@ -169,7 +169,7 @@ def test_under_the_probabilistic_rule_trees_keep_the_law(
     params = sampling_params(sampler, NUM_REQUESTS // 2)
     requests, metrics = complete(llm, [PROMPT], [params])
     assert 0 < metrics.num_accepted_tokens < sum(point.num_draft_tokens for point in metrics.step_points)
-    assert p_value(requests, exact_law(llm, params)) > 1e-4
+    assert p_value(requests, exact_distribution(llm, params)) > 1e-4
 
 
 def test_nodes_fed_to_the_head_leave_the_blocks_of_requests_alone(engines: Engines) -> None:

@@ -1,4 +1,4 @@
-"""A draft of another tokenizer changes no token and no law; what the two vocabularies share is what it says."""
+"""A draft of another tokenizer changes no token and no distribution; it says what the two vocabularies share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from runner.llm import LLM
 from runner.tiny import DRAFT_DIR
 from tests.conftest import complete
 from tests.no_readback import NoReadback
-from tests.test_every_cell import ALPHA, NUM_REQUESTS, NUM_TOKENS, PROMPT, exact_law, p_value, sampling_params
+from tests.test_every_cell import ALPHA, NUM_REQUESTS, NUM_TOKENS, PROMPT, exact_distribution, p_value, sampling_params
 from tests.test_losslessness import PARAMS, PROMPTS, ROOMY, SCHEDULES, answers, counts
 from tests.transformers_reference import random_model
 
@@ -235,7 +235,7 @@ def test_a_renumbered_vocabulary_is_shared_whole(words: list[bytes], shuffler: r
 
 
 @given(spellings(), spellings(), st.integers(0, 2**32))
-def test_the_drafts_law_is_its_own_given_that_the_token_is_shared(
+def test_the_drafts_distribution_is_its_own_given_that_the_token_is_shared(
     ours: tuple[Spelling, int], theirs: tuple[Spelling, int], seed: int
 ) -> None:
     (target, target_size), (draft, draft_size) = ours, theirs
@@ -243,16 +243,16 @@ def test_the_drafts_law_is_its_own_given_that_the_token_is_shared(
     if not found.pairs:
         return
     logits = torch.randn(3, draft_size, generator=torch.Generator().manual_seed(seed))
-    law = Translation(found, CPU).to_target(logits).double().softmax(-1)
+    probs = Translation(found, CPU).to_target(logits).double().softmax(-1)
     own = logits.double().softmax(-1)
     shared = list(found.pairs.values())
     expected = torch.zeros(3, target_size, dtype=torch.float64)
     expected[:, list(found.pairs)] = own[:, shared] / own[:, shared].sum(-1, keepdim=True)
-    torch.testing.assert_close(law, expected, rtol=1e-12, atol=0)
-    assert torch.equal(law == 0, expected == 0)
+    torch.testing.assert_close(probs, expected, rtol=1e-12, atol=0)
+    assert torch.equal(probs == 0, expected == 0)
 
 
-def test_a_row_that_forbids_every_shared_token_has_a_law_still() -> None:
+def test_a_row_that_forbids_every_shared_token_has_a_distribution_still() -> None:
     translation = Translation(Intersection(pairs={2: 0, 3: 1}, reading=[0, 0, 0, 1], num_texts=2), CPU)
     with NoReadback():
         logits = translation.to_target(torch.tensor([[1.0, 2.0]]))
@@ -391,13 +391,13 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
 
 
 def sample(llm: LLM, params: SamplingParams) -> tuple[float, int, int]:
-    """How well the requests' first tokens fit the exact law; (drafted, accepted) tokens.
+    """How well the requests' first tokens fit the exact distribution; (drafted, accepted) tokens.
 
     They are one token longer than what is judged, so that a request's first step has room for two drafts.
     """
     requests, metrics = complete(llm, [PROMPT], [params])
     first = [replace(request, output_token_ids=request.output_token_ids[:NUM_TOKENS]) for request in requests]
-    return p_value(first, exact_law(llm, params)), *counts(metrics)
+    return p_value(first, exact_distribution(llm, params)), *counts(metrics)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def sample(llm: LLM, params: SamplingParams) -> tuple[float, int, int]:
         *((rule, "probabilistic", "top-k, top-p, min-p") for rule in ("probabilistic", "block")),
     ],
 )
-def test_the_law_is_kept(six: Callable[..., LLM], rule: str, drafting: str, sampler: str) -> None:
+def test_the_distribution_is_kept(six: Callable[..., LLM], rule: str, drafting: str, sampler: str) -> None:
     llm = six(rejection_sample_method=rule, draft_sample_method=drafting)
     value, drafted, accepted = sample(llm, sampling_params(sampler, NUM_REQUESTS // 2, NUM_TOKENS + 1))
     assert 0 < accepted < drafted
@@ -427,10 +427,10 @@ AFTER_THE_FIRST_DRAFT = {"bad_words": [f"{a} {b}" for a in "abdf" for b in "abdf
         ("block", AFTER_THE_FIRST_DRAFT),
     ],
 )
-def test_the_law_is_kept_where_a_request_allows_no_shared_token(
+def test_the_distribution_is_kept_where_a_request_allows_no_shared_token(
     six: Callable[..., LLM], rule: str, forbidden: dict[str, Any]
 ) -> None:
-    """The draft's law would be zeros, and 0 / 0 in the places that read it; block looks ahead into them."""
+    """The draft's distribution would be zeros, and 0 / 0 in the places that read it; block looks ahead into them."""
     llm = six(rejection_sample_method=rule)
     params = SamplingParams(n=NUM_REQUESTS, max_tokens=NUM_TOKENS + 1, ignore_eos=True, seed=5, **forbidden)
     value, drafted, accepted = sample(llm, params)

@@ -208,7 +208,7 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("rms_norm", "rms_norm", "add_rms_norm", lambda results: (_scaled(results[0]), results[1])),
     ("rope", "rope", "rope_and_write", None),
     ("sampling", "sampling", "greedy", _shifted),
-    ("row_laws", "row_laws", "row_laws", lambda laws: laws._replace(masses=laws.masses + 1)),
+    ("truncation", "truncation", "truncate_rows", lambda truncated: truncated._replace(masses=truncated.masses + 1)),
     ("rejection", "rejection", "verify_strict", _with_first(_shifted)),
     ("probabilistic_rejection", "probabilistic_rejection", "verify_probabilistic", _with_first(_shifted)),
     ("ngram_match", "ngram_match", "ngram_match", _shifted),

@@ -119,8 +119,8 @@ def test_logprobs_are_those_of_the_unprocessed_logits(engines: Engines, plain: l
                 assert entry.logprob == pytest.approx(logprob, abs=1e-5) and entry.rank == rank
                 num_told = VOCAB_SIZE if num_top == -1 else num_top
                 assert list(entry.top_token_ids) == order[:num_told]
-                law = logits.log_softmax(dim=0)
-                assert entry.top_logprobs == pytest.approx([float(law[t]) for t in order[:num_told]], abs=1e-5)
+                log_probs = logits.log_softmax(dim=0)
+                assert entry.top_logprobs == pytest.approx([float(log_probs[t]) for t in order[:num_told]], abs=1e-5)
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [1, 4, 7])

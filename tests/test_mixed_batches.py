@@ -1,7 +1,7 @@
 """Greedy and sampled requests with drafts of different lengths in one batch, under every rule.
 
-Bug told here: a draft step whose requests were all greedy left no law behind, so the laws of a mixed batch slipped
-against their drafts, and a sampled request was judged by another one's.
+Bug told here: a draft step whose requests were all greedy left no distribution behind, so the distributions of a mixed
+batch slipped against their drafts, and a sampled request was judged by another one's.
 """
 
 from __future__ import annotations

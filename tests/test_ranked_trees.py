@@ -1,4 +1,4 @@
-"""Trees over ranked candidates, drafted by Medusa: nodes are those of a rewrite; none changes a text or a law."""
+"""Trees over ranked candidates, drafted by Medusa: nodes are those of a rewrite, text and distribution stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.llm import LLM
 from tests.conftest import Engines, complete
 from tests.last_state_reference import PROMPTS as TARGET_PROMPTS
 from tests.last_state_reference import Target, save_head, save_target
-from tests.test_every_cell import ALPHA, NUM_REQUESTS, PROMPT, exact_law, p_value, sampling_params
+from tests.test_every_cell import ALPHA, NUM_REQUESTS, PROMPT, exact_distribution, p_value, sampling_params
 from tests.test_every_cell import engine as six_token_engine
 from tests.test_losslessness import (
     PARAMS,
@@ -87,7 +87,7 @@ def trees_of_a_run(
     return [own for own in recorded if own.paths]
 
 
-def exact_laws(target: Target, token_ids: list[int]) -> list[torch.Tensor]:
+def exact_probs(target: Target, token_ids: list[int]) -> list[torch.Tensor]:
     """Of every head, [vocab] float64."""
     state = target.exact_state(token_ids[:-1])[None]
     target_head = target.model.lm_head.weight.detach()
@@ -100,7 +100,7 @@ def test_a_static_tree_holds_the_ranks_that_its_choices_name(
     trees = trees_of_a_run(target, tmp_path, monkeypatch, "static", 10)
     assert {len(own.paths) for own in trees} >= {10, 3}, "whole ones, and short ones before max_tokens"
     for own in trees:
-        ranked = [law.argsort(descending=True).tolist() for law in exact_laws(target, own.token_ids)]
+        ranked = [row.argsort(descending=True).tolist() for row in exact_probs(target, own.token_ids)]
         expected = [
             tuple(ranked[depth][rank] for depth, rank in enumerate(choice)) for choice in CHOICES[: len(own.paths)]
         ]
@@ -110,14 +110,14 @@ def test_a_static_tree_holds_the_ranks_that_its_choices_name(
 def test_a_dynamic_tree_holds_the_most_probable_nodes(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By brute force over the float64 laws; the shape differs from step to step."""
+    """By brute force over the float64 distributions; the shape differs from step to step."""
     trees = trees_of_a_run(target, tmp_path, monkeypatch, "dynamic", 9)
     assert len({tuple(sorted(map(len, own.paths))) for own in trees if len(own.paths) == 9}) > 1
     for own in trees:
-        laws = [law.tolist() for law in exact_laws(target, own.token_ids)]
-        likely = [sorted(range(len(law)), key=lambda token, law=law: -law[token])[:9] for law in laws]  # type: ignore[misc]
+        probs = [row.tolist() for row in exact_probs(target, own.token_ids)]
+        likely = [sorted(range(len(row)), key=lambda token, row=row: -row[token])[:9] for row in probs]  # type: ignore[misc]
         nodes = {
-            path: math.prod(laws[depth][token] for depth, token in enumerate(path))
+            path: math.prod(probs[depth][token] for depth, token in enumerate(path))
             for length in range(1, NUM_HEADS + 1)
             for path in itertools.product(*likely[:length])
         }
@@ -133,7 +133,7 @@ def test_choices_deeper_than_the_heads_or_wider_than_the_vocabulary_are_refused(
         engines(method_config("medusa", 6, speculative_token_tree=((64,),)), **ROOMY)
 
 
-def test_a_dynamic_tree_of_drawn_candidates_is_refused_under_a_rule_that_reads_laws(engines: Engines) -> None:
+def test_a_dynamic_tree_of_drawn_candidates_is_refused_under_a_rule_that_reads_distributions(engines: Engines) -> None:
     rule = {"rejection_sample_method": "probabilistic", "draft_sample_method": "probabilistic"}
     with pytest.raises(UserError, match=r"draft_sample_method must be greedy .* got 'probabilistic': the shape"):
         engines(medusa("dynamic", 4, **rule), **ROOMY)
@@ -211,11 +211,11 @@ def test_constrained_outputs_keep_their_text_and_have_chains(tree: str, tmp_path
     assert counts(metrics)[1] > 0
 
 
-# --- the law --------------------------------------------------------------------------------------------------------
+# --- the distribution ------------------------------------------------------------------------------------------------
 
 RULES = {
     "drawn without replacement": ("static", "probabilistic"),
-    "drawn, with ranks left out": ("gaps", "probabilistic"),  # laws are given the draws before, drafted or not
+    "drawn, with ranks left out": ("gaps", "probabilistic"),  # distributions are given the draws before, drafted or not
     "drawn with the target's noise": ("static", "coupled"),
     "a set of candidates": ("static", "greedy"),
     "a set whose shape is dynamic": ("dynamic", "greedy"),
@@ -232,8 +232,10 @@ RULES = {
         ("a set whose shape is dynamic", "temperature"),
     ],
 )
-def test_under_the_probabilistic_rule_a_tree_keeps_the_law(engines: Engines, candidates: str, sampler: str) -> None:
-    """Over several steps: the joint law of three tokens; ancestors on other branches than the first are penalised.
+def test_under_the_probabilistic_rule_a_tree_keeps_the_distribution(
+    engines: Engines, candidates: str, sampler: str
+) -> None:
+    """Over several steps: the joint distribution of three tokens; ancestors beside the first branch are penalised.
 
     Behind the first token there is room for the whole tree: drafts are counted in nodes.
     """
@@ -243,11 +245,13 @@ def test_under_the_probabilistic_rule_a_tree_keeps_the_law(engines: Engines, can
     params = sampling_params(sampler, NUM_REQUESTS, num_tokens=9)
     requests, metrics = complete(llm, [PROMPT], [params])
     assert 0 < metrics.num_accepted_tokens < sum(point.num_draft_tokens for point in metrics.step_points)
-    assert p_value(requests, exact_law(llm, params)) > ALPHA
+    assert p_value(requests, exact_distribution(llm, params)) > ALPHA
 
 
-def test_siblings_bring_the_laws_they_were_drawn_from(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's law is its depth's without its earlier siblings; check_drafts looks at it in every step."""
+def test_siblings_bring_the_distributions_they_were_drawn_from(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node's distribution is its depth's without its earlier siblings; check_drafts looks at it in every step."""
     seen: list[DraftTokens] = []
     propose = RankedTrees.propose
 
@@ -263,12 +267,12 @@ def test_siblings_bring_the_laws_they_were_drawn_from(engines: Engines, monkeypa
             continue
         for start, shape in zip(drafts.cu_num_draft_tokens, drafts.shapes, strict=False):
             for siblings in shape.children:
-                laws = [drafts.probs[start + node].double() for node in siblings]
+                probs = [drafts.probs[start + node].double() for node in siblings]
                 tokens = [int(drafts.token_ids[start + node]) for node in siblings]
-                for rank in range(1, len(laws)):
-                    rest = laws[0].clone()
+                for rank in range(1, len(probs)):
+                    rest = probs[0].clone()
                     rest[tokens[:rank]] = 0
                     if rest.sum() > 1e-3:
-                        assert torch.allclose(laws[rank], rest / rest.sum(), atol=1e-5)
+                        assert torch.allclose(probs[rank], rest / rest.sum(), atol=1e-5)
                         num_compared += 1
     assert num_compared > 50

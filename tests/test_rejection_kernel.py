@@ -16,7 +16,7 @@ from verifier.rejection_sampler import RejectionSampler
 
 triton_ops = pytest.importorskip("kernels.rejection")
 probabilistic_ops = pytest.importorskip("kernels.probabilistic_rejection")
-laws_ops = pytest.importorskip("kernels.row_laws")
+truncation = pytest.importorskip("kernels.truncation")
 
 VOCAB_SIZE = 37
 RATES = [0.9, 0.6, 0.6, 0.5]
@@ -25,7 +25,7 @@ RATES = [0.9, 0.6, 0.6, 0.5]
 class Case:
     """Ragged requests: some greedy, some with a temperature; drafts right more often than not, some of them -1.
 
-    Laws are those of the logits / temperature, less a few tokens each (as top_k would have it).
+    Distributions are those of the logits / temperature, less a few tokens each (as top_k would have it).
     """
 
     def __init__(self, num_requests: int, seed: int, *, max_draft: int = 4) -> None:
@@ -84,7 +84,7 @@ class Case:
         keys: dict[str, Any] = {"max_num_draft_tokens": self.max_draft}
         if method == "probabilistic":
             maxima = self.processed.amax(dim=1)
-            laws = laws_ops.RowLaws(
+            truncated = truncation.TruncatedRows(
                 argmax=padded(greedy_argmax(self.logits)),
                 maxima=padded(maxima),
                 cuts=padded(self.cuts),
@@ -92,7 +92,7 @@ class Case:
             )
             keys |= {"is_greedy": padded(self.is_greedy), "temperatures": padded(self.temperatures)}
             return probabilistic_ops.verify_probabilistic(
-                padded(self.logits), laws, drafts, probs, cu, seeds, positions, **keys
+                padded(self.logits), truncated, drafts, probs, cu, seeds, positions, **keys
             )
         targets = torch.where(positions < 0, -1, padded(sample_tokens(self.processed, self.rows)))
         if method == "strict":
@@ -145,7 +145,7 @@ def test_a_token_is_drawn_from_p_where_nothing_is_left_of_max_p_minus_q(kernel_d
 
 
 def test_a_request_gets_what_it_gets_alone(kernel_device: torch.device) -> None:
-    """Through the kernels alone, from logits to tokens: laws, draws and the rule, for one request and for all."""
+    """Through the kernels alone, from logits to tokens: cuts, draws and the rule, for one request and for all."""
     case = Case(4, seed=11, max_draft=2)
 
     def verify(first: int, last: int) -> Any:
@@ -156,12 +156,12 @@ def test_a_request_gets_what_it_gets_alone(kernel_device: torch.device) -> None:
         }
         logits, positions = case.logits[rows].to(kernel_device), case.positions[rows].to(kernel_device)
         top_k = torch.full((len(logits),), 11, device=kernel_device)
-        laws = laws_ops.row_laws(logits, positions, top_k=top_k, **own)
+        truncated = truncation.truncate_rows(logits, positions, top_k=top_k, **own)
         drafts = slice(case.cu[first], case.cu[last])
         cu = torch.tensor(case.cu[first : last + 1], device=kernel_device) - case.cu[first]
         return probabilistic_ops.verify_probabilistic(
             logits,
-            laws,
+            truncated,
             case.draft_ids[drafts].to(kernel_device),
             case.probs[drafts].to(kernel_device),
             cu,
@@ -173,7 +173,7 @@ def test_a_request_gets_what_it_gets_alone(kernel_device: torch.device) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probabilistic_ops, "BLOCK", 64)
-        patch.setattr(laws_ops, "BLOCK", 64)
+        patch.setattr(truncation, "BLOCK", 64)
         together = verify(0, 4)
         for b in (1, 2):
             alone = verify(b, b + 1)
@@ -181,7 +181,7 @@ def test_a_request_gets_what_it_gets_alone(kernel_device: torch.device) -> None:
 
 
 def first_tokens(num_requests: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first token of requests that differ in their seed and in the draft drawn for them, and the target's law."""
+    """The first token of requests that differ in their seed and their draft, and the target's distribution."""
     generator = torch.Generator().manual_seed(3)
     logits, guess = torch.randn(2, 9, generator=generator) * 1.5
     q = guess.softmax(dim=-1)
@@ -190,7 +190,7 @@ def first_tokens(num_requests: int, device: torch.device) -> tuple[Tensor, Tenso
     positions = torch.tensor([4, 5], device=device).repeat(num_requests)
     verified = probabilistic_ops.verify_probabilistic(
         rows,
-        laws_ops.row_laws(rows, positions),
+        truncation.truncate_rows(rows, positions),
         drafts.to(device),
         q.expand(num_requests, 9).to(device),
         torch.arange(num_requests + 1, device=device),
@@ -203,6 +203,6 @@ def first_tokens(num_requests: int, device: torch.device) -> tuple[Tensor, Tenso
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, a request takes a tenth of a second")
-def test_accepted_and_recovered_tokens_together_follow_the_target_law() -> None:
-    token_ids, law = first_tokens(50_000, torch.device("cuda"))
-    assert_follows(token_ids, law, "first token")
+def test_accepted_and_recovered_tokens_together_follow_the_target_distribution() -> None:
+    token_ids, distribution = first_tokens(50_000, torch.device("cuda"))
+    assert_follows(token_ids, distribution, "first token")

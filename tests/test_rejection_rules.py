@@ -98,8 +98,8 @@ def random_batch(
     return requests, drafts, logits, probs
 
 
-def laws(size: int) -> st.SearchStrategy[Tensor]:
-    """Laws with zeros, ties and ratios up to 10**6."""
+def target_probs(size: int) -> st.SearchStrategy[Tensor]:
+    """Distributions with zeros, ties and ratios up to 10**6."""
     weight = st.one_of(st.just(0.0), st.integers(1, 4).map(float), st.floats(1e-3, 1e3))
     return (
         st.lists(weight, min_size=size, max_size=size)
@@ -108,13 +108,15 @@ def laws(size: int) -> st.SearchStrategy[Tensor]:
     )
 
 
-def normalised(law: Tensor) -> Tensor:
-    return law / law.sum()
+def normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum()
 
 
-@given(st.integers(1, 8).flatmap(lambda size: st.tuples(laws(size), laws(size))))
+@given(st.integers(1, 8).flatmap(lambda size: st.tuples(target_probs(size), target_probs(size))))
 @settings(max_examples=200)
-def test_accepted_and_recovered_tokens_together_follow_the_target_law_exactly(pair: tuple[Tensor, Tensor]) -> None:
+def test_accepted_and_recovered_tokens_together_follow_the_target_distribution_exactly(
+    pair: tuple[Tensor, Tensor],
+) -> None:
     """q * a + (1 - sum(q * a)) * r == p in float64, with r and the acceptance a taken from the rule's own functions."""
     p, q = pair
     a = torch.where(q > 0, (p / q).clamp(max=1.0), 1.0)  # the measure of {u in (0, 1): u * q < p}
@@ -124,13 +126,15 @@ def test_accepted_and_recovered_tokens_together_follow_the_target_law_exactly(pa
     assert not accept_probabilistic(p, q, just_above)[inside].any()
     assert accept_probabilistic(p, q, torch.full_like(p, 1 - 2.0**-33))[(a == 1) & (p > 0)].all()
     assert not accept_probabilistic(p, q, torch.full_like(p, 2.0**-33))[p == 0].any()
-    law = q * a + (1 - (q * a).sum()) * normalised(residual(p, q))
-    assert torch.allclose(law, p, rtol=1e-12, atol=1e-14)
+    weights = q * a + (1 - (q * a).sum()) * normalised(residual(p, q))
+    assert torch.allclose(weights, p, rtol=1e-12, atol=1e-14)
 
 
-@given(st.integers(1, 8).flatmap(lambda size: st.tuples(laws(size), st.integers(0, size - 1))))
+@given(st.integers(1, 8).flatmap(lambda size: st.tuples(target_probs(size), st.integers(0, size - 1))))
 @settings(max_examples=100)
-def test_a_draft_without_a_law_is_verified_as_one_hot_and_keeps_the_target_law(pair: tuple[Tensor, int]) -> None:
+def test_a_draft_without_a_distribution_is_verified_as_one_hot_and_keeps_the_target_distribution(
+    pair: tuple[Tensor, int],
+) -> None:
     """Whatever the token x: accepted with probability p(x), else drawn from p without x, it comes out as p."""
     p, x = pair
     u = torch.tensor([float(p[x]) * (1 - 1e-12), float(p[x]) * (1 + 1e-12)], dtype=torch.float64)
@@ -141,7 +145,7 @@ def test_a_draft_without_a_law_is_verified_as_one_hot_and_keeps_the_target_law(p
     assert torch.allclose(one_hot * p[x] + (1 - p[x]) * normalised(rest), p, rtol=1e-12, atol=1e-14)
 
 
-def test_equal_laws_leave_the_target_law_as_residual_and_never_nan() -> None:
+def test_equal_distributions_leave_the_target_distribution_as_residual_and_never_nan() -> None:
     p = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
     assert torch.equal(residual(p, p), p)
     assert torch.equal(residual_one_hot(p, torch.tensor([-1, 0])), p)
@@ -244,7 +248,7 @@ def test_the_block_rule_is_its_definition_request_by_request(has_probs: bool) ->
     requests, drafts, logits, _ = random_batch(300, 37, seed=8, max_draft=6)
     generator = torch.Generator().manual_seed(8)
     is_draft = torch.tensor([i < len(draft) for draft in drafts for i in range(len(draft) + 1)])
-    # Laws near the target's, so that prefixes of every probability occur.
+    # Distributions near the target's, so that prefixes of every probability occur.
     probs = (logits[is_draft] + 1.5 * torch.randn(int(is_draft.sum()), 37, generator=generator)).softmax(-1)
     drawn = iter(torch.multinomial(probs, 1, generator=generator).flatten().tolist())
     drafts = [[next(drawn) for _ in draft] for draft in drafts]
@@ -254,7 +258,7 @@ def test_the_block_rule_is_its_definition_request_by_request(has_probs: bool) ->
     fates = set()
     for b, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
         seed, step = torch.tensor([request.seed]), torch.tensor([request.num_tokens])
-        laws = processed[row : row + len(draft) + 1].softmax(-1).double()
+        p = processed[row : row + len(draft) + 1].softmax(-1).double()
         guesses = probs[flat : flat + len(draft)] if has_probs else torch.eye(37)[draft]
         guesses = guesses.double()
         kept, joint, scale = 0, 1.0, 1.0
@@ -263,11 +267,11 @@ def test_the_block_rule_is_its_definition_request_by_request(has_probs: bool) ->
                 if kept == i - 1 and int(processed[row + i - 1].argmax()) == token:
                     kept = i
                 continue
-            joint = min(joint * float(laws[i - 1, token]) / float(guesses[i - 1, token]), 1.0)
+            joint = min(joint * float(p[i - 1, token]) / float(guesses[i - 1, token]), 1.0)
             if i == len(draft):
                 h = joint
             else:
-                mass = float((joint * laws[i] - guesses[i]).clamp(min=0).sum())
+                mass = float((joint * p[i] - guesses[i]).clamp(min=0).sum())
                 h = mass / (mass + 1 - joint) if joint < 1 else 1.0
             u = float(uniform(seed, step + i - 1, Stream.ACCEPT, step))
             if u < h:
@@ -281,9 +285,9 @@ def test_the_block_rule_is_its_definition_request_by_request(has_probs: bool) ->
         else:
             stream = Stream.RESIDUAL if rejected else Stream.TARGET
             noise = gumbel(seed, position, stream, vocab_size=37)[0]
-            law = (scale * laws[kept] - guesses[kept]).clamp(min=0).log() if rejected else processed[row + kept]
-            last = int((law + noise).argmax())
-            unscaled = (laws[kept] - guesses[kept]).clamp(min=0).log() if rejected else law
+            logits = (scale * p[kept] - guesses[kept]).clamp(min=0).log() if rejected else processed[row + kept]
+            last = int((logits + noise).argmax())
+            unscaled = (p[kept] - guesses[kept]).clamp(min=0).log() if rejected else logits
             fates.add(("scale matters", last != int((unscaled + noise).argmax())))
         tokens = [*draft[:kept], last]
         assert output.token_ids[b].tolist() == tokens + [-1] * (output.token_ids.shape[1] - len(tokens))
@@ -295,7 +299,7 @@ def test_the_block_rule_is_its_definition_request_by_request(has_probs: bool) ->
 
 
 def test_typical_acceptance_has_exactly_medusas_region() -> None:
-    """p(x) > min(posterior_threshold, posterior_alpha * exp(-H)); flat laws and peaked ones, tokens of mass 0."""
+    """p(x) > min(posterior_threshold, posterior_alpha * exp(-H)); flat and peaked distributions, tokens of mass 0."""
     generator = torch.Generator().manual_seed(9)
     p = (torch.randn(400, 6, generator=generator).double() * torch.linspace(0, 8, 400).unsqueeze(1)).softmax(-1)
     p[::7, 2] = 0.0  # a token that top-k has taken away
@@ -305,11 +309,11 @@ def test_typical_acceptance_has_exactly_medusas_region() -> None:
     for threshold, alpha in ((0.09, 0.3), (0.3, 0.09), (1.0, 1.0), (0.01, 1.0)):
         keys = {"posterior_threshold": threshold, "posterior_alpha": alpha}
         accepted = torch.stack([ops.accept_typical(p[:, x], entropies, **keys) for x in range(6)], dim=1)
-        for law, row in zip(p.tolist(), accepted.tolist(), strict=True):
-            scaled = alpha * math.exp(math.fsum(x * math.log(x) for x in law if x > 0))
+        for weights, row in zip(p.tolist(), accepted.tolist(), strict=True):
+            scaled = alpha * math.exp(math.fsum(x * math.log(x) for x in weights if x > 0))
             bound = min(threshold, scaled)
-            if min(abs(x - bound) for x in law) > 1e-12:
-                assert row == [x > bound for x in law]
+            if min(abs(x - bound) for x in weights) > 1e-12:
+                assert row == [x > bound for x in weights]
             sides.add(scaled < threshold)
     assert sides == {True, False}
 
@@ -319,13 +323,13 @@ def test_typical_acceptance_ends_with_the_targets_own_token() -> None:
     rows = verify_rows(requests, drafts, 37)
     processed = process_logits(logits, rows)
     targets = sample_tokens(processed, rows).tolist()
-    laws = processed.double().softmax(-1)
+    target_probs = processed.double().softmax(-1)
     output = verify("typical", logits, requests, drafts, probs)
     row, fates = 0, set()
     for b, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
         kept = 0
         for token in draft:
-            p = laws[row + kept]
+            p = target_probs[row + kept]
             bound = min(0.09, 0.3 * math.exp(float((p * p.clamp(min=1e-300).log()).sum())))
             greedy = request.sampling_params.is_greedy
             if token != targets[row + kept] if greedy else float(p[token]) <= bound:
@@ -357,7 +361,7 @@ def test_a_request_in_a_mixed_ragged_batch_gets_what_it_gets_alone(method: str, 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.6, top_k=7, top_p=0.9)])
 def test_a_drafter_equal_to_the_target_is_always_accepted(params: SamplingParams) -> None:
-    """Coupled under strict, and with a law p == q: the same processors make the same laws."""
+    """Coupled under strict, and with a distribution p == q: the same processors make the same distributions."""
     torch.manual_seed(4)
     requests = make_requests([params] * 200)
     logits = torch.randn(400, 64)
@@ -371,7 +375,7 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(params: SamplingParams
         assert output.num_accepted_tokens.tolist() == [1] * 200, (draft_method, method)
 
 
-def test_minus_one_is_never_accepted_and_removes_nothing_from_the_law() -> None:
+def test_minus_one_is_never_accepted_and_removes_nothing_from_the_distribution() -> None:
     requests = make_requests([SamplingParams()] * 50)
     logits = torch.zeros(100, 2)
     logits[:, 0] = 100.0  # token 0 has all the mass, and is what -1 would be clamped to

@@ -118,7 +118,7 @@ def test_a_rule_that_keeps_only_the_distribution_is_not_compared_when_sampling(t
 
 
 def test_memory_judged_by_the_noise_that_made_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests of one seed draft what that seed's noise has accepted before, so the law holds only roughly."""
+    """Requests of one seed draft what that seed's noise has accepted before, so the distribution holds only roughly."""
     for seed, is_told in ((None, False), (3, True)):
         sampler = {"temperature": 1.0, "max_tokens": 8, "seed": seed}
         execute(

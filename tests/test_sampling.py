@@ -138,11 +138,11 @@ def test_no_order_of_summation_moves_the_top_p_cut(seed: int) -> None:
 
 
 def test_cut_offs_apply_in_order_min_p_top_k_top_p() -> None:
-    """top_p looks at the law that top_k left: of (.4, .3, .2, .1), top_k=2 leaves (.571, .429), so 0.5 keeps one."""
+    """top_p looks at what top_k left: of (.4, .3, .2, .1), top_k=2 leaves (.571, .429), so 0.5 keeps one."""
     logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
     assert [x > NEG_INF for x in process(logits, SamplingParams(top_p=0.5))] == [True, True, False, False]
     assert [x > NEG_INF for x in process(logits, SamplingParams(top_p=0.5, top_k=2))] == [True, False, False, False]
-    # min_p looks at the law after temperature: at T = 2 the ratio .3/.4 becomes its square root.
+    # min_p looks at the distribution after temperature: at T = 2 the ratio .3/.4 becomes its square root.
     assert process(logits, SamplingParams(min_p=0.8))[1] == NEG_INF
     assert process(logits, SamplingParams(min_p=0.8, temperature=2.0))[1] > NEG_INF
 

@@ -15,7 +15,7 @@ from kernels.reference import sampling as reference
 from kernels.reference.philox import Stream
 
 triton_ops = pytest.importorskip("kernels.sampling")
-laws_ops = pytest.importorskip("kernels.row_laws")
+truncation = pytest.importorskip("kernels.truncation")
 search_ops = pytest.importorskip("kernels.cut_search")
 
 NEG_INF = float("-inf")
@@ -40,7 +40,7 @@ def processed_by_reference(logits: Tensor, params: list[dict[str, float]]) -> Te
 
 
 def as_tensors(params: list[dict[str, float]], device: torch.device, *, all_of_them: bool = True) -> dict[str, Tensor]:
-    """The arguments of `sample` and `row_laws`; without all_of_them, those that some row uses."""
+    """The arguments of `sample` and `truncate_rows`; without all_of_them, those that some row uses."""
     used = [name for name in OFF if all_of_them or any(name in own for own in params)]
     names = {"temperature": "temperatures"}
     return {
@@ -49,18 +49,18 @@ def as_tensors(params: list[dict[str, float]], device: torch.device, *, all_of_t
     }
 
 
-def assert_laws_are_the_references(logits: Tensor, params: list[dict[str, float]], device: torch.device) -> None:
+def assert_truncated_as_the_reference(logits: Tensor, params: list[dict[str, float]], device: torch.device) -> None:
     positions = torch.zeros(len(logits), dtype=torch.int64, device=device)
-    laws = laws_ops.row_laws(logits.to(device), positions, **as_tensors(params, device, all_of_them=False))
+    truncated = truncation.truncate_rows(logits.to(device), positions, **as_tensors(params, device, all_of_them=False))
     wanted = processed_by_reference(logits, params)
     temperatures = torch.tensor([own.get("temperature", 1.0) for own in params]).unsqueeze(1)
     scaled = logits / temperatures
-    kept = scaled.masked_fill(scaled < laws.cuts.cpu().unsqueeze(1), NEG_INF)
-    assert torch.equal(kept, wanted), (params, laws.cuts)
-    assert torch.equal(laws.maxima.cpu(), wanted.amax(dim=1))
-    assert torch.equal(laws.argmax.cpu(), reference.greedy_argmax(logits))
+    kept = scaled.masked_fill(scaled < truncated.cuts.cpu().unsqueeze(1), NEG_INF)
+    assert torch.equal(kept, wanted), (params, truncated.cuts)
+    assert torch.equal(truncated.maxima.cpu(), wanted.amax(dim=1))
+    assert torch.equal(truncated.argmax.cpu(), reference.greedy_argmax(logits))
     weights = reference.fixed_point_weights(wanted, wanted.amax(dim=1, keepdim=True))
-    assert torch.equal(laws.masses.cpu(), weights.sum(dim=1))
+    assert torch.equal(truncated.masses.cpu(), weights.sum(dim=1))
 
 
 @st.composite
@@ -96,8 +96,8 @@ def test_cuts_keep_what_the_reference_keeps(
     kernel_device: torch.device, batch: tuple[Tensor, list[dict[str, float]]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(laws_ops, "BLOCK", 32)
-        assert_laws_are_the_references(*batch, kernel_device)
+        patch.setattr(truncation, "BLOCK", 32)
+        assert_truncated_as_the_reference(*batch, kernel_device)
 
 
 def test_cuts_find_their_way_in_rows_made_to_mislead_the_search(kernel_device: torch.device) -> None:
@@ -117,8 +117,10 @@ def test_cuts_find_their_way_in_rows_made_to_mislead_the_search(kernel_device: t
         (torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)) * 20, {"top_p": 1 - 2.0**-40}),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(laws_ops, "BLOCK", 128)
-        assert_laws_are_the_references(torch.stack([row for row, _ in rows]), [own for _, own in rows], kernel_device)
+        patch.setattr(truncation, "BLOCK", 128)
+        assert_truncated_as_the_reference(
+            torch.stack([row for row, _ in rows]), [own for _, own in rows], kernel_device
+        )
 
 
 def test_the_passes_of_a_search_leave_one_of_all_values_there_are() -> None:
@@ -132,7 +134,7 @@ def test_cuts_of_a_long_row_of_near_ties(kernel_device: torch.device) -> None:
     """Where a sum in float32, or in another order, would draw the line elsewhere: tails of about 1e-9 behind a head."""
     tail = math.log(1e-9) - torch.arange(9000) * 2.0**-18
     logits = torch.cat([torch.tensor([math.log(0.9)]), tail])[torch.randperm(9001, generator=torch.Generator())]
-    assert_laws_are_the_references(logits.unsqueeze(0), [{"top_p": 1 - 5e-6}], kernel_device)
+    assert_truncated_as_the_reference(logits.unsqueeze(0), [{"top_p": 1 - 5e-6}], kernel_device)
 
 
 def draw_case(num_rows: int, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +159,7 @@ def test_tokens_are_the_references_draws(kernel_device: torch.device) -> None:
     is_greedy = torch.tensor([False] * 6 + [True], device=kernel_device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_ops, "BLOCK", 256)
-        patch.setattr(laws_ops, "BLOCK", 512)
+        patch.setattr(truncation, "BLOCK", 512)
         token_ids = triton_ops.sample(
             logits,
             seeds,

@@ -1,4 +1,4 @@
-"""The sampler and the rules draw from the right laws: chi-square with fixed seeds, so a failure is a change of code.
+"""The sampler and the rules draw from the right distributions: chi-square with fixed seeds; a failure is a code change.
 
 Every test asks for a p-value above ALPHA = 1e-4. `test_the_sample_sizes_find_small_biases` states the power: with
 200,000 draws over 16 tokens a bias of 1.1 % total variation is found with probability 0.99, with 40,960 draws over 4096
@@ -42,12 +42,12 @@ def test_the_sample_sizes_find_small_biases() -> None:
         assert stats.ncx2.sf(critical, vocab_size - 1, noncentrality) > 0.99
 
 
-def test_draws_follow_the_law_and_are_independent_across_positions_seeds_streams_and_siblings() -> None:
+def test_draws_follow_the_distribution_and_are_independent_across_positions_seeds_streams_and_siblings() -> None:
     """V=16, 200,000 draws of each kind, with neighbouring keys: consecutive seeds, positions and child indices."""
     num_draws = 200_000
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(16, generator=generator)
-    law = logits.double().softmax(-1)
+    probs = logits.double().softmax(-1)
     rows = logits.expand(num_draws, -1)
     index, one = torch.arange(num_draws), torch.ones(num_draws, dtype=torch.int64)
 
@@ -57,20 +57,20 @@ def test_draws_follow_the_law_and_are_independent_across_positions_seeds_streams
     by_seed = draw(index, 9 * one)
     by_position = draw(9 * one, index)
     for name, tokens in (("by seed", by_seed), ("by position", by_position)):
-        assert_follows(tokens, law, name)
-        assert_independent(tokens[:-1:2], tokens[1::2], law, law, f"neighbours {name}")
-        assert_independent(tokens[: num_draws // 2], tokens[num_draws // 2 :], law, law, f"far apart {name}")
-    assert_independent(by_seed, draw(index, 10 * one), law, law, "position and the next, of many seeds")
-    assert_independent(by_seed, draw(index + 2**32, 9 * one), law, law, "seeds that differ in the high word")
+        assert_follows(tokens, probs, name)
+        assert_independent(tokens[:-1:2], tokens[1::2], probs, probs, f"neighbours {name}")
+        assert_independent(tokens[: num_draws // 2], tokens[num_draws // 2 :], probs, probs, f"far apart {name}")
+    assert_independent(by_seed, draw(index, 10 * one), probs, probs, "position and the next, of many seeds")
+    assert_independent(by_seed, draw(index + 2**32, 9 * one), probs, probs, "seeds that differ in the high word")
     for stream in (Stream.DRAFT, Stream.RESIDUAL):
-        assert_independent(by_seed, draw(index, 9 * one, stream), law, law, f"TARGET and {stream.name}")
+        assert_independent(by_seed, draw(index, 9 * one, stream), probs, probs, f"TARGET and {stream.name}")
     first, second = (draw(fold_seeds(index, child * one), 9 * one) for child in (0, 1))
-    assert_follows(first, law, "children")
-    assert_independent(first, second, law, law, "siblings")
-    assert_independent(first, by_seed, law, law, "child and parent")
+    assert_follows(first, probs, "children")
+    assert_independent(first, second, probs, probs, "siblings")
+    assert_independent(first, by_seed, probs, probs, "child and parent")
     uniforms = uniform(index, 9 * one, Stream.ACCEPT)
     sixteenths, even = (uniforms * 16).long(), torch.full((16,), 1 / 16)
-    assert_independent(sixteenths, by_seed, even, law, "acceptance and token")
+    assert_independent(sixteenths, by_seed, even, probs, "acceptance and token")
 
 
 def worst_case(target: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def peaked(target: Tensor) -> Tensor:
     return target + 6.0 * (torch.arange(len(target)) == target.argmin())
 
 
-@pytest.mark.parametrize("draft_law", [worst_case, same, peaked])
+@pytest.mark.parametrize("draft_logits_of", [worst_case, same, peaked])
 @pytest.mark.parametrize(
     ("draft_method", "method"),
     [
@@ -96,14 +96,14 @@ def peaked(target: Tensor) -> Tensor:
         ("greedy", "probabilistic"),
     ],
 )
-def test_one_step_yields_the_target_law_at_the_expected_acceptance(
-    draft_law: Callable[[Tensor], Tensor], draft_method: str, method: str
+def test_one_step_yields_the_target_distribution_at_the_expected_acceptance(
+    draft_logits_of: Callable[[Tensor], Tensor], draft_method: str, method: str
 ) -> None:
     """V=16, 200,000 requests with one draft token each: the first token, and the bonus token after accepted ones."""
     num_requests, vocab_size = 200_000, 16
     generator = torch.Generator().manual_seed(1)
     target, bonus = torch.randn(2, vocab_size, generator=generator) * 1.2
-    draft = draft_law(target)
+    draft = draft_logits_of(target)
     p, q = target.double().softmax(-1), draft.double().softmax(-1)
     seeds, start = torch.arange(num_requests), torch.full((num_requests,), 50)
     rows = sampled_rows(seeds, start, vocab_size)
@@ -130,7 +130,7 @@ def test_one_step_yields_the_target_law_at_the_expected_acceptance(
         assert (1 - total_variation) / (1 + total_variation) - 1e-9 <= rate <= 1 - total_variation + 1e-9
 
 
-def test_one_step_over_4096_tokens_yields_the_target_law() -> None:
+def test_one_step_over_4096_tokens_yields_the_target_distribution() -> None:
     """V=4096, 8,192 requests, draft = -target: the sampler, strict with coupled drafts, and probabilistic.
 
     One in eight of the strict requests draft a token, the rest decode plainly: the text must not know the difference.
@@ -188,14 +188,14 @@ def test_one_step_over_4096_tokens_yields_the_target_law() -> None:
         ("probabilistic", "greedy"),
     ],
 )
-def test_several_steps_jointly_follow_the_target_law(method: str, draft_method: str) -> None:
-    """60,000 requests of 5 tokens, ragged drafts of 0 to 2: the joint law of whole sequences, all 3125 of them.
+def test_several_steps_jointly_follow_the_target_distribution(method: str, draft_method: str) -> None:
+    """60,000 requests of 5 tokens, ragged drafts of 0 to 2: the joint distribution of all 3125 sequences.
 
     Noise of draft positions beyond a rejection is met again in the next step; only a joint test can see it matter.
     """
-    target, draft, law = markov_case(5)
+    target, draft, distribution = markov_case(5)
     tokens = decode_markov(method, draft_method, target, draft, num_requests=60_000, num_tokens=5)
-    assert_follows(sequence_index(tokens), law, f"{method} with {draft_method} drafts")
+    assert_follows(sequence_index(tokens), distribution, f"{method} with {draft_method} drafts")
 
 
 def test_strict_sequences_are_the_same_tokens_whatever_the_drafter() -> None:
@@ -215,10 +215,10 @@ def test_a_residual_that_reuses_the_drafts_noise_is_caught(monkeypatch: pytest.M
         ACCEPT, TARGET, RESIDUAL = Stream.ACCEPT, Stream.TARGET, Stream.DRAFT
 
     monkeypatch.setattr(rules, "Stream", BrokenStream)
-    target, draft, law = markov_case(3)
+    target, draft, distribution = markov_case(3)
     tokens = decode_markov("probabilistic", "probabilistic", target, draft, num_requests=20_000, num_tokens=3)
-    counts = torch.bincount(sequence_index(tokens), minlength=len(law))
-    assert p_value(counts, law * len(tokens)) < 1e-12
+    counts = torch.bincount(sequence_index(tokens), minlength=len(distribution))
+    assert p_value(counts, distribution * len(tokens)) < 1e-12
 
 
 def test_synthetic_acceptance_runs_at_the_configured_rates() -> None:

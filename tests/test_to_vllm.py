@@ -127,7 +127,7 @@ def speculative_configs(draw: st.DrawFn, *, exact: bool = False) -> dict[str, An
         }
     keys = FIELDS[method]
     if "speculative_token_tree" in keys and not exact:
-        # A dynamic tree of drawn candidates is refused under a rule that judges by their laws.
+        # A dynamic tree of drawn candidates is refused under a rule that judges by their distributions.
         is_judged = rule in ("probabilistic", "block") and values["draft_sample_method"] in ("probabilistic", "coupled")
         trees = [t for t in TREES if not is_judged or t != "dynamic"] if method != "suffix" else [None, "dynamic"]
         values["speculative_token_tree"] = draw(st.sampled_from(trees))

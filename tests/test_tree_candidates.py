@@ -1,4 +1,4 @@
-"""Siblings drawn without replacement: their order, their laws, and that the first is what a chain would have drawn."""
+"""Siblings drawn without replacement: their order, their probs, and that the first is what a chain would have drawn."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def test_the_first_candidate_is_the_draft_of_a_chain(method: str, draft_step: in
     logits = torch.randn(40, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     rows = mixed_rows(40)
     steps = torch.full((40,), draft_step)
-    candidates, laws = draw_candidates(logits, rows, method, 3, need_probs=True, draft_step=steps)
-    drafted, law = draft_tokens(logits, rows, method, need_probs=True, draft_step=steps)
+    candidates, probs = draw_candidates(logits, rows, method, 3, need_probs=True, draft_step=steps)
+    drafted, drafted_probs = draft_tokens(logits, rows, method, need_probs=True, draft_step=steps)
     assert torch.equal(candidates[:, 0], drafted)
-    assert (laws is None) == (law is None) == (method == "greedy")
-    if laws is not None and law is not None:
-        assert torch.equal(laws[:, 0], law)
+    assert (probs is None) == (drafted_probs is None) == (method == "greedy")
+    if probs is not None and drafted_probs is not None:
+        assert torch.equal(probs[:, 0], drafted_probs)
     assert all(len(set(row)) == 3 for row in candidates.tolist())
     if method == "coupled":
         assert torch.equal(candidates[:, 0], sample_tokens(logits, rows, Stream.TARGET))
 
 
-def test_candidates_follow_the_laws_they_come_with() -> None:
+def test_candidates_follow_the_distributions_they_come_with() -> None:
     """Ordered pairs of 30000 draws: q(a) q(b) / (1 - q(a))."""
     logits = torch.tensor([1.0, 0.2, -0.5, 2.0, float("-inf")])
     rows = sampled_rows(torch.arange(30_000), torch.full((30_000,), 4), VOCAB_SIZE)
-    pairs, laws = draw_candidates(logits.expand(30_000, -1), rows, "probabilistic", 2, need_probs=True)
-    assert laws is not None
+    pairs, probs = draw_candidates(logits.expand(30_000, -1), rows, "probabilistic", 2, need_probs=True)
+    assert probs is not None
     q = logits.double().softmax(-1)
     expected = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
     for a, b in itertools.permutations(range(4), 2):
@@ -60,16 +60,16 @@ def test_candidates_follow_the_laws_they_come_with() -> None:
         a = int(pairs[row, 0])
         given = q.clone()
         given[a] = 0
-        assert torch.allclose(laws[row, 1].double(), given / given.sum(), atol=1e-6)
+        assert torch.allclose(probs[row, 1].double(), given / given.sum(), atol=1e-6)
 
 
-def test_where_a_cut_off_leaves_too_few_tokens_the_rest_have_laws_of_one_token() -> None:
+def test_where_a_cut_off_leaves_too_few_tokens_the_rest_have_distributions_of_one_token() -> None:
     logits = torch.full((4, VOCAB_SIZE), float("-inf"))
     logits[:, 2] = 0.0
-    candidates, laws = draw_candidates(logits, sampled_rows(torch.arange(4), torch.arange(4), VOCAB_SIZE),
+    candidates, probs = draw_candidates(logits, sampled_rows(torch.arange(4), torch.arange(4), VOCAB_SIZE),
                                        "probabilistic", 3, need_probs=True)  # fmt: skip
-    assert laws is not None and (candidates[:, 0] == 2).all()
-    assert torch.equal(laws, torch.nn.functional.one_hot(candidates, VOCAB_SIZE).float())
+    assert probs is not None and (candidates[:, 0] == 2).all()
+    assert torch.equal(probs, torch.nn.functional.one_hot(candidates, VOCAB_SIZE).float())
 
 
 def test_drawing_reads_nothing_back() -> None:

@@ -1,7 +1,8 @@
-"""The rules on draft trees: the exact law of what a step commits, definitions node by node, several steps together.
+"""The rules on draft trees: the exact distribution of a step's tokens, definitions node by node, several steps.
 
 The enumeration runs the verifier's own walk in float64 over all candidates of toy vocabularies: the measure of each
-acceptance is found by bisection of its uniform variate, and the law of the token behind is the one it would draw from.
+acceptance is found by bisection of its uniform variate, and the distribution of the token behind is the one it would
+draw from.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def make_sampler(method: str) -> RejectionSampler:
     return RejectionSampler(rejection_sample_method=method, synthetic_conditional_rates=rates)
 
 
-# --- exact laws -----------------------------------------------------------------------------------------------------
+# --- exact distributions --------------------------------------------------------------------------------------------
 
 
-def random_law(vocab_size: int, generator: torch.Generator) -> Tensor:
+def random_probs(vocab_size: int, generator: torch.Generator) -> Tensor:
     """Peaked and flat ones, with ties and zeros."""
     weights = (2 * torch.randn(vocab_size, dtype=torch.float64, generator=generator)).exp()
     kind = torch.randint(0, 6, (vocab_size,), generator=generator)
@@ -61,12 +62,12 @@ def random_law(vocab_size: int, generator: torch.Generator) -> Tensor:
     return weights / weights.sum()
 
 
-NUM_HALVINGS = 40  # of a variate's range: to 1e-12, a hundredth of what the laws may be off
+NUM_HALVINGS = 40  # of a variate's range: to 1e-12, a hundredth of what the distributions may be off
 
 
 @dataclass
-class Laws:
-    """A law of the next token for every text; made when it is asked for."""
+class Distributions:
+    """A distribution of the next token for every text; made when it is asked for."""
 
     vocab_size: int
     generator: torch.Generator
@@ -77,41 +78,43 @@ class Laws:
 
     def __call__(self, text: tuple[int, ...]) -> Tensor:
         if text not in self._known:
-            law = random_law(self.vocab_size, self.generator)
-            while int((law > 0).sum()) < self.num_candidates:
-                law = random_law(self.vocab_size, self.generator)
-            self._known[text] = law
+            probs = random_probs(self.vocab_size, self.generator)
+            while int((probs > 0).sum()) < self.num_candidates:
+                probs = random_probs(self.vocab_size, self.generator)
+            self._known[text] = probs
         return self._known[text]
 
 
-Drawn = tuple[float, list[int], list[Tensor]]  # probability of a set of candidates, its tokens, their laws
+Drawn = tuple[float, list[int], list[Tensor]]  # probability of a set of candidates, its tokens, their distributions
 
 
-def candidate_sets(shape: TreeShape, q: Laws) -> Iterator[Drawn]:
-    """(probability, token of each node, its law given earlier siblings) of all draws without replacement."""
+def candidate_sets(shape: TreeShape, q: Distributions) -> Iterator[Drawn]:
+    """(probability, token of each node, its distribution given earlier siblings) of all draws without replacement."""
 
     def texts(tokens: dict[int, int], node: int) -> tuple[int, ...]:
         return tuple(tokens[n] for n in shape.paths[node]) if node >= 0 else ()
 
-    def draw(node: int, tokens: dict[int, int], laws: list[Tensor], chance: float) -> Iterator[Drawn]:
+    def draw(node: int, tokens: dict[int, int], draft_probs: list[Tensor], chance: float) -> Iterator[Drawn]:
         if node == len(shape.parents):
-            yield chance, [tokens[n] for n in range(node)], laws
+            yield chance, [tokens[n] for n in range(node)], draft_probs
             return
         parent = shape.parents[node]
-        law = q(texts(tokens, parent)).clone()
+        probs = q(texts(tokens, parent)).clone()
         for sibling in shape.children[parent + 1]:
             if sibling < node:
-                law[tokens[sibling]] = 0.0
-        law = law / law.sum()
+                probs[tokens[sibling]] = 0.0
+        probs = probs / probs.sum()
         for token in range(q.vocab_size):
-            if law[token] > 0:
-                yield from draw(node + 1, tokens | {node: token}, [*laws, law], chance * float(law[token]))
+            if probs[token] > 0:
+                yield from draw(node + 1, tokens | {node: token}, [*draft_probs, probs], chance * float(probs[token]))
 
     yield from draw(0, {}, [], 1.0)
 
 
-def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn], rule: str) -> tuple[Tensor, float]:
-    """(law of the next depth + 1 tokens, mean accepted drafts) of one step over all these candidates."""
+def committed_distribution(
+    shape: TreeShape, p: Distributions, drawn: Sequence[Drawn], rule: str
+) -> tuple[Tensor, float]:
+    """(distribution of the next depth + 1 tokens, mean accepted drafts) of one step over all these candidates."""
     order = order_of_tests(shape, rule)
     num_nodes, vocab_size = len(shape.parents), p.vocab_size
     ends = [-1, *range(num_nodes)]
@@ -125,7 +128,7 @@ def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn], rule: str) 
     drafts = DraftTokens(
         token_ids=torch.tensor([token for one, _ in pairs for token in one[1]]),
         cu_num_draft_tokens=list(range(0, num_nodes * len(pairs) + 1, num_nodes)),
-        probs=torch.stack([law for one, _ in pairs for law in one[2]]),
+        probs=torch.stack([probs for one, _ in pairs for probs in one[2]]),
         parent_indices=list(shape.parents) * len(pairs),
     )
     logits = torch.stack([p(text).log() for own in texts for _ in ends for text in own])
@@ -137,7 +140,7 @@ def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn], rule: str) 
     for index, (_, end) in enumerate(pairs):
         for node, stays in order(end):
             u[index, shape.depths[node] - 1, rank[node]] = 0.0 if stays else 1.0
-    last_rows, next_laws = walk(logits, batch, rows, u, rule)
+    last_rows, next_probs = walk(logits, batch, rows, u, rule)
 
     # The measure of {u: the end's node stays}, given that the walk comes to it: all ends of all candidates at once.
     chosen = torch.tensor([i for i, (_, end) in enumerate(pairs) if end >= 0])
@@ -152,7 +155,7 @@ def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn], rule: str) 
         low, high = torch.where(stays, middle, low), torch.where(stays, high, middle)
     measures = high.view(len(drawn), num_nodes).tolist()
     depth = shape.depth
-    law = torch.zeros((vocab_size,) * (depth + 1), dtype=torch.float64)
+    probs = torch.zeros((vocab_size,) * (depth + 1), dtype=torch.float64)
     mean = 0.0
     for index, (chance, tokens, _) in enumerate(drawn):
         for place, end in enumerate(ends):
@@ -166,10 +169,10 @@ def committed_law(shape: TreeShape, p: Laws, drawn: Sequence[Drawn], rule: str) 
             path = shape.paths[end] if end >= 0 else ()
             mean += weight * len(path)
             said = tuple(tokens[node] for node in path)
-            following = next_laws[request] / next_laws[request].sum()
+            following = next_probs[request] / next_probs[request].sum()
             for token in range(vocab_size):
-                law[(*said, token)] += weight * following[token] * tail(p, (*said, token), depth + 1)
-    return law, mean
+                probs[(*said, token)] += weight * following[token] * tail(p, (*said, token), depth + 1)
+    return probs, mean
 
 
 def order_of_tests(shape: TreeShape, rule: str) -> Callable[[int], list[tuple[int, bool]]]:
@@ -192,32 +195,32 @@ def order_of_tests(shape: TreeShape, rule: str) -> Callable[[int], list[tuple[in
     return from_the_leaves if rule == "block" else recursive
 
 
-def tail(p: Laws, text: tuple[int, ...], length: int) -> Tensor:
-    """The target's law of what follows the text up to a length, [vocab, ...]; 1 when nothing does."""
+def tail(p: Distributions, text: tuple[int, ...], length: int) -> Tensor:
+    """The target's distribution of what follows the text up to a length, [vocab, ...]; 1 when nothing does."""
     if len(text) == length:
         return torch.ones((), dtype=torch.float64)
-    law = p(text)
-    return torch.stack([law[token] * tail(p, (*text, token), length) for token in range(p.vocab_size)])
+    probs = p(text)
+    return torch.stack([probs[token] * tail(p, (*text, token), length) for token in range(p.vocab_size)])
 
 
 def walk(logits: Tensor, batch: TreeBatch, rows: SamplingRows, u: Tensor, rule: str) -> tuple[Tensor, Tensor]:
-    """(last row, law of the token behind it) of every request, with u[request, depth, rank] for variates."""
-    laws = []
+    """(last row, distribution of the token behind it) of every request, with u[request, depth, rank] for variates."""
+    draft_probs = []
 
     def given_uniforms(seeds: Tensor, positions: Tensor, stream: int, *_: object, num_entries: int) -> Tensor:
         assert stream == Stream.ACCEPT
         return u[seeds, positions][:, :num_entries]
 
-    def kept_law(logits: Tensor, *_: object) -> Tensor:
-        laws.append(logits.exp())
+    def keep_probs(logits: Tensor, *_: object) -> Tensor:
+        draft_probs.append(logits.exp())
         return torch.zeros(len(logits), dtype=torch.int64)
 
     with pytest.MonkeyPatch.context() as patch:
         module = traversal_module if rule == "block" else tree_module
         patch.setattr(module, "uniforms", given_uniforms)
-        patch.setattr(module, "sample_at", kept_law)
+        patch.setattr(module, "sample_at", keep_probs)
         last, _ = (traverse if rule == "block" else reject_recursively)(logits, batch, rows)
-    return last, laws[0]
+    return last, draft_probs[0]
 
 
 CASES = [(shape, 3) for shape in SHAPES] + [("two siblings", 4), ("three siblings", 4), ("two chains", 2)]
@@ -225,51 +228,56 @@ CASES = [(shape, 3) for shape in SHAPES] + [("two siblings", 4), ("three sibling
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 @pytest.mark.parametrize(("shape_name", "vocab_size"), CASES)
-def test_candidates_drawn_without_replacement_leave_the_targets_law(
+def test_candidates_drawn_without_replacement_leave_the_targets_distribution(
     shape_name: str, vocab_size: int, rule: str
 ) -> None:
     shape = tree_shape(SHAPES[shape_name])
     generator = torch.Generator().manual_seed(vocab_size)
     accepted = []
     for _ in range(2):
-        p = Laws(vocab_size, generator)
-        drawn = list(candidate_sets(shape, Laws(vocab_size, generator, max(map(len, shape.children)))))
+        p = Distributions(vocab_size, generator)
+        drawn = list(candidate_sets(shape, Distributions(vocab_size, generator, max(map(len, shape.children)))))
         assert sum(chance for chance, _, _ in drawn) == pytest.approx(1, abs=1e-12)
-        law, mean = committed_law(shape, p, drawn, rule)
-        assert float((law - tail(p, (), shape.depth + 1)).abs().max()) < 1e-10
+        probs, mean = committed_distribution(shape, p, drawn, rule)
+        assert float((probs - tail(p, (), shape.depth + 1)).abs().max()) < 1e-10
         accepted.append(mean)
     assert max(accepted) > 0.3, "where nothing is accepted there is little to get wrong"
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
-@pytest.mark.parametrize("mistake", ["laws not renormalised", "pruned after they were drawn", "laws swapped"])
+@pytest.mark.parametrize(
+    "mistake", ["distributions not renormalised", "pruned after they were drawn", "distributions swapped"]
+)
 def test_the_enumeration_finds_candidates_of_the_wrong_kind(mistake: str, rule: str) -> None:
     """Negative controls: what the rule may not be given shows beyond any rounding."""
     generator = torch.Generator().manual_seed(1)
     errors = []
     for _ in range(4):
-        p, q = Laws(3, generator, 3), Laws(3, generator, 3)
+        p, q = Distributions(3, generator, 3), Distributions(3, generator, 3)
         shape = tree_shape([-1, -1])
         drawn = list(candidate_sets(shape, q))
-        if mistake == "laws not renormalised":
-            drawn = [(chance, tokens, [laws[0], laws[0]]) for chance, tokens, laws in drawn]
-        elif mistake == "laws swapped":
-            drawn = [(chance, tokens[::-1], laws) for chance, tokens, laws in drawn]
+        if mistake == "distributions not renormalised":
+            drawn = [(chance, tokens, [draft_probs[0], draft_probs[0]]) for chance, tokens, draft_probs in drawn]
+        elif mistake == "distributions swapped":
+            drawn = [(chance, tokens[::-1], draft_probs) for chance, tokens, draft_probs in drawn]
         else:  # the one that the drafter finds likelier is kept
             shape = tree_shape([-1])
             best = [int(q(())[tokens].argmax()) for _, tokens, _ in drawn]
-            drawn = [(chance, [tokens[k]], [laws[0]]) for (chance, tokens, laws), k in zip(drawn, best, strict=True)]
-        law, _ = committed_law(shape, p, drawn, rule)
-        errors.append(float((law - tail(p, (), shape.depth + 1)).abs().max()))
+            drawn = [
+                (chance, [tokens[k]], [draft_probs[0]])
+                for (chance, tokens, draft_probs), k in zip(drawn, best, strict=True)
+            ]
+        probs, _ = committed_distribution(shape, p, drawn, rule)
+        errors.append(float((probs - tail(p, (), shape.depth + 1)).abs().max()))
     assert max(errors) > 1e-2
 
 
 def test_more_siblings_accept_more() -> None:
     """The second and third candidate catch what the first one misses."""
     generator = torch.Generator().manual_seed(5)
-    p, q = Laws(4, generator, 4), Laws(4, generator, 4)
+    p, q = Distributions(4, generator, 4), Distributions(4, generator, 4)
     shapes = [tree_shape([-1] * count) for count in (1, 2, 3, 4)]
-    means = [committed_law(shape, p, list(candidate_sets(shape, q)), "probabilistic")[1] for shape in shapes]
+    means = [committed_distribution(shape, p, list(candidate_sets(shape, q)), "probabilistic")[1] for shape in shapes]
     assert means[0] < means[1] < means[2] < means[3] == pytest.approx(1, abs=1e-9)
 
 
@@ -279,9 +287,9 @@ def test_block_accepts_at_least_as_many_nodes_as_the_probabilistic_rule(shape_na
     generator = torch.Generator().manual_seed(7)
     gains = []
     for _ in range(4):
-        p, q = Laws(3, generator), Laws(3, generator, max(map(len, shape.children)))
+        p, q = Distributions(3, generator), Distributions(3, generator, max(map(len, shape.children)))
         drawn = list(candidate_sets(shape, q))
-        block, probabilistic = (committed_law(shape, p, drawn, rule)[1] for rule in ("block", "probabilistic"))
+        block, probabilistic = (committed_distribution(shape, p, drawn, rule)[1] for rule in ("block", "probabilistic"))
         gains.append(block - probabilistic)
     assert min(gains) > -1e-9
     assert (max(gains) > 1e-3) == (shape.depth > 1), "with one draft a path the two are one rule"
@@ -328,14 +336,14 @@ def tree_rows(params: Sequence[SamplingParams], drafts: DraftTokens, vocab_size:
 def random_trees(
     num_requests: int, vocab_size: int, seed: int, *, has_probs: bool, parents: Sequence[Sequence[int]] | None = None
 ) -> Case:
-    """Mixed requests; siblings distinct, drawn from laws near the target's, of which they have the right ones."""
+    """Mixed requests; siblings distinct, drawn from distributions near the target's, with the right probs."""
     generator = torch.Generator().manual_seed(seed)
     own_parents = parents or [random_shape(generator, 8) for _ in range(num_requests)]
     shapes = [tree_shape(own) for own in own_parents]
     num_drafts = sum(len(shape.parents) for shape in shapes)
     logits = torch.randn(num_drafts + num_requests, vocab_size, generator=generator) * 2.5
     token_ids: list[int] = []
-    laws: list[Tensor] = []
+    draft_probs: list[Tensor] = []
     first_row = 0
     for shape in shapes:
         first = len(token_ids)
@@ -345,13 +353,13 @@ def random_trees(
             for sibling in shape.children[parent + 1]:
                 if sibling < node:
                     weights[token_ids[first + sibling]] = 0.0
-            laws.append(weights / weights.sum())
-            token_ids.append(int(torch.multinomial(laws[-1], 1, generator=generator)))
+            draft_probs.append(weights / weights.sum())
+            token_ids.append(int(torch.multinomial(draft_probs[-1], 1, generator=generator)))
         first_row += len(shape.parents) + 1
     drafts = DraftTokens(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         cu_num_draft_tokens=[0, *itertools.accumulate(len(shape.parents) for shape in shapes)],
-        probs=torch.stack(laws) if has_probs else None,
+        probs=torch.stack(draft_probs) if has_probs else None,
         parent_indices=[parent for shape in shapes for parent in shape.parents],
     )
     params = [MIXED_PARAMS[b % len(MIXED_PARAMS)] for b in range(num_requests)]
@@ -365,9 +373,9 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
     tokens = case.drafts.token_ids[first : first + len(shape.parents)].tolist()
     seed, is_greedy = case.rows.seeds[first_row : first_row + 1], case.rows.is_greedy[first_row]
 
-    def draw(law_logits: Tensor, position: Tensor, stream: Stream) -> int:
-        noise = 0.0 if is_greedy else gumbel(seed, position, stream, vocab_size=len(law_logits))[0]
-        return int((law_logits + noise).argmax())
+    def draw(drawn_logits: Tensor, position: Tensor, stream: Stream) -> int:
+        noise = 0.0 if is_greedy else gumbel(seed, position, stream, vocab_size=len(drawn_logits))[0]
+        return int((drawn_logits + noise).argmax())
 
     def at(node: int) -> tuple[Tensor, Tensor]:
         row = first_row + 1 + node
@@ -386,11 +394,11 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
     if method == "block" and not is_greedy and (case.drafts.probs is not None or shape.is_chain):
         step = case.rows.positions[first_row : first_row + 1]
 
-        def visit(node: int, chance: float, law: Tensor) -> tuple[int, Tensor, bool] | None:
+        def visit(node: int, chance: float, probs: Tensor) -> tuple[int, Tensor, bool] | None:
             is_reduced = False
             for child in shape.children[node + 1]:
-                r = law / law.sum() if is_reduced else law
-                q = torch.nn.functional.one_hot(torch.tensor(tokens[child]), len(law)).float()
+                r = probs / probs.sum() if is_reduced else probs
+                q = torch.nn.functional.one_hot(torch.tensor(tokens[child]), len(probs)).float()
                 if case.drafts.probs is not None:
                     q = case.drafts.probs[first + child]
                 below = min(chance * float(r[tokens[child]]) / float(q[tokens[child]]), 1.0)
@@ -398,22 +406,22 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
                     return found
                 excess = (r * chance - q).clamp(min=0)
                 mass = float(excess.double().sum())
-                law, is_reduced = excess if mass > 0 else r, True  # no mass: the chance is 0, the law is not asked for
+                probs, is_reduced = excess if mass > 0 else r, True  # no mass: the chance is 0, nothing reads probs
                 chance = mass / (mass + 1 - chance) if chance < 1 else 1.0
             if node < 0:
-                return node, law, is_reduced
+                return node, probs, is_reduced
             place = shape.depths[:node].count(shape.depths[node])
             position = at(shape.parents[node])[1]
             u = float(uniforms(seed, position, Stream.ACCEPT, step, num_entries=place + 1)[0, place])
-            return (node, law, is_reduced) if u < chance else None
+            return (node, probs, is_reduced) if u < chance else None
 
         found = visit(-1, 1.0, at(-1)[0].softmax(-1))
         assert found is not None
-        end, law, is_reduced = found
+        end, probs, is_reduced = found
         path = list(shape.paths[end]) if end >= 0 else []
         logits, position = at(end)
         return path, draw(
-            law.log() if is_reduced else logits, position, Stream.RESIDUAL if is_reduced else Stream.TARGET
+            probs.log() if is_reduced else logits, position, Stream.RESIDUAL if is_reduced else Stream.TARGET
         )
     node, path = -1, []
     while True:
@@ -421,7 +429,7 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
         p = logits.softmax(-1)
         children = shape.children[node + 1]
         u = uniforms(seed, position, Stream.ACCEPT, num_entries=max(1, len(children)))[0].tolist()
-        law, taken, is_recursive = p, None, False
+        probs, taken, is_recursive = p, None, False
         if method == "synthetic":
             taken = children[0] if children and u[0] < 0.7 else None
         elif method != "probabilistic" or is_greedy or (case.drafts.probs is None and not shape.is_chain):
@@ -431,14 +439,14 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
             for rank, child in enumerate(children):
                 one_hot = torch.nn.functional.one_hot(torch.tensor(tokens[child]), len(p)).float()
                 q = one_hot if case.drafts.probs is None else case.drafts.probs[first + child]
-                r = law if rank == 0 else law / law.sum()
+                r = probs if rank == 0 else probs / probs.sum()
                 if u[rank] * float(q[tokens[child]]) < float(r[tokens[child]]):
                     taken = child
                     break
-                law = (r - q).clamp(min=0)
+                probs = (r - q).clamp(min=0)
         if taken is None:
             if is_recursive and children:
-                return path, draw(law.log(), position, Stream.RESIDUAL)
+                return path, draw(probs.log(), position, Stream.RESIDUAL)
             return path, draw(logits, position, Stream.TARGET)
         node = taken
         path.append(node)
@@ -447,7 +455,7 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
 @pytest.mark.parametrize("has_probs", [False, True])
 @pytest.mark.parametrize("method", RULES)
 def test_a_rule_is_its_definition_node_by_node(monkeypatch: pytest.MonkeyPatch, method: str, has_probs: bool) -> None:
-    monkeypatch.setattr(traversal_module, "MOST_ENTRIES", 40 * 23)  # several batches of laws at every depth
+    monkeypatch.setattr(traversal_module, "MOST_ENTRIES", 40 * 23)  # several batches of distributions at every depth
     case = random_trees(150, 23, seed=3, has_probs=has_probs)
     processed = process_logits(case.logits, case.rows)
     output = case.verify(method)
@@ -464,7 +472,7 @@ def test_a_rule_is_its_definition_node_by_node(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("has_probs", [False, True])
-def test_strict_and_candidates_without_laws_say_what_the_target_says(has_probs: bool) -> None:
+def test_strict_and_candidates_without_distributions_say_what_the_target_says(has_probs: bool) -> None:
     """Plain decoding's very tokens: each one is the draw, or the argmax, of the row before it."""
     case = random_trees(200, 11, seed=4, has_probs=has_probs)
     targets = sample_tokens(process_logits(case.logits, case.rows), case.rows)
@@ -583,7 +591,7 @@ TREES_AFTER = ([-1, 0, 0, -1, 3], [-1, -1, -1], [], [-1, 0, -1, 1])  # by the la
 
 
 def decode_trees(method: str, kind: str, target: Tensor, draft: Tensor, num_requests: int = NUM_REQUESTS) -> Tensor:
-    """Speculative decoding of a Markov law by trees of drawn or of likeliest candidates, [num_requests, NUM_TOKENS].
+    """Speculative decoding of a Markov chain by trees of drawn or of likeliest candidates, [num_requests, NUM_TOKENS].
 
     kind: "drawn" without replacement with the DRAFT stream, "coupled" with the target's, "likeliest" k candidates.
     """
@@ -602,7 +610,7 @@ def decode_trees(method: str, kind: str, target: Tensor, draft: Tensor, num_requ
                 continue
             seeds, start, shape = active[of], lengths[active[of]], tree_shape(parents)
             said = [last[of]]  # the token of each row: the pending one's, then the nodes'
-            laws = []
+            draft_probs = []
             for node, parent in enumerate(parents):
                 logits, position = draft[said[parent + 1]], start + shape.depths[node] - 1
                 if kind != "likeliest":
@@ -613,14 +621,14 @@ def decode_trees(method: str, kind: str, target: Tensor, draft: Tensor, num_requ
                 rank = shape.children[parent + 1].index(node)
                 order = (logits + noise).argsort(dim=-1, descending=True)
                 said.append(order[:, rank])
-                laws.append(logits.scatter(1, order[:, :rank], float("-inf")).softmax(-1))
+                draft_probs.append(logits.scatter(1, order[:, :rank], float("-inf")).softmax(-1))
             assert widest <= VOCAB_SIZE
             positions = torch.stack([start, *(start + depth for depth in shape.depths)], dim=1).flatten()
             rows = sampled_rows(seeds.repeat_interleave(len(parents) + 1), positions, VOCAB_SIZE)
             drafts = DraftTokens(
                 token_ids=torch.stack(said[1:], dim=1).flatten() if parents else torch.empty(0, dtype=torch.int64),
                 cu_num_draft_tokens=[index * len(parents) for index in range(len(of) + 1)],
-                probs=torch.stack(laws, dim=1).flatten(0, 1) if laws and kind != "likeliest" else None,
+                probs=torch.stack(draft_probs, dim=1).flatten(0, 1) if draft_probs and kind != "likeliest" else None,
                 parent_indices=list(parents) * len(of),
             )
             output = sampler(target[torch.stack(said, dim=1).flatten()], drafts, rows)
@@ -646,12 +654,12 @@ def markov() -> tuple[Tensor, Tensor, Tensor]:
         ("block", "likeliest"),
     ],
 )
-def test_several_steps_of_trees_jointly_follow_the_target_law(
+def test_several_steps_of_trees_jointly_follow_the_target_distribution(
     markov: tuple[Tensor, Tensor, Tensor], method: str, kind: str
 ) -> None:
-    target, draft, law = markov
+    target, draft, probs = markov
     tokens = decode_trees(method, kind, target, draft)
-    assert_follows(sequence_index(tokens, VOCAB_SIZE), law, f"{method} over trees of {kind} candidates")
+    assert_follows(sequence_index(tokens, VOCAB_SIZE), probs, f"{method} over trees of {kind} candidates")
 
 
 @pytest.mark.parametrize("kind", ["drawn", "coupled", "likeliest"])
@@ -659,7 +667,7 @@ def test_strict_says_over_several_steps_what_plain_decoding_says(
     markov: tuple[Tensor, Tensor, Tensor], kind: str
 ) -> None:
     target, draft, _ = markov
-    num_requests = 2000  # tokens are compared, not laws
+    num_requests = 2000  # tokens are compared, not distributions
     plain = torch.zeros(num_requests, NUM_TOKENS + 1, dtype=torch.int64)
     for place in range(NUM_TOKENS):
         rows = sampled_rows(torch.arange(num_requests), torch.full((num_requests,), place + 1), VOCAB_SIZE)
@@ -671,12 +679,12 @@ def test_one_variate_for_all_siblings_biases_the_text(
     markov: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: why siblings draw by their rank. The same simulation finds the mistake beyond doubt."""
-    target, draft, law = markov
+    target, draft, probs = markov
 
     def one_for_all(seeds: Tensor, positions: Tensor, stream: int, *, num_entries: int) -> Tensor:
         return uniforms(seeds, positions, stream, num_entries=1).expand(-1, num_entries)
 
     monkeypatch.setattr(tree_module, "uniforms", one_for_all)
     index = sequence_index(decode_trees("probabilistic", "drawn", target, draft), VOCAB_SIZE)
-    value = p_value(torch.bincount(index, minlength=len(law)), law * len(index))
+    value = p_value(torch.bincount(index, minlength=len(probs)), probs * len(index))
     assert value < ALPHA * 1e-8

@@ -72,8 +72,8 @@ def test_best_first_goes_deep_where_the_drafter_is_sure_and_wide_where_it_is_not
 
 
 def test_a_candidate_of_probability_zero_is_nobodys_child() -> None:
-    laws = torch.tensor([[[0.0, -float("inf")], [-float("inf"), -float("inf")]]])
-    (tree,) = best_first_trees(laws, [5])
+    log_probs = torch.tensor([[[0.0, -float("inf")], [-float("inf"), -float("inf")]]])
+    (tree,) = best_first_trees(log_probs, [5])
     assert tree.paths == [(0,)]
 
 

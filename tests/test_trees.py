@@ -106,7 +106,7 @@ def test_at_temperature_zero_every_lossless_rule_says_the_same(engines: Engines,
     assert counts(metrics)[1] > 0
 
 
-def test_candidates_without_laws_keep_the_very_tokens_under_the_probabilistic_rule(
+def test_candidates_without_distributions_keep_the_very_tokens_under_the_probabilistic_rule(
     engines: Engines, reference: list[tuple[Any, ...]]
 ) -> None:
     """Bushes always branch, so they are verified by the target's own draws; short ends without a tree have none."""

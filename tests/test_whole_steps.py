@@ -84,9 +84,11 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, **law: Any) -> torch.Tensor:
-    drawn = sampling_ops.gumbel_argmax(logits, seeds, positions.clamp(min=0), law.get("stream", Stream.TARGET), 0)
-    if (is_greedy := law.get("is_greedy")) is not None:
+def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, **parameters: Any) -> torch.Tensor:
+    drawn = sampling_ops.gumbel_argmax(
+        logits, seeds, positions.clamp(min=0), parameters.get("stream", Stream.TARGET), 0
+    )
+    if (is_greedy := parameters.get("is_greedy")) is not None:
         drawn = torch.where(is_greedy, sampling_ops.greedy_argmax(logits), drawn)
     return torch.where(positions >= 0, drawn, -1)
 

@@ -22,7 +22,7 @@ class DraftBatch:
     """Draft d is checked by logits row row_idx[d]; trailing ids of -1 are slots without a draft."""
 
     token_ids: Tensor  # [num_drafts] int64
-    probs: Tensor | None  # [num_drafts, vocab]: the law q of each draft; None = one-hot
+    probs: Tensor | None  # [num_drafts, vocab]: q of each draft; None = one-hot
     request_idx: Tensor  # [num_drafts] int64
     draft_idx: Tensor  # [num_drafts] int64: place within the request's draft
     row_idx: Tensor  # [num_drafts] int64
@@ -82,11 +82,11 @@ class DraftBatch:
         everyone = torch.zeros(self.token_ids.shape[0], dtype=values.dtype, device=values.device)
         return self.padded(everyone.index_copy_(0, random, values))
 
-    def target_laws(self, processed: Tensor) -> Tensor:
+    def target_probs(self, processed: Tensor) -> Tensor:
         """p of every draft of a request that is not greedy, [num_random, vocab]."""
         return processed.index_select(0, take_rows(self.row_idx, self.random_draft_idx)).softmax(dim=-1)
 
-    def of_drafts(self, laws: Tensor) -> Tensor:
-        """Each draft's own entry of laws [num_random, vocab], 0 for a draft of -1; [num_random]."""
+    def of_drafts(self, probs: Tensor) -> Tensor:
+        """Each draft's own entry of probs [num_random, vocab], 0 for a draft of -1; [num_random]."""
         token_ids = take_rows(self.token_ids, self.random_draft_idx)
-        return laws.gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1) * (token_ids >= 0)
+        return probs.gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1) * (token_ids >= 0)

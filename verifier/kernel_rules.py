@@ -51,7 +51,7 @@ class ChainJudge:
         if isinstance(self.rule, Probabilistic) and not rows.all_greedy:
             return verify_probabilistic(
                 logits,
-                rows.laws(logits),
+                rows.truncated(logits),
                 draft_token_ids,
                 draft_probs,
                 cu_num_draft_tokens,

@@ -72,14 +72,15 @@ class Strict(Rule):
 class Probabilistic(Rule):
     """A draft token stays iff u * q(x) < p(x), else max(p - q, 0) replaces it (arXiv 2211.17192, 2302.01318).
 
-    In a tree, siblings with laws are judged one after another. Candidates without laws are nobody's draw: the target
-    draws, and the child that it drew stays. That keeps its law, and even its tokens, wherever the candidates come from.
+    In a tree, siblings with probs are judged one after another. Candidates without probs are nobody's
+    draw: the target draws, and the child that it drew stays. That keeps its distribution, and even its tokens, wherever
+    the candidates come from.
     """
 
     reads_draft_probs = True
 
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        p_draft = batch.of_drafts(batch.target_laws(processed))
+        p_draft = batch.of_drafts(batch.target_probs(processed))
         q_draft = None if batch.probs is None else batch.of_drafts(take_rows(batch.probs, batch.random_draft_idx))
         uniforms = take_rows(self.accept_noise(batch, rows), batch.random_draft_idx)
         accepted = batch.padded_random(ops.accept_probabilistic(p_draft, q_draft, uniforms))
@@ -101,16 +102,16 @@ class Block(Rule):
     keys_by_draft_step = True
 
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        laws = batch.target_laws(processed)
-        p_draft = batch.of_drafts(laws)
-        draft_laws = None if batch.probs is None else take_rows(batch.probs, batch.random_draft_idx)
-        q_draft = None if draft_laws is None else batch.padded_random(batch.of_drafts(draft_laws))
+        target_probs = batch.target_probs(processed)
+        p_draft = batch.of_drafts(target_probs)
+        draft_probs = None if batch.probs is None else take_rows(batch.probs, batch.random_draft_idx)
+        q_draft = None if draft_probs is None else batch.padded_random(batch.of_drafts(draft_probs))
         prefix = ops.prefix_probabilities(batch.padded_random(p_draft), q_draft)  # [num_requests, longest + 1]
         before = take_rows(prefix[batch.request_idx, batch.draft_idx], batch.random_draft_idx)
-        if draft_laws is None:
+        if draft_probs is None:
             masses = ops.residual_mass_one_hot(p_draft, before)
         else:
-            masses = ops.residual_mass(laws, draft_laws, before)
+            masses = ops.residual_mass(target_probs, draft_probs, before)
         uniforms = batch.padded(self.accept_noise(batch, rows))
         accepted = ops.accept_block(prefix, batch.padded_random(masses), batch.num_draft_tokens(), uniforms)
         num_accepted = _with_greedy(ops.last_accepted(accepted), processed, batch)
@@ -134,10 +135,10 @@ class Typical(Rule):
         self.posterior_threshold, self.posterior_alpha = posterior_threshold, posterior_alpha
 
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        laws = batch.target_laws(processed)
+        target_probs = batch.target_probs(processed)
         accepted = ops.accept_typical(
-            batch.of_drafts(laws),
-            ops.entropy(laws),
+            batch.of_drafts(target_probs),
+            ops.entropy(target_probs),
             posterior_threshold=self.posterior_threshold,
             posterior_alpha=self.posterior_alpha,
         )
@@ -145,10 +146,10 @@ class Typical(Rule):
         return num_accepted, _draw_target(processed, rows, batch.first_row_idx + num_accepted, batch.random_request_idx)
 
     def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        laws = processed.index_select(0, tree.parent_row_idx).softmax(dim=-1)
+        target_probs = processed.index_select(0, tree.parent_row_idx).softmax(dim=-1)
         accepted = ops.accept_typical(
-            laws.gather(1, tree.token_ids.unsqueeze(1)).squeeze(1),
-            ops.entropy(laws),
+            target_probs.gather(1, tree.token_ids.unsqueeze(1)).squeeze(1),
+            ops.entropy(target_probs),
             posterior_threshold=self.posterior_threshold,
             posterior_alpha=self.posterior_alpha,
         )
@@ -244,11 +245,11 @@ def _draw_recovered(
     rejected_idx, target_logits = take_rows(rejected_idx, random), take_rows(logits, random)
     p = target_logits.softmax(dim=-1)
     if batch.probs is None:
-        law = ops.residual_one_hot(p, batch.token_ids[rejected_idx])
+        residual = ops.residual_one_hot(p, batch.token_ids[rejected_idx])
     else:
         scale = None if scale is None else take_rows(scale, random)
-        law = ops.residual(p, batch.probs.index_select(0, rejected_idx), scale)
-    recovered = torch.where(take_rows(is_rejected, random).unsqueeze(1), law.log(), target_logits)
+        residual = ops.residual(p, batch.probs.index_select(0, rejected_idx), scale)
+    recovered = torch.where(take_rows(is_rejected, random).unsqueeze(1), residual.log(), target_logits)
     return sample_at(
         put_rows(logits, random, recovered),
         rows.seeds[last],

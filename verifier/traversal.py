@@ -1,13 +1,14 @@
 """Traversal verification: block verification of draft trees, from the leaves up (arXiv 2505.12398).
 
 On the way down a node's chance is min(P * r(x) / q(x), 1), with P its parent's and r what the siblings before it have
-left of the parent's law. A leaf is kept with its chance, all of its path with it. One that is not kept is taken out:
-with S = sum(max(P * r - q, 0)) its parent's law becomes max(P * r - q, 0) / S and its chance S / (S + 1 - P), the next
-sibling's leaves have their turn, and a parent without any is a leaf itself. The pending token's chance is 1.
-One child at every depth is block verification (arXiv 2403.10444), bit for bit.
+left of the parent's distribution. A leaf is kept with its chance, all of its path with it. One that is not kept is
+taken out: with S = sum(max(P * r - q, 0)) its parent's distribution becomes max(P * r - q, 0) / S and its chance S / (S
++ 1 - P), the next sibling's leaves have their turn, and a parent without any is a leaf itself. The pending token's
+chance is 1. One child at every depth is block verification (arXiv 2403.10444), bit for bit.
 
-What a node leaves of its parent's law does not depend on what becomes of the node's own children. So all chances are
-computed first, from the top down, and each law once; the walk is then a search for the first node that is kept.
+What a node leaves of its parent's distribution does not depend on what becomes of the node's own children. So all
+chances are computed first, from the top down, and each distribution once; the walk is then a search for the first node
+that is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from runner.engine.sampling import SamplingRows, sample_at
 from runner.engine.upload import to_device
 from verifier.tree_batch import TreeBatch
 
-MOST_ENTRIES = 1 << 24  # of the laws that are worked on at the same time
+MOST_ENTRIES = 1 << 24  # of the distributions that are worked on at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,8 @@ def traverse(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Te
     is_kept = torch.ones_like(chances.top, dtype=torch.bool)  # the pending token always is
     is_kept[tree.row_idx] = u * chances.bottom[tree.row_idx] < chances.top[tree.row_idx]
     last = _first_kept(is_kept, tree)
-    law, is_reduced = _left(processed, tree, chances, last)
-    logits = torch.where(is_reduced.unsqueeze(1), law.log(), processed.index_select(0, last))
+    probs, is_reduced = _left(processed, tree, chances, last)
+    logits = torch.where(is_reduced.unsqueeze(1), probs.log(), processed.index_select(0, last))
     stream = torch.where(is_reduced, int(Stream.RESIDUAL), int(Stream.TARGET))
     return last, sample_at(logits, rows.seeds[last], rows.positions[last], None, stream)
 
@@ -65,24 +66,24 @@ def _chances(processed: Tensor, tree: TreeBatch) -> _Chances:
     top = torch.ones(len(processed), dtype=torch.float64, device=processed.device)
     found = _Chances(top=top, bottom=torch.ones_like(top), at_turn=torch.ones_like(top[: len(tree.token_ids)]))
     for families in _by_depth(tree, processed.shape[1]):
-        law = processed.index_select(0, families.rows).softmax(dim=-1)
+        probs = processed.index_select(0, families.rows).softmax(dim=-1)
         own_top, own_bottom = top[families.rows], found.bottom[families.rows]
         for rank, drafts in enumerate(families.children):
             count = len(drafts)  # those without such a child have come to their end
-            law = ops.normalised(law[:count]) if rank else law
+            probs = ops.normalised(probs[:count]) if rank else probs
             token_ids = tree.token_ids[drafts].unsqueeze(1)
             q = None if tree.probs is None else tree.probs.index_select(0, drafts)
             chance = own_top[:count] / own_bottom[:count]
             found.at_turn[drafts] = chance
-            p_draft = law.gather(1, token_ids).squeeze(1)
+            p_draft = probs.gather(1, token_ids).squeeze(1)
             q_draft = None if q is None else q.gather(1, token_ids).squeeze(1)
             top[tree.row_idx[drafts]] = ops.following_chance(chance, p_draft, q_draft)
-            mass = ops.residual_mass_one_hot(p_draft, chance) if q is None else ops.residual_mass(law, q, chance)
+            mass = ops.residual_mass_one_hot(p_draft, chance) if q is None else ops.residual_mass(probs, q, chance)
             is_certain = chance >= 1.0
             own_top[:count] = torch.where(is_certain, 1.0, mass)
             own_bottom[:count] = torch.where(is_certain, 1.0, mass + 1.0 - chance)
             if rank + 1 < len(families.children):
-                law = _reduced(law, tree, drafts, chance)
+                probs = _reduced(probs, tree, drafts, chance)
         top[families.rows], found.bottom[families.rows] = own_top, own_bottom
     return found
 
@@ -126,17 +127,17 @@ def _first_kept(is_kept: Tensor, tree: TreeBatch) -> Tensor:
 
 
 def _left(processed: Tensor, tree: TreeBatch, chances: _Chances, last: Tensor) -> tuple[Tensor, Tensor]:
-    """What the drafts behind the last rows left of the laws there, [num_judged, vocab], and whether there were any."""
-    law = processed.index_select(0, last).softmax(dim=-1)
+    """What the drafts behind the last rows left of p there, [num_judged, vocab], and whether there were any drafts."""
+    probs = processed.index_select(0, last).softmax(dim=-1)
     for rank, drafts in enumerate(tree.children[last].unbind(1)):
         known = drafts.clamp(min=0)
-        reduced = _reduced(ops.normalised(law) if rank else law, tree, known, chances.at_turn[known])
-        law = torch.where((drafts >= 0).unsqueeze(1), reduced, law)
-    return law, tree.children[last, 0] >= 0
+        reduced = _reduced(ops.normalised(probs) if rank else probs, tree, known, chances.at_turn[known])
+        probs = torch.where((drafts >= 0).unsqueeze(1), reduced, probs)
+    return probs, tree.children[last, 0] >= 0
 
 
-def _reduced(law: Tensor, tree: TreeBatch, drafts: Tensor, chance: Tensor) -> Tensor:
-    """What each draft leaves of its parent's law, unnormalised, [num_families, vocab]."""
+def _reduced(probs: Tensor, tree: TreeBatch, drafts: Tensor, chance: Tensor) -> Tensor:
+    """What each draft leaves of its parent's distribution, unnormalised, [num_families, vocab]."""
     if tree.probs is None:
-        return ops.residual_one_hot(law, tree.token_ids[drafts])
-    return ops.residual(law, tree.probs.index_select(0, drafts), chance)
+        return ops.residual_one_hot(probs, tree.token_ids[drafts])
+    return ops.residual(probs, tree.probs.index_select(0, drafts), chance)

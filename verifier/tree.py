@@ -1,7 +1,7 @@
-"""Ways down a draft tree, which the rules of verifier/rules.py choose from: vectorised over the requests, by depth.
+"""Finds the accepted path in each request's draft tree, for the rules of verifier/rules.py; vectorised over requests.
 
-A way down ends at some draft, or at the pending token: it is told by that draft's logits row. Each function's requests
-are those of the batch, or some of them; nothing is read back to the host.
+A path starts at the pending token and goes down through accepted drafts. Each function returns the logits row of the
+path's last token, for all requests of the batch or for some. Nothing is read back to the host.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def follow_tokens(tree: TreeBatch, target_token_ids: Tensor) -> Tensor:
 
 
 def reject_recursively(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """Siblings one after another, the target's law reduced by the law of each one that is rejected.
+    """Judge siblings one after another; each that is rejected takes its q off the target's distribution.
 
     Sibling i, drawn from q_i given the ones before it, stays iff u_i * q_i(x_i) < r(x_i), with r = p for the first;
     else r becomes max(r - q_i, 0), normalised. Where no sibling stays the token comes from r, and from p where there
@@ -47,25 +47,25 @@ def reject_recursively(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -
     row = take_rows(tree.first_row_idx, tree.judged)
     is_open = torch.ones_like(row, dtype=torch.bool)
     is_rejected = ~is_open
-    left: Tensor | None = None  # [num_judged, vocab]: the law behind the last row, where its drafts were rejected
+    left: Tensor | None = None  # [num_judged, vocab]: the residual behind the last row, where its drafts were rejected
     for width in tree.widths:
         p = processed.index_select(0, row).softmax(dim=-1)
-        law, child = p, torch.full_like(row, -1)
+        remaining, child = p, torch.full_like(row, -1)
         u = uniforms(rows.seeds[row], rows.positions[row], Stream.ACCEPT, num_entries=width)
         for rank, drafts in enumerate(tree.children[row, :width].unbind(1)):
             known = drafts.clamp(min=0)
             token_ids = tree.token_ids[known]
             q = None if tree.probs is None else tree.probs.index_select(0, known)
-            r = law if rank == 0 else ops.normalised(law)
+            r = remaining if rank == 0 else ops.normalised(remaining)
             q_draft = None if q is None else _at(q, token_ids)
             is_due = is_open & (drafts >= 0) & (child < 0)
             stays = is_due & ops.accept_probabilistic(_at(r, token_ids), q_draft, u[:, rank])
             child = torch.where(stays, drafts, child)
             reduced = ops.residual_one_hot(r, token_ids) if q is None else ops.residual(r, q)
-            law = torch.where((is_due & ~stays).unsqueeze(1), reduced, law)
+            remaining = torch.where((is_due & ~stays).unsqueeze(1), reduced, remaining)
         ends_here = is_open & (child < 0) & (tree.children[row, 0] >= 0)
         is_rejected = is_rejected | ends_here
-        left = law if left is None else torch.where(ends_here.unsqueeze(1), law, left)
+        left = remaining if left is None else torch.where(ends_here.unsqueeze(1), remaining, left)
         is_open = is_open & (child >= 0)
         row = tree.rows_behind(child, row)
     assert left is not None, "a tree has a draft"
@@ -106,5 +106,5 @@ def follow_rates(tree: TreeBatch, rows: SamplingRows, rates: Sequence[float]) ->
     return row
 
 
-def _at(laws: Tensor, token_ids: Tensor) -> Tensor:
-    return laws.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+def _at(probs: Tensor, token_ids: Tensor) -> Tensor:
+    return probs.gather(1, token_ids.unsqueeze(1)).squeeze(1)

@@ -22,7 +22,7 @@ from runner.engine.upload import index_or_all, to_device
 @dataclass(frozen=True, kw_only=True)
 class TreeBatch:
     token_ids: Tensor  # [num_drafts] int64
-    probs: Tensor | None  # [num_drafts, vocab]: the law of each draft given its earlier siblings; None = candidate sets
+    probs: Tensor | None  # [num_drafts, vocab]: q of each draft given its earlier siblings; None = candidate sets
     request_idx: Tensor  # [num_drafts] int64
     row_idx: Tensor  # [num_drafts] int64: the draft's own row
     parent_row_idx: Tensor  # [num_drafts] int64: the row that judges it
@@ -79,7 +79,7 @@ class TreeBatch:
 
     @cached_property
     def is_judged(self) -> list[bool]:
-        """[num_requests]: drawn by a law, or a chain, and not greedy; the others follow the target's own tokens."""
+        """[num_requests]: drafts with probs, or a chain, and not greedy; the others follow the target's own tokens."""
         return [
             not greedy and (shape.is_chain or self.probs is not None)
             for greedy, shape in zip(self.is_greedy, self.shapes, strict=True)

@@ -1,6 +1,6 @@
-"""Drafts with their laws against the target's: 64 requests of 4 drafts over Llama-3-8B's vocabulary.
+"""Drafts judged by their probabilities: 64 requests of 4 drafts over Llama-3-8B's vocabulary.
 
-The laws' cuts and masses are given (row_laws is a case of its own).
+The rows' cuts and masses are given (truncation is a benchmark of its own).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.benchmarks.sampling import VOCAB_SIZE
 from kernels.reference import rejection as reference
 from kernels.reference.philox import Stream, gumbel, uniform
 from kernels.rejection import Verified
-from kernels.row_laws import row_laws
+from kernels.truncation import truncate_rows
 
 NUM_DRAFTS = 4
 P_ROUNDING = 2.0**-19  # relative error of a float32 exp(logit - maximum) / mass, with logits within 32 of the maximum
@@ -45,11 +45,11 @@ def _prepare(setting: Setting, num_requests: int, vocab_size: int) -> Work:
     seeds = request_seeds(setting, num_requests, NUM_DRAFTS + 1)
     positions = torch.arange(len(rows), device=setting.device)
     cu = torch.arange(num_requests + 1, device=setting.device, dtype=torch.int32) * NUM_DRAFTS
-    laws = row_laws(rows, positions)
+    truncated = truncate_rows(rows, positions)
 
     def verify(rows: Tensor, draft_probs: Tensor) -> Verified:
         return kernel.verify_probabilistic(
-            rows, laws, drafts.flatten(), draft_probs, cu, seeds, positions, max_num_draft_tokens=NUM_DRAFTS
+            rows, truncated, drafts.flatten(), draft_probs, cu, seeds, positions, max_num_draft_tokens=NUM_DRAFTS
         )
 
     p_draft = logits[:, :-1].double().softmax(dim=-1).gather(2, drafts.unsqueeze(2)).squeeze(2)
@@ -72,15 +72,15 @@ def _prepare(setting: Setting, num_requests: int, vocab_size: int) -> Work:
         places = request_idx * (NUM_DRAFTS + 1) + counts
         p = logits[request_idx, counts].double().softmax(dim=1)
         q = probs[request_idx, counts.clamp(max=NUM_DRAFTS - 1)].double()
-        law = torch.where(is_rejected.unsqueeze(1), reference.residual(p, q), p)
+        unnormalised = torch.where(is_rejected.unsqueeze(1), reference.residual(p, q), p)
         streams = torch.where(is_rejected, int(Stream.RESIDUAL), int(Stream.TARGET))
         noise = gumbel(seeds[places], positions[places], streams, vocab_size=vocab_size)
-        scores = law.log() + noise
+        scores = unnormalised.log() + noise
         # What rounds p is small beside p, but not always beside p - q.
-        uncertainty = noise_uncertainty(noise, scores) + P_ROUNDING * (p / law).nan_to_num(nan=0.0, posinf=0.0)
+        uncertainty = noise_uncertainty(noise, scores) + P_ROUNDING * (p / unnormalised).nan_to_num(nan=0.0, posinf=0.0)
         check_draws(last, scores, uncertainty)
 
-    num_rows_read = num_requests + int(is_rejected.sum())  # one of logits each, and one of a rejected draft's law
+    num_rows_read = num_requests + int(is_rejected.sum())  # one of logits each, and one of a rejected draft's probs
     num_bytes = num_rows_read * vocab_size * 4
     return Work(
         check=check,

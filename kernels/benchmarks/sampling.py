@@ -37,23 +37,23 @@ def _prepare(setting: Setting, mode: str, num_rows: int, vocab_size: int) -> Wor
     logits = setting.normal(num_rows, vocab_size, seed=0, dtype=torch.float32).mul_(3.0)
     seeds = setting.integers(-LARGEST_SEED, LARGEST_SEED, num_rows, seed=1)
     positions = torch.arange(num_rows, device=setting.device)
-    law: dict[str, Any] = {"temperatures": torch.full((num_rows,), TEMPERATURE, device=setting.device)}
+    parameters: dict[str, Any] = {"temperatures": torch.full((num_rows,), TEMPERATURE, device=setting.device)}
     if mode == "top_p":
-        law["top_p"] = torch.full((num_rows,), TOP_P, dtype=torch.float64, device=setting.device)
+        parameters["top_p"] = torch.full((num_rows,), TOP_P, dtype=torch.float64, device=setting.device)
 
     def sample(rows: Tensor) -> Tensor:
         if mode == "greedy":
             return kernel.greedy(rows, positions)
-        return kernel.sample(rows, seeds, positions, stream=Stream.TARGET, **law)
+        return kernel.sample(rows, seeds, positions, stream=Stream.TARGET, **parameters)
 
     def check() -> list[str]:
         token_ids = sample(logits)
         if mode == "greedy":
             check_equal("tokens", token_ids, reference.greedy_argmax(logits))
             return ["tokens"]
-        processed = logits / law["temperatures"].unsqueeze(1)
+        processed = logits / parameters["temperatures"].unsqueeze(1)
         if mode == "top_p":
-            processed = reference.apply_top_p(processed, law["top_p"])
+            processed = reference.apply_top_p(processed, parameters["top_p"])
         noise = gumbel(seeds, positions, Stream.TARGET, vocab_size=vocab_size)
         scores = processed + noise
         return [check_draws(token_ids, scores, noise_uncertainty(noise, scores))]

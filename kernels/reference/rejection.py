@@ -1,11 +1,11 @@
-"""Rejection rules as tensor functions: which draft tokens stay, the law of the recovered token, the step's tokens.
+"""Rejection rules as tensor functions: accepted draft tokens, the recovered token's distribution, the step's tokens.
 
-A ragged batch is flat: draft d of request request_idx[d] is the draft_idx[d]-th of its request. p = target law,
-q = draft law, u = one uniform variate a draft. Whatever decides is compared in float64.
-strict: drafter-invariant speculative decoding (arXiv 2408.07978), whose test is plain equality.
-probabilistic: Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318).
-block: block verification (Sun et al., arXiv 2403.10444, algorithm 2). typical: Medusa (arXiv 2401.10774), lossy.
-A draft token id of -1 stands for "no token"; the rules never accept it.
+A ragged batch is flat: draft d of request request_idx[d] is the draft_idx[d]-th of its request. p = target
+distribution, q = draft distribution, u = one uniform variate a draft. Whatever decides is compared in float64. strict:
+drafter-invariant speculative decoding (arXiv 2408.07978), whose test is plain equality. probabilistic: Leviathan et al.
+(arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). block: block verification (Sun et al., arXiv 2403.10444,
+algorithm 2). typical: Medusa (arXiv 2401.10774), lossy. A draft token id of -1 stands for "no token"; the rules never
+accept it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def accept_block(
 ) -> Tensor:
     """[num_requests, K] bool: u_i < h_i; the longest prefix that ends with an accepted token is kept, gaps included.
 
-    h_i = S_i / (S_i + 1 - p_i), with S_i = sum(max(p_i * p - q, 0)) over the laws of the draft that follows: they are
-    the ones given x_1..x_i. The last draft has h = p_i. At p_i = 1, h is 1 also where S is 0 (p == q).
+    h_i = S_i / (S_i + 1 - p_i), with S_i = sum(max(p_i * p - q, 0)) over the distributions of the draft that follows:
+    they are the ones given x_1..x_i. The last draft has h = p_i. At p_i = 1, h is 1 also where S is 0 (p == q).
     """
     kept = prefix[:, 1:]
     following = torch.nn.functional.pad(masses[:, 1:], (0, 1))
@@ -78,7 +78,7 @@ def accept_block(
 
 
 def residual(p: Tensor, q: Tensor, scale: Tensor | None = None) -> Tensor:
-    """max(scale * p - q, 0), unnormalised, [num_rows, vocab]: the law of the token that replaces a rejected one.
+    """max(scale * p - q, 0), unnormalised, [num_rows, vocab]: what replaces a rejected token is drawn from it.
 
     scale: [num_rows], the prefix probability under block verification; None = 1.
     Where nothing is left (p == q but for rounding) the difference carries no information, and p itself is returned.
@@ -95,9 +95,9 @@ def residual_one_hot(p: Tensor, draft_token_ids: Tensor) -> Tensor:
     return torch.where(difference.amax(dim=-1, keepdim=True) > 0.0, difference, p)
 
 
-def normalised(law: Tensor) -> Tensor:
-    """Each row of law divided by its sum, [num_rows, vocab]."""
-    return law / _row_sum(law).to(law.dtype).unsqueeze(1)
+def normalised(probs: Tensor) -> Tensor:
+    """Each row of probs divided by its sum, [num_rows, vocab]."""
+    return probs / _row_sum(probs).to(probs.dtype).unsqueeze(1)
 
 
 def residual_mass(p: Tensor, q: Tensor, scale: Tensor) -> Tensor:

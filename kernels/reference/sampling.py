@@ -69,7 +69,7 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor, *, fallback: Tensor) ->
 
 
 def condition_on_bitmask(probs: Tensor, bitmask: Tensor) -> Tensor:
-    """The laws probs [num_rows, vocab] given that the token is in the bitmask; zeros where none of it is."""
+    """probs [num_rows, vocab] given that the token is in the bitmask; zeros where none of their mass is."""
     kept = probs * unpack_bitmask(bitmask, vocab_size=probs.shape[-1])
     return kept / kept.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
 
@@ -121,9 +121,9 @@ def apply_top_k(logits: Tensor, top_k: Tensor, *, max_top_k: int) -> Tensor:
 def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keeps all tokens with p >= t, t the largest probability for which the kept mass reaches top_p [num_rows] float64.
 
-    The law is the softmax of the logits as they come, that is after min_p and top_k; ties at t are kept together.
-    Mass is counted in fixed_point_weights: it reaches top_p when it is at least ceil(top_p * total), one float64
-    product, and at least 1, so a token of weight 0 is never needed.
+    The distribution is the softmax of the logits as they come, that is after min_p and top_k; ties at t are kept
+    together. Mass is counted in fixed_point_weights: it reaches top_p when it is at least ceil(top_p * total), one
+    float64 product, and at least 1, so a token of weight 0 is never needed.
     """
     ordered = logits.sort(dim=-1, descending=True).values
     mass = fixed_point_weights(ordered, ordered[:, :1]).cumsum(dim=-1)

@@ -19,7 +19,7 @@ from runner.engine.request import Request
 
 class CapturedDrafts(NamedTuple):
     token_ids: Tensor  # [count, num_tokens] int64
-    probs: Tensor | None = None  # [count * num_tokens, vocab] float32: the law of each draft; None = one-hot
+    probs: Tensor | None = None  # [count * num_tokens, vocab] float32: the distribution of each draft; None = one-hot
     # Of a tree [count, num_tokens] int64: an earlier draft, -1 = the last committed token; None = chains. Whatever
     # number of drafts there is room for, the first ones are those that a smaller tree would have.
     parents: Tensor | None = None

@@ -28,7 +28,7 @@ class CapturedGrownTrees(CapturedHead):
     def __init__(self, *, scratch_slots: Tensor, **common: Any) -> None:
         """scratch_slots: [capacity, most fed nodes] int64, of each place of the batch."""
         super().__init__(mask=None, **common)
-        # The first column stands for the pending token, which no node's path is told of.
+        # The first column is the pending token, which is on no node's path.
         self._slots = torch.nn.functional.pad(scratch_slots, (1, 0))
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
@@ -38,8 +38,8 @@ class CapturedGrownTrees(CapturedHead):
         self.begin(batch)
         for depth in range(self.depth):
             positions = in_turn(batch.lengths + depth, rows.shape[1])
-            law = perturbed_on_device(logits, batch.sampling(positions), self.draft_sample_method)
-            token_ids, going, width = self.grow(law.view(*rows.shape, law.shape[1]), depth)
+            perturbed = perturbed_on_device(logits, batch.sampling(positions), self.draft_sample_method)
+            token_ids, going, width = self.grow(perturbed.view(*rows.shape, perturbed.shape[1]), depth)
             if depth + 1 < self.depth:
                 before = going // width  # [count, next rows]: the row that each comes from
                 num_fed = parents.shape[1]
@@ -54,10 +54,10 @@ class CapturedGrownTrees(CapturedHead):
         """A new tree of every request."""
 
     @abstractmethod
-    def grow(self, law: Tensor, depth: int) -> tuple[Tensor, Tensor, int]:
+    def grow(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor, int]:
         """Choose the candidates of a level, and which of them are the rows of the next one.
 
-        law: [count, num_rows, vocab], by whose order candidates come.
+        logits: [count, num_rows, vocab], noise added; candidates come in their order, the highest first.
         Returns their tokens [count, num_rows * width] int64; the next rows' places among them [count, next rows] int64;
         and the width.
         """
@@ -107,9 +107,9 @@ class CapturedDynamicTrees(CapturedGrownTrees):
         self._numbers = torch.full_like(batch.lengths, -1).unsqueeze(1)
         self._scores = torch.zeros_like(self._numbers, dtype=torch.float64)
 
-    def grow(self, law: Tensor, depth: int) -> tuple[Tensor, Tensor, int]:
-        width = min(self.top_k, law.shape[2])
-        own, token_ids = law.log_softmax(dim=-1).topk(width, dim=-1)
+    def grow(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor, int]:
+        width = min(self.top_k, logits.shape[2])
+        own, token_ids = logits.log_softmax(dim=-1).topk(width, dim=-1)
         scores = (self._scores.unsqueeze(2) + own.double().clamp(max=0.0)).flatten(1)
         num_before = sum(level.scores.shape[1] for level in self._levels)
         parents = self._numbers.unsqueeze(2).expand_as(token_ids).flatten(1)
@@ -142,9 +142,9 @@ class CapturedStaticTrees(CapturedGrownTrees):
     def begin(self, batch: DeviceBatch) -> None:
         self._token_ids = []
 
-    def grow(self, law: Tensor, depth: int) -> tuple[Tensor, Tensor, int]:
+    def grow(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor, int]:
         width = self._widths[depth]
-        token_ids = law.topk(width, dim=-1).indices.flatten(1)
+        token_ids = logits.topk(width, dim=-1).indices.flatten(1)
         self._token_ids.append(token_ids)
         return token_ids, self._going[depth].expand(len(token_ids), -1), width
 

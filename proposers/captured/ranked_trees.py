@@ -1,4 +1,4 @@
-"""Trees over the laws of the next places, captured (proposers/drafting/ranked_trees.py): Medusa, DFlash.
+"""Trees over the distributions of the next depths, captured (proposers/drafting/ranked_trees.py): Medusa, DFlash.
 
 The drafter of chains yields each place's logits, which do not depend on what was drafted in front of it.
 """
@@ -43,27 +43,29 @@ class CapturedRankedTrees(CapturedDrafter):
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
         chains, last_token_ids = self.chains, batch.last_token_ids[:, 1]
-        laws = list[Tensor]()
+        perturbed = list[Tensor]()
         for place in range(self.depth):
             logits = chains.next_logits(batch, place, last_token_ids) if place else chains.first_logits(batch)
-            laws.append(perturbed_on_device(logits, batch.sampling(batch.lengths + place), chains.draft_sample_method))
-        tree = self.choose(laws)
+            perturbed.append(
+                perturbed_on_device(logits, batch.sampling(batch.lengths + place), chains.draft_sample_method)
+            )
+        tree = self.choose(perturbed)
         return CapturedDrafts(tree.token_ids, parents=tree.parents)
 
     @abstractmethod
-    def choose(self, laws: Sequence[Tensor]) -> Tree:
-        """laws: each place's [count, vocab], by whose order candidates come."""
+    def choose(self, logits: Sequence[Tensor]) -> Tree:
+        """logits: of each depth [count, vocab], noise added; candidates come in their order, the highest first."""
 
 
 class CapturedLikeliestTrees(CapturedRankedTrees):
     """The likeliest nodes, level by level: of each only as many as a tree may have."""
 
-    def choose(self, laws: Sequence[Tensor]) -> Tree:
+    def choose(self, logits: Sequence[Tensor]) -> Tree:
         levels = list[Level]()
         num_before = 0  # candidates of the levels before the last one
-        for law in laws:
-            width = min(self.num_tokens, law.shape[1])
-            scores, token_ids = law.log_softmax(dim=-1).topk(width, dim=-1)
+        for own in logits:
+            width = min(self.num_tokens, own.shape[1])
+            scores, token_ids = own.log_softmax(dim=-1).topk(width, dim=-1)
             level = Level(token_ids=token_ids, scores=scores.double(), parents=torch.full_like(token_ids, -1))
             if levels:
                 before = levels[-1]
@@ -89,5 +91,5 @@ class CapturedChoiceTrees(CapturedRankedTrees):
         numbers = {path: first[len(path) - 1] + path[-1] for path in choices}
         self._nodes = ChoiceNodes.of(choices, numbers, device)
 
-    def choose(self, laws: Sequence[Tensor]) -> Tree:
-        return self._nodes.tree([law.topk(width).indices for law, width in zip(laws, self._widths, strict=True)])
+    def choose(self, logits: Sequence[Tensor]) -> Tree:
+        return self._nodes.tree([own.topk(width).indices for own, width in zip(logits, self._widths, strict=True)])

@@ -42,17 +42,17 @@ class CapturedChains(CapturedDrafter):
         if self.num_tokens == 0:
             self.follow(batch)
             return no_drafts(batch)
-        drafted, laws = list[Tensor](), list[Tensor]()
+        drafted, probs = list[Tensor](), list[Tensor]()
         logits = self.first_logits(batch)
         for step in range(self.num_tokens):
             if step > 0:
                 logits = self.next_logits(batch, step, drafted[-1])
-            token_ids, law = self._draw(logits, batch.sampling(batch.lengths + step))
+            token_ids, step_probs = self._draw(logits, batch.sampling(batch.lengths + step))
             drafted.append(token_ids)
-            if law is not None:
-                laws.append(law)
-        probs = torch.stack(laws, dim=1).flatten(0, 1) if laws else None
-        return CapturedDrafts(torch.stack(drafted, dim=1), probs)
+            if step_probs is not None:
+                probs.append(step_probs)
+        flat = torch.stack(probs, dim=1).flatten(0, 1) if probs else None
+        return CapturedDrafts(torch.stack(drafted, dim=1), flat)
 
     def _draw(self, logits: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor | None]:
         """runner.engine.sampling.draft_tokens, where nothing masks or penalises."""
@@ -61,5 +61,5 @@ class CapturedChains(CapturedDrafter):
 
             return greedy(logits, rows.positions), None
         stream = Stream.DRAFT if self.draft_sample_method == "probabilistic" else Stream.TARGET
-        law = rows.processed(logits).softmax(dim=-1) if self.needs_draft_probs else None
-        return rows.draw(logits, stream), law
+        probs = rows.processed(logits).softmax(dim=-1) if self.needs_draft_probs else None
+        return rows.draw(logits, stream), probs

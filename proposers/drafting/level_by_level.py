@@ -39,7 +39,7 @@ class _Level:
     """Candidates of one level."""
 
     token_ids: torch.Tensor  # [num_rows, width] int64
-    laws: torch.Tensor | None  # [num_rows, width, vocab]
+    probs: torch.Tensor | None  # [num_rows, width, vocab]
     scores: list[list[float]] | None  # [num_rows, width]: log-probabilities
 
 
@@ -116,11 +116,11 @@ class LevelByLevelProposer(TokenByTokenProposer):
         for index, tree in zip(active, trees, strict=True):
             sizes[index] = len(tree.parents)
         numbers = to_device([number for tree in trees for number in tree.numbers], torch.int64, device)
-        laws = [level.laws.flatten(0, 1) for level in levels if level.laws is not None]
+        probs = [level.probs.flatten(0, 1) for level in levels if level.probs is not None]
         return DraftTokens(
             token_ids=torch.cat([level.token_ids.flatten() for level in levels]).index_select(0, numbers),
             cu_num_draft_tokens=[0, *accumulate(sizes)],
-            probs=torch.cat(laws).index_select(0, numbers) if laws else None,
+            probs=torch.cat(probs).index_select(0, numbers) if probs else None,
             parent_indices=[parent for tree in trees for parent in tree.parents],
         )
 
@@ -192,7 +192,7 @@ class LevelByLevelProposer(TokenByTokenProposer):
             scores, token_ids = perturbed(processed, rows, self.draft_sample_method).log_softmax(-1).topk(width)
             return _Level(token_ids, None, scores.tolist())
         draft_step = rows.positions - depth if self.context.keys_by_draft_step else 0
-        token_ids, laws = draw_candidates(
+        token_ids, probs = draw_candidates(
             processed, rows, self.draft_sample_method, width, need_probs=need_probs, draft_step=draft_step
         )
-        return _Level(token_ids, laws, None)
+        return _Level(token_ids, probs, None)

@@ -1,9 +1,9 @@
-"""Drafts trees over ranked candidates, for drafters that know every depth's law beforehand: Medusa, DFlash.
+"""Drafts trees over ranked candidates, for drafters that know every depth's distribution beforehand: Medusa, DFlash.
 
-A depth has one law whatever the tokens before it are, so its candidates serve all nodes above. Their processors
-(penalties, bad words, a grammar) see the first candidates on the way, the tree's first path; other branches are thought
-of as if they had said the same, which touches what is accepted and never the text. Candidates are drawn as
-draft_sample_method says; siblings without replacement, with their laws where the rule reads them.
+A depth has one distribution whatever the tokens before it are, so its candidates serve all nodes above. Their
+processors (penalties, bad words, a grammar) see the first candidates on the way, the tree's first path; other branches
+are thought of as if they had said the same, which touches what is accepted and never the text. Candidates are drawn as
+draft_sample_method says; siblings without replacement, with their probs where the rule reads them.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class RankedTrees:
         counts = [len(tree.num_candidates) for tree in trees]
         widths = [max(ranks) for ranks in _by_depth([tree.num_candidates for tree in trees])]
         token_ids = torch.zeros(len(trees), len(widths), max(widths), dtype=torch.int64, device=context.device)
-        keeps_laws = proposer.keeps_laws(requests)
-        laws: list[torch.Tensor] = []  # a depth's, [active * width, vocab]
-        first_rows: dict[tuple[int, int], int] = {}  # (request, depth) -> the law of its first candidate
-        num_laws = 0
+        keeps_probs = proposer.keeps_probs(requests)
+        probs: list[torch.Tensor] = []  # a depth's, [active * width, vocab]
+        first_rows: dict[tuple[int, int], int] = {}  # (request, depth) -> the row in probs of its first candidate
+        num_rows = 0
 
         def draw(processed: torch.Tensor, rows: SamplingRows, step: int, active: list[int]) -> torch.Tensor:
-            nonlocal num_laws
-            drafted, law = draw_candidates(
+            nonlocal num_rows
+            drafted, step_probs = draw_candidates(
                 processed,
                 rows,
                 proposer.draft_sample_method,
@@ -102,29 +102,30 @@ class RankedTrees:
                 draft_step=proposer.draft_step(rows, step),
             )
             token_ids[to_device(active, torch.int64, context.device), step, : widths[step]] = drafted
-            if keeps_laws:  # every node has its row; a greedy request's is not read
-                law = processed.new_zeros(len(active), widths[step], context.vocab_size) if law is None else law
-                laws.append(law.flatten(0, 1))
-                first_rows.update({(b, step): num_laws + place * widths[step] for place, b in enumerate(active)})
-                num_laws += len(active) * widths[step]
+            if keeps_probs:  # every node has its row; a greedy request's is not read
+                if step_probs is None:
+                    step_probs = processed.new_zeros(len(active), widths[step], context.vocab_size)
+                probs.append(step_probs.flatten(0, 1))
+                first_rows.update({(b, step): num_rows + place * widths[step] for place, b in enumerate(active)})
+                num_rows += len(active) * widths[step]
             return drafted[:, 0]
 
         proposer.walk(requests, counts, draw)
         drafts = draft_tokens_from_ranks(trees, token_ids)
-        if not laws:
+        if not probs:
             return drafts
         of_nodes = [
             first_rows[b, depth - 1] + rank
             for b, tree in enumerate(trees)
             for depth, rank in zip(tree.depths, tree.ranks, strict=True)
         ]
-        return replace(drafts, probs=torch.cat(laws).index_select(0, to_device(of_nodes, torch.int64, context.device)))
+        return replace(drafts, probs=torch.cat(probs).index_select(0, to_device(of_nodes, torch.int64, context.device)))
 
     def _dynamic(self, requests: Sequence[Request], depths: Sequence[int], num_nodes: Sequence[int]) -> DraftTokens:
         """The nodes of highest joint probability, which takes the step's one look at the device.
 
-        Under coupled the law is that of logits + noise: of what the target draws, if its logits are the drafter's but
-        for an error that is Gumbel too.
+        Under coupled the distribution is that of logits + noise: of what the target draws, if its logits are the
+        drafter's but for an error that is Gumbel too.
         """
         proposer, context = self.proposer, self.proposer.context
         shape = len(requests), max(depths), min(max(num_nodes), context.vocab_size)

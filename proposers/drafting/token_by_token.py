@@ -58,19 +58,19 @@ class TokenByTokenProposer(Proposer):
         if not any(counts):
             return DraftTokens.empty(len(decoding), device)
 
-        probs: list[torch.Tensor] = []  # a step's laws, [active, vocab]
-        keeps_laws = self.keeps_laws(requests)
+        probs: list[torch.Tensor] = []  # of each step, [active, vocab]
+        keeps_probs = self.keeps_probs(requests)
 
         def draw(processed: torch.Tensor, rows: SamplingRows, step: int, active: list[int]) -> torch.Tensor:
-            drafted, law = draft_tokens(
+            drafted, step_probs = draft_tokens(
                 processed,
                 rows,
                 self.draft_sample_method,
                 need_probs=self.context.needs_draft_probs,
                 draft_step=self.draft_step(rows, step),
             )
-            if keeps_laws:  # every draft has its row, so that rows and drafts stay aligned; a greedy one's is not read
-                probs.append(torch.zeros_like(processed) if law is None else law)
+            if keeps_probs:  # every draft has its row, so that rows and drafts stay aligned; a greedy one's is not read
+                probs.append(torch.zeros_like(processed) if step_probs is None else step_probs)
             return drafted
 
         ids = self.walk(requests, counts, draw)
@@ -118,9 +118,9 @@ class TokenByTokenProposer(Proposer):
             ids[places, step] = drafted
         return ids
 
-    def keeps_laws(self, requests: Sequence[Request]) -> bool:
-        """Whether the drafts of these requests come with the laws they were drawn from."""
-        # Greedy drafts have no law but the one-hot one, which is told by giving none.
+    def keeps_probs(self, requests: Sequence[Request]) -> bool:
+        """Whether the drafts of these requests come with draft_probs, the distributions they were drawn from."""
+        # The distribution of a greedy draft is one-hot, and DraftTokens.probs = None says just that.
         return (
             self.context.needs_draft_probs
             and self.draft_sample_method != "greedy"
@@ -150,7 +150,7 @@ def _rows(active: list[int], num_rows: int, device: torch.device) -> slice | tor
 
 
 def _by_request(probs: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
-    """Laws drawn step by step, [active, vocab] each, as rows [num_draft_tokens, vocab] request by request."""
+    """Distributions drawn step by step, [active, vocab] each, as rows [num_draft_tokens, vocab] request by request."""
     order: list[list[int]] = [[] for _ in counts]
     row = 0
     for step in range(len(probs)):

@@ -1,7 +1,7 @@
 """The most probable nodes of all trees over ranked candidates: the shape follows from what the drafter is sure of.
 
-The best-first tree of DFlash blocks (DDTree, arXiv 2604.12989): with one law a depth, a node's probability is the
-product along its path, and the num_nodes most probable nodes are a tree of their own.
+The best-first tree of DFlash blocks (DDTree, arXiv 2604.12989): with one distribution a depth, a node's probability is
+the product along its path, and the num_nodes most probable nodes are a tree of their own.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from proposers.trees.rank_tree import RankTree
 def best_first_trees(log_probs: torch.Tensor, num_nodes: Sequence[int]) -> list[RankTree]:
     """The num_nodes[b] nodes of highest joint probability of each request, fewer where there are no more.
 
-    The shape looks at laws, not at draws: candidates are sets without laws of their own, as trees whose shape depends
-    on what was drawn are not what any rule is told (DraftTokens).
+    The shape looks at distributions, not at draws: candidates are sets without distributions of their own, as trees
+    whose shape depends on what was drawn are not what any rule is told (DraftTokens).
 
     Args:
         log_probs: [num_requests, depth, num_candidates], each depth's candidates from the likeliest on. Read to the
             host, where shapes live: the step's one look at the device.
     """
-    return [_best_first(laws, count) for laws, count in zip(log_probs.double().tolist(), num_nodes, strict=True)]
+    return [_best_first(own, count) for own, count in zip(log_probs.double().tolist(), num_nodes, strict=True)]
 
 
-def _best_first(laws: list[list[float]], num_nodes: int) -> RankTree:
-    """laws: [depth][rank] log-probabilities."""
+def _best_first(log_probs: list[list[float]], num_nodes: int) -> RankTree:
+    """log_probs: [depth][rank] log-probabilities."""
     paths: list[tuple[int, ...]] = []
     # A node comes from the heap after its parent and its earlier siblings, which are as likely at least; of equals the
     # shallower one, then the one of lower ranks comes first.
@@ -37,7 +37,11 @@ def _best_first(laws: list[list[float]], num_nodes: int) -> RankTree:
 
     def push(path: tuple[int, ...], before: float) -> None:  # before: log-probability of the parent
         depth, rank = len(path), path[-1]
-        if depth <= len(laws) and rank < len(laws[depth - 1]) and (score := laws[depth - 1][rank]) > -math.inf:
+        if (
+            depth <= len(log_probs)
+            and rank < len(log_probs[depth - 1])
+            and (score := log_probs[depth - 1][rank]) > -math.inf
+        ):
             heapq.heappush(waiting, (-(before + score), depth, path, before))
 
     push((0,), 0.0)

@@ -1,4 +1,4 @@
-"""Several candidates for one place: the siblings of a draft tree, and the laws they were drawn from.
+"""Several candidates for one place: the siblings of a draft tree, and the distributions they were drawn from.
 
 Drawn without replacement by the Gumbel top-k trick, whose order is that of the draws (Kool et al., arXiv 1903.06059).
 """
@@ -22,15 +22,15 @@ def draw_candidates(
     need_probs: bool,
     draft_step: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Candidates [num_rows, num_candidates] int64 of a drafter's processed logits [num_rows, vocab], and their laws.
+    """Candidates [num_rows, num_candidates] int64 of a drafter's processed logits [num_rows, vocab], and their probs.
 
-    They are the highest of `perturbed`, in their order. Laws [num_rows, num_candidates, vocab], each given the
+    They are the highest of `perturbed`, in their order. Probs [num_rows, num_candidates, vocab], of each given the
     candidates before it, where need_probs; None when nobody drew: greedy candidates, and when all rows are greedy.
     """
     scores = perturbed(processed, rows, draft_sample_method, draft_step)
     token_ids = scores.topk(num_candidates, dim=-1).indices
     is_drawn = draft_sample_method != "greedy" and not rows.all_greedy
-    return token_ids, _laws(processed, token_ids) if need_probs and is_drawn else None
+    return token_ids, _draft_probs(processed, token_ids) if need_probs and is_drawn else None
 
 
 def perturbed(processed: Tensor, rows: SamplingRows, draft_sample_method: str, draft_step: int | Tensor = 0) -> Tensor:
@@ -70,15 +70,16 @@ def _with_noise(processed: Tensor, seeds: Tensor, positions: Tensor, stream: Str
     return processed + torch.cat(noise)
 
 
-def _laws(processed: Tensor, token_ids: Tensor) -> Tensor:
+def _draft_probs(processed: Tensor, token_ids: Tensor) -> Tensor:
     """Of each candidate given the ones before it, [num_rows, num_candidates, vocab]."""
-    laws = []
+    probs = []
     logits = processed
     for rank in range(token_ids.shape[1]):
         own = token_ids[:, rank : rank + 1]
-        # Where a cut-off left fewer tokens than candidates, the others come in a fixed order: a law of one token.
+        # Where a cut-off left fewer tokens than candidates, the others come in a fixed order: a distribution of one
+        # token.
         is_spent = (logits == float("-inf")).all(dim=-1, keepdim=True)
         one_hot = torch.zeros_like(processed).scatter_(1, own, 1.0)
-        laws.append(torch.where(is_spent, one_hot, logits.softmax(dim=-1)))
+        probs.append(torch.where(is_spent, one_hot, logits.softmax(dim=-1)))
         logits = logits.scatter(1, own, float("-inf"))
-    return torch.stack(laws, dim=1)
+    return torch.stack(probs, dim=1)

@@ -61,7 +61,7 @@ class StaticGrowth(Growth):
     needs_scores = False
 
     def __init__(self, trees: Sequence[RankTree], *, in_order: bool) -> None:
-        """in_order: children are the first candidates, whatever ranks they have: drawn ones, whose laws say so."""
+        """in_order: children are the first candidates whatever their ranks, as probs of drawn candidates require."""
         super().__init__(len(trees))
         self._trees = trees
         self._in_order = in_order

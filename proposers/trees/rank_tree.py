@@ -1,7 +1,7 @@
 """Trees over ranked candidates: a node stands for the rank-th likeliest token of its depth, whatever its ancestors are.
 
-As Medusa's heads and DFlash's blocks guess: one law a depth, from one pass. Without laws in the drafts such trees are
-sets of candidates; the target draws (DraftTokens).
+As Medusa's heads and DFlash's blocks guess: one distribution a depth, from one pass. Without distributions in the
+drafts such trees are sets of candidates; the target draws (DraftTokens).
 """
 
 from __future__ import annotations

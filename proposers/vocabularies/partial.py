@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 # Logit of a token that the drafter does not know. Finite, so that a row whose masks allow no other token still has a
-# law; its exponential is 0 beside any token that is known.
+# distribution; its exponential is 0 beside any token that is known.
 UNKNOWN_TOKEN_LOGIT = -1000.0
 
 

@@ -26,7 +26,7 @@ class Translation:
     def to_target(self, logits: Tensor) -> Tensor:
         """Logits [num_rows, draft vocab] -> [num_rows, target vocab], without a chance for tokens that are not shared.
 
-        Their softmax is the draft's law given that the token is shared.
+        Their softmax is the draft's distribution given that the token is shared.
         """
         return over_target_vocabulary(logits.index_select(1, self._draft_ids), self._target_ids, len(self.reading))
 

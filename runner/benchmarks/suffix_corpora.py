@@ -1,7 +1,8 @@
 """Made-up responses and requests that a suffix cache is timed on.
 
 agent: responses that string together 2,000 segments, popular ones more often, with 3 % of the tokens replaced; requests
-replay a cached response with 3 % more of them replaced. zipf, uniform: independent tokens, requests of the same law.
+replay a cached response with 3 % more of them replaced. zipf, uniform: independent tokens, requests of the same
+distribution.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NUM_SEGMENTS = 2_000
 
 
 class Corpus:
-    """Responses of one law, and requests that are like them."""
+    """Responses of one distribution, and requests that are like them."""
 
     def __init__(self, name: str, length: int, seed: int) -> None:
         self.name, self.length = name, length

@@ -86,8 +86,8 @@ class TreeDrafterMethod(DrafterMethod):
         if not isinstance(values, dict) or values.get("speculative_token_tree") != "dynamic":
             return values
         is_open = values.get("draft_sample_method") is None
-        reads_laws = values.get("rejection_sample_method") in ("probabilistic", "standard", "block")
-        return {**values, "draft_sample_method": "greedy"} if is_open and reads_laws else values
+        reads_probs = values.get("rejection_sample_method") in ("probabilistic", "standard", "block")
+        return {**values, "draft_sample_method": "greedy"} if is_open and reads_probs else values
 
     @model_validator(mode="after")
     def _check_candidates(self) -> TreeDrafterMethod:

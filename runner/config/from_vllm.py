@@ -73,7 +73,7 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
         _take_tree(values, method, fields, problems)
         _drop_foreign(values, method, fields, known, notes)
         _take_depth_for_tokens(values, method, notes)
-        if "revision" in fields[method]:  # a model or a head drafts: the others have no config and no laws
+        if "revision" in fields[method]:  # a model or a head drafts: the others have no config and no draft_probs
             _take_tokens_of_checkpoint(values, method, fields, notes)
             _take_rule_for_drafting(values, notes)
             _note_drafting_of_rule(values, notes)
@@ -242,7 +242,7 @@ def _take_rule_for_drafting(values: dict[str, Any], notes: list[str]) -> None:
 
 
 def _note_drafting_of_rule(values: dict[str, Any], notes: list[str]) -> None:
-    """In vLLM the way to draft does not depend on the rule; here a rule that reads drafts' laws has them drawn."""
+    """In vLLM the way to draft does not depend on the rule; here a rule that reads draft_probs has drafts drawn."""
     rule, is_dynamic = values.get("rejection_sample_method"), values.get(TREE_KEY) == "dynamic"
     if rule in ("probabilistic", "block") and "draft_sample_method" not in values and not is_dynamic:
         notes.append(

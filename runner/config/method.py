@@ -51,7 +51,7 @@ class MethodConfig(Node):
         default=0.3,
         gt=0,
         le=1,
-        description="typical rule: or at least this times exp(-entropy) of the target's law, in (0, 1]",
+        description="typical rule: or at least this times exp(-entropy) of the target's distribution, in (0, 1]",
     )
     num_speculative_tokens_per_batch_size: Annotated[tuple[BatchSizeRange, ...], Strict(False)] | None = Field(
         default=None,

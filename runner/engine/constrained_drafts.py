@@ -29,7 +29,7 @@ class Constrained:
     grammar: Grammar
     draft: list[int]  # token ids, in the end only what the grammar allows
     max_draft_tokens: int  # for which blocks are reserved
-    is_random: bool  # its drafts have laws, if any have
+    is_random: bool  # not greedy: its drafts have probs, if any drafts have
     num_kept: int = 0  # of the proposer's tokens
     rows: list[int] = field(default_factory=list)  # of the bitmask: one for each draft left and one behind them
 
@@ -80,8 +80,9 @@ def keep_first_paths(drafts: DraftTokens, places: Collection[int]) -> DraftToken
 def apply_to(drafts: DraftTokens, parts: Sequence[Constrained], words: torch.Tensor) -> DraftTokens:
     """The step's drafts with those of the parts as their grammars left them.
 
-    words: [sum of len(part.rows), words] int32 on the device, part by part. Laws are conditioned on what the grammar
-    allows: a draft that is cut where it leaves the grammar is a draw from that law, and every rule keeps its own.
+    words: [sum of len(part.rows), words] int32 on the device, part by part. Distributions are conditioned on what the
+    grammar allows: a draft that is cut where it leaves the grammar is a draw from that distribution, and every rule
+    keeps its own.
     """
     starts = drafts.cu_num_draft_tokens
     kept = [list(range(start, end)) for start, end in pairwise(starts)]
@@ -115,8 +116,8 @@ def apply_to(drafts: DraftTokens, parts: Sequence[Constrained], words: torch.Ten
     if not draft_idx:
         return drafts
     index = to_device([draft_idx, row_idx], torch.int64, drafts.probs.device)
-    laws = condition_on_bitmask(drafts.probs.index_select(0, index[0]), words.index_select(0, index[1]))
-    return replace(drafts, probs=drafts.probs.index_copy(0, index[0], laws))
+    conditioned = condition_on_bitmask(drafts.probs.index_select(0, index[0]), words.index_select(0, index[1]))
+    return replace(drafts, probs=drafts.probs.index_copy(0, index[0], conditioned))
 
 
 def _advance(part: Constrained, allowed: NDArray[np.int32]) -> bool:

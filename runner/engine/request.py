@@ -97,15 +97,15 @@ class DraftTokens:
     tell the host how many tokens it found, gives every request the slots it may have and fills the last ones with -1.
 
     A tree's parents are on the host, for the layout of the launch follows from them. They come before their children,
-    siblings are distinct tokens, and no slot is without a draft. Siblings with laws are judged one after another: node
-    j's law is the one it was drawn from given its earlier siblings, q renormalised without them, and neither a sibling
-    nor the shape may have been chosen by what was drawn (arXiv 2402.14160). Candidates that were not drawn, such as the
-    k most probable ones, have no laws: the target's own draw is looked for among them.
+    siblings are distinct tokens, and no slot is without a draft. Siblings with probs are judged one after
+    another: node j's distribution is the one it was drawn from given its earlier siblings, q renormalised without them,
+    and neither a sibling nor the shape may have been chosen by what was drawn (arXiv 2402.14160). Candidates that were
+    not drawn, such as the k most probable ones, have no probs: the target's own draw is looked for among them.
     """
 
     token_ids: torch.Tensor  # [num_draft_tokens] int64
     cu_num_draft_tokens: list[int]  # [B + 1], starts with 0
-    probs: torch.Tensor | None = None  # [num_draft_tokens, vocab] float32: the law q of each token; None = one-hot
+    probs: torch.Tensor | None = None  # [num_draft_tokens, vocab] float32: q of each token; None = one-hot
     # [num_draft_tokens]: place of each token's parent among its request's drafts, -1 = the pending token; None = chains
     parent_indices: list[int] | None = None
     sources: tuple[str, ...] = ()  # the proposer of each token; empty = the one proposer of the run

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.reference.philox import Stream
 
 if TYPE_CHECKING:
-    from kernels.row_laws import RowLaws
+    from kernels.truncation import TruncatedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class RowSampling:
     top_p: Tensor | None = None  # [num_rows] float64; 1: no cut
 
     @property
-    def _law(self) -> dict[str, Any]:
+    def _parameters(self) -> dict[str, Any]:
         return {
             "is_greedy": self.is_greedy,
             "temperatures": self.temperatures,
@@ -43,20 +43,20 @@ class RowSampling:
 
         if self.all_greedy:
             return greedy(logits, self.positions)
-        return sample(logits, self.seeds, self.positions, stream=int(stream), **self._law)
+        return sample(logits, self.seeds, self.positions, stream=int(stream), **self._parameters)
 
-    def laws(self, logits: Tensor, *, need_mass: bool = True) -> RowLaws:
-        """The cuts of the rows' laws and what normalises them."""
-        from kernels.row_laws import row_laws
+    def truncated(self, logits: Tensor, *, need_mass: bool = True) -> TruncatedRows:
+        """The rows as min_p, top_k and top_p truncate them, and the mass that normalises each."""
+        from kernels.truncation import truncate_rows
 
-        assert not self.all_greedy, "greedy rows have no law"
-        return row_laws(logits, self.positions, need_mass=need_mass, **self._law)
+        assert not self.all_greedy, "greedy rows are not truncated"
+        return truncate_rows(logits, self.positions, need_mass=need_mass, **self._parameters)
 
     def processed(self, logits: Tensor) -> Tensor:
-        """Float32 logits whose softmax is the law to sample; of a greedy row, whose argmax is the token."""
+        """Float32 logits to sample from: by their softmax, or by their argmax in a greedy row."""
         cuts = None
         if self.min_p is not None or self.top_k is not None or self.top_p is not None:
-            cuts = self.laws(logits, need_mass=False).cuts
+            cuts = self.truncated(logits, need_mass=False).cuts
         if self.temperatures is not None:
             logits = logits / self.temperatures.unsqueeze(1)
         # A greedy row's cut is of no concern to its argmax.

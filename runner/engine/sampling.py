@@ -30,7 +30,7 @@ __all__ = [
 
 
 def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """[num_rows, vocab] of any float dtype -> float32 logits whose softmax is the law to sample (its argmax if greedy).
+    """[num_rows, vocab] of any float dtype -> float32 logits to sample from: by their softmax, or argmax if greedy.
 
     Never changes its input; returns that very tensor when it is float32 and no row asks for anything.
     """
@@ -144,7 +144,7 @@ def draft_tokens(
     need_probs: bool,
     draft_step: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Draft token ids [num_rows] of a model drafter's processed logits, and the law q [num_rows, vocab] they came from.
+    """Draft token ids [num_rows] of a model drafter's processed logits, and q [num_rows, vocab], their distribution.
 
     greedy: argmax, q None (one-hot). probabilistic: a draw with the DRAFT stream, keyed by draft_step [num_rows] too
     where the rule asks for it. coupled: a draw with the target's own noise. q is None when all rows are greedy, and

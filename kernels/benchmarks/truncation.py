@@ -1,4 +1,4 @@
-"""The cuts and masses of laws that top_p and top_k cut, as probabilistic rejection needs them."""
+"""The cuts and masses of rows that top_p or top_k truncates, as probabilistic rejection needs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import row_laws as kernel
+from kernels import truncation as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_equal
 from kernels.benchmarks.sampling import TEMPERATURE, TOP_P, VOCAB_SIZE
 from kernels.reference import sampling as reference
@@ -19,7 +19,7 @@ def cases(setting: Setting) -> list[Case]:
     vocab_size, sizes = (300, (2,)) if setting.is_small else (VOCAB_SIZE, (1, 64, 320))
     return [
         Case(
-            op="row_laws",
+            op="truncation",
             label=f"{mode}, {num_rows} rows",
             dtype="float32",
             prepare=partial(_prepare, setting, mode, num_rows, vocab_size),
@@ -36,26 +36,26 @@ def _prepare(setting: Setting, mode: str, num_rows: int, vocab_size: int) -> Wor
     top_p = torch.full((num_rows,), TOP_P, dtype=torch.float64, device=setting.device) if mode == "top_p" else None
     top_k = torch.full((num_rows,), TOP_K, device=setting.device) if mode == "top_k" else None
 
-    def laws_of(rows: Tensor) -> kernel.RowLaws:
-        return kernel.row_laws(rows, positions, temperatures=temperatures, top_k=top_k, top_p=top_p)
+    def truncated_rows(rows: Tensor) -> kernel.TruncatedRows:
+        return kernel.truncate_rows(rows, positions, temperatures=temperatures, top_k=top_k, top_p=top_p)
 
     def check() -> list[str]:
-        laws = laws_of(logits)
+        truncated = truncated_rows(logits)
         scaled = logits / temperatures.unsqueeze(1)
         wanted = scaled if top_k is None else reference.apply_top_k(scaled, top_k, max_top_k=TOP_K)
         wanted = wanted if top_p is None else reference.apply_top_p(wanted, top_p)
         maxima = wanted.amax(dim=1)
-        check_equal("kept tokens", scaled >= laws.cuts.unsqueeze(1), wanted > float("-inf"))
-        check_equal("maxima", laws.maxima, maxima)
-        check_equal("argmax", laws.argmax, reference.greedy_argmax(logits))
+        check_equal("kept tokens", scaled >= truncated.cuts.unsqueeze(1), wanted > float("-inf"))
+        check_equal("maxima", truncated.maxima, maxima)
+        check_equal("argmax", truncated.argmax, reference.greedy_argmax(logits))
         weights = reference.fixed_point_weights(wanted, maxima.unsqueeze(1))
-        check_equal("masses", laws.masses, weights.sum(dim=1))
-        return ["laws"]
+        check_equal("masses", truncated.masses, weights.sum(dim=1))
+        return ["truncated rows"]
 
     num_bytes = logits.numel() * logits.element_size()
     return Work(
         check=check,
-        calls=[partial(laws_of, own) for (own,) in setting.copies(num_bytes, logits)],
+        calls=[partial(truncated_rows, own) for (own,) in setting.copies(num_bytes, logits)],
         num_bytes=num_bytes,
         comes_from=setting.comes_from(num_bytes),
     )

@@ -1,8 +1,8 @@
-"""The exact law of what a rule commits: every draft, every outcome of its tests and every recovered token, summed up.
+"""The exact distribution of what a rule commits, summed over every draft, outcome of its tests and recovered token.
 
-Float64 throughout, over toy vocabularies with random laws that depend on the whole prefix. The arithmetic is the
-sampler's own: the measure of {u: accepted} is found by bisection of the rule's test, the count and the residual are the
-rule's functions. What each step leaves to the next is the business of tests/test_block_over_steps.py.
+Float64 throughout, over toy vocabularies with random distributions that depend on the whole prefix. The arithmetic is
+the sampler's own: the measure of {u: accepted} is found by bisection of the rule's test, the count and the residual are
+the rule's functions. What each step leaves to the next is the business of tests/test_block_over_steps.py.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class Verification:
 
     probabilities: Tensor  # [N] of each draft under q
     kept: Tensor  # [N, K + 1] chance that 0, 1, ... K of its tokens stay
-    output: Tensor  # [N, vocab ** (K + 1)] law of the next K + 1 tokens: kept, recovered or bonus, then target's
-    target: Tensor  # [vocab ** (K + 1)] the target's own law of them
+    output: Tensor  # [N, vocab ** (K + 1)] probs of the next K + 1 tokens: kept, recovered or bonus, then target's
+    target: Tensor  # [vocab ** (K + 1)] the target's own distribution of them
 
     def mean_kept(self) -> float:
         kept = (self.kept * torch.arange(self.kept.shape[1])).sum(dim=1)
         return float((self.probabilities * kept).sum())
 
 
-def random_laws(vocab_size: int, num_tokens: int, generator: torch.Generator) -> list[Tensor]:
-    """laws[d]: [vocab ** d, vocab], of token d given the d before it; peaked and flat ones, with ties and zeros."""
-    laws = []
+def random_probs(vocab_size: int, num_tokens: int, generator: torch.Generator) -> list[Tensor]:
+    """probs[d]: [vocab ** d, vocab], of token d given the d before it; peaked and flat ones, with ties and zeros."""
+    rows = []
     for depth in range(num_tokens):
         shape = (vocab_size**depth, vocab_size)
         weights = (2 * torch.randn(shape, dtype=torch.float64, generator=generator)).exp()
         kind = torch.randint(0, 6, shape, generator=generator)
         weights = torch.where(kind == 0, 0.0, torch.where(kind == 1, 1.0, weights))
         weights[weights.sum(dim=1) == 0] = 1.0
-        laws.append(weights / weights.sum(dim=1, keepdim=True))
-    return laws
+        rows.append(weights / weights.sum(dim=1, keepdim=True))
+    return rows
 
 
 def measure(accepts: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -59,16 +59,16 @@ def measure(accepts: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tens
 
 
 def enumerate_step(rule: str, p: list[Tensor], q: list[Tensor] | None) -> Verification:
-    """p: laws of K + 1 tokens; q: laws of the K drafts, None for drafts without one."""
+    """p: distributions of K + 1 tokens; q: distributions of the K drafts, None for drafts without one."""
     num_drafts, vocab_size = len(p) - 1, p[0].shape[1]
     drafts = torch.tensor(list(itertools.product(range(vocab_size), repeat=num_drafts)))  # [N, K]
     place = torch.arange(len(drafts))
     prefix_idx = [place // vocab_size ** (num_drafts - depth) for depth in range(num_drafts + 1)]
-    p_rows = [law[index] for law, index in zip(p, prefix_idx, strict=True)]
+    p_rows = [probs[index] for probs, index in zip(p, prefix_idx, strict=True)]
     p_draft = torch.stack([p_rows[i][place, drafts[:, i]] for i in range(num_drafts)], dim=1)
     q_rows = q_draft = None
     if q is not None:
-        q_rows = [law[index] for law, index in zip(q, prefix_idx, strict=False)]
+        q_rows = [probs[index] for probs, index in zip(q, prefix_idx, strict=False)]
         q_draft = torch.stack([q_rows[i][place, drafts[:, i]] for i in range(num_drafts)], dim=1)
     scale = torch.ones_like(p_draft)
     accepts: Callable[[Tensor], Tensor]
@@ -91,8 +91,8 @@ def enumerate_step(rule: str, p: list[Tensor], q: list[Tensor] | None) -> Verifi
     kept = torch.zeros(len(drafts), num_drafts + 1, dtype=torch.float64).index_add_(1, count(outcomes), weights)
 
     tail = [torch.ones(vocab_size ** (num_drafts + 1), 1, dtype=torch.float64)]  # of the tokens behind each prefix
-    for law in reversed(p):
-        tail.insert(0, (law.unsqueeze(2) * tail[0].view(*law.shape, -1)).flatten(1))
+    for probs in reversed(p):
+        tail.insert(0, (probs.unsqueeze(2) * tail[0].view(*probs.shape, -1)).flatten(1))
     output = torch.zeros(len(drafts), vocab_size ** (num_drafts + 1), dtype=torch.float64)
     for i in range(num_drafts + 1):
         if i == num_drafts:
@@ -103,20 +103,20 @@ def enumerate_step(rule: str, p: list[Tensor], q: list[Tensor] | None) -> Verifi
             last = ops.residual(p_rows[i], q_rows[i], scale[:, i])
         last = last / last.sum(dim=1, keepdim=True)
         children = prefix_idx[i].unsqueeze(1) * vocab_size + torch.arange(vocab_size)  # [N, vocab]
-        law = kept[:, i, None, None] * last.unsqueeze(2) * tail[i + 1][children]
-        output.view(len(drafts), vocab_size**i, -1)[place, prefix_idx[i]] += law.flatten(1)
+        probs = kept[:, i, None, None] * last.unsqueeze(2) * tail[i + 1][children]
+        output.view(len(drafts), vocab_size**i, -1)[place, prefix_idx[i]] += probs.flatten(1)
     probabilities = torch.ones(1, dtype=torch.float64) if q_draft is None else q_draft.prod(dim=1)
     return Verification(probabilities=probabilities, kept=kept, output=output, target=tail[0][0])
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("vocab_size", "num_drafts"), CASES)
-def test_a_step_commits_blocks_of_the_targets_law(rule: str, vocab_size: int, num_drafts: int) -> None:
+def test_a_step_commits_blocks_of_the_targets_distribution(rule: str, vocab_size: int, num_drafts: int) -> None:
     generator = torch.Generator().manual_seed(100 * vocab_size + num_drafts)
     kept = []
     for _ in range(12):
-        p = random_laws(vocab_size, num_drafts + 1, generator)
-        q = random_laws(vocab_size, num_drafts, generator)
+        p = random_probs(vocab_size, num_drafts + 1, generator)
+        q = random_probs(vocab_size, num_drafts, generator)
         step = enumerate_step(rule, p, q)
         assert float(step.probabilities.sum()) == pytest.approx(1, abs=1e-13)
         error = ((step.probabilities.unsqueeze(1) * step.output).sum(dim=0) - step.target).abs().max()
@@ -127,13 +127,13 @@ def test_a_step_commits_blocks_of_the_targets_law(rule: str, vocab_size: int, nu
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("vocab_size", "num_drafts"), CASES)
-def test_whatever_a_draft_without_a_law_says_the_block_has_the_targets_law(
+def test_whatever_a_draft_without_a_distribution_says_the_block_has_the_targets_distribution(
     rule: str, vocab_size: int, num_drafts: int
 ) -> None:
     """Drafts of n-grams, suffix trees and greedy drafters: no average over drafts, each one alone must do."""
     generator = torch.Generator().manual_seed(vocab_size + 10 * num_drafts)
     for _ in range(4):
-        step = enumerate_step(rule, random_laws(vocab_size, num_drafts + 1, generator), None)
+        step = enumerate_step(rule, random_probs(vocab_size, num_drafts + 1, generator), None)
         assert float((step.output - step.target).abs().max()) < 1e-12
 
 
@@ -142,7 +142,7 @@ def test_block_keeps_at_least_as_many_drafts_as_the_probabilistic_rule(vocab_siz
     generator = torch.Generator().manual_seed(1000 + 10 * vocab_size + num_drafts)
     gains = []
     for _ in range(12):
-        p, q = random_laws(vocab_size, num_drafts + 1, generator), random_laws(vocab_size, num_drafts, generator)
+        p, q = random_probs(vocab_size, num_drafts + 1, generator), random_probs(vocab_size, num_drafts, generator)
         block, probabilistic = (enumerate_step(rule, p, q).mean_kept() for rule in ("block", "probabilistic"))
         assert block >= probabilistic - 1e-12
         gains.append(block - probabilistic)
@@ -151,17 +151,17 @@ def test_block_keeps_at_least_as_many_drafts_as_the_probabilistic_rule(vocab_siz
 
 def test_the_papers_example_keeps_eleven_ninths() -> None:
     """Section 2 of arXiv 2403.10444: p = (1/3, 2/3), q = (2/3, 1/3) at every place, two draft tokens."""
-    p, q = (torch.tensor(law, dtype=torch.float64) / 3 for law in ([[1.0, 2.0]], [[2.0, 1.0]]))
-    p_laws, q_laws = [p.expand(2**depth, 2) for depth in range(3)], [q.expand(2**depth, 2) for depth in range(2)]
-    assert enumerate_step("probabilistic", p_laws, q_laws).mean_kept() == pytest.approx(10 / 9, abs=1e-14)
-    assert enumerate_step("block", p_laws, q_laws).mean_kept() == pytest.approx(11 / 9, abs=1e-14)
+    p, q = (torch.tensor(probs, dtype=torch.float64) / 3 for probs in ([[1.0, 2.0]], [[2.0, 1.0]]))
+    p_rows, q_rows = [p.expand(2**depth, 2) for depth in range(3)], [q.expand(2**depth, 2) for depth in range(2)]
+    assert enumerate_step("probabilistic", p_rows, q_rows).mean_kept() == pytest.approx(10 / 9, abs=1e-14)
+    assert enumerate_step("block", p_rows, q_rows).mean_kept() == pytest.approx(11 / 9, abs=1e-14)
 
 
 @pytest.mark.parametrize(("vocab_size", "num_drafts"), CASES)
 def test_a_prefix_probability_is_the_chance_that_block_keeps_that_prefix(vocab_size: int, num_drafts: int) -> None:
-    """The paper's lemma, on which both the law and the optimality rest: P(kept >= i | x_1..x_i) = p_i."""
+    """The paper's lemma, on which both the distribution and the optimality rest: P(kept >= i | x_1..x_i) = p_i."""
     generator = torch.Generator().manual_seed(vocab_size * num_drafts)
-    p, q = random_laws(vocab_size, num_drafts + 1, generator), random_laws(vocab_size, num_drafts, generator)
+    p, q = random_probs(vocab_size, num_drafts + 1, generator), random_probs(vocab_size, num_drafts, generator)
     step = enumerate_step("block", p, q)
     at_least = step.kept.flip(1).cumsum(1).flip(1)  # [N, K + 1]
     place = torch.arange(len(step.kept))

@@ -1,4 +1,4 @@
-"""How a model drafter draws: from its own law, cut and warped by the very processors the target's rows get."""
+"""How a model drafter draws: from its own distribution, cut and warped by the very processors the target's rows get."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ def record(monkeypatch: pytest.MonkeyPatch, engines: Engines, **keys: Any) -> li
     return drawings
 
 
-def naive_law(logits: Tensor, params: SamplingParams) -> Tensor:
+def naive_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """temperature, min_p, top_k, top_p, one after another on one row in float64."""
-    law = (logits.double() / params.temperature).softmax(-1)
-    law = torch.where(law >= params.min_p * law.max(), law, 0.0)
+    probs = (logits.double() / params.temperature).softmax(-1)
+    probs = torch.where(probs >= params.min_p * probs.max(), probs, 0.0)
     if params.top_k:
-        law = torch.where(law >= law.sort(descending=True).values[params.top_k - 1], law, 0.0)
-    ordered = law.sort(descending=True).values
-    smallest = ordered[int((ordered.cumsum(0) < params.top_p * law.sum()).sum())] if params.top_p < 1 else 0.0
-    law = torch.where(law >= smallest, law, 0.0)
-    return law / law.sum()
+        probs = torch.where(probs >= probs.sort(descending=True).values[params.top_k - 1], probs, 0.0)
+    ordered = probs.sort(descending=True).values
+    smallest = ordered[int((ordered.cumsum(0) < params.top_p * probs.sum()).sum())] if params.top_p < 1 else 0.0
+    probs = torch.where(probs >= smallest, probs, 0.0)
+    return probs / probs.sum()
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_draft_probabilities_are_cut_and_warped_as_the_targets_are(
                 assert int(drawing.token_ids[row]) == int(drawing.logits[row].argmax())
                 continue
             assert drawing.probs is not None
-            law = drawing.probs[row]
-            torch.testing.assert_close(law.double(), naive_law(drawing.logits[row], params), rtol=1e-4, atol=1e-7)
-            assert float(law[drawing.token_ids[row]]) > 0
-            sizes.add((seed, int((law > 0).sum())))
+            probs = drawing.probs[row]
+            torch.testing.assert_close(probs.double(), naive_probs(drawing.logits[row], params), rtol=1e-4, atol=1e-7)
+            assert float(probs[drawing.token_ids[row]]) > 0
+            sizes.add((seed, int((probs > 0).sum())))
     assert max(size for seed, size in sizes if seed == 0) == 5
     assert all(min(size for other, size in sizes if other == seed) < 40 for seed in range(4)), "cut-offs that cut"
 
@@ -137,7 +137,7 @@ def test_under_block_drafts_are_drawn_with_noise_of_their_position_and_step(
 
 
 @pytest.mark.parametrize("draft_sample_method", ["probabilistic", "coupled"])
-def test_no_law_is_computed_for_a_rule_that_does_not_read_it(
+def test_no_distribution_is_computed_for_a_rule_that_does_not_read_it(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, draft_sample_method: str
 ) -> None:
     drawings = record(monkeypatch, engines, rejection_sample_method="strict", draft_sample_method=draft_sample_method)

@@ -1,8 +1,8 @@
-"""What of its row each law keeps: argmax, maximum, cut and mass of logits rows.
+"""Truncates logits rows by min_p, top_k and top_p: the argmax, the maximum, the cut and the kept mass of each row.
 
-The law of a row is the softmax of logits / temperature over the values >= cut, where the cut stands for min_p, top_k
-and top_p in that order (kernels/reference/sampling.py); the latter two are searched for (kernels/cut_search.py). All
-sums are of integers: kept sets and masses are the reference's bit for bit.
+A row keeps the values of logits / temperature that are >= its cut. The cut applies min_p, then top_k, then top_p
+(kernels/reference/sampling.py); kernels/cut_search.py finds the cuts of the latter two. All sums are of integers, so
+kept tokens and masses equal the reference's bit for bit.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -33,16 +33,16 @@ BLOCK = 1024  # tokens of a program: a row of 128k tokens is a wave of an H200's
 NUM_WARPS = 8
 
 
-class RowLaws(NamedTuple):
-    """Of every row, greedy rows included; nothing is written for padding (a negative position)."""
+class TruncatedRows(NamedTuple):
+    """A value for every row, greedy rows included; nothing is written for padding (a negative position)."""
 
     argmax: Tensor  # [num_rows] int64: of the logits as they came, ties to the lowest id
     maxima: Tensor  # [num_rows] float32: of logits / temperature
-    cuts: Tensor  # [num_rows] float32: kept is what is >= this
-    masses: Tensor  # [num_rows] int64: kernels.reference.sampling.fixed_point_weights of what is kept, added up
+    cuts: Tensor  # [num_rows] float32: the row keeps the values >= this one
+    masses: Tensor  # [num_rows] int64: sum of kernels.reference.sampling.fixed_point_weights over the kept values
 
 
-# What there is one of for each row lies side by side in one allocation, aligned or not as their number has it.
+# Per-row values share one allocation, so whether a pointer is aligned depends on the number of rows.
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def best_kernel(
     ranks_ptr,  # [num_rows, num_splits] int64
@@ -116,18 +116,18 @@ def mass_kernel(
         tl.atomic_add(masses_ptr + row, tl.sum(tl.where(is_kept, weights, 0), axis=0), sem="relaxed")
 
 
-def row_laws(
+def truncate_rows(
     logits: Tensor,  # [num_rows, vocab] float32, rows any distance apart
     positions: Tensor,  # [num_rows] int64; negative: padding
     *,
-    is_greedy: Tensor | None = None,  # [num_rows] bool: the law is not wanted, argmax and maximum are the logits' own
+    is_greedy: Tensor | None = None,  # [num_rows] bool: not truncated; argmax and maximum are those of the logits
     temperatures: Tensor | None = None,  # [num_rows] float32
     min_p: Tensor | None = None,  # [num_rows] float32; 0: no cut
     top_k: Tensor | None = None,  # [num_rows] int64; <= 0 or >= vocab: no cut
     top_p: Tensor | None = None,  # [num_rows] float64; 1: no cut
     need_mass: bool = True,
-) -> RowLaws:
-    """The laws of the rows. Without need_mass, masses are not computed: what is there means nothing."""
+) -> TruncatedRows:
+    """Truncate the rows. Without need_mass the masses are not computed, and their values mean nothing."""
     check_rows(logits, positions, is_greedy, temperatures, min_p, top_k, top_p)
     num_rows, vocab_size = logits.shape
     assert vocab_size < 1 << 19, "fixed-point mass of more tokens may overflow"
@@ -135,15 +135,15 @@ def row_laws(
     argmax = torch.empty(num_rows, dtype=torch.int64, device=device)
     floats = torch.empty(2, num_rows, dtype=torch.float32, device=device)
     sums = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
-    laws = RowLaws(argmax=argmax, maxima=floats[0], cuts=floats[1], masses=sums[0])
+    truncated = TruncatedRows(argmax=argmax, maxima=floats[0], cuts=floats[1], masses=sums[0])
     if num_rows == 0:
-        return laws
+        return truncated
     splits = (num_rows, num_splits)
     options: dict[str, Any] = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
     ranks = torch.empty(splits, dtype=torch.int64, device=device)
     best_kernel[splits](ranks, logits, positions, logits.stride(0), vocab_size, BLOCK=BLOCK, **options)
     begin_kernel[(num_rows,)](
-        *laws[:3],
+        *truncated[:3],
         ranks,
         positions,
         is_greedy,
@@ -154,12 +154,14 @@ def row_laws(
         num_warps=1,
         enable_fp_fusion=False,
     )
-    rows = (logits, positions, is_greedy, temperatures, laws.maxima)
+    rows = (logits, positions, is_greedy, temperatures, truncated.maxima)
     if top_k is not None:
-        raise_cuts(laws.cuts, *rows, wanted=top_k, totals=None, block=BLOCK, options=options)
+        raise_cuts(truncated.cuts, *rows, wanted=top_k, totals=None, block=BLOCK, options=options)
     if top_p is not None:
-        mass_kernel[splits](sums[1], *rows, laws.cuts, logits.stride(0), vocab_size, BLOCK=BLOCK, **options)
-        raise_cuts(laws.cuts, *rows, wanted=top_p, totals=sums[1], block=BLOCK, options=options)
+        mass_kernel[splits](sums[1], *rows, truncated.cuts, logits.stride(0), vocab_size, BLOCK=BLOCK, **options)
+        raise_cuts(truncated.cuts, *rows, wanted=top_p, totals=sums[1], block=BLOCK, options=options)
     if need_mass:
-        mass_kernel[splits](laws.masses, *rows, laws.cuts, logits.stride(0), vocab_size, BLOCK=BLOCK, **options)
-    return laws
+        mass_kernel[splits](
+            truncated.masses, *rows, truncated.cuts, logits.stride(0), vocab_size, BLOCK=BLOCK, **options
+        )
+    return truncated
