@@ -12,7 +12,7 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["num_draft_tokens_ptr"])
 def follow_kernel(
-    told_ptr,  # [num_requests, width + 2] int64
+    packed_ptr,  # [num_requests, width + 2] int64
     lengths_ptr,  # [num_requests] int64
     last_token_ids_ptr,  # [num_requests, 2] int64
     token_ids_ptr,  # [num_requests, width] int64
@@ -25,10 +25,10 @@ def follow_kernel(
     place = tl.arange(0, WIDTH)
     own_ptr = token_ids_ptr + request * width
     accepted = tl.load(num_accepted_ptr + request)
-    told = tl.load(own_ptr + place, mask=place < width, other=0)
-    told = tl.where(place == width, accepted, told)
-    told = tl.where(place == width + 1, tl.load(num_draft_tokens_ptr + request), told)
-    tl.store(told_ptr + request * (width + 2) + place, told, mask=place < width + 2)
+    packed = tl.load(own_ptr + place, mask=place < width, other=0)
+    packed = tl.where(place == width, accepted, packed)
+    packed = tl.where(place == width + 1, tl.load(num_draft_tokens_ptr + request), packed)
+    tl.store(packed_ptr + request * (width + 2) + place, packed, mask=place < width + 2)
     length = tl.load(lengths_ptr + request)
     if length > 0:
         last_ptr = last_token_ids_ptr + request * 2
@@ -50,10 +50,10 @@ def follow_verified(
     """What kernels.reference.follow_verified.follow_verified does; all arguments contiguous."""
     num_requests, width = token_ids.shape
     assert all(t.is_contiguous() for t in (lengths, last_token_ids, token_ids, num_accepted, num_draft_tokens))
-    told = torch.empty(num_requests, width + 2, dtype=torch.int64, device=token_ids.device)
+    packed = torch.empty(num_requests, width + 2, dtype=torch.int64, device=token_ids.device)
     if num_requests:
         follow_kernel[(num_requests,)](
-            told,
+            packed,
             lengths,
             last_token_ids,
             token_ids,
@@ -63,4 +63,4 @@ def follow_verified(
             WIDTH=triton.next_power_of_2(width + 2),
             num_warps=1,
         )
-    return told
+    return packed

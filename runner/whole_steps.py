@@ -15,7 +15,7 @@ from torch import Tensor
 
 from proposers.base import Proposer
 from proposers.captured.drafter import CapturedDrafter, GoingOn
-from runner.engine.device_requests import DeviceBatch, DeviceRequests, DrawnBy
+from runner.engine.device_requests import DeviceBatch, DeviceRequests, SamplingFlags
 from runner.engine.download import Download
 from runner.engine.graphs import GraphStore
 from runner.engine.model_runner import ModelRunner
@@ -35,7 +35,7 @@ class LaunchedStep:
     schedule: Schedule
     places: list[int]  # of the scheduled requests in the batch; at the others nobody is
     depth: int  # of the drafts
-    told: Download  # [count, depth + 3] int64, as kernels/follow_verified.py lays it out; then the parents of trees
+    packed: Download  # [count, depth + 3] int64, as kernels/follow_verified.py lays it out; then the parents of trees
 
     @property
     def requests(self) -> list[Request]:
@@ -44,15 +44,15 @@ class LaunchedStep:
     def read(self) -> tuple[DraftTokens, VerifyOutput]:
         """What was drafted and what came of it; waits for the step."""
         width = self.depth + 1
-        told = self.told.read()[self.places]
-        num_drafts, parents = told[:, width + 1].tolist(), told[:, width + 2 :].tolist()
+        packed = self.packed.read()[self.places]
+        num_drafts, parents = packed[:, width + 1].tolist(), packed[:, width + 2 :].tolist()
         drafts = DraftTokens(
-            token_ids=told[:0, 0],
+            token_ids=packed[:0, 0],
             cu_num_draft_tokens=[0, *accumulate(num_drafts)],
             parent_indices=[parent for own, count in zip(parents, num_drafts, strict=True) for parent in own[:count]]
             or None,
         )
-        return drafts, VerifyOutput(token_ids=told[:, :width], num_accepted_tokens=told[:, width])
+        return drafts, VerifyOutput(token_ids=packed[:, :width], num_accepted_tokens=packed[:, width])
 
 
 class WholeSteps:
@@ -81,7 +81,7 @@ class WholeSteps:
         self._graphs = GraphStore()
         self._on_device: DeviceRequests | None = None
         # Of the steps under way:
-        self._drawn_by = DrawnBy.of([])
+        self._sampling_flags = SamplingFlags.of([])
         self._count = 0  # places in the batch
 
     @classmethod
@@ -159,7 +159,7 @@ class WholeSteps:
                 device=self.target.device,
             )
         requests = [item.request for item in schedule.scheduled]
-        self._drawn_by = DrawnBy.of([request.sampling_params for request in requests])
+        self._sampling_flags = SamplingFlags.of([request.sampling_params for request in requests])
         self._count = min(bucket(len(requests)), self.max_num_seqs)
         self._on_device.load(requests)
         self.drafter.start(requests)
@@ -213,13 +213,13 @@ class WholeSteps:
         assert isinstance(shape, PagedShape)
         # Up to one split, contexts of any length are launched alike.
         max_context = shape.context_bucket(max(longest + self.drafter.reach, shape.split_keys or 0))
-        batch = self._on_device.batch(self._count, self._drawn_by, max_context)
+        batch = self._on_device.batch(self._count, self._sampling_flags, max_context)
 
         def compute() -> tuple[Tensor]:
             return (self._step(batch),)
 
-        (told,) = self._graphs((self._count, self._drawn_by, max_context), compute)
-        return LaunchedStep(schedule=schedule, places=places, told=Download(told), depth=self.drafter.depth)
+        (packed,) = self._graphs((self._count, self._sampling_flags, max_context), compute)
+        return LaunchedStep(schedule=schedule, places=places, packed=Download(packed), depth=self.drafter.depth)
 
     def _step(self, batch: DeviceBatch) -> Tensor:
         from kernels.follow_verified import follow_verified
@@ -229,5 +229,5 @@ class WholeSteps:
             batch, drafted.token_ids, drafted.probs, drafted.parents, self.drafter.tap_layers
         )
         self.drafter.learn(batch, taps, verified.token_ids)
-        told = follow_verified(batch.lengths, batch.last_token_ids, *verified)
-        return told if drafted.parents is None else torch.cat((told, drafted.parents), dim=1)
+        packed = follow_verified(batch.lengths, batch.last_token_ids, *verified)
+        return packed if drafted.parents is None else torch.cat((packed, drafted.parents), dim=1)

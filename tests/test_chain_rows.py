@@ -118,7 +118,7 @@ def test_requests_move_on_by_what_was_verified(by_kernel: bool, kernel_device: t
     num_accepted, num_drafts = torch.tensor([2, 1, 0, 0]), torch.tensor([2, 2, 1, 0])
     device = kernel_device if by_kernel else torch.device("cpu")
     arguments = [t.to(device) for t in (lengths, last, token_ids, num_accepted, num_drafts)]
-    told = (follow_verified if by_kernel else follow_reference)(*arguments)
-    assert told.tolist() == [[10, 11, 12, 2, 2], [13, 14, -1, 1, 2], [15, -1, -1, 0, 1], [-1, -1, -1, 0, 0]]
+    packed = (follow_verified if by_kernel else follow_reference)(*arguments)
+    assert packed.tolist() == [[10, 11, 12, 2, 2], [13, 14, -1, 1, 2], [15, -1, -1, 0, 1], [-1, -1, -1, 0, 0]]
     assert arguments[0].tolist() == [12, 7, 8, 0]
     assert arguments[1].tolist() == [[11, 12], [13, 14], [6, 15], [0, 0]]

@@ -36,7 +36,7 @@ def _prepare(setting: Setting, num_requests: int, width: int) -> Work:
 
     def check() -> list[str]:
         found, wanted = (lengths.clone(), last_token_ids.clone()), (lengths.clone(), last_token_ids.clone())
-        check_equal("what is told", kernel.follow_verified(*found, *verified), reference(*wanted, *verified))
+        check_equal("packed result", kernel.follow_verified(*found, *verified), reference(*wanted, *verified))
         check_equal("lengths", found[0], wanted[0])
         check_equal("last tokens", found[1], wanted[1])
         return ["equal"]

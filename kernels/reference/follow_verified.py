@@ -1,4 +1,4 @@
-"""Moves requests on by what a step has verified, where they are kept on the device; the definition."""
+"""Advances the requests' state on the device by the tokens that a step has verified; the definition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def follow_verified(
     token_ids: Tensor,  # [num_requests, width] int64: accepted, recovered or bonus, then -1
     num_accepted: Tensor,  # [num_requests] int64
     num_draft_tokens: Tensor,  # [num_requests] int64
-) -> Tensor:  # [num_requests, width + 2] int64: token_ids, num_accepted and num_draft_tokens in one piece
+) -> Tensor:  # [num_requests, width + 2] int64: token_ids, num_accepted and num_draft_tokens, packed for the host
     """Writes lengths and last_token_ids in place; absent requests stay as they are."""
     is_here = lengths > 0
     before = torch.cat((last_token_ids[:, 1:], token_ids), dim=1)  # the token in front of each of the step's

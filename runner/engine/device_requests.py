@@ -1,6 +1,6 @@
-"""Requests as the device knows them: what a step reads and moves on without the host.
+"""The requests' state on the device: a whole step reads and advances it without the host.
 
-The host loads them once, when steps without it begin, and afterwards says only which blocks are new.
+The host loads the requests once, before the first such step, and then uploads only the numbers of new blocks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from runner.engine.upload import to_device
 
 
 def in_turn(values: Tensor, repeats: int) -> Tensor:
-    """Every entry of the first dimension so many times (torch's repeat_interleave may wait for the device)."""
+    """Repeat each entry of the first dimension in place (torch's repeat_interleave may wait for the device)."""
     return values if repeats == 1 else values.unsqueeze(1).expand(-1, repeats, *values.shape[1:]).flatten(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawnBy:
-    """Which parameters the requests of a batch use: the others' kernels need not look at them."""
+class SamplingFlags:
+    """Which sampling parameters any request of a batch uses. Kernels are given no tensor of the others."""
 
     all_greedy: bool
     min_p: bool
@@ -36,7 +36,7 @@ class DrawnBy:
     top_p: bool
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> DrawnBy:
+    def of(cls, params: Sequence[SamplingParams]) -> SamplingFlags:
         drawn = [p for p in params if not p.is_greedy]
         return cls(
             all_greedy=not drawn,
@@ -79,8 +79,8 @@ class _Values:
         for held, values in columns:
             held[: len(values) * repeats].view(len(values), repeats).copy_(values.unsqueeze(1))
 
-    def sampling(self, drawn_by: DrawnBy, positions: Tensor, repeats: int = 1) -> RowSampling:
-        """repeats: rows in which each of the values holds."""
+    def sampling(self, sampling_flags: SamplingFlags, positions: Tensor, repeats: int = 1) -> RowSampling:
+        """repeats: consecutive rows that share a value."""
 
         def of_rows(values: Tensor) -> Tensor:
             return in_turn(values[: len(positions) // repeats], repeats)
@@ -88,12 +88,12 @@ class _Values:
         return RowSampling(
             seeds=of_rows(self.seeds),
             positions=positions,
-            all_greedy=drawn_by.all_greedy,
-            is_greedy=None if drawn_by.all_greedy else of_rows(self.is_greedy),
-            temperatures=None if drawn_by.all_greedy else of_rows(self.temperatures),
-            min_p=of_rows(self.min_p) if drawn_by.min_p else None,
-            top_k=of_rows(self.top_k) if drawn_by.top_k else None,
-            top_p=of_rows(self.top_p) if drawn_by.top_p else None,
+            all_greedy=sampling_flags.all_greedy,
+            is_greedy=None if sampling_flags.all_greedy else of_rows(self.is_greedy),
+            temperatures=None if sampling_flags.all_greedy else of_rows(self.temperatures),
+            min_p=of_rows(self.min_p) if sampling_flags.min_p else None,
+            top_k=of_rows(self.top_k) if sampling_flags.top_k else None,
+            top_p=of_rows(self.top_p) if sampling_flags.top_p else None,
         )
 
 
@@ -110,7 +110,7 @@ class DeviceBatch:
     block_tables: Tensor  # [count, max_blocks] int32
     branch_starts: Tensor  # [count] int32
     branch_slots: Tensor  # [count, 0] int32
-    drawn_by: DrawnBy
+    sampling_flags: SamplingFlags
     max_context: int  # keys that any row sees lie before it
     of_requests: _Values
     of_rows: _Values
@@ -196,10 +196,10 @@ class DeviceBatch:
         )
 
     def sampling(self, positions: Tensor) -> RowSampling:
-        """Of equally many rows of every request, as many as there are positions."""
+        """Sampling parameters of len(positions) rows, equally many of every request."""
         if len(positions) == self.count * self.num_rows:
-            return self.of_rows.sampling(self.drawn_by, positions)
-        return self.of_requests.sampling(self.drawn_by, positions, len(positions) // self.count)
+            return self.of_rows.sampling(self.sampling_flags, positions)
+        return self.of_requests.sampling(self.sampling_flags, positions, len(positions) // self.count)
 
 
 class DeviceRequests:
@@ -262,13 +262,13 @@ class DeviceRequests:
         self.extend_tables(range(len(requests)), requests)
 
     def remove(self, places: Sequence[int]) -> None:
-        """Requests of `load`, by their order there, that are absent from now on; their blocks are others' now."""
+        """Mark requests as absent, by their places in `load`; their blocks may belong to others now."""
         index = to_device(places, torch.int64, self.device)
         self.lengths.index_fill_(0, index, 0)
         self.block_tables.index_fill_(0, index, 0)  # a drafter may have rows of theirs left to compute
 
     def extend_tables(self, places: Sequence[int], requests: Sequence[Request]) -> None:
-        """Tell of blocks that requests have got since; places: theirs in `load`."""
+        """Append the blocks that requests have got since; places: those of the requests in `load`."""
         rows, columns, blocks = list[int](), list[int](), list[int]()
         for row, request in zip(places, requests, strict=True):
             fresh = request.block_table[self._num_blocks[row] :]
@@ -280,7 +280,7 @@ class DeviceRequests:
             index = to_device([rows, columns, blocks], torch.int64, self.device)
             self.block_tables.index_put_((index[0], index[1]), index[2].to(torch.int32))
 
-    def batch(self, count: int, drawn_by: DrawnBy, max_context: int) -> DeviceBatch:
+    def batch(self, count: int, sampling_flags: SamplingFlags, max_context: int) -> DeviceBatch:
         return DeviceBatch(
             count=count,
             num_rows=self.num_rows,
@@ -291,7 +291,7 @@ class DeviceRequests:
             block_tables=self.block_tables[:count],
             branch_starts=self._branch_starts[:count],
             branch_slots=self._branch_slots[:count],
-            drawn_by=drawn_by,
+            sampling_flags=sampling_flags,
             max_context=max_context,
             of_requests=self._of_requests,
             of_rows=self._of_rows,
