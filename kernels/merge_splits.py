@@ -1,7 +1,7 @@
-"""The second half of an attention that is split over the keys, and what both halves have to agree upon.
+"""Merges the partial results of an attention that is split over the keys, and holds what both halves share.
 
-A row's own splits are merged and no others, MERGED_SPLITS at a time, at absolute places: how many splits its neighbours
-need, or its launch has room for, is nothing to it.
+Each row merges its own splits and no others, MERGED_SPLITS at a time, at absolute places. So its bits do not depend on
+how many splits its neighbours need, or its launch has room for.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -1,13 +1,13 @@
-"""kernels/reference/paged_attention.py on a GPU: flash attention over a paged cache whose rows do not know each other.
+"""kernels/reference/paged_attention.py on a GPU: flash attention over a paged cache, each row on its own.
 
 A program takes BLOCK_M packed rows, the query heads of one KV head times a tile's launch rows, so that keys and values
 are read once for all of them. Split form (decode and verification, after Flash-Decoding): a program sees the keys of
-one split, and merge_splits.py puts each row's own together. Whole form (prompts): it walks all keys of its tile.
+one split, and merge_splits.py merges each row's splits. Whole form (prompts): it walks all keys of its tile.
 
 A row's bits depend on its query and its visible keys alone. Keys sit at their absolute positions in blocks of BLOCK_N
 and in splits, so every product and every sum has the same shape wherever a row is; a block that only a neighbour needs
-multiplies by exactly 1 and adds exact zeros; splits that only a neighbour needs are not merged. Nothing is contracted
-but by tl.fma (enable_fp_fusion=False), so programs compiled for other arguments round alike.
+multiplies by exactly 1 and adds exact zeros; splits that only a neighbour needs are not merged. Only
+tl.fma fuses a product and a sum (enable_fp_fusion=False), so programs compiled for other arguments round alike.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -44,15 +44,15 @@ class PagedSegments:
     tile_rows: Tensor  # [num_tiles] int32: first launch row of a tile
     tile_sizes: Tensor  # [num_tiles] int32: its rows, at most rows_per_tile(...); 0 = padding
     tile_positions: Tensor  # [num_tiles] int32: absolute position of its first row
-    last_keys: Tensor  # [num_tiles] int32: position of the last key that any of its rows sees; all of them, not causal
+    last_keys: Tensor  # [num_tiles] int32: position of the last key that any row sees; not causal: that every row sees
     block_tables: Tensor  # [num_segments, max_blocks] int32
     branch_starts: Tensor  # [num_segments] int32: positions from here on are stored in branch_slots; 2**31 - 1: none
     branch_slots: Tensor  # [num_segments, max_branch] int32: cache slot of position branch_start + i
-    max_context: int  # keys that a row sees lie before it: on the host, for the grid
-    max_tile_size: int  # of tile_sizes but for shared tiles, likewise
-    # Leading tiles attend, for rows that have tiles of their own too, to keys that all of these rows see: whole splits,
-    # up to last_keys. The rows' own tiles begin at their first_keys. Under a window, where rows do not begin together,
-    # nothing is shared: leading tiles are left out, and the others begin where their rows do.
+    max_context: int  # every visible key lies before this position; on the host, for the grid
+    max_tile_size: int  # largest of tile_sizes, shared tiles aside; on the host, for the grid
+    # The first num_shared_tiles tiles attend to keys that all of their rows see: whole splits, up to last_keys. Each of
+    # these rows is in a tile of its own too, which attends to the rest, from first_keys on. Under a sliding window the
+    # rows do not begin at one key, so shared tiles are skipped and the rows' own tiles attend to all that they see.
     num_shared_tiles: int = 0
     first_keys: Tensor | None = None  # [num_tiles] int32; None: 0
 
@@ -154,7 +154,7 @@ def attend_kernel(
     row = (tl.load(rows_ptr + tile) + row_in_tile).to(tl.int64)
     head = kv_head * GROUP + packed % GROUP
     is_row = row_in_tile < size
-    # Places without a row see what the last row sees: were it nothing, they would divide zero by zero.
+    # Places without a row see what the last row sees: if they saw no key, they would divide zero by zero.
     first, last = visible(position + tl.minimum(row_in_tile, size - 1), last_key, WINDOW, IS_CAUSAL)
     head_columns, value_columns = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
     is_head_column, is_value_column = head_columns < HEAD_DIM, value_columns < VALUE_DIM
@@ -171,7 +171,7 @@ def attend_kernel(
     numerator = tl.zeros((BLOCK_M, VALUE_BLOCK), tl.float32)
     for block in range(start, stop, BLOCK_N):
         keys = block + tl.arange(0, BLOCK_N)
-        # What no row of the tile sees is not read: it may be anything, even no number.
+        # Keys that no row of the tile sees are not read: their memory may hold anything, even NaN.
         is_key = (keys >= first_seen) & (keys <= last_seen)
         slots = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64) * BLOCK_SIZE
         slots += keys % BLOCK_SIZE
@@ -189,7 +189,7 @@ def attend_kernel(
         is_visible = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
         logits = tl.where(is_visible, logits, float("-inf"))
         larger = tl.maximum(maximum, tl.max(logits, axis=1))
-        # A row that has seen nothing yet keeps its zeros; -inf minus -inf would be no number.
+        # A row that has seen no key yet keeps its zeros; -inf minus -inf would be NaN.
         base = tl.where(larger == float("-inf"), 0.0, larger)
         alpha = tl.exp2(maximum - base)
         weights = tl.exp2(logits - base[:, None])
@@ -238,7 +238,7 @@ def paged_attention(
     num_rows, num_heads, head_dim = query.shape
     is_split = split_keys is not None and segments.max_context > split_keys
     shares = is_split and segments.num_shared_tiles > 0 and not sliding_window
-    own = slice(segments.num_shared_tiles, None)  # one tile or another for every row
+    own = slice(segments.num_shared_tiles, None)  # the rows' own tiles: every row is in one
     attending = slice(None) if shares else own
     num_tiles = len(segments.tile_rows[attending])
     assert query.stride(2) == 1 and kv_cache.is_contiguous() and query.dtype == kv_cache.dtype

@@ -1,6 +1,6 @@
 """kernels/reference/tree_rows.py in one launch: a program for each request, which climbs from all of its rows at once.
 
-Twice: how deep a row is tells where the slots on its way belong.
+It climbs twice: a row's depth, known after the first climb, tells the second where the slots on its path belong.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -1,8 +1,8 @@
 """A block of tokens in one pass over the target's hidden states (DFlash, Chen et al., arXiv 2602.06036).
 
-What the target computed of a request enters the head's cache as soon as it is committed, in `update`; a draft is then
-one pass over the block that stands behind it. Its rows are distributions of one depth each, whatever the tokens before:
-trees are made of them too (DDTree, arXiv 2604.12989).
+The target's states of committed tokens enter the head's cache in `update`; a draft is then one pass over the block
+behind them. Each row of the block is the distribution at one depth, whatever the tokens before it, so the rows make
+trees too (DDTree, arXiv 2604.12989).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The draft keeps KV of its own under the target's block table. It computes prompts in the chunks the target does,
 and catches up on committed tokens when it next proposes: after full acceptance it lacks the last draft token too.
-A draft of another vocabulary says the tokens that both have (proposers.vocabularies, arXiv 2502.05202); everything
-here is in the target's ids, the request's processors and the distributions too.
+A draft model of another vocabulary drafts the tokens that both have (proposers.vocabularies, arXiv 2502.05202).
+Everything here is in the target's ids, the request's processors and the probabilities too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many KV blocks a run gets: what is left of the memory when the largest steps have what they need.
 
-On a GPU these steps are made once, over a cache of one block, and the memory at their peak is read off. Weights are
-loaded by then, the proposer's too.
+On a GPU these steps run once, over a cache of one block, and their peak memory is measured. By then the weights are
+loaded, the proposer's too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runner.engine.sampling_params import SamplingParams
 from verifier.rejection_sampler import RejectionSampler
 
 CPU_CACHE_BYTES = 4 * GIB  # as vLLM's default on the CPU
-# Of a GPU's memory, kept free beside what the profile measures: for graphs themselves, and pieces between allocations.
+# Share of a GPU's memory kept free beyond what the profile measures, for the graphs themselves and fragmentation.
 SPARE_SHARE = 0.02
 REMEDY = "lower model.max_model_len, raise hardware.gpu_memory_utilization, or choose a smaller model"
 
@@ -66,7 +66,7 @@ def num_cache_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class LargestSteps:
-    """A step that is all prompts, and one in which every request verifies all its drafts; what they say is nonsense."""
+    """Runs a step of prompts alone, and one in which all requests verify all their drafts; the tokens mean nothing."""
 
     target: ModelRunner
     rejection_sampler: RejectionSampler
@@ -90,7 +90,7 @@ class LargestSteps:
         device = self.target.device
         num_drafts = min(self.num_speculative_tokens, self.max_model_len - 2)
         count = max(1, min(self.max_num_seqs, self.max_num_batched_tokens // (num_drafts + 1)))
-        prompt = [0] * (self.max_model_len - num_drafts - 1)  # of all of them, so that it takes memory once
+        prompt = [0] * (self.max_model_len - num_drafts - 1)  # shared by all requests, so that it takes memory once
         end = len(prompt) + 1
         requests = [self._request(index, prompt, num_drafts + 1) for index in range(count)]
         for request in requests:

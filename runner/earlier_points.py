@@ -1,4 +1,4 @@
-"""What the points of one sweep, run one after another in one process, take over from earlier ones.
+"""What a point of a sweep reuses from the points that ran before it in the same process.
 
 The target's weights, while model and hardware stay the same, and plain decoding, so that all points are compared with
 one baseline. Each point has an engine and a KV cache of its own.

@@ -1,4 +1,4 @@
-"""What a measurement has to say about where it was made: without it a number is none."""
+"""Describes where a measurement was made, without which its numbers mean nothing."""
 
 from __future__ import annotations
 

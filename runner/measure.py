@@ -52,9 +52,11 @@ def measure(
     that no repeat profits from an earlier one. Where the rule keeps tokens, those of all passes are compared.
 
     Args:
-        collectors: gets that of every pass of the method, for who wants to know how far it came if this raises.
-        earlier: of the same sweep; with one repeat the first point's plain decoding is that of all. With several every
-            point measures its own, in turns with the method, so that a machine whose speed drifts is unfair to none.
+        collectors: receives the collector of each pass of the method when the pass begins. If this function raises,
+            the caller still has the requests that had finished.
+        earlier: the earlier points of the same sweep. With one repeat all points share the first point's plain
+            decoding. With several, each point measures its own in turns with the method, so that a machine whose
+            speed drifts favours neither.
     """
     config, engine = llm.config, llm.engine
     method = config.method.method
@@ -103,7 +105,7 @@ def workload_requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingP
     for index, item in enumerate(items):
         try:
             own.append(replace(params, **item.sampling))
-        except ValueError as error:  # of the two together: min_tokens is sampler's
+        except ValueError as error:  # the two may contradict each other: min_tokens, say, comes from sampler
             raise UserError(f"prompt {index} of the workload: {error}; mend its line, or sampler") from error
     return make_requests([item.prompt for item in items], own, llm.engine.tokenizer, llm.config.seed)
 
@@ -150,9 +152,9 @@ def _summaries(
     plain: Sequence[MetricsCollector],
     measured_in: str | None,
 ) -> list[dict[str, Any]]:
-    """One a repeat; what is compared between passes is the same in all of them.
+    """One summary for each repeat; comparisons between the passes are the same in all summaries.
 
-    measured_in: the earlier point that plain decoding is taken over from.
+    measured_in: the earlier point whose plain decoding is used; None: no earlier point's.
     """
     config, engine = llm.config, llm.engine
     errors = {request_id: reason for each in passes for request_id, reason in each.errors.items()}
@@ -194,7 +196,7 @@ def _warm_up(llm: LLM, items: Sequence[WorkloadItem], proposers: Sequence[Propos
     )
     first = [replace(item, sampling={}) for item in items[:2]]
     for proposer in proposers:
-        proposer.set_learning(False)  # a method that knew the answers from here would be measured too fast
+        proposer.set_learning(False)  # a method that learned the answers here would be measured too fast
         try:
             llm.run(workload_requests(llm, first, short), proposer, MetricsCollector())
         finally:

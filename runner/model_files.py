@@ -1,4 +1,4 @@
-"""What a model node of the configuration names: its place, its tokenizer, its end tokens."""
+"""What a model node of the configuration names: its directory, its tokenizer, its end-of-text tokens."""
 
 from __future__ import annotations
 

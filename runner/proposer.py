@@ -1,4 +1,4 @@
-"""From the method's configuration to its proposer."""
+"""Builds the proposer that the method's configuration names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Results as files: metrics.json, outputs.jsonl and vllm_speculative_config.json in the run's directory.
 
-Every file appears whole or not at all: it is written beside its place and renamed onto it, so nobody ever reads half
-of one, also when a run is killed.
+Every file appears whole or not at all: it is written beside its place and renamed onto it, so no reader ever sees
+half of one, even when a run is killed.
 """
 
 from __future__ import annotations

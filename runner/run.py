@@ -40,8 +40,8 @@ def execute(
     """Run a configuration; files go to output_dir. Returns the summary.
 
     Args:
-        written: how it was asked for (`sampler: sampled`), recorded beside its values.
-        earlier: the points of the same sweep that this process has run; takes note of this one.
+        written: the options that were asked for (`sampler: sampled`), recorded beside the values.
+        earlier: the points of the same sweep that this process has run; this one is added to them.
 
     Raises:
         UserError: the configuration cannot run on this machine; nothing is recorded then.
@@ -53,7 +53,7 @@ def execute(
     else:  # a file is read before a model is loaded, so that a wrong path shows at once
         items = read_workload(workload)
         llm = _load(config, earlier)
-    # Requests are made once for their errors: none of those may leave a run behind.
+    # Build the requests before a run is recorded, so that an invalid one raises while there is no run to leave behind.
     requests = workload_requests(llm, items, config.sampler.to_sampling_params())
     if None not in (refusals := llm.refusals(requests)):
         raise UserError(f"no request of the workload can run; request {requests[0].request_id}: {refusals[0]}")
@@ -79,7 +79,7 @@ def execute(
         collectors = list[MetricsCollector]()
         try:
             measurement = measure(llm, items, collectors, earlier)
-        except BaseException:  # what a run of hours has said is not lost with it
+        except BaseException:  # an interrupted run of hours keeps the outputs that it has
             tracker.log_artifacts(_keep_finished(output_dir, collectors, len(items) * config.sampler.n))
             raise
         summary = measurement.summary
@@ -132,9 +132,9 @@ def _run_name(config: SpeculativeConfig, items: Sequence[WorkloadItem]) -> str:
 
 
 def _keep_finished(output_dir: Path, collectors: Sequence[MetricsCollector], num_requests: int) -> list[Path]:
-    """Writes what a run that breaks off has finished, in the order it finished, and says where; nothing for nothing.
+    """Write the requests that an interrupted run has finished, in the order they finished, and print the path.
 
-    Of the repeat that came furthest.
+    They are those of the repeat that came furthest. Returns the paths written: none where no request had finished.
     """
     furthest = max((each.records for each in collectors), key=len, default=[])
     finished = [record for record in furthest if not record.failed]

@@ -1,4 +1,4 @@
-"""The captured steps of one proposer, by how many drafts the load allows; made when they are first asked for."""
+"""Holds the captured steps of one proposer for each number of drafts that the load allows, made when first needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runner.whole_steps import WholeSteps
 
 class StepsByLoad:
     def __init__(self, make: Callable[[int], WholeSteps | None]) -> None:
-        """make: of the drafts a request may have, the steps that draft as many; None: the host has a part in them."""
+        """make: returns the steps that draft so many tokens a request, or None where they need the host."""
         self._make = make
         self._made: dict[int, WholeSteps | None] = {}
 

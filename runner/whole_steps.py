@@ -1,4 +1,4 @@
-"""Whole steps as CUDA graphs: drafting, the target's pass, the rule, and the requests moved on, in one replay.
+"""Whole steps as CUDA graphs: one replay drafts, runs the target and the rule, and advances the requests.
 
 While the same requests decode, a step reads what the step before it left on the device. So the host launches the next
 one before it knows the last one's tokens, and its own work hides behind the device's.
@@ -25,15 +25,15 @@ from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
 from verifier.captured import CapturedVerifier, captured_verifier
 from verifier.rules import Rule
 
-SMALLEST_SHARE = 0.75  # of a batch's places that hold a request; what the others cost is for nothing
+SMALLEST_SHARE = 0.75  # of a batch's places must hold a request; computing the empty places is wasted
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedStep:
-    """A step on its way."""
+    """A step that is launched and not read yet."""
 
     schedule: Schedule
-    places: list[int]  # of the scheduled requests in the batch; at the others nobody is
+    places: list[int]  # of the scheduled requests in the batch; all other places are empty
     depth: int  # of the drafts
     packed: Download  # [count, depth + 3] int64, as kernels/follow_verified.py lays it out; then the parents of trees
 
@@ -42,7 +42,7 @@ class LaunchedStep:
         return [item.request for item in self.schedule.scheduled]
 
     def read(self) -> tuple[DraftTokens, VerifyOutput]:
-        """What was drafted and what came of it; waits for the step."""
+        """The step's drafts and their verification; waits for the step."""
         width = self.depth + 1
         packed = self.packed.read()[self.places]
         num_drafts, parents = packed[:, width + 1].tolist(), packed[:, width + 2 :].tolist()
@@ -95,7 +95,7 @@ class WholeSteps:
         max_num_seqs: int,
         max_model_len: int,
     ) -> WholeSteps | None:
-        """None where the host has a part in the engine's steps, whatever the requests."""
+        """None where the engine's steps need the host, whatever the requests are."""
         if target.graphs is None or not target.is_paged:
             return None
         drafter = proposer.captured_drafter(max_draft_tokens)
@@ -120,7 +120,7 @@ class WholeSteps:
         )
 
     def take(self, schedule: Schedule, scheduler: Scheduler) -> bool:
-        """Whether a step can be computed in this form: every request decodes, and all draft alike."""
+        """Whether a step can be computed in this form: every request decodes, and all draft the same number."""
         num_drafts = self.drafter.num_tokens
         return (
             bool(schedule.scheduled)
@@ -167,7 +167,7 @@ class WholeSteps:
         return self._launch(schedule, list(range(len(requests))), longest=longest)
 
     def go_on(self, launched: LaunchedStep, scheduler: Scheduler) -> LaunchedStep | None:
-        """Launch the step behind one that is not read yet; None where it has to be read first."""
+        """Launch the next step before `launched` is read; None where `launched` has to be read first."""
         staying = [
             (place, item)
             for place, item in zip(launched.places, launched.schedule.scheduled, strict=True)
@@ -182,7 +182,7 @@ class WholeSteps:
             or len(requests) < SMALLEST_SHARE * self._count  # better to begin again with a smaller batch
             or scheduler.max_draft_tokens != self.max_draft_tokens
             or longest + self.drafter.reach > self._longest_drafted
-            # The step under way brings each a token at least.
+            # The step under way brings each request at least one token.
             or all(len(r.output_token_ids) + 1 >= r.sampling_params.max_tokens for r in requests)
             or not scheduler.reserve_ahead(most + self.drafter.num_tokens)
         ):
@@ -196,7 +196,7 @@ class WholeSteps:
         return self._launch(schedule, places, longest=longest)
 
     def stop(self, launched: LaunchedStep, committed: Sequence[CommittedTokens]) -> None:
-        """No step is under way: `launched` was the last one, and brought this."""
+        """End the whole steps: `launched` was the last one, and committed these tokens."""
         places = {request.request_id: place for place, request in zip(launched.places, launched.requests, strict=True)}
         self.drafter.stop(
             [

@@ -1,7 +1,7 @@
-"""What an accepted path of a draft tree means for the step: as if its tokens had been drafted as a chain.
+"""Turns the accepted path of a draft tree into a chain, as if its tokens had been drafted as one.
 
 Drafts are stored and computed in the order of the tree. Here the accepted ones come to the front, rows and cached keys
-alike, so that nobody behind the verifier sees that there was a tree.
+alike, so that no code behind the verifier sees that there was a tree.
 """
 
 from __future__ import annotations

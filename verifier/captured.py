@@ -1,6 +1,6 @@
-"""Verification that needs nothing of the host, so that it can be captured with the step it belongs to.
+"""Verification without the host, so that a CUDA graph can capture it with the rest of its step.
 
-The target's pass over the drafts of a batch, then the rule. Every request has the same number of places for drafts.
+It runs the target over the drafts of a batch, then the rule. Every request has the same number of places for drafts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CapturedVerifier(ABC):
         """
         Args:
             num_tokens: drafts of each request.
-            greedy_only: it speaks for the rule where requests are greedy, and nowhere else.
+            greedy_only: it decides as the rule does for greedy requests only.
         """
         self.target, self.num_tokens, self.greedy_only = target, num_tokens, greedy_only
         shape = target.shapes["decode"]
@@ -53,12 +53,12 @@ class CapturedVerifier(ABC):
 def captured_verifier(
     target: ModelRunner, rule: Rule, *, num_tokens: int, max_num_seqs: int, tree_depth: int | None
 ) -> CapturedVerifier | None:
-    """None where the host has a part in it. tree_depth: None = chains."""
+    """None where the rule needs the host. tree_depth: None = chains."""
     if tree_depth is not None:
         if isinstance(rule, Synthetic):
             return None
         return TreeVerifier(target, num_tokens=num_tokens, depth=tree_depth, greedy_only=not isinstance(rule, Strict))
-    # Of greedy requests every other rule keeps what the strict one does.
+    # For greedy requests the rules without a kernel accept what the strict one accepts.
     is_known = num_tokens == 0 or ChainJudge.knows(rule)
     judge = ChainJudge(rule if is_known else Strict(), target.device) if num_tokens > 0 else None
     return ChainVerifier(target, judge, num_tokens=num_tokens, max_num_seqs=max_num_seqs, greedy_only=not is_known)
@@ -105,7 +105,7 @@ class ChainVerifier(CapturedVerifier):
 
 
 class TreeVerifier(CapturedVerifier):
-    """Down the tree by the target's own tokens; what is accepted moves to where a chain's would be."""
+    """Follows the target's own tokens down the tree; moves the KV of accepted drafts to where a chain's would be."""
 
     def __init__(self, target: ModelRunner, *, num_tokens: int, depth: int, greedy_only: bool) -> None:
         super().__init__(target, num_tokens=num_tokens, greedy_only=greedy_only)
@@ -128,7 +128,7 @@ class TreeVerifier(CapturedVerifier):
         assert parents is not None and self.target.cache is not None
         num_rows, block_size = self.num_tokens + 1, self.target.block_size
         drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.limits)
-        # A node lies at the place of its number behind the committed tokens, at whatever depth it stands.
+        # Node j is stored j + 1 places behind the pending token, whatever its depth.
         slots = chain_rows(
             batch.lengths, batch.block_tables, offset=-1, num_rows=num_rows, block_size=block_size, rows_per_tile=1
         ).slots.view(-1, num_rows)

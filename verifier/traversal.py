@@ -1,14 +1,15 @@
 """Traversal verification: block verification of draft trees, from the leaves up (arXiv 2505.12398).
 
-On the way down a node's chance is min(P * r(x) / q(x), 1), with P its parent's and r what the siblings before it have
-left of the parent's distribution. A leaf is kept with its chance, all of its path with it. One that is not kept is
-taken out: with S = sum(max(P * r - q, 0)) its parent's distribution becomes max(P * r - q, 0) / S and its chance S / (S
-+ 1 - P), the next sibling's leaves have their turn, and a parent without any is a leaf itself. The pending token's
-chance is 1. One child at every depth is block verification (arXiv 2403.10444), bit for bit.
+The pending token's chance is 1. On the way down a node's chance is min(P * r(x) / q(x), 1), where P is its parent's
+chance and r what the siblings before it have left of the parent's distribution. A leaf is kept with its chance, and all
+of its path with it. A leaf that is not kept is removed: with S = sum(max(P * r - q, 0)) its parent's distribution
+becomes max(P * r - q, 0) / S, and its parent's chance S / (S + 1 - P). Then the next sibling's leaves are tried; a
+parent without a next child is a leaf itself.
+One child at every depth is block verification (arXiv 2403.10444), bit for bit.
 
-What a node leaves of its parent's distribution does not depend on what becomes of the node's own children. So all
-chances are computed first, from the top down, and each distribution once; the walk is then a search for the first node
-that is kept.
+What a node leaves of its parent's distribution does not depend on the fate of the node's own children. So all chances
+are computed first, from the top down, and each distribution once; the walk is then a search for the first node that is
+kept.
 """
 
 from __future__ import annotations

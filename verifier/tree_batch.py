@@ -1,4 +1,4 @@
-"""The draft trees of one step as index tensors: who follows whom, and which logits row judges whom.
+"""The draft trees of one step as index tensors: each draft's parent, and the logits row that judges it.
 
 Request b's logits rows are the pending token's and then each draft's own, in the order of the drafts; a draft is
 judged by its parent's row. All counts that shape a tensor are known on the host, so nothing waits for the device.

@@ -1,6 +1,6 @@
 """Logprobs of chosen tokens and of the likeliest ones: the definition.
 
-Each row's bits depend on that row alone, and ties are broken by token id, so that what is told does not depend on
+Each row's bits depend on that row alone, and ties are broken by token id, so that the result does not depend on
 the batch or on how many top tokens its other rows ask for.
 """
 

@@ -1,11 +1,11 @@
 """Rejection rules as tensor functions: accepted draft tokens, the recovered token's distribution, the step's tokens.
 
-A ragged batch is flat: draft d of request request_idx[d] is the draft_idx[d]-th of its request. p = target
-distribution, q = draft distribution, u = one uniform variate a draft. Whatever decides is compared in float64. strict:
-drafter-invariant speculative decoding (arXiv 2408.07978), whose test is plain equality. probabilistic: Leviathan et al.
-(arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). block: block verification (Sun et al., arXiv 2403.10444,
-algorithm 2). typical: Medusa (arXiv 2401.10774), lossy. A draft token id of -1 stands for "no token"; the rules never
-accept it.
+A ragged batch is flat: draft d of request request_idx[d] is the draft_idx[d]-th of its request. p = the target's
+distribution, q = the draft's, u = one uniform variate a draft. All decisions compare in float64.
+strict: drafter-invariant speculative decoding (arXiv 2408.07978), whose test is plain equality.
+probabilistic: Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318).
+block: block verification (Sun et al., arXiv 2403.10444, algorithm 2). typical: Medusa (arXiv 2401.10774), lossy.
+A draft token id of -1 stands for "no token"; the rules never accept it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rows of a launch over draft trees: where they stand, where their KV goes, and which slots each of them sees.
+"""Rows of a launch over draft trees: each row's position, the slot of its KV, and the slots that it sees.
 
-Trees are data on the device: what the host would lay out as branches of segments is worked out where the parents are.
+The trees' parents are on the device, so the branches of segments are computed there and not laid out by the host.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-NO_BRANCH = 2**31 - 1  # a position that nobody reaches
+NO_BRANCH = 2**31 - 1  # a position that no request reaches
 
 
 class TreeRows(NamedTuple):
     """Rows request by request, each a segment of its own.
 
-    All rows of a request see the same keys in the splits that end before its tree begins: shared tiles attend to these
-    for rows_per_tile rows at a time, and then every row has a tile for what is left. Rows of an absent request stand
-    at position 0, are stored in the null block and see nothing.
+    All rows of a request see the same keys in the splits that end before its tree begins. Shared tiles attend to these
+    keys, rows_per_tile rows at a time, and a tile for each row attends to the rest. Rows of an absent request have
+    position 0, are stored in the null block and see nothing.
     """
 
     positions: Tensor  # [num_requests * num_rows] int64
     slots: Tensor  # [num_requests * num_rows] int64: block * block_size + offset
-    predicted: Tensor  # [num_requests * num_rows] int64: the position behind each row; -1 where nobody is
+    predicted: Tensor  # [num_requests * num_rows] int64: the position that each row predicts; -1 in absent requests
     tile_segments: Tensor  # [num_tiles] int32, as the next five: kernels/paged_attention.py; shared tiles first
     tile_rows: Tensor
     tile_sizes: Tensor
@@ -32,7 +32,7 @@ class TreeRows(NamedTuple):
     first_keys: Tensor
     last_keys: Tensor
     branch_starts: Tensor  # [num_requests * num_rows] int32
-    branch_slots: Tensor  # [num_requests * num_rows, depth] int32: of the nodes on the way, a row's own last; then 0
+    branch_slots: Tensor  # [num_requests * num_rows, depth] int32: of the nodes on a row's path, its own last; then 0
 
 
 def tree_rows(
@@ -56,7 +56,7 @@ def tree_rows(
     is_here = (lengths > 0).unsqueeze(1).expand_as(depths)
     pending = (lengths + offset).unsqueeze(1)
     positions = torch.where(is_here, pending + depths, 0)
-    # The way up in its other direction, from a child of the pending token down.
+    # The same paths reversed: from a child of the pending token down to the row.
     steps = depths.unsqueeze(2) - 1 - torch.arange(depth, device=lengths.device)
     is_on_way = is_here.unsqueeze(2) & (steps >= 0)
     on_way = torch.where(is_on_way, way.gather(2, steps.clamp(min=0)), 0)

@@ -1,1 +1,1 @@
-"""Drafting that needs nothing of the host, so that it can be captured with the step it belongs to."""
+"""Drafting without the host, so that a CUDA graph can capture it with the rest of its step."""

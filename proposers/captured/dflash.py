@@ -1,4 +1,4 @@
-"""DFlash's pass over a block of masks, captured: nothing has to be kept, for what it reads lies in the head's cache."""
+"""DFlash's pass over a block of masks, captured: it keeps no state, for all that it reads lies in the head's cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.engine.upload import to_device
 
 class CapturedDFlash(CapturedChains):
     def __init__(self, *, head: DFlashHead, runner: HeadRunner, depths: Sequence[int] | None, **common: Any) -> None:
-        """depths: places of a block by the drafts there is room for, from 1 on; None: as many."""
+        """depths: how deep the block is where there is room for 1, 2, ... drafts; None: 1, 2, ..."""
         super().__init__(max_model_len=head.max_model_len, **common)
         self.head, self.runner = head, runner
         self._depths = to_device(depths or range(1, self.num_tokens + 1), torch.int64, runner.device)
@@ -30,12 +30,12 @@ class CapturedDFlash(CapturedChains):
 
     def first_logits(self, batch: DeviceBatch) -> Tensor:
         config, count = self.head.config, batch.count
-        num_silent = 0 if config.samples_from_anchor else 1  # rows of a block that guess nothing
+        num_silent = 0 if config.samples_from_anchor else 1  # rows of a block that predict no draft
         num_rows = self.num_tokens + num_silent
         masks = batch.last_token_ids.new_full((count, num_rows - 1), config.mask_token_id)
         token_ids = torch.cat((batch.last_token_ids[:, 1:], masks), dim=1).flatten()
         launch, cache = self._launch(batch, token_ids, num_rows)
-        # What a row sees of its block ends where that of a step in parts does: no mask stands where no draft has room.
+        # A row sees as much of its block as in a step in parts, where no mask stands beyond the room for drafts.
         room = (batch.limits - batch.lengths - 1).clamp(1, len(self._depths))
         depths = self._depths.index_select(0, room - 1)
         segments = launch.attention.segments

@@ -33,10 +33,10 @@ class CapturedDraftModel(CapturedChains):
         return self.num_computed.get(request.request_id, 0) >= request.num_tokens - 2
 
     def first_logits(self, batch: DeviceBatch) -> Tensor:
-        """After full acceptance two tokens are missing, else one; the other is computed once more.
+        """Compute the last two tokens: after full acceptance the cache lacks both, otherwise the first is recomputed.
 
-        To the same bits where it was generated. A prompt's last token was computed by the kernels for prompts, so what
-        is stored of it stays.
+        A generated token gets the same bits again. A prompt's last token was computed by the kernels for prompts, so
+        its stored KV is left alone.
         """
         return self._logits(batch, batch.last_token_ids.flatten(), offset=-2, num_rows=2)
 

@@ -1,8 +1,8 @@
-"""What a proposer gives the engine that wants to capture whole steps: its drafting as a function of the device alone.
+"""How a proposer drafts in whole steps, which are captured as CUDA graphs: with tensors on the device alone.
 
-`draft` and `learn` are captured. They read and write tensors that stay where they are, upload nothing and read nothing
-back, and every request gets the same number of drafts. A proposer goes on between two such times by its own rules:
-`start` takes what it knows to the device, `stop` takes it back.
+`draft` and `learn` are captured. They read and write tensors that stay in place, upload nothing, read nothing back, and
+give every request the same number of drafts. `start` takes what the proposer knows of the requests to the device, and
+`stop` gives it back; between `stop` and the next `start` the proposer drafts in its usual way.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from runner.engine.request import Request
 
 class CapturedDrafts(NamedTuple):
     token_ids: Tensor  # [count, num_tokens] int64
-    probs: Tensor | None = None  # [count * num_tokens, vocab] float32: the distribution of each draft; None = one-hot
-    # Of a tree [count, num_tokens] int64: an earlier draft, -1 = the last committed token; None = chains. Whatever
-    # number of drafts there is room for, the first ones are those that a smaller tree would have.
+    probs: Tensor | None = None  # [count * num_tokens, vocab] float32: q of each draft; None = one-hot
+    # Of a tree [count, num_tokens] int64: an earlier draft, -1 = the last committed token; None = chains. The first n
+    # drafts are those of a tree of n nodes, so that a request with room for n uses just these.
     parents: Tensor | None = None
 
 
@@ -46,35 +46,35 @@ class CapturedDrafter(ABC):
         Args:
             num_tokens: drafts of every request.
             max_model_len: tokens of a request that the drafter can see.
-            num_scratch_rows: rows that a launch may have behind those of the drafts, whose results nobody looks at.
+            num_scratch_rows: rows that a launch may have behind those of the drafts; their results are not used.
             tree_depth: of the deepest draft, at most; None: drafts are chains.
         """
         self.num_tokens, self.max_model_len = num_tokens, max_model_len
         self.drafts_trees = tree_depth is not None
         self.depth = num_tokens if tree_depth is None else tree_depth  # drafts of a step that can be accepted
-        self.reach = num_tokens + num_scratch_rows  # places behind the committed tokens that a launch may stand on
+        self.reach = num_tokens + num_scratch_rows  # positions behind the committed tokens that a launch may compute
 
     def can_start(self, request: Request) -> bool:
-        """Whether what is known of a request is what `start` can take along."""
+        """Whether `start` can begin from what is known of the request."""
         return True
 
     def start(self, requests: Sequence[Request]) -> None:  # noqa: B027 - optional
-        """The requests of the batches to come, in their order; places behind them are absent."""
+        """Begin with these requests, in the first places of the batches to come; the places behind them are absent."""
 
     @abstractmethod
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
-        """Guesses behind the committed tokens; what it says of absent requests is not looked at."""
+        """Draft behind the committed tokens; the drafts of absent requests are not used."""
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:  # noqa: B027
         """Take note of a verified step; the batch's lengths are still those from before it.
 
         hidden_states: of tap_layers, [count * (depth + 1), hidden] each, of every request's last committed token and
-            its drafts, of a tree those that were accepted.
+            its drafts; of a tree only the accepted drafts.
         token_ids: [count, depth + 1] int64: accepted, then recovered or bonus token, then -1.
         """
 
     def stop(self, going_on: Sequence[GoingOn]) -> None:  # noqa: B027 - optional
-        """The steps are over, and all of them committed; of the requests of `start`, those that have not ended."""
+        """All steps since `start` are committed; going_on: those of its requests that have not ended."""
 
 
 class NoDrafts(CapturedDrafter):

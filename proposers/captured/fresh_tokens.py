@@ -13,7 +13,7 @@ from runner.engine.upload import to_device
 
 
 class FreshTokens:
-    """Of each request at least one token, and at most as many as a verification commits."""
+    """Holds at least one token of each request, and at most as many as a verification commits."""
 
     def __init__(self, *, capacity: int, most: int, device: torch.device) -> None:
         self.most = most
@@ -21,11 +21,11 @@ class FreshTokens:
         self._token_ids = torch.zeros(capacity, most, dtype=torch.int64, device=device)
 
     def fit(self, request: Request, first_position: int) -> bool:
-        """Whether the request's tokens from there on are as many as there is room for."""
+        """Whether there is room for the request's tokens from there on, which must be at least one."""
         return 0 < request.num_tokens - first_position <= self.most
 
     def load(self, requests: Sequence[Request], first_positions: Sequence[int]) -> Tensor:
-        """These requests' tokens from first_positions on; their rows of the capacity * most, request by request."""
+        """Store the requests' tokens from first_positions on; returns their indices in [capacity * most]."""
         device = self._token_ids.device
         places, token_ids = list[int](), list[int]()
         for row, (request, first) in enumerate(zip(requests, first_positions, strict=True)):
@@ -39,7 +39,7 @@ class FreshTokens:
         return index[0]
 
     def learn(self, batch: DeviceBatch, token_ids: Tensor) -> None:
-        """All before was computed; a verification has told [count, at most `most`] new ones, -1 behind them."""
+        """All earlier tokens are computed; a verification commits token_ids [count, at most `most`], -1 behind them."""
         self._token_ids[: batch.count, : token_ids.shape[1]].copy_(token_ids.clamp(min=0))
         self._first_positions[: batch.count].copy_(batch.lengths)
 
@@ -48,11 +48,11 @@ class FreshTokens:
         return self._first_positions[: batch.count]
 
     def counts(self, batch: DeviceBatch) -> Tensor:
-        """[count] int64; 1 for absent requests, as if they had one."""
+        """[count] int64: fresh tokens of each request; 1 for absent requests."""
         return (batch.lengths - self.first_positions(batch)).clamp(min=1)
 
     def rows(self, batch: DeviceBatch, mask_token_id: int | None = None, num_masks: int = 0) -> Tensor:
-        """[count, most + num_masks] int64: the fresh tokens, behind them masks, or anything."""
+        """[count, most + num_masks] int64: the fresh tokens, then masks; without masks the rest is undefined."""
         token_ids = self._token_ids[: batch.count]
         if mask_token_id is None:
             return token_ids
@@ -61,7 +61,7 @@ class FreshTokens:
         return torch.where(places < self.counts(batch).unsqueeze(1), padded, mask_token_id)
 
     def last_rows(self, batch: DeviceBatch, num_masks: int = 0) -> Tensor:
-        """[count, 1 + num_masks] int64: of `rows` flattened, the last fresh token and the masks behind it."""
+        """[count, 1 + num_masks] int64: indices in flattened `rows` of the last fresh token and the masks behind it."""
         width = self.most + num_masks
         firsts = torch.arange(0, batch.count * width, width, device=self._token_ids.device)
         last = firsts + self.counts(batch) - 1

@@ -1,4 +1,4 @@
-"""Drafting with a head over the target's hidden states, captured: the states of a step's rows stay where they are.
+"""Drafting with a head over the target's hidden states, captured: a step's states stay on the device.
 
 The first pass computes a row for every place of the last verification. Rows behind the committed tokens are scratch:
 what they store is overwritten before anything sees it. A head that drafts in one pass has mask rows there.
@@ -37,8 +37,8 @@ class CapturedHead(CapturedChains):
         **common: Any,
     ) -> None:
         self.mask, self._num_masks = mask, 0 if mask is None else num_tokens - 1
-        # Masks stand behind one fresh token or behind many, so there may be as many rows behind the last mask. A step
-        # with fewer drafts begins with what one with more has left.
+        # A request with few fresh tokens has its masks early, and rows of scratch behind them. A step with fewer drafts
+        # may follow one with more, and then begins with that one's fresh tokens.
         num_scratch_rows = self._num_masks + max(0, max_depth - num_tokens)
         super().__init__(num_tokens=num_tokens, num_scratch_rows=num_scratch_rows, **common)
         self.head, self.runner, self.known = head, runner, known
@@ -46,7 +46,7 @@ class CapturedHead(CapturedChains):
         self._fresh = FreshTokens(capacity=capacity, most=max_depth + 1, device=runner.device)
         self._capacity = capacity
         self._states: Tensor | None = None  # [capacity, max_depth + 1, taps * hidden], before each fresh token
-        self._output = torch.empty(0)  # of the last pass: a row for each that is drafted behind
+        self._output = torch.empty(0)  # of the last pass: the rows that the next drafts follow
 
     def can_start(self, request: Request) -> bool:
         known = self.known.get(request.request_id)
@@ -69,7 +69,7 @@ class CapturedHead(CapturedChains):
         self._first_pass(batch)
 
     def _first_pass(self, batch: DeviceBatch) -> Tensor:
-        """Rows of the fresh tokens and of masks, and behind them scratch."""
+        """The head's output for the fresh tokens, then for the masks, then for scratch rows."""
         assert self._states is not None, "start comes first"
         hidden = self.head.project(self._states[: batch.count].flatten(0, 1))
         if self.mask is None:
@@ -108,7 +108,7 @@ class CapturedHead(CapturedChains):
     def _pass(
         self, batch: DeviceBatch, token_ids: Tensor, hidden: Tensor, *, offset: int, lengths: Tensor | None = None
     ) -> Tensor:
-        """The head's rows of tokens [count, num_rows], each stored at the place of the token before it."""
+        """The head's output for tokens [count, num_rows]; KV of each is stored at the position of the token before."""
         shape, cache = self.runner.shapes["decode"], self.runner.cache
         assert isinstance(shape, PagedShape) and cache is not None
         launch, _ = batch.launch(

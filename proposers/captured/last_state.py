@@ -1,4 +1,4 @@
-"""Drafting from one hidden state of the target, captured: the state of each request stays where it is."""
+"""Drafting from one hidden state of the target, captured: each request's state stays on the device."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class CapturedPard(CapturedChains):
         num_tokens: int,
         **common: Any,
     ) -> None:
-        # Masks stand behind one fresh token or behind many, so there may be as many rows behind the last mask.
+        # A request with few fresh tokens has its masks early, and as many rows of scratch behind them.
         super().__init__(num_tokens=num_tokens, num_scratch_rows=num_tokens - 1, **common)
         self.runner, self.num_computed, self.mask_token_id = runner, num_computed, mask_token_id
         self._fresh = FreshTokens(capacity=capacity, most=self.num_tokens + 1, device=runner.device)

@@ -1,9 +1,9 @@
 """Drafts trees over ranked candidates, for drafters that know every depth's distribution beforehand: Medusa, DFlash.
 
 A depth has one distribution whatever the tokens before it are, so its candidates serve all nodes above. Their
-processors (penalties, bad words, a grammar) see the first candidates on the way, the tree's first path; other branches
-are thought of as if they had said the same, which touches what is accepted and never the text. Candidates are drawn as
-draft_sample_method says; siblings without replacement, with their probs where the rule reads them.
+processors (penalties, bad words, a grammar) see the tree's first path, and treat other branches as if they held the
+same tokens, which changes what is accepted and never the text. Candidates are drawn as draft_sample_method says;
+siblings without replacement, with their probs where the rule reads them.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from proposers.trees.rank_tree import RankTree
 def best_first_trees(log_probs: torch.Tensor, num_nodes: Sequence[int]) -> list[RankTree]:
     """The num_nodes[b] nodes of highest joint probability of each request, fewer where there are no more.
 
-    The shape looks at distributions, not at draws: candidates are sets without distributions of their own, as trees
-    whose shape depends on what was drawn are not what any rule is told (DraftTokens).
+    The shape depends on the drafter's distributions, not on draws. Candidates are sets without probs, because no rule
+    may be given the probs of a tree whose shape depends on what was drawn (DraftTokens).
 
     Args:
         log_probs: [num_requests, depth, num_candidates], each depth's candidates from the likeliest on. Read to the

@@ -1,7 +1,7 @@
 """Trees over ranked candidates: a node stands for the rank-th likeliest token of its depth, whatever its ancestors are.
 
-As Medusa's heads and DFlash's blocks guess: one distribution a depth, from one pass. Without distributions in the
-drafts such trees are sets of candidates; the target draws (DraftTokens).
+Medusa's heads and DFlash's blocks guess in this way: one pass gives one distribution for each depth. Without probs such
+trees are sets of candidates, and the target draws (DraftTokens).
 """
 
 from __future__ import annotations

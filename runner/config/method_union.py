@@ -89,7 +89,7 @@ class NgramMethod(PromptLookupMethod):
 
 
 class NgramGpuMethod(PromptLookupMethod):
-    """Prompt lookup on the device, without a word to the host."""
+    """Prompt lookup on the device; no step waits for the host."""
 
     method: Literal["ngram_gpu"] = Field(default="ngram_gpu", description="prompt lookup on the device, no host sync")
 

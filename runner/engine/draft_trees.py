@@ -1,4 +1,4 @@
-"""Shapes of draft trees: what follows from who is whose child, worked out once for each list of parents.
+"""Shapes of draft trees: what follows from the parents alone, computed once for each list of them.
 
 Host only, no tensors. Node j's parent is parents[j], an earlier node, or -1 for a child of the pending token, which is
 the last one committed; so a chain is -1, 0, 1, ... Siblings come in the order of their numbers.

@@ -1,7 +1,7 @@
 """The records that travel between scheduler, proposer and verifier.
 
-Only the scheduler moves a Request on; the caller sets when it arrived and, when it is over, its text, and sampling
-keeps tensors with it, which the scheduler drops.
+Only the scheduler advances a Request. The caller sets its arrival time and, at its end, its text; sampling keeps
+tensors with it, which the scheduler drops.
 """
 
 from __future__ import annotations
