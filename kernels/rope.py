@@ -68,7 +68,7 @@ def rope_kernel(
     tl.store(row_ptr + places + HALF, second, mask=in_place)
     slot = tl.load(slots_ptr + row)
     cached_ptr = kv_ptr + slot * (2 * NUM_KV_HEADS * HEAD_DIM) + (places - NUM_HEADS * HEAD_DIM)
-    # A row of nobody may be no number, and a masked key's value, which counts 0 times, must be one.
+    # A padding row may hold NaN, and is not cached: a masked key's value is multiplied by 0, so it must be finite.
     is_cached = is_element & (head >= NUM_HEADS)[:, None] & (slot >= BLOCK_SIZE)
     tl.store(cached_ptr, first, mask=is_cached)
     tl.store(cached_ptr + HALF, second, mask=is_cached)

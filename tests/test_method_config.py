@@ -246,7 +246,7 @@ def test_a_tree_is_told_what_it_should_be(tree: Any, message: str) -> None:
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 @pytest.mark.parametrize("method", ["eagle", "medusa", "dflash"])
-def test_a_tree_whose_shape_follows_from_draws_is_refused_by_a_rule_that_reads_distributions(
+def test_a_tree_whose_shape_follows_from_draws_is_refused_by_a_rule_that_reads_draft_probs(
     method: str, rule: str
 ) -> None:
     values = {"method": method, "model": "h", "speculative_token_tree": "dynamic", "rejection_sample_method": rule}

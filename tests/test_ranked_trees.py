@@ -133,7 +133,7 @@ def test_choices_deeper_than_the_heads_or_wider_than_the_vocabulary_are_refused(
         engines(method_config("medusa", 6, speculative_token_tree=((64,),)), **ROOMY)
 
 
-def test_a_dynamic_tree_of_drawn_candidates_is_refused_under_a_rule_that_reads_distributions(engines: Engines) -> None:
+def test_a_dynamic_tree_of_drawn_candidates_is_refused_under_a_rule_that_reads_draft_probs(engines: Engines) -> None:
     rule = {"rejection_sample_method": "probabilistic", "draft_sample_method": "probabilistic"}
     with pytest.raises(UserError, match=r"draft_sample_method must be greedy .* got 'probabilistic': the shape"):
         engines(medusa("dynamic", 4, **rule), **ROOMY)

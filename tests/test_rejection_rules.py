@@ -98,7 +98,7 @@ def random_batch(
     return requests, drafts, logits, probs
 
 
-def target_probs(size: int) -> st.SearchStrategy[Tensor]:
+def distributions(size: int) -> st.SearchStrategy[Tensor]:
     """Distributions with zeros, ties and ratios up to 10**6."""
     weight = st.one_of(st.just(0.0), st.integers(1, 4).map(float), st.floats(1e-3, 1e3))
     return (
@@ -112,7 +112,7 @@ def normalised(weights: Tensor) -> Tensor:
     return weights / weights.sum()
 
 
-@given(st.integers(1, 8).flatmap(lambda size: st.tuples(target_probs(size), target_probs(size))))
+@given(st.integers(1, 8).flatmap(lambda size: st.tuples(distributions(size), distributions(size))))
 @settings(max_examples=200)
 def test_accepted_and_recovered_tokens_together_follow_the_target_distribution_exactly(
     pair: tuple[Tensor, Tensor],
@@ -126,11 +126,11 @@ def test_accepted_and_recovered_tokens_together_follow_the_target_distribution_e
     assert not accept_probabilistic(p, q, just_above)[inside].any()
     assert accept_probabilistic(p, q, torch.full_like(p, 1 - 2.0**-33))[(a == 1) & (p > 0)].all()
     assert not accept_probabilistic(p, q, torch.full_like(p, 2.0**-33))[p == 0].any()
-    weights = q * a + (1 - (q * a).sum()) * normalised(residual(p, q))
-    assert torch.allclose(weights, p, rtol=1e-12, atol=1e-14)
+    committed = q * a + (1 - (q * a).sum()) * normalised(residual(p, q))
+    assert torch.allclose(committed, p, rtol=1e-12, atol=1e-14)
 
 
-@given(st.integers(1, 8).flatmap(lambda size: st.tuples(target_probs(size), st.integers(0, size - 1))))
+@given(st.integers(1, 8).flatmap(lambda size: st.tuples(distributions(size), st.integers(0, size - 1))))
 @settings(max_examples=100)
 def test_a_draft_without_a_distribution_is_verified_as_one_hot_and_keeps_the_target_distribution(
     pair: tuple[Tensor, int],
@@ -309,11 +309,11 @@ def test_typical_acceptance_has_exactly_medusas_region() -> None:
     for threshold, alpha in ((0.09, 0.3), (0.3, 0.09), (1.0, 1.0), (0.01, 1.0)):
         keys = {"posterior_threshold": threshold, "posterior_alpha": alpha}
         accepted = torch.stack([ops.accept_typical(p[:, x], entropies, **keys) for x in range(6)], dim=1)
-        for weights, row in zip(p.tolist(), accepted.tolist(), strict=True):
-            scaled = alpha * math.exp(math.fsum(x * math.log(x) for x in weights if x > 0))
+        for probs, row in zip(p.tolist(), accepted.tolist(), strict=True):
+            scaled = alpha * math.exp(math.fsum(x * math.log(x) for x in probs if x > 0))
             bound = min(threshold, scaled)
-            if min(abs(x - bound) for x in weights) > 1e-12:
-                assert row == [x > bound for x in weights]
+            if min(abs(x - bound) for x in probs) > 1e-12:
+                assert row == [x > bound for x in probs]
             sides.add(scaled < threshold)
     assert sides == {True, False}
 

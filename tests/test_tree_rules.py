@@ -472,7 +472,7 @@ def test_a_rule_is_its_definition_node_by_node(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("has_probs", [False, True])
-def test_strict_and_candidates_without_distributions_say_what_the_target_says(has_probs: bool) -> None:
+def test_strict_and_candidates_without_probs_say_what_the_target_says(has_probs: bool) -> None:
     """Plain decoding's very tokens: each one is the draw, or the argmax, of the row before it."""
     case = random_trees(200, 11, seed=4, has_probs=has_probs)
     targets = sample_tokens(process_logits(case.logits, case.rows), case.rows)

@@ -67,7 +67,7 @@ class LogprobGatherer:
     def finish(
         self, logits: torch.Tensor, token_ids: torch.Tensor, row_order: torch.Tensor | None = None
     ) -> StepLogprobs | None:
-        """All of the step's rows; None when nobody asked for one of them.
+        """All of the step's rows; None when no request asked for one of them.
 
         Args:
             logits: [num_rows, vocab] of all requests that yield, as they came from the target.
@@ -77,7 +77,7 @@ class LogprobGatherer:
         assert self._num_taken == len(self._next_ids), "every prompt row that was asked for has come"
         if self._logits_rows:
             index = to_device([self._logits_rows, *zip(*self._places, strict=True)], torch.int64, self._device)
-            # Behind the first rejection stands -1; what is told there is thrown away.
+            # Behind the first rejection stands -1; the values there are thrown away.
             yielded = token_ids[index[1], index[2]].clamp(min=0)
             rows = index[0] if row_order is None else row_order[index[0]]
             self._packed.append(top_logprobs(logits.index_select(0, rows), yielded, self._num_top))

@@ -72,9 +72,9 @@ class Strict(Rule):
 class Probabilistic(Rule):
     """A draft token stays iff u * q(x) < p(x), else max(p - q, 0) replaces it (arXiv 2211.17192, 2302.01318).
 
-    In a tree, siblings with probs are judged one after another. Candidates without probs are nobody's
-    draw: the target draws, and the child that it drew stays. That keeps its distribution, and even its tokens, wherever
-    the candidates come from.
+    In a tree, siblings with probs are judged one after another. Candidates without probs were not drawn: the target
+    draws, and the child that it drew stays. That keeps the target's distribution, and even its tokens, wherever the
+    candidates come from.
     """
 
     reads_draft_probs = True

@@ -1,4 +1,4 @@
-"""What a measurement has to say about where it was made."""
+"""Describes where a measurement was made."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rows of a launch over chains of one length: where they stand, where their KV goes, and the tiles of their attention.
+"""Rows of a launch over chains of one length: their positions, the slots of their KV, and the tiles of their attention.
 
-What the host would have to know the requests' lengths for is worked out where these are: on the device.
+The requests' lengths are on the device, so what depends on them is computed there and not by the host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The strict rule over draft trees on the device: from child to child, as long as one is the target's own token.
+"""The strict rule over draft trees on the device: down from child to child as long as one is the target's own token.
 
-What it returns lets the accepted nodes be taken for a chain: their rows, and where their KV belongs.
+The result holds what makes a chain of the accepted nodes: their rows, and where their KV belongs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class WalkedTree(NamedTuple):
 
 
 def walk_tree(
-    drawn: Tensor,  # [num_requests * (num_nodes + 1)] int64: the target's token behind each row; -1 where nobody is
+    drawn: Tensor,  # [num_requests * (num_nodes + 1)] int64: the target's token behind each row; -1 in absent requests
     draft_token_ids: Tensor,  # [num_requests, num_nodes] int64, siblings distinct; -1: no draft
     parents: Tensor,  # [num_requests, num_nodes] int64: an earlier node, -1 = the pending token
     slots: Tensor,  # [num_requests, num_nodes + 1] int64: cache slot of the pending token, then of every node
     *,
     depth: int,  # of the deepest node, at most
 ) -> WalkedTree:
-    """A request is absent where nobody draws behind its pending token; its tokens are -1, its counts 0."""
+    """A request is absent if drawn is -1 behind its pending token; its tokens are -1, its counts 0."""
     num_requests, num_nodes = parents.shape
     by_row = drawn.view(num_requests, num_nodes + 1)
     own_rows = torch.arange(num_nodes + 1, device=drawn.device)

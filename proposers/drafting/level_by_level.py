@@ -66,7 +66,7 @@ class LevelByLevelProposer(TokenByTokenProposer):
         if isinstance(speculative_token_tree, tuple):
             self.choices = speculative_token_tree
             check_ranks(self.choices, context.vocab_size)
-        # The configuration has seen to it: else the shape would depend on what was drawn.
+        # The configuration ensures it: otherwise the shape would depend on what was drawn.
         assert not self.is_dynamic or draft_sample_method == "greedy" or not context.needs_draft_probs
         self.tree_depth, self.tree_top_k = tree_depth, tree_top_k
 

@@ -42,7 +42,7 @@ class RankedTrees:
         """
         self.proposer = proposer
         self.choices = None if isinstance(tree, str) else tree
-        if self.choices is None:  # the configuration has seen to it: else the shape would depend on what was drawn
+        if self.choices is None:  # the configuration ensures it: otherwise the shape would depend on what was drawn
             assert proposer.draft_sample_method == "greedy" or not proposer.context.needs_draft_probs
         else:
             check_depth(self.choices, max_depth=max_depth)

@@ -2,7 +2,7 @@
 
 Hazard: z-lab's `target_layer_ids` number layers from 0 and mean the states after them, so 1 is added; speculators'
 `aux_hidden_state_layer_ids`, vLLM's `dflash_config.layer_ids` and our method's key number hidden states.
-Heads of the family with parts that this runner does not have (DFlash 2, DSpark, Domino, ...) are told by their keys.
+Heads of the family with parts that this runner does not have (DFlash 2, DSpark, Domino, ...) are known by their keys.
 """
 
 from __future__ import annotations

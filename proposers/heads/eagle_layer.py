@@ -1,8 +1,8 @@
 """The decoder layer of an EAGLE or EAGLE-3 head: Llama's, unless the config names another family of ours.
 
 SafeAILab, SpecForge and vLLM build Llama's layer whatever the target is, and write the target's `model_type` (qwen2,
-phi3, mixtral, ...) into the head's config: there `architectures` says what the layer is. Biases of the projections to
-queries, keys and values are not told reliably either: `qkv_bias` (SafeAILab) or the checkpoint's tensors say so.
+phi3, mixtral, ...) into the head's config: there `architectures` says what the layer is. Nor is the config
+reliable on biases of queries, keys and values: `qkv_bias` (SafeAILab) or the checkpoint's tensors say if there are any.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sizes that a head's config tells: are they those of the target, what does a layer see, how long may a text be."""
+"""The sizes in a head's config: whether they fit the target, what a layer sees, and how long a text may be."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """numba's compiler, with a cache on disk that notices when any file of this folder has changed.
 
-numba's own stamp is that of the file a function is written in: a function that calls one of another file would go on
-running what that one was yesterday.
+numba's own cache looks only at the file that a function is written in, so a function that calls one of another file
+would keep running that one's old code.
 """
 
 from __future__ import annotations

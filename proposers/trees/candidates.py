@@ -25,7 +25,7 @@ def draw_candidates(
     """Candidates [num_rows, num_candidates] int64 of a drafter's processed logits [num_rows, vocab], and their probs.
 
     They are the highest of `perturbed`, in their order. Probs [num_rows, num_candidates, vocab], of each given the
-    candidates before it, where need_probs; None when nobody drew: greedy candidates, and when all rows are greedy.
+    candidates before it, where need_probs; None when nothing was drawn: greedy candidates, or greedy rows only.
     """
     scores = perturbed(processed, rows, draft_sample_method, draft_step)
     token_ids = scores.topk(num_candidates, dim=-1).indices
@@ -36,7 +36,7 @@ def draw_candidates(
 def perturbed(processed: Tensor, rows: SamplingRows, draft_sample_method: str, draft_step: int | Tensor = 0) -> Tensor:
     """Processed logits [num_rows, vocab] by whose order candidates come.
 
-    greedy: as they are: the likeliest ones, a set that nobody drew. probabilistic: with noise of the DRAFT stream,
+    greedy: as they are: the likeliest ones, a set that was not drawn. probabilistic: with noise of the DRAFT stream,
     keyed by draft_step too where the rule asks for it. coupled: with the target's own noise. Greedy rows: as they are.
     """
     if draft_sample_method not in ("greedy", "probabilistic", "coupled"):

@@ -1,4 +1,4 @@
-"""The nodes of a static tree as tensors: who follows whom, and which candidate each node is.
+"""The nodes of a static tree as tensors: each node's parent, and the candidate that it is.
 
 In the order of the choices, so that the first nodes are those of the smaller tree that is left where room is short.
 """

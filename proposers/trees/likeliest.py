@@ -1,7 +1,7 @@
-"""The most probable nodes of a tree, chosen on the device: shapes as data, for steps that the host has no part in.
+"""The most probable nodes of a tree, chosen on the device: shapes as data, for steps without the host.
 
-Candidates are told level by level, as proposers/trees/growth.py numbers them. A child is no likelier than its parent,
-and of equals the earlier one comes first, so that the best of them are a tree, and the first of these a smaller one.
+Candidates come level by level, as proposers/trees/growth.py numbers them. A child is no likelier than its parent,
+and of equals the earlier one comes first, so the best of them are a tree, and the first of these a smaller tree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A draft of another vocabulary made to read and say the target's tokens, on the device, without asking the host."""
+"""Translates between the target's tokens and those of a drafter with another vocabulary, on the device."""
 
 from __future__ import annotations
 

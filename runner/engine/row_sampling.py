@@ -59,5 +59,5 @@ class RowSampling:
             cuts = self.truncated(logits, need_mass=False).cuts
         if self.temperatures is not None:
             logits = logits / self.temperatures.unsqueeze(1)
-        # A greedy row's cut is of no concern to its argmax.
+        # A greedy row's cut does not change its argmax.
         return logits if cuts is None else logits.masked_fill(logits < cuts.unsqueeze(1), float("-inf"))

@@ -264,7 +264,7 @@ class Scheduler:
         if not is_decoding:
             max_draft_tokens = 0
         else:
-            # Drafts beyond the last token that can be committed would be verified for nothing.
+            # Drafts beyond the last token that can be committed would be verified in vain.
             room = min(self.draft_room(request), budget - 1)
             asked = request.sampling_params.max_draft_tokens
             max_draft_tokens = max(0, min(max_draft_tokens if asked is None else min(asked, max_draft_tokens), room))
