@@ -2,8 +2,7 @@
 
 The rule decides where to cut by looking at drafts and noise beyond the cut. Keyed by position alone, the next step
 would draft and judge with that very noise, now known to have failed: each step is exact, and their text is biased.
-Found here by the joint distribution of whole sequences; the rule keys its noise, and the drafts', by the draft step as
-well.
+Found here by the joint distribution of whole sequences; the rule keys its noise, and the drafts', by draft step too.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class CapturedGrownTrees(CapturedHead):
     def grow(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor, int]:
         """Choose the candidates of a level, and which of them are the rows of the next one.
 
-        logits: [count, num_rows, vocab], noise added; candidates come in their order, the highest first.
+        logits: [count, num_rows, vocab], as perturbed_on_device makes them; candidates come highest first.
         Returns their tokens [count, num_rows * width] int64; the next rows' places among them [count, next rows] int64;
         and the width.
         """

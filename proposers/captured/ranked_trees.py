@@ -54,7 +54,7 @@ class CapturedRankedTrees(CapturedDrafter):
 
     @abstractmethod
     def choose(self, logits: Sequence[Tensor]) -> Tree:
-        """logits: of each depth [count, vocab], noise added; candidates come in their order, the highest first."""
+        """logits: of each depth [count, vocab], as perturbed_on_device makes them; candidates come highest first."""
 
 
 class CapturedLikeliestTrees(CapturedRankedTrees):

@@ -76,8 +76,8 @@ def _draft_probs(processed: Tensor, token_ids: Tensor) -> Tensor:
     logits = processed
     for rank in range(token_ids.shape[1]):
         own = token_ids[:, rank : rank + 1]
-        # Where a cut-off left fewer tokens than candidates, the others come in a fixed order: a distribution of one
-        # token.
+        # Where a cut-off left fewer tokens than candidates, the others come in a fixed order, each with
+        # probability 1.
         is_spent = (logits == float("-inf")).all(dim=-1, keepdim=True)
         one_hot = torch.zeros_like(processed).scatter_(1, own, 1.0)
         probs.append(torch.where(is_spent, one_hot, logits.softmax(dim=-1)))

@@ -81,8 +81,8 @@ def apply_to(drafts: DraftTokens, parts: Sequence[Constrained], words: torch.Ten
     """The step's drafts with those of the parts as their grammars left them.
 
     words: [sum of len(part.rows), words] int32 on the device, part by part. Distributions are conditioned on what the
-    grammar allows: a draft that is cut where it leaves the grammar is a draw from that distribution, and every rule
-    keeps its own.
+    grammar allows: a draft that is cut where it leaves the grammar is a draw from that distribution, so every rule
+    keeps what it promises.
     """
     starts = drafts.cu_num_draft_tokens
     kept = [list(range(start, end)) for start, end in pairwise(starts)]
