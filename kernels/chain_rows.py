@@ -50,14 +50,14 @@ def chain_rows_kernel(
     tl.store(row_ptr + 2 * all_rows, tl.where(is_here, position + 1, -1), mask=is_row)
 
     first_row = place * ROWS_PER_TILE
-    size = tl.where(is_here, tl.minimum(NUM_ROWS - first_row, ROWS_PER_TILE), 0)
+    size = tl.minimum(NUM_ROWS - first_row, ROWS_PER_TILE)
     tile_position = tl.where(is_here, first + first_row, 0)
     tile_ptr = tiles_ptr + request * NUM_TILES + place
     tl.store(tile_ptr, request + place * 0, mask=is_tile)
     tl.store(tile_ptr + all_tiles, request * NUM_ROWS + first_row, mask=is_tile)
     tl.store(tile_ptr + 2 * all_tiles, size, mask=is_tile)
     tl.store(tile_ptr + 3 * all_tiles, tile_position.to(tl.int32), mask=is_tile)
-    last_key = tl.maximum(tile_position + size - 1, 0)
+    last_key = tile_position + size - 1
     tl.store(tile_ptr + 4 * all_tiles, last_key.to(tl.int32), mask=is_tile)
 
 

@@ -29,6 +29,7 @@ BLOCK_M = 64  # packed rows of a tile: with 4 warps, what Hopper's wgmma takes, 
 BLOCK_N = 64  # keys of a step
 FLOAT32_BLOCK_N = 16  # float32 has no tensor cores: plain multiply-adds, all of a step's in registers
 SPLIT_KEYS = 512  # keys of a split; a multiple of BLOCK_N
+OWN_SPLITS = 2  # of a tree's row: the split in which its tree begins, and the next one
 STAGE_BYTES = 96 * 1024  # shared memory for keys and values on their way; sm_80 has 163 KB, the queries need some too
 
 
@@ -45,7 +46,7 @@ class PagedSegments:
     tile_sizes: Tensor  # [num_tiles] int32: its rows, at most rows_per_tile(...); 0 = padding
     tile_positions: Tensor  # [num_tiles] int32: absolute position of its first row
     last_keys: Tensor  # [num_tiles] int32: position of the last key that any row sees; not causal: that every row sees
-    block_tables: Tensor  # [num_segments, max_blocks] int32
+    block_tables: Tensor  # [num_segments / segments_per_table, max_blocks] int32
     branch_starts: Tensor  # [num_segments] int32: positions from here on are stored in branch_slots; 2**31 - 1: none
     branch_slots: Tensor  # [num_segments, max_branch] int32: cache slot of position branch_start + i
     max_context: int  # every visible key lies before this position; on the host, for the grid
@@ -55,6 +56,7 @@ class PagedSegments:
     # rows do not begin at one key, so shared tiles are skipped and the rows' own tiles attend to all that they see.
     num_shared_tiles: int = 0
     first_keys: Tensor | None = None  # [num_tiles] int32; None: 0
+    segments_per_table: int = 1  # neighbours that share a block table
 
 
 def rows_per_tile(num_heads: int, num_kv_heads: int) -> int:
@@ -76,7 +78,7 @@ def _tanh(x):
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "branch_stride", "num_splits"],
+    do_not_specialize=["table_stride", "branch_stride", "num_splits", "num_shared_tiles", "segments_per_table"],
     do_not_specialize_on_alignment=[
         "segments_ptr",
         "rows_ptr",
@@ -111,6 +113,8 @@ def attend_kernel(
     table_stride,
     branch_stride,
     num_splits,
+    num_shared_tiles,
+    segments_per_table,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -119,6 +123,7 @@ def attend_kernel(
     VALUE_BLOCK: tl.constexpr,  # >= VALUE_DIM
     BLOCK_SIZE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,  # 0: whole
+    OWN_SPLITS: tl.constexpr,  # that the keys from a tile's first_keys on lie in, at most
     WINDOW: tl.constexpr,  # 0: none
     IS_CAUSAL: tl.constexpr,
     SOFTCAP: tl.constexpr,  # 0: none
@@ -132,6 +137,11 @@ def attend_kernel(
     if OVERLAPS:
         await_input()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if first_keys_ptr is not None:  # shared tiles have a program for each split, the others for those they attend to
+        own = tile - num_shared_tiles * num_splits
+        split = tl.where(own < 0, tile % num_splits, own % OWN_SPLITS)
+        tile = tl.where(own < 0, tile // num_splits, num_shared_tiles + own // OWN_SPLITS)
+        split += tl.load(first_keys_ptr + tile) // SPLIT_KEYS
     size = tl.load(sizes_ptr + tile)
     position = tl.load(positions_ptr + tile)
     last_key = tl.load(last_keys_ptr + tile)
@@ -146,7 +156,7 @@ def attend_kernel(
         return
 
     segment = tl.load(segments_ptr + tile).to(tl.int64)
-    table_ptr = tables_ptr + segment * table_stride
+    table_ptr = tables_ptr + segment // segments_per_table * table_stride
     branch_start = tl.load(branch_starts_ptr + segment)
     branch_ptr = branch_slots_ptr + segment * branch_stride
     packed = tl.arange(0, BLOCK_M)
@@ -257,7 +267,12 @@ def paged_attention(
     if is_split:
         maxima, sums = query.new_empty(2, num_rows, num_heads, num_splits, dtype=torch.float32)
         attended = query.new_empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32)
-    attend_kernel[(num_tiles, num_kv_heads, num_splits)](
+    grid = (num_tiles, num_kv_heads, num_splits)
+    if shares:
+        assert split_keys is not None and segments.branch_slots.shape[1] <= split_keys  # so that OWN_SPLITS suffice
+        num_own_tiles = num_tiles - segments.num_shared_tiles
+        grid = (segments.num_shared_tiles * num_splits + num_own_tiles * OWN_SPLITS, num_kv_heads, 1)
+    attend_kernel[grid](
         query,
         kv_cache,
         attended,
@@ -279,12 +294,15 @@ def paged_attention(
         segments.block_tables.stride(0),
         segments.branch_slots.stride(0),
         num_splits,
+        segments.num_shared_tiles,
+        segments.segments_per_table,
         GROUP=num_heads // num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block,
         BLOCK_SIZE=kv_cache.shape[1],
         SOFTCAP=softcap or 0.0,
+        OWN_SPLITS=OWN_SPLITS,
         HAS_BRANCHES=segments.branch_slots.shape[1] > 0,
         OVERLAPS=overlaps,
         launch_pdl=overlaps,

@@ -84,7 +84,7 @@ def tree_rows_kernel(
     tile_ptr = tiles_ptr + all_shared + row
     tl.store(tile_ptr, row.to(tl.int32), mask=is_row)
     tl.store(tile_ptr + num_tiles, row.to(tl.int32), mask=is_row)
-    tl.store(tile_ptr + 2 * num_tiles, is_here.to(tl.int32), mask=is_row)
+    tl.store(tile_ptr + 2 * num_tiles, 1 + place * 0, mask=is_row)
     tl.store(tile_ptr + 3 * num_tiles, position.to(tl.int32), mask=is_row)
     tl.store(tile_ptr + 4 * num_tiles, (num_shared_keys + place * 0).to(tl.int32), mask=is_row)
     tl.store(tile_ptr + 5 * num_tiles, position.to(tl.int32), mask=is_row)

@@ -71,7 +71,7 @@ def linear_kernel(
 HEADS = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128}
 SEEN = {"WINDOW": 0, "IS_CAUSAL": 1, "VALUE_DIM": 128, "VALUE_BLOCK": 128}
 ATTEND = HEADS | SEEN | {"GROUP": 4, "HEAD_BLOCK": 128, "BLOCK_SIZE": 16, "SOFTCAP": 0, "HAS_BRANCHES": 1}
-ATTEND |= {"BLOCK_M": 64, "BLOCK_N": 64, "sinks_ptr": None}
+ATTEND |= {"BLOCK_M": 64, "BLOCK_N": 64, "OWN_SPLITS": 2, "sinks_ptr": None}
 NOTHING_SHARED = {"first_keys_ptr": None}
 NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
 TRUNCATION = {"num_warps": 8, "enable_fp_fusion": False}
@@ -177,7 +177,7 @@ KERNELS = [
         Kernel(
             module="kernels.paged_attention",
             name="attend_kernel",
-            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 i32 i32 i32 i32 i32",
+            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 i32 i32 i32 i32 i32 i32 i32",
             constants=ATTEND | constants,
             options={**NO_FUSION, "num_stages": 3},
             max_shared=113 * 1024,  # two programs on a multiprocessor of Hopper, one on sm_80's
@@ -197,7 +197,7 @@ KERNELS = [
         Kernel(  # in float32, as the tiny family runs: what a thread cannot hold takes memory for all that there may be
             module="kernels.paged_attention",
             name="attend_kernel",
-            signature=f"{' '.join(['*fp32'] * 5)} {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32",
+            signature=f"{' '.join(['*fp32'] * 5)} {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32 i32 i32",
             constants=ATTEND
             | {"SPLIT_KEYS": 512, "BLOCK_N": 16, "HEAD_DIM": dim, "VALUE_DIM": dim}
             | {"HEAD_BLOCK": dim, "VALUE_BLOCK": dim}

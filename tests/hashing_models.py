@@ -41,7 +41,8 @@ def stored_at(batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
     stored, block_size = cache.layers[0].flatten(0, 1), cache.layers[0].shape[1]
     segments, owners = batch.attention.segments, owners_of(batch)
     keys = torch.arange(segments.block_tables.shape[1] * block_size)
-    slots = segments.block_tables[owners][:, keys // block_size].long() * block_size + keys % block_size
+    tables = segments.block_tables[owners // segments.segments_per_table]
+    slots = tables[:, keys // block_size].long() * block_size + keys % block_size
     branch = segments.branch_slots[owners].long()
     if branch.shape[1] > 0:
         places = keys - segments.branch_starts[owners].unsqueeze(1)

@@ -299,12 +299,13 @@ def test_rows_of_a_tree_share_the_splits_before_it_and_keep_their_bits(kernel_de
         arrays = {
             name: values for name, values in rows._asdict().items() if name not in ("positions", "slots", "predicted")
         }
-        arrays["block_tables"] = tables.repeat_interleave(num_rows, dim=0)
+        arrays["block_tables"] = tables
         segments = triton_ops.PagedSegments(
             **{name: values.to(kernel_device) for name, values in arrays.items()},
             max_context=78,
             max_tile_size=1,
             num_shared_tiles=num_shared,
+            segments_per_table=num_rows,
         )
         out = triton_ops.paged_attention(
             queries.to(kernel_device), cache.to(kernel_device), segments, split_keys=split_keys, **keys

@@ -153,7 +153,7 @@ def test_rows_of_nobody_are_stored_in_the_null_block_and_see_nothing(kernel_devi
         assert found["positions"].tolist() == [6, 7, 8, 0, 0, 0]
         assert found["slots"].tolist() == [6, 5, 4, 0, 0, 0]
         assert found["predicted"].tolist() == [7, 8, 9, -1, -1, -1]
-        shared, own = [2, 1, 0, 0], [1, 1, 1, 0, 0, 0]
+        shared, own = [2, 1, 0, 0], [1] * 6
         assert found["tile_sizes"].tolist() == [*shared, *own]
         assert found["tile_rows"].tolist() == [0, 2, 3, 5, *range(6)]
         assert found["first_keys"].tolist() == [*[0] * 4, 6, 6, 6, 0, 0, 0]  # two splits of three keys

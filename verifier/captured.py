@@ -133,7 +133,7 @@ class TreeVerifier(CapturedVerifier):
             batch.lengths, batch.block_tables, offset=-1, num_rows=num_rows, block_size=block_size, rows_per_tile=1
         ).slots.view(-1, num_rows)
         rows = tree_rows(batch.lengths, slots, parents, first=0, offset=-1, depth=self.depth, **self.shape.tree_tiles)
-        launch = batch.tree_launch(token_ids.flatten(), rows, shape=self.shape, block_size=block_size)
+        launch = batch.tree_launch(token_ids.flatten(), rows, self.shape)
         hidden, taps = self.target.compute(launch, tap_layers)
         logits = self.target.model.logits(hidden, self.shape.linear)
         drawn = batch.sampling(rows.predicted).draw(logits)

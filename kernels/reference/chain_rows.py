@@ -12,7 +12,11 @@ from torch import Tensor
 
 
 class ChainRows(NamedTuple):
-    """Rows request by request. Those of an absent request stand at position 0 and are stored in the null block."""
+    """Rows request by request.
+
+    Those of an absent request stand at position 0, are stored in the null block, and attend to it. It holds zeros, so
+    what they compute is finite: memory that nobody wrote could hold NaN, which drafters would keep.
+    """
 
     positions: Tensor  # [num_requests * num_rows] int64
     slots: Tensor  # [num_requests * num_rows] int64: block * block_size + offset
@@ -44,7 +48,7 @@ def chain_rows(
     block = block_tables.to(torch.int64).gather(1, blocks.clamp(max=max_blocks - 1))
     slots = torch.where(is_stored, block * block_size + positions % block_size, 0)
     firsts = torch.arange(0, num_rows, rows_per_tile, device=lengths.device)
-    sizes = torch.where(is_here, (num_rows - firsts).clamp(max=rows_per_tile), 0)
+    sizes = (num_rows - firsts).clamp(max=rows_per_tile).expand(num_requests, -1)
     requests = torch.arange(num_requests, device=lengths.device).unsqueeze(1)
     tile_positions = torch.where(is_here, first + firsts, 0)
     tiles = (
@@ -52,7 +56,7 @@ def chain_rows(
         requests * num_rows + firsts,
         sizes,
         tile_positions,
-        (tile_positions + sizes - 1).clamp(min=0),
+        tile_positions + sizes - 1,
     )
     return ChainRows(
         positions.flatten(),

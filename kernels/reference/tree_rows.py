@@ -19,7 +19,7 @@ class TreeRows(NamedTuple):
 
     All rows of a request see the same keys in the splits that end before its tree begins. Shared tiles attend to these
     keys, rows_per_tile rows at a time, and a tile for each row attends to the rest. Rows of an absent request have
-    position 0, are stored in the null block and see nothing.
+    position 0, are stored in the null block and attend to it, as those of chain_rows do.
     """
 
     positions: Tensor  # [num_requests * num_rows] int64
@@ -69,7 +69,7 @@ def tree_rows(
     tiles = (
         (shared, own),
         (shared, own),
-        (shared_sizes, is_here),
+        (shared_sizes, torch.ones_like(own)),
         (last_shared, positions),
         (torch.zeros_like(shared), num_shared_keys.expand_as(own)),
         (last_shared, positions),

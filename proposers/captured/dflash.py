@@ -39,7 +39,7 @@ class CapturedDFlash(CapturedChains):
         room = (batch.limits - batch.lengths - 1).clamp(1, len(self._depths))
         depths = self._depths.index_select(0, room - 1)
         segments = launch.attention.segments
-        ends = (batch.lengths - 2 + num_silent + depths).to(torch.int32).unsqueeze(1)
+        ends = (batch.lengths - 2 + num_silent + depths).clamp(min=0).to(torch.int32).unsqueeze(1)
         segments = replace(segments, last_keys=ends.expand(-1, len(segments.last_keys) // count).flatten())
         launch = replace(launch, attention=replace(launch.attention, segments=segments))
         output = self.head(launch, self.head.embed(token_ids), cache)
@@ -48,7 +48,10 @@ class CapturedDFlash(CapturedChains):
         return self.next_logits(batch, 0, token_ids)
 
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
-        return self._logits[:, step]
+        logits = self._logits[:, step]
+        if step + 1 == self.num_tokens:  # no reference to a graph's memory is kept
+            self._logits = torch.empty(0)
+        return logits
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         """Write the context of every verified row; what was rejected is overwritten by the next block or context."""

@@ -86,7 +86,7 @@ class CapturedGrownTrees(CapturedHead):
             depth=depth,
             **shape.tree_tiles,
         )
-        launch = batch.tree_launch(token_ids.flatten(), rows, shape=shape, block_size=self.runner.block_size)
+        launch = batch.tree_launch(token_ids.flatten(), rows, shape)
         hidden = self._output.view(batch.count, -1, self._output.shape[1])
         hidden = hidden.gather(1, before.unsqueeze(2).expand(-1, -1, hidden.shape[2])).flatten(0, 1)
         self._output = self.head(launch, hidden, cache)

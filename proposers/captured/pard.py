@@ -58,7 +58,10 @@ class CapturedPard(CapturedChains):
         return self.next_logits(batch, 0, token_ids)
 
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
-        return self._logits[:, step]
+        logits = self._logits[:, step]
+        if step + 1 == self.num_tokens:  # no reference to a graph's memory is kept
+            self._logits = torch.empty(0)
+        return logits
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         self._fresh.learn(batch, token_ids)

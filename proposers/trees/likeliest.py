@@ -29,6 +29,7 @@ class Level:
 
 def best(scores: Tensor, count: int) -> Tensor:
     """Places of the highest of [num_requests, number], from the highest on, of equals the first first; [.., count]."""
+    scores = scores.nan_to_num(nan=float("-inf"))  # a sort takes NaN for the highest
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 

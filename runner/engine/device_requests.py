@@ -163,15 +163,11 @@ class DeviceBatch:
         self,
         token_ids: Tensor,  # [count * num_rows] int64
         rows: TreeRows,
-        *,
         shape: PagedShape,
-        block_size: int,
     ) -> ForwardBatch:
         """A launch of rows of every request's tree; each sees the committed tokens and its own path."""
         from kernels.paged_attention import PagedSegments
 
-        # A row has a path, and so a segment, of its own. Of the tables it takes what a row may see.
-        tables = self.block_tables[:, : -(-self.max_context // block_size)]
         segments = PagedSegments(
             tile_segments=rows.tile_segments,
             tile_rows=rows.tile_rows,
@@ -179,7 +175,8 @@ class DeviceBatch:
             tile_positions=rows.tile_positions,
             first_keys=rows.first_keys,
             last_keys=rows.last_keys,
-            block_tables=in_turn(tables, len(token_ids) // self.count),
+            block_tables=self.block_tables,
+            segments_per_table=len(token_ids) // self.count,
             branch_starts=rows.branch_starts,
             branch_slots=rows.branch_slots,
             max_context=self.max_context,
