@@ -281,7 +281,7 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(kernel_device: torch.device,
 def test_rows_of_a_tree_share_the_splits_before_it_and_keep_their_bits(
     kernel_device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trees that begin in the third split, nowhere (its request is absent), at the border of two and in the first."""
+    """Trees that begin in the third split, nowhere (its request is absent), and at the border of two."""
     new_empty = torch.Tensor.new_empty
 
     def filled_with_nan(*args: Any, **kwargs: Any) -> Tensor:
@@ -289,8 +289,8 @@ def test_rows_of_a_tree_share_the_splits_before_it_and_keep_their_bits(
         return found.fill_(torch.nan) if found.is_floating_point() else found
 
     monkeypatch.setattr(torch.Tensor, "new_empty", filled_with_nan)
-    model, num_nodes, split_keys = MODELS[name], 5, 32
-    lengths, parents = torch.tensor([75, 0, 65, 12]), torch.tensor([[-1, 0, -1, 1, 2]] * 4)
+    model, num_nodes, split_keys = MODELS[name], 4, 32
+    lengths, parents = torch.tensor([71, 0, 32]), torch.tensor([[-1, 0, -1, 1]] * 3)
     num_rows, width = num_nodes + 1, 20  # blocks of a request
     tables = 1 + torch.arange(len(lengths) * width, dtype=torch.int32).view(len(lengths), width)
     places = (lengths.unsqueeze(1) - 1 + torch.arange(num_rows)).clamp(min=0)
@@ -312,7 +312,7 @@ def test_rows_of_a_tree_share_the_splits_before_it_and_keep_their_bits(
         arrays["block_tables"] = tables
         segments = triton_ops.PagedSegments(
             **{name: values.to(kernel_device) for name, values in arrays.items()},
-            max_context=78,
+            max_context=74,
             max_tile_size=1,
             num_shared_tiles=num_shared,
             segments_per_table=num_rows,

@@ -246,7 +246,7 @@ def test_an_interrupted_sweep_is_killed_and_still_compares_what_ran(uri: str, cl
     assert len(client.list_artifacts(parent.run_id)) == 2
 
 
-def test_three_processes_may_open_a_fresh_database_at_once(tmp_path: Path) -> None:
+def test_processes_may_open_a_fresh_database_at_once(tmp_path: Path) -> None:
     """Without a lock, the migrations of MLflow 3.17 race: all fail, and the file stays broken for every later run.
 
     The same runs show that a parent reaches jobs in other processes, and that creating a database is silent.
@@ -268,11 +268,11 @@ print(tracker.run_id)
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for _ in range(3)
+        for _ in range(2)
     ]
     outputs = [job.communicate(timeout=120) for job in jobs]
-    assert [job.returncode for job in jobs] == [0] * 3, outputs
-    assert [error for _, error in outputs] == [""] * 3
+    assert [job.returncode for job in jobs] == [0] * 2, outputs
+    assert [error for _, error in outputs] == [""] * 2
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
