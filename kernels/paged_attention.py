@@ -14,7 +14,6 @@ tl.fma fuses a product and a sum (enable_fp_fusion=False), so programs compiled 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.merge_splits import LOG2_E, merge_splits, visible, with_sink
+from kernels.paged_segments import PagedSegments
 
 BLOCK_M = 64  # packed rows of a tile: with 4 warps, what Hopper's wgmma takes, for one row as for many
 BLOCK_N = 64  # keys of a step
@@ -31,32 +31,6 @@ FLOAT32_BLOCK_N = 16  # float32 has no tensor cores: plain multiply-adds, all of
 SPLIT_KEYS = 512  # keys of a split; a multiple of BLOCK_N
 OWN_SPLITS = 2  # of a tree's row: the split in which its tree begins, and the next one
 STAGE_BYTES = 96 * 1024  # shared memory for keys and values on their way; sm_80 has 163 KB, the queries need some too
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PagedSegments:
-    """Tiles of a launch, all on the device: padded entries do nothing, so a captured launch serves any smaller batch.
-
-    Rows of a tile follow one another, in the launch and in their segment. Rows in no tile keep what their output's
-    memory held.
-    """
-
-    tile_segments: Tensor  # [num_tiles] int32: segment a tile's rows belong to
-    tile_rows: Tensor  # [num_tiles] int32: first launch row of a tile
-    tile_sizes: Tensor  # [num_tiles] int32: its rows, at most rows_per_tile(...); 0 = padding
-    tile_positions: Tensor  # [num_tiles] int32: absolute position of its first row
-    last_keys: Tensor  # [num_tiles] int32: position of the last key that any row sees; not causal: that every row sees
-    block_tables: Tensor  # [num_segments / segments_per_table, max_blocks] int32
-    branch_starts: Tensor  # [num_segments] int32: positions from here on are stored in branch_slots; 2**31 - 1: none
-    branch_slots: Tensor  # [num_segments, max_branch] int32: cache slot of position branch_start + i
-    max_context: int  # every visible key lies before this position; on the host, for the grid
-    max_tile_size: int  # largest of tile_sizes, shared tiles aside; on the host, for the grid
-    # The first num_shared_tiles tiles attend to keys that all of their rows see: whole splits, up to last_keys. Each of
-    # these rows is in a tile of its own too, which attends to the rest, from first_keys on. Under a sliding window the
-    # rows do not begin at one key, so shared tiles are skipped and the rows' own tiles attend to all that they see.
-    num_shared_tiles: int = 0
-    first_keys: Tensor | None = None  # [num_tiles] int32; None: 0
-    segments_per_table: int = 1  # neighbours that share a block table
 
 
 def rows_per_tile(num_heads: int, num_kv_heads: int) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.paged_segments import PagedSegments
 from kernels.reference.tree_rows import NO_BRANCH, tree_rows
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -125,7 +126,7 @@ def launch(model: Model, rows: Sequence[Rows], max_context: int, device: torch.d
     tensors |= {"block_tables": tables, "branch_starts": starts, "branch_slots": apart}
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
     max_tile_size = max(size for _, _, size, *_ in tiles)
-    return triton_ops.PagedSegments(**on_device, max_context=max_context, max_tile_size=max_tile_size)
+    return PagedSegments(**on_device, max_context=max_context, max_tile_size=max_tile_size)
 
 
 def run(model: Model, rows: Sequence[Rows], queries: Tensor, cache: Tensor, device: torch.device, **how: Any) -> Tensor:
@@ -310,7 +311,7 @@ def test_rows_of_a_tree_share_the_splits_before_it_and_keep_their_bits(
             name: values for name, values in rows._asdict().items() if name not in ("positions", "slots", "predicted")
         }
         arrays["block_tables"] = tables
-        segments = triton_ops.PagedSegments(
+        segments = PagedSegments(
             **{name: values.to(kernel_device) for name, values in arrays.items()},
             max_context=74,
             max_tile_size=1,

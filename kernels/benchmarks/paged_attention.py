@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels import paged_attention as kernel
 from kernels.benchmarks.case import Case, CheckFailed, Setting, Work, check_error, name_of
+from kernels.paged_segments import PagedSegments
 from kernels.reference import paged_attention as reference
 from kernels.reference.tree_rows import NO_BRANCH
 
@@ -58,7 +59,7 @@ def cases(setting: Setting) -> list[Case]:
     ]
 
 
-def _segments(shape: Shape, tables: Tensor, tiles: Sequence[tuple[int, int, int]], most: int) -> kernel.PagedSegments:
+def _segments(shape: Shape, tables: Tensor, tiles: Sequence[tuple[int, int, int]], most: int) -> PagedSegments:
     """Tiles of (sequence, first position, rows), one after the other in the launch."""
     first_rows = [sum(size for *_, size in tiles[:index]) for index in range(len(tiles))]
     columns = [
@@ -67,7 +68,7 @@ def _segments(shape: Shape, tables: Tensor, tiles: Sequence[tuple[int, int, int]
     names = ("tile_segments", "tile_rows", "tile_sizes", "tile_positions", "last_keys")
     tensors = torch.tensor(columns, dtype=torch.int32, device=tables.device).T.contiguous().unbind()
     tiles_of: dict[str, Any] = dict(zip(names, tensors, strict=True))
-    return kernel.PagedSegments(
+    return PagedSegments(
         **tiles_of,
         block_tables=tables,
         branch_starts=torch.full((len(tables),), NO_BRANCH, dtype=torch.int32, device=tables.device),
@@ -87,12 +88,12 @@ def _prepare(setting: Setting, shape: Shape) -> Work:
     queries = setting.normal(shape.batch, most, shape.num_heads, shape.head_dim, seed=2)
     sizes = {"num_kv_heads": shape.num_kv_heads, "value_dim": shape.head_dim, "scale": shape.head_dim**-0.5}
 
-    def launch(num_rows: int) -> tuple[Tensor, kernel.PagedSegments]:
+    def launch(num_rows: int) -> tuple[Tensor, PagedSegments]:
         """Queries and tiles of the last positions of every sequence."""
         tiles = [(sequence, shape.context - num_rows, num_rows) for sequence in range(shape.batch)]
         return queries[:, most - num_rows :].flatten(0, 1), _segments(shape, tables, tiles, num_rows)
 
-    def attend(rows: Tensor, segments: kernel.PagedSegments, kv: Tensor) -> Tensor:
+    def attend(rows: Tensor, segments: PagedSegments, kv: Tensor) -> Tensor:
         return kernel.paged_attention(rows, kv, segments, split_keys=shape.split_keys, **sizes)
 
     def by_definition(dtype: torch.dtype) -> Tensor:

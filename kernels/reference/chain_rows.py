@@ -21,7 +21,7 @@ class ChainRows(NamedTuple):
     positions: Tensor  # [num_requests * num_rows] int64
     slots: Tensor  # [num_requests * num_rows] int64: block * block_size + offset
     predicted: Tensor  # [num_requests * num_rows] int64: the position behind each row; -1 for absent requests
-    tile_segments: Tensor  # [num_requests * tiles of a request] int32, as the next four: kernels/paged_attention.py
+    tile_segments: Tensor  # [num_requests * tiles of a request] int32, as the next four: kernels/paged_segments.py
     tile_rows: Tensor
     tile_sizes: Tensor
     tile_positions: Tensor

@@ -25,7 +25,7 @@ class TreeRows(NamedTuple):
     positions: Tensor  # [num_requests * num_rows] int64
     slots: Tensor  # [num_requests * num_rows] int64: block * block_size + offset
     predicted: Tensor  # [num_requests * num_rows] int64: the position that each row predicts; -1 in absent requests
-    tile_segments: Tensor  # [num_tiles] int32, as the next five: kernels/paged_attention.py; shared tiles first
+    tile_segments: Tensor  # [num_tiles] int32, as the next five: kernels/paged_segments.py; shared tiles first
     tile_rows: Tensor
     tile_sizes: Tensor
     tile_positions: Tensor

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.paged_segments import PagedSegments
 from kernels.reference.philox import seed_to_int64
 from kernels.reference.tree_rows import NO_BRANCH, TreeRows
 from runner.engine.forward_batch import ForwardBatch
@@ -127,7 +128,6 @@ class DeviceBatch:
     ) -> tuple[ForwardBatch, Tensor]:
         """A launch of consecutive rows of every request, and the position that each row predicts, -1 for padding."""
         from kernels.chain_rows import chain_rows
-        from kernels.paged_attention import PagedSegments
 
         rows = chain_rows(
             self.lengths if lengths is None else lengths,
@@ -166,8 +166,6 @@ class DeviceBatch:
         shape: PagedShape,
     ) -> ForwardBatch:
         """A launch of rows of every request's tree; each sees the committed tokens and its own path."""
-        from kernels.paged_attention import PagedSegments
-
         segments = PagedSegments(
             tile_segments=rows.tile_segments,
             tile_rows=rows.tile_rows,

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from kernels.paged_segments import PagedSegments
 from kernels.reference.tree_rows import NO_BRANCH
 from runner.engine.forward_batch import PlannedAttention
 from runner.engine.segment import Family, Segment
-
-if TYPE_CHECKING:
-    from kernels.paged_attention import PagedSegments
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,8 +100,6 @@ class PagedShape:
         sizes = [len(numbers) for numbers in lists]
 
         def assemble(uploaded: Sequence[torch.Tensor]) -> PagedAttention:
-            from kernels.paged_attention import PagedSegments  # where there is no Triton, nobody assembles
-
             # Neighbours in one upload, so that one conversion does for all.
             numbers = uploaded[0].as_strided((sum(sizes),), (1,)).to(torch.int32)
             segments_, rows_, sizes_, positions_, last_keys_, tables_, starts_, slots_ = numbers.split_with_sizes(sizes)
