@@ -141,7 +141,7 @@ def test_rows_are_where_the_host_plans_them_and_see_the_same_slots(case: dict[st
         assert (found.tile_segments[row], found.tile_rows[row], found.tile_sizes[row]) == (row, row, 1)
 
 
-def test_rows_of_nobody_are_stored_in_the_null_block_and_see_nothing(kernel_device: torch.device) -> None:
+def test_rows_of_nobody_are_stored_in_the_null_block_and_attend_to_it(kernel_device: torch.device) -> None:
     """An absent request, whatever its tree was, beside one that is there."""
     case = {
         "lengths": [7, 0],
