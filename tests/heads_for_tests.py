@@ -85,7 +85,7 @@ def make_fair(head: Any, target: Any) -> None:
     """Let the last tapped state through to logits that are the target's; the head's layers stay random."""
     weights = {name: weight.view for name, weight in head.weight_targets().items()}
     if (fc := weights.get("fc.weight")) is not None:
-        fc[:, -len(fc) :] += torch.eye(len(fc))
+        fc[:, -len(fc) :] += torch.eye(len(fc), device=fc.device)
     if (lm_head := weights.get("lm_head.weight")) is not None:
         lm_head.copy_(target.lm_head if head.target_ids is None else target.lm_head[head.target_ids])
     if "hidden_norm.weight" in weights:
@@ -95,7 +95,7 @@ def make_fair(head: Any, target: Any) -> None:
 def _let_blocks_repeat(weights: Mapping[str, torch.Tensor], target: Any, arch: Any) -> None:
     """A DFlash block's first layer adds what it sees of the context, as far as few key heads can tell it."""
     v, o = (weights[f"layers.0.self_attn.{name}_proj.weight"] for name in ("v", "o"))
-    mask = target.embed(torch.tensor([MASK_TOKEN_ID]))[0]
+    mask = target.embed(torch.tensor([MASK_TOKEN_ID], device=v.device))[0]
     mask = mask / mask.norm()
     v -= (v @ mask).outer(mask)  # or every guess would be the mask token
     v.copy_(torch.linalg.qr(v.T.float())[0].T)
