@@ -22,6 +22,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
+from tests.emulated_device import EmulatedDevice
 from tests.graphs_for_tests import recorded
 from tests.heads_for_tests import HEADS, make_fair
 
@@ -118,6 +119,18 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) ->
     monkeypatch.setattr(backend, "interprets_kernels", True)
     monkeypatch.setattr(graphs, "record_cuda_graph", recorded)
     return Engines()
+
+
+@pytest.fixture
+def emulated_gpu(kernel_device: torch.device) -> Iterator[EmulatedDevice]:
+    """The GPU that there is while a test runs."""
+    if kernel_device.type != "cpu":
+        pytest.skip("there is a GPU; tests/test_gpu_engine.py runs on it")
+    pytest.importorskip("triton")
+    from tests.emulated_cuda import emulated_cuda
+
+    with emulated_cuda() as device:
+        yield device
 
 
 @pytest.fixture(scope="session", autouse=True)

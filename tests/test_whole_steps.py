@@ -1,15 +1,13 @@
 """Steps that run whole on the device say what steps in parts say, whatever comes, goes or runs out meanwhile.
 
-Most of it over models that hash what they find (tests/hashing_models.py), with kernels replaced by their definitions.
-The kernels themselves, interpreted, have a few short texts at the end.
+Over models that hash what they find (tests/hashing_models.py), with kernels replaced by their definitions. The kernels
+themselves run in tests/test_emulated_gpu.py.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,8 +24,6 @@ from kernels.reference.ngram_match import ngram_match
 from kernels.reference.philox import Stream
 from kernels.reference.tree_rows import tree_rows
 from kernels.reference.walk_tree import walk_tree
-from runner.benchmarks.decoding_cases import free_guesses
-from runner.engine import backend, graphs
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.paged_shape import PagedAttention, PagedShape
@@ -50,7 +46,6 @@ from tests.hashing_models import (
     HashingModel,
     HashingRecurrence,
 )
-from tests.no_readback import NoReadback
 
 pytest.importorskip("triton")
 import kernels.chain_rows
@@ -432,86 +427,3 @@ def test_who_arrives_meanwhile_is_let_in_at_once(interpreted: Engines, by_defini
     for request in (first, second):
         scheduler.abort(request)
         llm.engine.proposer.release(request.request_id)
-
-
-def test_graphs_share_a_pool_while_one_of_them_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses to capture into a pool whose graphs are all gone: those of an engine that another one replaced."""
-    entered = list[int]()
-    handles = iter(range(9))
-
-    def capture(graph: Any, *, pool: int, **_: Any) -> Any:
-        entered.append(pool)
-        return nullcontext()
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    first = graphs.record_cuda_graph(lambda: (), ())
-    second = graphs.record_cuda_graph(lambda: (), ())
-    del first
-    third = graphs.record_cuda_graph(lambda: (), ())
-    del second, third
-    graphs.record_cuda_graph(lambda: (), ())
-    assert entered == [0, 0, 0, 1]
-
-
-KERNEL_PARAMS = [
-    SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
-    SamplingParams(max_tokens=6, temperature=0.8, seed=3, ignore_eos=True),
-]
-CUT = replace(KERNEL_PARAMS[1], top_p=0.9, top_k=20, min_p=0.01)
-KERNEL_CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
-    "none": (None, [KERNEL_PARAMS[0], CUT]),
-    "draft_model": ({"method": "draft_model", "num_speculative_tokens": 2}, KERNEL_PARAMS),
-    "probabilistic": (
-        {"method": "draft_model", "num_speculative_tokens": 2, "rejection_sample_method": "probabilistic"},
-        KERNEL_PARAMS,
-    ),
-    "eagle": ({"method": "eagle", "num_speculative_tokens": 2}, KERNEL_PARAMS),
-    "eagle_tree": (
-        {
-            "method": "eagle",
-            "num_speculative_tokens": 3,
-            "speculative_token_tree": "dynamic",
-            "tree_depth": 2,
-            "tree_top_k": 2,
-        },
-        KERNEL_PARAMS,
-    ),
-    "medusa_tree": (
-        {"method": "medusa", "num_speculative_tokens": 3, "speculative_token_tree": [[0], [1], [0, 0]]},
-        KERNEL_PARAMS,
-    ),
-    "typical_of_greedy": (
-        {"method": "draft_model", "num_speculative_tokens": 2, "rejection_sample_method": "typical"},
-        [KERNEL_PARAMS[0]] * 2,
-    ),
-    "custom_class": (free_guesses(2), KERNEL_PARAMS),
-}
-
-
-@pytest.mark.parametrize("name", KERNEL_CASES)
-def test_whole_steps_of_kernels_say_what_torch_says_and_need_nothing_of_the_host(
-    interpreted: Engines, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method, params = KERNEL_CASES[name]
-    small: dict[str, Any] = {"architecture": {"num_hidden_layers": 1}, "batch_invariant": False}
-    prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11]}, {"prompt_token_ids": [3, 4]}]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "interprets_kernels", False)
-        expected = [request.output_token_ids for request in complete(interpreted(method, **small), prompts, params)[0]]
-        interpreted = Engines()
-    llm = interpreted(method, **small)
-    steps: list[str] = []
-
-    def step_alone(steps_: WholeSteps, *args: Any) -> torch.Tensor:
-        steps.append(name)
-        with NoReadback(), pytest.MonkeyPatch.context() as patch:
-            for name_ in ("tensor", "from_numpy"):  # uploads begin with one of them
-                patch.setattr(torch, name_, None)
-            return step(steps_, *args)
-
-    step = WholeSteps._step
-    monkeypatch.setattr(WholeSteps, "_step", step_alone)
-    assert [request.output_token_ids for request in complete(llm, prompts, params)[0]] == expected
-    assert len(steps) >= 2

@@ -1,0 +1,130 @@
+"""The engine's GPU path on an emulated GPU (tests/emulated_cuda.py), over interpreted kernels and replayed graphs.
+
+Interpreted products do not keep a row's bits (a BLAS chooses by shape), so what is compared is tokens. Bits are
+compared on a GPU, where there is one: tests/test_gpu_engine.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.benchmarks.timing import GraphTimer
+from runner.benchmarks.decoding_cases import free_guesses
+from runner.engine.download import Download
+from runner.engine.request import VerifyOutput
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from tests.conftest import Engines, complete
+from tests.emulated_device import EmulatedDevice
+from tests.test_gpu_engine import allowed
+
+PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11]}, {"prompt_token_ids": [3, 4]}]
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True)
+CUT = replace(DRAWN, max_tokens=4, top_p=0.9, top_k=20, min_p=0.01)  # the search takes the interpreter longest
+SMALL: dict[str, Any] = {"architecture": {"num_hidden_layers": 1}, "num_gpu_blocks_override": 64}
+GPU: dict[str, Any] = {**SMALL, "device": "cuda", "dtype": "float32", "batch_invariant": False}
+DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 2}
+STATIC = [[0], [1], [0, 0]]
+CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
+    "none": (None, [GREEDY, CUT]),
+    "draft_model": (DRAFT_MODEL, [GREEDY, DRAWN]),
+    "probabilistic": ({**DRAFT_MODEL, "rejection_sample_method": "probabilistic"}, [GREEDY, DRAWN]),
+    "typical of greedy": ({**DRAFT_MODEL, "rejection_sample_method": "typical"}, [GREEDY, GREEDY]),
+    "pard": ({"method": "pard", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
+    "eagle3": ({"method": "eagle3", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
+    "mlp_speculator": ({"method": "mlp_speculator", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
+    "dflash": ({"method": "dflash", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
+    "ngram_gpu": ({"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_min": 1}, [GREEDY, DRAWN]),
+    "custom_class": (free_guesses(2), [GREEDY, DRAWN]),
+    "eagle tree": (
+        {
+            "method": "eagle",
+            "num_speculative_tokens": 3,
+            "speculative_token_tree": "dynamic",
+            "tree_depth": 2,
+            "tree_top_k": 2,
+        },
+        [GREEDY, DRAWN],
+    ),
+    "medusa tree": (
+        {"method": "medusa", "num_speculative_tokens": 3, "speculative_token_tree": STATIC},
+        [GREEDY, DRAWN],
+    ),
+}
+
+
+def texts(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
+    return [request.output_token_ids for request in complete(llm, PROMPTS, params)[0]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_captured_steps_say_what_the_cpu_says(name: str, engines: Engines, emulated_gpu: EmulatedDevice) -> None:
+    method, params = CASES[name]
+    expected = texts(engines(method, **SMALL), params)
+    assert texts(Engines()(method, **GPU), params) == expected
+    assert emulated_gpu.graph_sizes and emulated_gpu.num_replays > 0
+
+
+WITH_A_PART_OF_THE_HOST = {
+    "logprobs": replace(DRAWN, logprobs=2, prompt_logprobs=1),
+    "penalties": replace(DRAWN, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2),
+    "words": replace(GREEDY, logit_bias={4: 2.0}, allowed_token_ids=tuple(range(3, 40)), min_tokens=2),
+}
+
+
+@pytest.mark.parametrize("asked", WITH_A_PART_OF_THE_HOST)
+def test_captured_passes_leave_the_host_its_part(asked: str, engines: Engines, emulated_gpu: EmulatedDevice) -> None:
+    params = [WITH_A_PART_OF_THE_HOST[asked], replace(GREEDY, logprobs=0)]
+    tree = {"method": "eagle", "num_speculative_tokens": 3, "speculative_token_tree": STATIC}
+    method = tree if asked == "logprobs" else DRAFT_MODEL
+    expected = texts(engines(method, **SMALL), params)
+    llm = Engines()(method, **GPU)
+    assert texts(llm, params) == expected and texts(llm, params) == expected  # passes that were captured meanwhile
+    assert emulated_gpu.num_replays > 1
+
+
+def test_kernels_launched_one_by_one_say_what_the_cpu_says(engines: Engines, emulated_gpu: EmulatedDevice) -> None:
+    params = [replace(GREEDY, max_tokens=4), replace(DRAWN, max_tokens=4)]
+    expected = texts(engines(DRAFT_MODEL, **SMALL), params)
+    assert texts(Engines()(DRAFT_MODEL, **GPU, enforce_eager=True), params) == expected
+    assert not emulated_gpu.graph_sizes
+
+
+def test_a_step_reads_back_once(emulated_gpu: EmulatedDevice) -> None:
+    """Captured decoding waits for the device where the step's tokens are read, and nowhere else."""
+    llm = Engines()(DRAFT_MODEL, **GPU)
+    expected = texts(llm, [GREEDY, DRAWN])
+    with pytest.MonkeyPatch.context() as patch:
+        for reader in (VerifyOutput, Download):
+            patch.setattr(reader, "read", allowed(reader.read))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            assert texts(llm, [GREEDY, DRAWN]) == expected
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_cache_is_sized_by_what_the_largest_steps_leave(emulated_gpu: EmulatedDevice) -> None:
+    sizes = {"max_model_len": 24, "max_num_seqs": 2, "max_num_batched_tokens": 4, "num_gpu_blocks_override": None}
+    llm = Engines()({"method": "ngram", "num_speculative_tokens": 1}, **{**GPU, **sizes})
+    assert llm.engine.block_manager.num_free_blocks == 2 * 2  # all that two requests of 24 tokens can use
+
+
+def test_a_plain_step_is_eight_launches_a_layer_and_nine_beside_them(emulated_gpu: EmulatedDevice) -> None:
+    """Small operations between the kernels would cost a microsecond or two each, in every step."""
+    for num_layers in (1, 2):
+        gpu = {**GPU, "architecture": {"num_hidden_layers": num_layers}, "batch_invariant": True}
+        texts(Engines()(None, **gpu), [replace(GREEDY, max_tokens=4)] * 2)
+    assert emulated_gpu.graph_sizes == [17, 25]
+
+
+def test_a_benchmark_times_replays(emulated_gpu: EmulatedDevice) -> None:
+    device = torch.device("cuda")
+    counts = torch.zeros(3, dtype=torch.int64, device=device)
+    (timing,) = GraphTimer(device, 2)([lambda: counts.add_(1)])
+    assert timing.p80_us >= timing.p20_us > 0 and len(emulated_gpu.graph_sizes) == 2 and int(counts.min()) > 2
