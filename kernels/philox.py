@@ -76,3 +76,11 @@ def gumbel_block(seed, position, stream, draft_step, start, BLOCK: tl.constexpr)
     # Entry v takes lane v % 4.
     words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
     return words_to_gumbel(words)
+
+
+@triton.jit
+def gumbel_of(seed, position, stream, draft_step, tokens):
+    """float32, shaped as tokens (int32): the noise of these vocabulary entries, wherever they lie."""
+    a, b, c, d = random_words(seed, position, stream, draft_step, tokens // 4)
+    lane = tokens % 4
+    return words_to_gumbel(tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d)))

@@ -15,11 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.philox import gumbel_block
+from kernels.philox import gumbel_block, gumbel_of
 from kernels.scores import check_rows, load_logits, ranks_of, token_of
 from kernels.truncation import TruncatedRows, truncate_rows
 
 BLOCK = 4096  # tokens of a program
+# With ids: as many programs for a vocabulary of a quarter, as its noise takes four times as long.
+BLOCK_WITH_IDS = 1024
+LAST_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 NUM_WARPS = 8
 
 
@@ -33,6 +36,7 @@ def draw_kernel(
     is_greedy_ptr,  # [num_rows] bool, or None: no row is
     temperatures_ptr,  # [num_rows] float32, or None: 1
     cuts_ptr,  # [num_rows] float32, or None: no row has one
+    token_ids_ptr,  # [vocab_size] int64, or None: a column's number is its token
     row_stride,
     vocab_size,
     stream,
@@ -42,8 +46,12 @@ def draw_kernel(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions_ptr + row)
     if position >= 0:
-        tokens = split * BLOCK + tl.arange(0, BLOCK)
-        scores = load_logits(logits_ptr + row * row_stride, tokens, vocab_size)
+        columns = split * BLOCK + tl.arange(0, BLOCK)
+        scores = load_logits(logits_ptr + row * row_stride, columns, vocab_size)
+        tokens, end = columns, vocab_size
+        if token_ids_ptr is not None:
+            tokens = tl.load(token_ids_ptr + columns, mask=columns < vocab_size, other=LAST_ID).to(tl.int32)
+            end = LAST_ID
         if seeds_ptr is not None:
             is_random = True
             if is_greedy_ptr is not None:
@@ -57,8 +65,11 @@ def draw_kernel(
                 if draft_steps_ptr is not None:
                     draft_step = tl.load(draft_steps_ptr + row)
                 seed = tl.load(seeds_ptr + row)
-                scores += gumbel_block(seed, position, stream, draft_step, split * BLOCK, BLOCK)
-        best = tl.max(ranks_of(scores, tokens, vocab_size), axis=0)
+                if token_ids_ptr is None:
+                    scores += gumbel_block(seed, position, stream, draft_step, split * BLOCK, BLOCK)
+                else:
+                    scores += gumbel_of(seed, position, stream, draft_step, tokens)
+        best = tl.max(ranks_of(scores, tokens, end), axis=0)
         tl.store(ranks_ptr + row * tl.num_programs(1) + split, best)
 
 
@@ -92,10 +103,12 @@ def sample(
     min_p: Tensor | None = None,  # [num_rows] float32; 0: no cut
     top_k: Tensor | None = None,  # [num_rows] int64; <= 0 or >= vocab: no cut
     top_p: Tensor | None = None,  # [num_rows] float64; 1: no cut
+    token_ids: Tensor | None = None,  # [vocab] int64, all different, below 2**31 - 1: the token of each column
 ) -> Tensor:
     """Token ids [num_rows] int64, -1 for padding: gumbel_argmax of the rows as process_logits cuts them.
 
-    A parameter that is None costs nothing; one that is off for a row leaves that row's token.
+    A parameter that is None costs nothing; one that is off for a row leaves that row's token. With token_ids, columns
+    are a part of a larger vocabulary, whose noise they have; its other tokens are never drawn.
     """
     truncated = None
     if min_p is not None or top_k is not None or top_p is not None:
@@ -109,12 +122,12 @@ def sample(
             top_p=top_p,
             need_mass=False,
         )
-    return _best_tokens(logits, positions, seeds, draft_steps, is_greedy, temperatures, truncated, stream)
+    return _best_tokens(logits, positions, seeds, draft_steps, is_greedy, temperatures, truncated, token_ids, stream)
 
 
-def greedy(logits: Tensor, positions: Tensor) -> Tensor:
+def greedy(logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """argmax of each row, ties to the lowest id, -1 for padding, [num_rows] int64; arguments as `sample` has them."""
-    return _best_tokens(logits, positions, None, None, None, None, None, 0)
+    return _best_tokens(logits, positions, None, None, None, None, None, token_ids, 0)
 
 
 def _best_tokens(
@@ -125,14 +138,16 @@ def _best_tokens(
     is_greedy: Tensor | None,
     temperatures: Tensor | None,
     truncated: TruncatedRows | None,
+    token_ids: Tensor | None,
     stream: int,
 ) -> Tensor:
-    check_rows(logits, positions, seeds, draft_steps, is_greedy, temperatures)
+    check_rows(logits, positions, seeds, draft_steps, is_greedy, temperatures, token_ids)
     num_rows, vocab_size = logits.shape
-    num_splits = triton.cdiv(vocab_size, BLOCK)
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    block = BLOCK if token_ids is None else BLOCK_WITH_IDS
+    num_splits = triton.cdiv(vocab_size, block)
+    drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
-        return token_ids
+        return drawn
     ranks = torch.empty(num_rows, num_splits, dtype=torch.int64, device=logits.device)
     draw_kernel[(num_rows, num_splits)](
         ranks,
@@ -143,14 +158,15 @@ def _best_tokens(
         is_greedy,
         temperatures,
         None if truncated is None else truncated.cuts,
+        token_ids,
         logits.stride(0),
         vocab_size,
         int(stream),
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
+        BLOCK=block,
+        num_warps=NUM_WARPS * block // BLOCK,
         enable_fp_fusion=False,
     )
     best_token_kernel[(num_rows,)](
-        token_ids, ranks, positions, num_splits, SPLITS=triton.next_power_of_2(num_splits), num_warps=1
+        drawn, ranks, positions, num_splits, SPLITS=triton.next_power_of_2(num_splits), num_warps=1
     )
-    return token_ids
+    return drawn

@@ -21,6 +21,7 @@ from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.drafting.ranked_trees import RankedTrees
 from proposers.heads.dflash import load_dflash_head
 from proposers.trees.static import Choices
+from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
 from runner.engine.head_runner import HeadRunner
 from runner.engine.request import DraftTokens, Request, VerifyOutput
@@ -134,7 +135,7 @@ class DFlashProposer(OnePassProposer):
         output = self.runner.run("decode", segments, ids, self.head.embed(ids), is_causal=False)
         output = output.index_select(0, to_device(drafting_rows, torch.int64, self.context.device))
         rows, tile = self.runner.in_tiles(output)
-        return self.head.logits(rows, tile)[: len(output)]
+        return over_target_vocabulary(self.head.logits(rows, tile)[: len(output)], self.head.known_tokens)
 
     def _write_context(self, family: Family, segments: list[Segment], states: torch.Tensor) -> None:
         """states: [num_rows, num_taps * hidden], of the segments' tokens one after another."""

@@ -284,13 +284,15 @@ KERNELS = [
             module="kernels.sampling",
             name="draw_kernel",
             signature=signature,
-            constants={"BLOCK": 4096, **dict.fromkeys(absent)},
-            options={"num_warps": 8},
+            constants={"BLOCK": block, **dict.fromkeys(absent)},
+            options={"num_warps": block // 512},
             max_shared=8192,
         )
-        for signature, absent in (
-            ("*i64 *fp32 *i64 *i64 *i64 *i1 *fp32 *fp32 i32 i32 i32", ()),
-            ("*i64 *fp32 *i64 i32 i32 i32", GREEDY_HAS_NO),
+        for signature, block, absent in (
+            ("*i64 *fp32 *i64 *i64 *i64 *i1 *fp32 *fp32 i32 i32 i32", 4096, ("token_ids_ptr",)),
+            ("*i64 *fp32 *i64 *i64 *i64 *i1 *fp32 *fp32 *i64 i32 i32 i32", 1024, ()),
+            ("*i64 *fp32 *i64 i32 i32 i32", 4096, (*GREEDY_HAS_NO, "token_ids_ptr")),
+            ("*i64 *fp32 *i64 *i64 i32 i32 i32", 1024, GREEDY_HAS_NO),
         )
     ),
     Kernel(

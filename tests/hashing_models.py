@@ -101,6 +101,7 @@ class HashingHead:
     """An autoregressive head: rows of tokens, each stored at the place before its own."""
 
     tap_layers = (NORMED,)
+    known_tokens = None
 
     def __init__(self, head: Any) -> None:
         self.max_model_len, self.attention, self.kv_widths = head.max_model_len, head.attention, head.kv_widths
@@ -161,6 +162,7 @@ class HashingBlocks:
     """DFlash's head: digests of the context in the cache, overwritten by blocks of an anchor and masks."""
 
     config = SimpleNamespace(tap_layers=(NORMED,), samples_from_anchor=False, mask_token_id=1, max_draft_tokens=9)
+    known_tokens = None
 
     def __init__(self, head: Any) -> None:
         self.max_model_len, self.attention, self.kv_widths = head.max_model_len, head.attention, head.kv_widths

@@ -87,7 +87,7 @@ def make_fair(head: Any, target: Any) -> None:
     if (fc := weights.get("fc.weight")) is not None:
         fc[:, -len(fc) :] += torch.eye(len(fc), device=fc.device)
     if (lm_head := weights.get("lm_head.weight")) is not None:
-        lm_head.copy_(target.lm_head if head.target_ids is None else target.lm_head[head.target_ids])
+        lm_head.copy_(target.lm_head if head.known_tokens is None else target.lm_head[head.known_tokens.ids])
     if "hidden_norm.weight" in weights:
         _let_blocks_repeat(weights, target, head.config.arch)
 

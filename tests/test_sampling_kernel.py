@@ -197,6 +197,28 @@ def test_a_rows_token_depends_on_that_row_alone(kernel_device: torch.device) -> 
     assert alone.tolist() == plain[5:].tolist()
 
 
+def test_a_part_of_the_vocabulary_draws_the_tokens_that_all_of_it_would(kernel_device: torch.device) -> None:
+    """Columns in any order; beside them the others have no chance. Ties go to the lowest token, not column."""
+    params: list[dict[str, float]] = [{}, {"temperature": 1.4, "top_k": 30, "top_p": 0.9}, {"min_p": 0.01}, {}, {}]
+    logits, seeds, positions = draw_case(len(params), 150, kernel_device)
+    logits[3, [2, 70, 149]] = 9.0
+    token_ids = torch.randperm(600, generator=torch.Generator().manual_seed(1))[:150].to(kernel_device)
+    everything = torch.full((len(params), 600), -1000.0, device=kernel_device).index_copy_(1, token_ids, logits)
+    arguments: dict[str, Any] = {
+        "stream": Stream.TARGET,
+        "is_greedy": torch.tensor([False, False, False, True, False], device=kernel_device),
+        **as_tensors(params, kernel_device),
+    }
+    positions[4] = -1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_ops, "BLOCK_WITH_IDS", 64)
+        drawn = triton_ops.sample(logits, seeds, positions, token_ids=token_ids, **arguments)
+        likeliest = triton_ops.greedy(logits, positions, token_ids)
+    assert drawn.tolist() == triton_ops.sample(everything, seeds, positions, **arguments).tolist()
+    assert likeliest.tolist() == triton_ops.greedy(everything, positions).tolist()
+    assert int(drawn[3]) == int(token_ids[[2, 70, 149]].min()) and drawn[:3].tolist() != likeliest[:3].tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_greedy_ties_go_to_the_lowest_id_and_padding_to_minus_one(
     kernel_device: torch.device, dtype: torch.dtype

@@ -88,7 +88,7 @@ def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, **p
     return torch.where(positions >= 0, drawn, -1)
 
 
-def take_the_argmax(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def take_the_argmax(logits: torch.Tensor, positions: torch.Tensor, token_ids: None = None) -> torch.Tensor:
     return torch.where(positions >= 0, sampling_ops.greedy_argmax(logits), -1)
 
 

@@ -1,4 +1,7 @@
-"""Tokens from logits of Llama-3-8B's vocabulary: greedy, at a temperature, and with top_p before the draw."""
+"""Tokens from logits of Llama-3-8B's vocabulary: greedy, at a temperature, and with top_p before the draw.
+
+And at a temperature from the quarter of it that an EAGLE-3 head knows.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,21 @@ from kernels.benchmarks.case import Case, Setting, Work, check_draws, check_equa
 from kernels.reference import sampling as reference
 from kernels.reference.philox import Stream, gumbel
 
-VOCAB_SIZE = 128256
+VOCAB_SIZE, NUM_KNOWN = 128256, 32000
 LARGEST_SEED = 2**63 - 1
 TEMPERATURE, TOP_P = 0.8, 0.9
-MODES = ("greedy", "temperature", "top_p")
+MODES = ("greedy", "temperature", "top_p", "known tokens")
 
 
 def cases(setting: Setting) -> list[Case]:
     vocab_size, sizes = (300, (3,)) if setting.is_small else (VOCAB_SIZE, (1, 64, 320))
+    num_known = vocab_size * NUM_KNOWN // VOCAB_SIZE
     return [
         Case(
             op="sampling",
             label=f"{mode}, {num_rows} rows",
             dtype="float32",
-            prepare=partial(_prepare, setting, mode, num_rows, vocab_size),
+            prepare=partial(_prepare, setting, mode, num_rows, num_known if mode == "known tokens" else vocab_size),
         )
         for mode in MODES
         for num_rows in sizes
@@ -40,6 +44,8 @@ def _prepare(setting: Setting, mode: str, num_rows: int, vocab_size: int) -> Wor
     parameters: dict[str, Any] = {"temperatures": torch.full((num_rows,), TEMPERATURE, device=setting.device)}
     if mode == "top_p":
         parameters["top_p"] = torch.full((num_rows,), TOP_P, dtype=torch.float64, device=setting.device)
+    if mode == "known tokens":
+        parameters["token_ids"] = known = torch.arange(vocab_size, device=setting.device) * 4
 
     def sample(rows: Tensor) -> Tensor:
         if mode == "greedy":
@@ -54,7 +60,11 @@ def _prepare(setting: Setting, mode: str, num_rows: int, vocab_size: int) -> Wor
         processed = logits / parameters["temperatures"].unsqueeze(1)
         if mode == "top_p":
             processed = reference.apply_top_p(processed, parameters["top_p"])
-        noise = gumbel(seeds, positions, Stream.TARGET, vocab_size=vocab_size)
+        if mode == "known tokens":
+            noise = gumbel(seeds, positions, Stream.TARGET, vocab_size=4 * vocab_size).index_select(1, known)
+            token_ids = token_ids // 4
+        else:
+            noise = gumbel(seeds, positions, Stream.TARGET, vocab_size=vocab_size)
         scores = processed + noise
         return [check_draws(token_ids, scores, noise_uncertainty(noise, scores))]
 

@@ -25,8 +25,8 @@ class CapturedDFlash(CapturedChains):
         super().__init__(max_model_len=head.max_model_len, **common)
         self.head, self.runner = head, runner
         self._depths = to_device(depths or range(1, self.num_tokens + 1), torch.int64, runner.device)
-        self.tap_layers = head.config.tap_layers
-        self._logits = torch.empty(0)  # [count, num_tokens, vocab], of every place of the drafts
+        self.tap_layers, self.known_tokens = head.config.tap_layers, head.known_tokens
+        self._logits = torch.empty(0)  # [count, num_tokens, known], of every place of the drafts
 
     def first_logits(self, batch: DeviceBatch) -> Tensor:
         config, count = self.head.config, batch.count

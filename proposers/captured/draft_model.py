@@ -28,6 +28,7 @@ class CapturedDraftModel(CapturedChains):
     ) -> None:
         super().__init__(**common)
         self.runner, self.translation, self.num_computed = runner, translation, num_computed
+        self.known_tokens = None if translation is None else translation.shared
 
     def can_start(self, request: Request) -> bool:
         return self.num_computed.get(request.request_id, 0) >= request.num_tokens - 2
@@ -59,4 +60,4 @@ class CapturedDraftModel(CapturedChains):
         hidden, _ = self.runner.compute(launch)
         last = hidden.view(batch.count, num_rows, -1)[:, -1].contiguous()
         logits = self.runner.model.logits(last, shape.linear)
-        return logits if self.translation is None else self.translation.to_target(logits)
+        return logits if self.translation is None else self.translation.of_shared(logits)

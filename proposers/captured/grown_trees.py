@@ -19,6 +19,7 @@ from proposers.trees.choice_nodes import ChoiceNodes
 from proposers.trees.growth import StaticGrowth
 from proposers.trees.likeliest import Level, Tree, best, likeliest_tree
 from proposers.trees.static import Choices, static_tree
+from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.device_requests import DeviceBatch, in_turn
 from runner.engine.paged_shape import PagedShape
 from runner.engine.upload import to_device
@@ -38,6 +39,7 @@ class CapturedGrownTrees(CapturedHead):
         self.begin(batch)
         for depth in range(self.depth):
             positions = in_turn(batch.lengths + depth, rows.shape[1])
+            logits = over_target_vocabulary(logits, self.known_tokens)
             perturbed = perturbed_on_device(logits, batch.sampling(positions), self.draft_sample_method)
             token_ids, going, width = self.grow(perturbed.view(*rows.shape, perturbed.shape[1]), depth)
             if depth + 1 < self.depth:
@@ -69,7 +71,7 @@ class CapturedGrownTrees(CapturedHead):
     def _level_logits(
         self, batch: DeviceBatch, parents: Tensor, num_fed: int, token_ids: Tensor, before: Tensor, depth: int
     ) -> Tensor:
-        """Feed the nodes from num_fed on; logits [count * num_rows, vocab] behind them.
+        """Feed the nodes from num_fed on; logits [count * num_rows, known] behind them.
 
         before: [count, num_rows] int64, the row of the level before that each goes on from.
         """

@@ -42,7 +42,7 @@ class CapturedHead(CapturedChains):
         num_scratch_rows = self._num_masks + max(0, max_depth - num_tokens)
         super().__init__(num_tokens=num_tokens, num_scratch_rows=num_scratch_rows, **common)
         self.head, self.runner, self.known = head, runner, known
-        self.tap_layers = head.tap_layers
+        self.tap_layers, self.known_tokens = head.tap_layers, head.known_tokens
         self._fresh = FreshTokens(capacity=capacity, most=max_depth + 1, device=runner.device)
         self._capacity = capacity
         self._states: Tensor | None = None  # [capacity, max_depth + 1, taps * hidden], before each fresh token

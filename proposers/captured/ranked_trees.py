@@ -18,6 +18,7 @@ from proposers.trees.choice_nodes import ChoiceNodes
 from proposers.trees.likeliest import Level, Tree, best, likeliest_tree
 from proposers.trees.rank_tree import RankTree
 from proposers.trees.static import Choices
+from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import Request
 
@@ -46,6 +47,7 @@ class CapturedRankedTrees(CapturedDrafter):
         perturbed = list[Tensor]()
         for place in range(self.depth):
             logits = chains.next_logits(batch, place, last_token_ids) if place else chains.first_logits(batch)
+            logits = over_target_vocabulary(logits, chains.known_tokens)
             perturbed.append(
                 perturbed_on_device(logits, batch.sampling(batch.lengths + place), chains.draft_sample_method)
             )

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from kernels.reference.philox import Stream
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, no_drafts
+from proposers.vocabularies.partial import KnownTokens, over_target_vocabulary
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.row_sampling import RowSampling
 
 
 class CapturedChains(CapturedDrafter):
+    known_tokens: KnownTokens | None = None  # of the columns of its logits; None: all of the target's
+
     def __init__(
         self,
         *,
@@ -29,7 +32,7 @@ class CapturedChains(CapturedDrafter):
 
     @abstractmethod
     def first_logits(self, batch: DeviceBatch) -> Tensor:
-        """Compute what the drafter has not seen; logits [count, vocab] float32 after each request's last token."""
+        """Compute what the drafter has not seen; logits [count, known] float32 after each request's last token."""
 
     @abstractmethod
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
@@ -43,11 +46,12 @@ class CapturedChains(CapturedDrafter):
             self.follow(batch)
             return no_drafts(batch)
         drafted, probs = list[Tensor](), list[Tensor]()
+        positions = batch.lengths + torch.arange(self.num_tokens, device=batch.lengths.device).unsqueeze(1)
         logits = self.first_logits(batch)
         for step in range(self.num_tokens):
             if step > 0:
                 logits = self.next_logits(batch, step, drafted[-1])
-            token_ids, step_probs = self._draw(logits, batch.sampling(batch.lengths + step))
+            token_ids, step_probs = self._draw(logits, batch.sampling(positions[step]))
             drafted.append(token_ids)
             if step_probs is not None:
                 probs.append(step_probs)
@@ -59,7 +63,13 @@ class CapturedChains(CapturedDrafter):
         if self.draft_sample_method == "greedy" or rows.all_greedy:
             from kernels.sampling import greedy
 
-            return greedy(logits, rows.positions), None
+            return greedy(logits, rows.positions, self._known_ids), None
         stream = Stream.DRAFT if self.draft_sample_method == "probabilistic" else Stream.TARGET
-        probs = rows.processed(logits).softmax(dim=-1) if self.needs_draft_probs else None
-        return rows.draw(logits, stream), probs
+        if not self.needs_draft_probs:
+            return rows.draw(logits, stream, self._known_ids), None
+        logits = over_target_vocabulary(logits, self.known_tokens)
+        return rows.draw(logits, stream), rows.processed(logits).softmax(dim=-1)
+
+    @property
+    def _known_ids(self) -> Tensor | None:
+        return None if self.known_tokens is None else self.known_tokens.ids

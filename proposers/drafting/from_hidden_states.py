@@ -21,6 +21,7 @@ from proposers.captured.head import CapturedHead
 from proposers.drafting.known_states import KnownStates
 from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
 from proposers.heads.autoregressive import AutoregressiveHead
+from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.head_runner import HeadRunner
 from runner.engine.request import Request, VerifyOutput
 from runner.engine.scheduler import Schedule
@@ -256,4 +257,4 @@ class HeadProposer(LevelByLevelProposer):
 
     def _logits(self) -> torch.Tensor:
         rows, tile = self.runner.in_tiles(self._output)
-        return self.head.logits(rows, tile)[: len(self._output)]
+        return over_target_vocabulary(self.head.logits(rows, tile)[: len(self._output)], self.head.known_tokens)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from proposers.vocabularies.partial import KnownTokens
 from runner.engine.head_runner import DraftHead
 
 
@@ -19,5 +20,9 @@ class AutoregressiveHead(DraftHead, Protocol):
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """The target's states [num_rows, num_taps * hidden] as the head takes them, [num_rows, width]."""
 
+    @property
+    def known_tokens(self) -> KnownTokens | None:
+        """Of the logits' columns; None: all of the target's."""
+
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
-        """Output rows [num_rows, width], num_rows a multiple of tile -> [num_rows, vocab of the target] float32."""
+        """Output rows [num_rows, width], num_rows a multiple of tile -> [num_rows, known tokens] float32."""

@@ -16,7 +16,7 @@ from proposers.base import ProposerContext
 from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
 from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.head_sizes import longest_text
-from proposers.vocabularies.partial import over_target_vocabulary
+from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
@@ -48,7 +48,7 @@ class DFlashHead:
         self.embed_tokens = torch.empty(arch.vocab_size, width, dtype=dtype) if EMBEDDING in own else None
         self.lm_head = torch.empty(draft_vocab, width, dtype=dtype) if LM_HEAD in own else None
         self.draft_to_target = torch.empty(draft_vocab, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
-        self.target_ids: torch.Tensor | None = None  # [draft vocab] int64; None: the head knows the whole vocabulary
+        self.known_tokens: KnownTokens | None = None  # of the draft vocabulary; None: all of the target's
         tapped = len(config.tap_layers) * target_size
         self.fc = ColumnParallelLinear(tapped, {"fc": width}, bias=False, shard=shard, dtype=dtype)
         self.hidden_norm = RMSNorm(width, arch.rms_norm_eps, dtype)
@@ -89,11 +89,8 @@ class DFlashHead:
         return self.norm.add(output, residual)[0]
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
-        """[num_rows, hidden], num_rows a multiple of tile -> [num_rows, vocab of the target] float32."""
-        if self.lm_head is None:
-            return self.target.logits(output, tile)
-        logits = head_logits(output, self.lm_head, tile)
-        return logits if self.target_ids is None else over_target_vocabulary(logits, self.target_ids, self.vocab_size)
+        """[num_rows, hidden], num_rows a multiple of tile -> [num_rows, known tokens] float32."""
+        return self.target.logits(output, tile) if self.lm_head is None else head_logits(output, self.lm_head, tile)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {
@@ -140,7 +137,8 @@ def load_dflash_head(
     else:
         fill_head(head.weight_targets(), tensors, source, "a DFlash head")
     if head.draft_to_target is not None:
-        head.target_ids = target_ids(head.draft_to_target, knows, head.vocab_size, source)
+        ids = target_ids(head.draft_to_target, knows, head.vocab_size, source)
+        head.known_tokens = KnownTokens(ids, head.vocab_size)
     return head
 
 

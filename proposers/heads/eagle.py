@@ -16,6 +16,7 @@ import torch
 from proposers.base import ProposerContext
 from proposers.heads.eagle_layer import eagle_architecture, with_biases_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
+from proposers.vocabularies.partial import KnownTokens
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -33,6 +34,7 @@ EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 class EagleHead:
     tap_layers = (NORMED,)
+    known_tokens: KnownTokens | None = None
 
     def __init__(
         self,

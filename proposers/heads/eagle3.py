@@ -19,7 +19,7 @@ from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
 from proposers.heads.eagle_layer import with_biases_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
-from proposers.vocabularies.partial import over_target_vocabulary
+from proposers.vocabularies.partial import KnownTokens
 from runner.engine.backend import runs_kernels
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
@@ -59,7 +59,7 @@ class Eagle3Head:
         self.draft_to_target = (
             torch.empty(config.draft_vocab_size, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
         )
-        self.target_ids: torch.Tensor | None = None  # [draft vocab] int64: of each token of the draft vocabulary
+        self.known_tokens: KnownTokens | None = None  # of the draft vocabulary; None: all of the target's
         tapped = config.target_hidden_size
         self.fc = (
             ColumnParallelLinear(num_taps * tapped, {"fc": size}, bias=False, shard=shard, dtype=dtype)
@@ -118,10 +118,7 @@ class Eagle3Head:
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         normed = output if self.norm_output else self.norm(output)
-        if self.lm_head is None:
-            return self.target.logits(normed, tile)
-        logits = head_logits(normed, self.lm_head, tile)
-        return logits if self.target_ids is None else over_target_vocabulary(logits, self.target_ids, self.vocab_size)
+        return self.target.logits(normed, tile) if self.lm_head is None else head_logits(normed, self.lm_head, tile)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {
@@ -175,7 +172,8 @@ def load_eagle3_head(
     else:
         fill_head(head.weight_targets(), tensors, source, "an EAGLE-3 head")
     if head.draft_to_target is not None:
-        head.target_ids = target_ids(head.draft_to_target, knows, head.vocab_size, source)
+        ids = target_ids(head.draft_to_target, knows, head.vocab_size, source)
+        head.known_tokens = KnownTokens(ids, head.vocab_size)
     return head
 
 

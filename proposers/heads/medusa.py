@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from proposers.heads.head_sizes import head_size, require_target_sizes
-from proposers.vocabularies.partial import over_target_vocabulary
+from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
@@ -74,7 +74,7 @@ class MedusaHeads:
         logits = logits if self.shape.logit_scale == 1.0 else logits * self.shape.logit_scale
         if self.token_map is None:
             return logits
-        return over_target_vocabulary(logits, self.token_map, self.vocab_size)
+        return KnownTokens(self.token_map, self.vocab_size).over_target_vocabulary(logits)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         shape, targets = self.shape, dict[str, WeightTarget]()

@@ -13,6 +13,7 @@ from proposers.base import ProposerContext
 from proposers.heads.head_sizes import longest_text
 from proposers.heads.mtp_block import DenseBlock, MtpBlock, TransformersBlock
 from proposers.heads.mtp_checkpoint import MtpTensors, describe_module, read_module
+from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, fill_head_randomly
@@ -27,6 +28,7 @@ from runner.engine.transformers_model import TransformersModel
 
 class MtpHead:
     tap_layers = (NORMED,)
+    known_tokens: KnownTokens | None = None
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from proposers.vocabularies.intersection import Intersection, intersect
-from proposers.vocabularies.partial import over_target_vocabulary
+from proposers.vocabularies.partial import KnownTokens
 from proposers.vocabularies.spelling import Spelling
 from runner.engine.errors import UserError
 
@@ -21,14 +21,19 @@ class Translation:
     def __init__(self, intersection: Intersection, device: torch.device) -> None:
         self.reading = torch.tensor(intersection.reading, dtype=torch.int64, device=device)  # [target vocab]
         pairs = torch.tensor(list(intersection.pairs.items()), dtype=torch.int64, device=device)
-        self._target_ids, self._draft_ids = pairs.unbind(dim=1)  # [num_shared] each, the target's ascending
+        target_ids, self._draft_ids = pairs.unbind(dim=1)  # [num_shared] each, the target's ascending
+        self.shared = KnownTokens(target_ids.contiguous(), len(self.reading))
 
     def to_target(self, logits: Tensor) -> Tensor:
         """Logits [num_rows, draft vocab] -> [num_rows, target vocab], without a chance for tokens that are not shared.
 
         Their softmax is the draft's distribution given that the token is shared.
         """
-        return over_target_vocabulary(logits.index_select(1, self._draft_ids), self._target_ids, len(self.reading))
+        return self.shared.over_target_vocabulary(self.of_shared(logits))
+
+    def of_shared(self, logits: Tensor) -> Tensor:
+        """Logits [num_rows, draft vocab] -> [num_rows, num_shared], as `shared` has them."""
+        return logits.index_select(1, self._draft_ids)
 
 
 def translate(

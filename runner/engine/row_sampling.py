@@ -37,13 +37,16 @@ class RowSampling:
             "top_p": self.top_p,
         }
 
-    def draw(self, logits: Tensor, stream: Stream = Stream.TARGET) -> Tensor:
-        """A token for each row of logits [num_rows, vocab] float32: [num_rows] int64, -1 for padding."""
+    def draw(self, logits: Tensor, stream: Stream = Stream.TARGET, token_ids: Tensor | None = None) -> Tensor:
+        """A token for each row of logits [num_rows, vocab] float32: [num_rows] int64, -1 for padding.
+
+        token_ids: [vocab] int64, the token of each column of a part of the vocabulary; None: a column's number is it.
+        """
         from kernels.sampling import greedy, sample
 
         if self.all_greedy:
-            return greedy(logits, self.positions)
-        return sample(logits, self.seeds, self.positions, stream=int(stream), **self._parameters)
+            return greedy(logits, self.positions, token_ids)
+        return sample(logits, self.seeds, self.positions, stream=int(stream), token_ids=token_ids, **self._parameters)
 
     def truncated(self, logits: Tensor, *, need_mass: bool = True) -> TruncatedRows:
         """The rows as min_p, top_k and top_p truncate them, and the mass that normalises each."""
