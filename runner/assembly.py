@@ -22,6 +22,7 @@ from runner.engine.grammar_store import GrammarStore
 from runner.engine.kv_cache import BlockManager
 from runner.engine.loader import LoadedModel
 from runner.engine.model_runner import ModelRunner
+from runner.metrics import InParts
 from runner.model_files import find_eos_token_ids, load_tokenizer
 from runner.prompts import Tokenizer
 from runner.proposer import build_proposer
@@ -116,7 +117,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
     proposer.allocate_cache(blocks)
     plain_proposer = proposer_class("none")(num_speculative_tokens=0, context=context)
 
-    def whole_steps(of: Proposer, max_draft_tokens: int) -> WholeSteps | None:
+    def whole_steps(of: Proposer, max_draft_tokens: int) -> WholeSteps | InParts:
         return WholeSteps.of(
             of,
             target=target,

@@ -20,7 +20,7 @@ from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.machine import describe_run
-from runner.metrics import MetricsCollector, RequestRecord, count_identical
+from runner.metrics import MetricsCollector, RequestRecord, count_identical, in_parts_notes
 from runner.metrics.repeats import middle_repeat, over_repeats
 from runner.outputs import logprob_fields
 from runner.promise import kept_by_rule, kept_by_run, promise_notes
@@ -180,7 +180,12 @@ def _summaries(
             peak_memory_bytes=_peak_memory(engine.device),
             num_preemptions=sum(request.num_preemptions for request in each.requests),
             machine=describe_run(engine),
-            notes=[*known, *of_sweep, *failures],
+            notes=[
+                *known,
+                *of_sweep,
+                *in_parts_notes(each.metrics.steps_in_parts, each.metrics.num_decoding_steps),
+                *failures,
+            ],
         )
         for each, baseline in zip(passes, baselines, strict=True)
     ]

@@ -12,7 +12,7 @@ from proposers.base import Proposer, check_drafts
 from runner.assembly import Assembly
 from runner.engine.request import RequestStatus
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
-from runner.metrics import MetricsCollector, RequestStep, StepRecord
+from runner.metrics import InParts, MetricsCollector, RequestStep, StepRecord
 from runner.trace import RequestTraces
 from runner.whole_steps import LaunchedStep, WholeSteps
 
@@ -42,13 +42,20 @@ class StepLoop:
         schedule = self.scheduler.schedule()
         for request in schedule.preempted:
             self.proposer.release(request.request_id)
-        steps = None if self._steps_by_load is None else self._steps_by_load(self.scheduler.max_draft_tokens)
-        if steps is not None and steps.take(schedule, self.scheduler):
-            self._whole_steps = steps
-            return self._whole(steps.start(schedule), started)
-        return self._in_parts(schedule, started)
+        steps = self._whole_steps_for(schedule)
+        if isinstance(steps, InParts):
+            return self._in_parts(schedule, steps, started)
+        self._whole_steps = steps
+        return self._whole(steps.start(schedule), started)
 
-    def _in_parts(self, schedule: Schedule, started: float) -> list[CommittedTokens]:
+    def _whole_steps_for(self, schedule: Schedule) -> WholeSteps | InParts:
+        """What computes this step whole, or why it runs in parts."""
+        if self._steps_by_load is None:
+            return InParts.UNCAPTURED
+        steps = self._steps_by_load(self.scheduler.max_draft_tokens)
+        return steps if isinstance(steps, InParts) else steps.conditions.unmet(schedule, self.scheduler) or steps
+
+    def _in_parts(self, schedule: Schedule, reason: InParts, started: float) -> list[CommittedTokens]:
         """The host takes part between drafting and verification."""
         engine, proposer, scheduler = self.engine, self.proposer, self.scheduler
         scheduled = time.perf_counter()
@@ -72,7 +79,10 @@ class StepLoop:
             "propose": proposed - scheduled + updated - done,
             "verify": verified - proposed,
         }
-        return self._observe(committed, failures, seconds, started=started, done=done)
+        is_decoding = bool(schedule.scheduled) and schedule.scheduled[0].is_decoding  # those that decode come first
+        return self._observe(
+            committed, failures, seconds, started=started, done=done, is_decoding=is_decoding, in_parts=reason
+        )
 
     def _whole(self, launched: LaunchedStep, started: float) -> list[CommittedTokens]:
         """The step runs already; launch the next one, then read this one."""
@@ -86,7 +96,7 @@ class StepLoop:
             self._whole_steps.stop(launched, committed)
         self._release(committed)
         seconds = {"whole_step": known - started, "schedule": done - known}
-        return self._observe(committed, {}, seconds, started=started, done=done)
+        return self._observe(committed, {}, seconds, started=started, done=done, is_decoding=True, in_parts=None)
 
     def _release(self, committed: list[CommittedTokens]) -> None:
         for gain in committed:
@@ -102,6 +112,8 @@ class StepLoop:
         *,
         started: float,
         done: float,
+        is_decoding: bool,
+        in_parts: InParts | None,
     ) -> list[CommittedTokens]:
         for gain in committed:
             self.traces.observe(gain, done)
@@ -115,6 +127,8 @@ class StepLoop:
                 finished_at=finished_at,
                 seconds=seconds,
                 total_seconds=finished_at - started,
+                is_decoding=is_decoding,
+                in_parts=in_parts,
                 request_steps=tuple(
                     RequestStep(
                         request_id=gain.request.request_id,

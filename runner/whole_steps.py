@@ -22,6 +22,8 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import PagedShape, bucket
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
+from runner.metrics import InParts
+from runner.step_conditions import StepConditions
 from verifier.captured import CapturedVerifier, captured_verifier
 from verifier.rules import Rule
 
@@ -75,8 +77,12 @@ class WholeSteps:
         """
         self.target, self.drafter, self.verifier = target, drafter, verifier
         self.max_draft_tokens = max_draft_tokens
-        self._longest_text = max_model_len
-        self._longest_drafted = min(max_model_len, drafter.max_model_len or max_model_len)
+        self.conditions = StepConditions(
+            drafter=drafter,
+            greedy_only=verifier.greedy_only,
+            max_model_len=max_model_len,
+            max_drafted_len=min(max_model_len, drafter.max_model_len or max_model_len),
+        )
         self.max_num_seqs = max_num_seqs
         self._graphs = GraphStore()
         self._on_device: DeviceRequests | None = None
@@ -94,13 +100,15 @@ class WholeSteps:
         max_draft_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
-    ) -> WholeSteps | None:
-        """None where the engine's steps need the host, whatever the requests are."""
-        if target.graphs is None or not target.is_paged:
-            return None
+    ) -> WholeSteps | InParts:
+        """Or why the engine's steps need the host, whatever the requests are."""
+        if target.graphs is None:
+            return InParts.UNCAPTURED
+        if not target.is_paged:
+            return InParts.TRANSFORMERS
         drafter = proposer.captured_drafter(max_draft_tokens)
         if drafter is None:
-            return None
+            return InParts.HOST_DRAFTS
         verifier = captured_verifier(
             target,
             rule,
@@ -109,7 +117,7 @@ class WholeSteps:
             tree_depth=drafter.depth if drafter.drafts_trees else None,
         )
         if verifier is None:
-            return None
+            return InParts.SYNTHETIC_TREES
         return cls(
             target=target,
             drafter=drafter,
@@ -119,42 +127,13 @@ class WholeSteps:
             max_model_len=max_model_len,
         )
 
-    def take(self, schedule: Schedule, scheduler: Scheduler) -> bool:
-        """Whether a step can be computed in this form: every request decodes, and all draft the same number."""
-        num_drafts = self.drafter.num_tokens
-        return (
-            bool(schedule.scheduled)
-            and len(schedule.scheduled) == len(scheduler.running)
-            and scheduler.max_draft_tokens == self.max_draft_tokens
-            and all(
-                item.is_decoding
-                and item.max_draft_tokens >= min(num_drafts, max(0, scheduler.draft_room(item.request)))
-                and self._takes(item.request)
-                for item in schedule.scheduled
-            )
-            and scheduler.reserve_ahead(num_drafts)
-        )
-
-    def _takes(self, request: Request) -> bool:
-        params, num_drafts = request.sampling_params, self.drafter.num_tokens
-        asked = params.max_draft_tokens
-        return (
-            not params.changes_logits
-            and (params.is_greedy or not self.verifier.greedy_only)
-            and params.logprobs is None
-            and params.prompt_logprobs is None
-            and (asked is None or asked >= num_drafts)
-            and request.num_tokens + self.drafter.reach <= self._longest_drafted
-            and self.drafter.can_start(request)
-        )
-
     def start(self, schedule: Schedule) -> LaunchedStep:
         """Take a schedule's requests to the device, and launch their step."""
         if self._on_device is None:
             self._on_device = DeviceRequests(
                 capacity=self.max_num_seqs,
                 num_rows=self.drafter.num_tokens + 1,
-                max_model_len=self._longest_text,
+                max_model_len=self.conditions.max_model_len,
                 block_size=self.target.block_size,
                 device=self.target.device,
             )
@@ -181,7 +160,7 @@ class WholeSteps:
             or scheduler.may_admit
             or len(requests) < SMALLEST_SHARE * self._count  # better to begin again with a smaller batch
             or scheduler.max_draft_tokens != self.max_draft_tokens
-            or longest + self.drafter.reach > self._longest_drafted
+            or longest + self.drafter.reach > self.conditions.max_drafted_len
             # The step under way brings each request at least one token.
             or all(len(r.output_token_ids) + 1 >= r.sampling_params.max_tokens for r in requests)
             or not scheduler.reserve_ahead(most + self.drafter.num_tokens)

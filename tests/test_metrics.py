@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.metrics import MetricsCollector, RequestRecord, RequestStep, StepRecord, count_identical
+from runner.metrics import (
+    InParts,
+    MetricsCollector,
+    RequestRecord,
+    RequestStep,
+    StepRecord,
+    count_identical,
+    in_parts_notes,
+)
 from runner.metrics.rates import inter_token_ms, per_output_token_ms, percentiles
 from runner.metrics.repeats import over_repeats
 
@@ -52,7 +60,14 @@ def summary(*records: RequestRecord, method: str = "ngram", k: int = 0, **option
     return collector.summary(method=method, num_speculative_tokens=k, **options)
 
 
-def step(total: float, *request_steps: tuple[int, int, int], finished_at: float = 0.0, **seconds: float) -> StepRecord:
+def step(
+    total: float,
+    *request_steps: tuple[int, int, int],
+    finished_at: float = 0.0,
+    is_decoding: bool = True,
+    in_parts: InParts | None = InParts.UNCAPTURED,
+    **seconds: float,
+) -> StepRecord:
     return StepRecord(
         finished_at=finished_at,
         seconds=seconds,
@@ -61,6 +76,8 @@ def step(total: float, *request_steps: tuple[int, int, int], finished_at: float 
             RequestStep(request_id=str(i), num_draft_tokens=d, num_accepted_tokens=a, num_output_tokens=n)
             for i, (d, a, n) in enumerate(request_steps)
         ),
+        is_decoding=is_decoding,
+        in_parts=in_parts,
     )
 
 
@@ -148,6 +165,40 @@ def test_time_share_adds_up_to_one_and_unknown_phases_count_as_other() -> None:
     }
     assert numbers["num_steps"] == 2
     assert numbers["duration_s"] == 2.0
+
+
+def test_the_share_of_whole_steps_is_of_those_that_decode() -> None:
+    collector = MetricsCollector()
+    collector.observe(step(1.0, in_parts=InParts.PROMPT, is_decoding=False))
+    assert collector.summary(method="none", num_speculative_tokens=0)["whole_step_share"] is None
+    for reason in (InParts.PROMPT, None, None, InParts.LOGPROBS):
+        collector.observe(step(1.0, (0, 0, 1), in_parts=reason))
+    numbers = collector.summary(method="none", num_speculative_tokens=0)
+    assert (numbers["num_steps"], numbers["num_decoding_steps"], numbers["num_whole_steps"]) == (5, 4, 2)
+    assert numbers["whole_step_share"] == 0.5
+    assert numbers["steps_in_parts"] == {"logprobs": 1, "prompt": 1}
+    assert [point.is_whole for point in collector.step_points] == [None, False, True, True, False]
+
+
+def test_where_steps_are_not_captured_nothing_is_said_of_whole_ones() -> None:
+    collector = MetricsCollector()
+    collector.observe(step(1.0, (0, 0, 1), in_parts=InParts.UNCAPTURED))
+    numbers = collector.summary(method="none", num_speculative_tokens=0)
+    assert (numbers["num_decoding_steps"], numbers["num_whole_steps"], numbers["whole_step_share"]) == (1, 0, None)
+    assert collector.step_points[0].is_whole is None
+
+
+def test_a_note_names_the_commonest_reasons_for_steps_in_parts_and_what_to_do_about_the_first() -> None:
+    inevitable = {InParts.PROMPT: 30, InParts.CATCH_UP: 2, InParts.UNCAPTURED: 4, InParts.HOST_DRAFTS: 9}
+    assert in_parts_notes(inevitable, 1000) == []
+    avoidable = {InParts.KV_CACHE: 7, InParts.LOGPROBS: 1200, InParts.PENALTIES: 3, InParts.MIN_TOKENS: 2}
+    (note,) = in_parts_notes({**inevitable, **avoidable}, 2000)
+    assert note == (
+        "1,212 of 2,000 decoding steps ran in parts, not as one CUDA graph: a request asked for logprobs (1,200), the "
+        "KV cache had too few free blocks for the drafts of all requests (7), a request asked for penalties (3), "
+        "other reasons (2, see steps_in_parts in metrics.json); one such request takes its whole batch along, so give "
+        "these requests a run of their own"
+    )
 
 
 def test_throughput_is_tokens_of_finished_requests_over_time_in_steps() -> None:

@@ -44,7 +44,16 @@ def summary(*, method: str = "ngram", k: int = 2, num_categories: int = 2, **opt
     collector = MetricsCollector()
     for index in range(2):
         collector.finish(record(index, k=k, num_categories=num_categories))
-    collector.observe(StepRecord(finished_at=0.03, seconds={"verify": 0.02}, total_seconds=0.04, request_steps=()))
+    collector.observe(
+        StepRecord(
+            finished_at=0.03,
+            seconds={"verify": 0.02},
+            total_seconds=0.04,
+            request_steps=(),
+            is_decoding=False,
+            in_parts=None,
+        )
+    )
     return collector.summary(method=method, num_speculative_tokens=k, **{"machine": MACHINE, **options})
 
 
@@ -84,7 +93,11 @@ def test_the_summary_shows_the_numbers_of_the_run() -> None:
     numbers = summary(
         baseline=plain, identical_to_baseline=same, identical_between_repeats=same, peak_memory_bytes=2**22
     )
-    text = shown(numbers | {"repeats": 3, "speedup_range": {"lowest": 1.2, "highest": 1.7}})
+    text = shown(
+        numbers
+        | {"repeats": 3, "speedup_range": {"lowest": 1.2, "highest": 1.7}}
+        | {"num_decoding_steps": 1000, "num_whole_steps": 588, "whole_step_share": 0.588}
+    )
     for words in (
         "ngram, 2 tokens",
         "tiny on cpu, float32",
@@ -101,6 +114,7 @@ def test_the_summary_shows_the_numbers_of_the_run() -> None:
         "output tokens per second      200.0",
         "6.67 ms (p20 6.67, p80 6.67, p99 6.67)",
         "share of time                 verify 50%, other 50%",
+        "whole steps                   58.8% (588 of 1,000 decoding steps)",
         "4 MiB",
         "category 1",
     ):
@@ -135,6 +149,7 @@ def test_what_was_not_measured_is_a_dash() -> None:
 def test_plain_decoding_has_no_lines_about_drafts() -> None:
     text = shown(summary(method="none", k=0))
     assert "acceptance rate" not in text
+    assert "whole steps" not in text  # nothing was captured
     assert "speed-up over plain decoding  1.00x" in text
 
 
@@ -208,6 +223,12 @@ def test_a_sweep_is_one_row_a_run_with_the_fastest_marked() -> None:
     assert lines[4].split() == ["ngram", "*", "4", "50.0%", "3.00", "100.0", "1.75x", "2/3"]
     assert [line.strip() for line in lines[5:]] == ["* fastest", "on Some CPU, torch 2.13.0, commit 0123456"]
     assert max(map(len, lines)) <= 80
+
+
+def test_the_share_of_whole_steps_is_a_column_where_steps_were_captured() -> None:
+    lines = compared(row(whole_step_share=0.925), row(method="suffix", whole_step_share=0.0), row(method="none"))
+    assert lines[0].split()[-1] == "whole"
+    assert [line.split()[-1] for line in lines[2:5]] == ["92.5%", "0.0%", "-"]
 
 
 def spread(speedup: float, lowest: float, highest: float, **fields: Any) -> dict[str, Any]:
@@ -291,7 +312,9 @@ def one_step(*, num_draft_tokens: int) -> StepRecord:
     request_step = RequestStep(
         request_id="0", num_draft_tokens=num_draft_tokens, num_accepted_tokens=0, num_output_tokens=1
     )
-    return StepRecord(finished_at=0.0, seconds={}, total_seconds=0.1, request_steps=(request_step,))
+    return StepRecord(
+        finished_at=0.0, seconds={}, total_seconds=0.1, request_steps=(request_step,), is_decoding=True, in_parts=None
+    )
 
 
 def run(out: Console, *, num_draft_tokens: int = 4) -> None:

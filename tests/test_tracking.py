@@ -48,6 +48,7 @@ def point(step: int, *, drafts: int = 2, drafted: int = 8, accepted: int = 4) ->
         num_draft_tokens=drafted,
         num_accepted_tokens=accepted,
         num_output_tokens=6,
+        is_whole=(None, True, False)[step % 3],
     )
 
 
@@ -160,7 +161,7 @@ def test_a_long_series_and_many_parameters_fit_the_limits_of_one_call(uri: str, 
         tracker.log_params({f"key{i}": "v" * (7000 if i == 0 else 1) for i in range(150)})
         tracker.log_series([point(i) for i in range(300)])
         del client_of_tracker.log_batch
-    assert calls == [(0, 100), (0, 50), (1000, 0), (200, 0)]
+    assert calls == [(0, 100), (0, 50), (1000, 0), (400, 0)]
     run = client.get_run(tracker.run_id)
     assert len(run.data.params) == 150
     assert len(run.data.params["key0"]) == 6000
@@ -432,6 +433,8 @@ def test_buckets_of_a_series_keep_the_sums_of_its_steps(num_steps: int, max_poin
         assert bucket.values["mean_acceptance_length"] == pytest.approx(1 + accepted / (end - start))
         assert bucket.values["acceptance_rate"] == pytest.approx(accepted / (4 * (end - start)))
         assert bucket.values["output_tokens_per_second"] == pytest.approx(12)
+        forms = [step.is_whole for step in steps[start:end] if step.is_whole is not None]
+        assert bucket.values.get("whole_step_share") == (sum(forms) / len(forms) if forms else None)
         assert bucket.finished_at == end - 1
 
 

@@ -30,11 +30,13 @@ from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
+from runner.measure import measure
 from runner.metrics import MetricsCollector, RequestRecord
 from runner.prompts import make_requests
 from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 from runner.whole_steps import LaunchedStep, WholeSteps
+from runner.workload import WorkloadItem
 from tests.conftest import Engines, complete
 from tests.hashing_models import (
     VOCAB_SIZE,
@@ -427,3 +429,24 @@ def test_who_arrives_meanwhile_is_let_in_at_once(interpreted: Engines, by_defini
     for request in (first, second):
         scheduler.abort(request)
         llm.engine.proposer.release(request.request_id)
+
+
+def test_a_run_counts_its_whole_steps_and_notes_why_others_were_none(
+    interpreted: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HashingModel, "is_row_invariant", True, raising=False)
+    llm = hashing(interpreted, "none")
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    measured = measure(
+        llm,
+        [
+            WorkloadItem(prompt={"prompt_token_ids": [5, 6]}, sampling={**greedy, "max_tokens": 20}),
+            WorkloadItem(prompt={"prompt_token_ids": [7]}, sampling={**greedy, "max_tokens": 5, "logprobs": 0}),
+        ],
+    )
+    numbers, points = measured.summary, measured.metrics.step_points
+    assert (numbers["num_steps"], numbers["num_decoding_steps"], numbers["num_whole_steps"]) == (20, 19, 15)
+    assert numbers["steps_in_parts"] == {"logprobs": 4}
+    assert numbers["whole_step_share"] == 15 / 19
+    assert [point.is_whole for point in points] == [None, *[False] * 4, *[True] * 15]
+    assert any("4 of 19 decoding steps ran in parts" in note and "logprobs" in note for note in numbers["notes"])

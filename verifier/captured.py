@@ -53,7 +53,7 @@ class CapturedVerifier(ABC):
 def captured_verifier(
     target: ModelRunner, rule: Rule, *, num_tokens: int, max_num_seqs: int, tree_depth: int | None
 ) -> CapturedVerifier | None:
-    """None where the rule needs the host. tree_depth: None = chains."""
+    """None where the rule needs the host: synthetic acceptance of trees. tree_depth: None = chains."""
     if tree_depth is not None:
         if isinstance(rule, Synthetic):
             return None

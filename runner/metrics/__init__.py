@@ -5,7 +5,17 @@ does the arithmetic, in plain dicts and lists that go to metrics.json as they ar
 """
 
 from runner.metrics.collector import MetricsCollector
+from runner.metrics.in_parts import InParts, in_parts_notes
 from runner.metrics.rates import count_identical
 from runner.metrics.records import RequestRecord, RequestStep, StepPoint, StepRecord
 
-__all__ = ["MetricsCollector", "RequestRecord", "RequestStep", "StepPoint", "StepRecord", "count_identical"]
+__all__ = [
+    "InParts",
+    "MetricsCollector",
+    "RequestRecord",
+    "RequestStep",
+    "StepPoint",
+    "StepRecord",
+    "count_identical",
+    "in_parts_notes",
+]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from runner.metrics.in_parts import InParts
 from runner.metrics.rates import (
     acceptance,
     categories,
@@ -37,6 +39,8 @@ class MetricsCollector:
         self.num_output_tokens = 0
         self.num_drafts = 0
         self.num_accepted_tokens = 0
+        self.num_decoding_steps = 0
+        self.steps_in_parts = Counter[InParts]()  # of the decoding ones
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
 
     def observe(self, step: StepRecord) -> None:
@@ -50,10 +54,15 @@ class MetricsCollector:
             num_draft_tokens=sum(r.num_draft_tokens for r in drafts),
             num_accepted_tokens=sum(r.num_accepted_tokens for r in drafts),
             num_output_tokens=sum(r.num_output_tokens for r in step.request_steps),
+            is_whole=step.in_parts is None if step.is_decoding and step.in_parts is not InParts.UNCAPTURED else None,
         )
         self.step_points.append(point)
         for phase in PHASES:
             self._phase_seconds[phase] += step.seconds.get(phase, 0.0)
+        if step.is_decoding:
+            self.num_decoding_steps += 1
+            if step.in_parts is not None:
+                self.steps_in_parts[step.in_parts] += 1
         self.num_output_tokens += point.num_output_tokens
         self.num_drafts += point.num_drafts
         self.num_accepted_tokens += point.num_accepted_tokens
@@ -102,6 +111,10 @@ class MetricsCollector:
           count from the text: in a draft tree they are depths.
         - conditional_acceptance_per_position[i]: the same / drafts that have a token i and all before it accepted.
         - acceptance_length_histogram: acceptance length (1 + accepted, as text) -> number of drafts.
+        - num_decoding_steps: steps in which at least one request decodes; num_whole_steps: those of them that ran
+          whole, as one CUDA graph, without the host between drafts and verification.
+        - whole_step_share: num_whole_steps / num_decoding_steps; None where the engine captures no steps (on the CPU).
+        - steps_in_parts: why the other decoding steps did not run whole (`InParts`) -> number of steps.
         - duration_s: time spent in steps; pauses between calls of generate, or until a request arrives, do not count.
         - output_tokens_per_second: output tokens / duration_s.
         - ttft_ms: per request, first token - arrival; with request_rate also the wait for a place in the batch.
@@ -135,6 +148,8 @@ class MetricsCollector:
         num_output_tokens = sum(len(record.token_ids) for record in finished)
         num_request_steps = sum(len(record.tokens_per_step) for record in finished)
         duration_s = sum(point.total_seconds for point in self.step_points)
+        num_whole_steps = self.num_decoding_steps - self.steps_in_parts.total()
+        num_captured = self.num_decoding_steps - self.steps_in_parts[InParts.UNCAPTURED]
         tpot_ms = percentiles(per_output_token_ms(finished))
         plain = None if baseline is None else {key: baseline.get(key) for key in BASELINE_KEYS}
         if method == "none" and baseline is None:  # plain decoding is its own baseline
@@ -145,6 +160,10 @@ class MetricsCollector:
             "num_requests": len(finished),
             "num_failed_requests": len(self.records) - len(finished),
             "num_steps": len(self.step_points),
+            "num_decoding_steps": self.num_decoding_steps,
+            "num_whole_steps": num_whole_steps,
+            "whole_step_share": ratio(num_whole_steps, num_captured),
+            "steps_in_parts": {str(reason): count for reason, count in sorted(self.steps_in_parts.items())},
             "num_request_steps": num_request_steps,
             "num_preemptions": num_preemptions,
             "num_output_tokens": num_output_tokens,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from runner.metrics.in_parts import InParts
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestStep:
@@ -24,6 +26,8 @@ class StepRecord:
     seconds: Mapping[str, float]  # "propose", "verify", "whole_step", "schedule" -> s; the rest of the step is "other"
     total_seconds: float  # s, the whole step
     request_steps: tuple[RequestStep, ...]
+    is_decoding: bool  # for at least one request; else it computes prompts alone
+    in_parts: InParts | None  # why it did not run whole; None: it did
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +73,4 @@ class StepPoint:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_output_tokens: int
+    is_whole: bool | None  # None: no request decodes, or steps are not captured here

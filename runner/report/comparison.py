@@ -21,11 +21,12 @@ FORMATS = {
     "mean_acceptance_length": lambda value: number(value, "{:.2f}"),
     "output_tokens_per_second": lambda value: number(value, "{:,.1f}"),
     "speedup": times,
+    "whole_step_share": percent,
 }
 PATTERNS = {"output_tokens_per_second": "{:,.1f}", "speedup": "{:.2f}"}  # of their ranges over repeats
 MARKED = (False, "unguaranteed")  # values of lossless that the table shows
 MAX_WIDTH = 1000  # columns of a table that nothing bounds
-HEADINGS = dict(zip(FORMATS, ("acceptance", "length", "tokens/s", "speed-up"), strict=True))
+HEADINGS = dict(zip(FORMATS, ("acceptance", "length", "tokens/s", "speed-up", "whole"), strict=True))
 KEPT = ("acceptance_rate", "mean_acceptance_length", "output_tokens_per_second")  # columns also without a value
 
 
@@ -58,7 +59,7 @@ def print_comparison(
     for heading in (*(HEADINGS[key] for key in forms), *(["identical"] if tells_identity else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     for index, row in enumerate(rows):
-        cells = [Text(_cell(row, key), _style(row, key, index == best[key])) for key in forms]
+        cells = [Text(_cell(row, key), _style(row, key, index == best.get(key))) for key in forms]
         same, lossless = row.get("identical_to_baseline"), row.get("lossless")
         table.add_row(
             _name(row, by_run=ambiguous) + Text(" *" if index == first else "", "bold green"),

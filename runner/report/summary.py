@@ -93,6 +93,9 @@ def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Tab
     grid.add_row("time to first token", latency(summary["ttft_ms"]))
     parts = {phase.replace("_", " "): value for phase, value in share.items() if value != 0.0}
     grid.add_row("share of time", ", ".join(f"{name} {number(value, '{:.0%}')}" for name, value in parts.items()))
+    if (whole := summary["whole_step_share"]) is not None:
+        of_all = f"{summary['num_whole_steps']:,} of {summary['num_decoding_steps']:,} decoding steps"
+        grid.add_row("whole steps", f"{percent(whole)} ({of_all})")
     grid.add_row("peak memory", mebibytes(summary["peak_memory_bytes"]))
     if summary["num_preemptions"]:
         grid.add_row("preemptions", number(summary["num_preemptions"]))

@@ -24,7 +24,9 @@ class SeriesPoint:
 
 
 def step_series(points: Sequence[StepPoint], max_points: int = MAX_POINTS) -> list[SeriesPoint]:
-    """acceptance_rate, mean_acceptance_length, num_requests and output_tokens_per_second over the steps."""
+    """Over the steps: the acceptance_rate, mean_acceptance_length, num_requests, output_tokens_per_second and, where
+    steps are captured, whole_step_share.
+    """
     size = -(-len(points) // max_points) or 1
     return [_pooled(points[start : start + size], start) for start in range(0, len(points), size)]
 
@@ -37,6 +39,8 @@ def _pooled(bucket: Sequence[StepPoint], start: int) -> SeriesPoint:
     if num_drafts:
         values["acceptance_rate"] = accepted / sum(point.num_draft_tokens for point in bucket)
         values["mean_acceptance_length"] = 1 + accepted / num_drafts
+    if forms := [point.is_whole for point in bucket if point.is_whole is not None]:
+        values["whole_step_share"] = sum(forms) / len(forms)
     if seconds > 0:
         values["output_tokens_per_second"] = sum(point.num_output_tokens for point in bucket) / seconds
     return SeriesPoint(step=start + len(bucket) - 1, finished_at=bucket[-1].finished_at, values=values)

@@ -99,6 +99,7 @@ COMPARED = (
     "mean_acceptance_length",
     "output_tokens_per_second",
     "speedup",
+    "whole_step_share",
 )
 ENDS = ("lowest", "highest")  # of the repeats of a run
 MACHINE = ("device_name", "device", "dtype", "torch", "triton", "transformers", "commit")

@@ -1,0 +1,71 @@
+"""What a step and its requests must be like to run whole (runner/whole_steps.py), and which of it is missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proposers.captured.drafter import CapturedDrafter
+from runner.engine.request import Request
+from runner.engine.sampling_params import SamplingParams
+from runner.engine.scheduler import Schedule, ScheduledRequest, Scheduler
+from runner.metrics import InParts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConditions:
+    drafter: CapturedDrafter
+    greedy_only: bool  # the rule is captured for greedy requests only
+    max_model_len: int  # tokens of a request that the target can see
+    max_drafted_len: int  # tokens of a request that target and drafter can see
+
+    def unmet(self, schedule: Schedule, scheduler: Scheduler) -> InParts | None:
+        """Why a step must run in parts; None: every request decodes, and all draft the same number."""
+        scheduled = schedule.scheduled
+        if not scheduled or not scheduled[-1].is_decoding:  # those that decode come first
+            return InParts.PROMPT
+        if len(scheduled) < len(scheduler.running):
+            return InParts.TOKEN_BUDGET
+        for item in scheduled:
+            reason = self._unmet_by(item.request) or self._unmet_room(item, schedule, scheduler)
+            if reason is not None:
+                return reason
+            if not self.drafter.can_start(item.request):
+                return InParts.CATCH_UP
+        return None if scheduler.reserve_ahead(self.drafter.num_tokens) else InParts.KV_CACHE
+
+    def _unmet_by(self, request: Request) -> InParts | None:
+        params = request.sampling_params
+        if params.changes_logits:
+            return _what_changes_logits(params)
+        if params.logprobs is not None:
+            return InParts.LOGPROBS
+        if params.prompt_logprobs is not None:
+            return InParts.PROMPT_LOGPROBS
+        if self.greedy_only and not params.is_greedy:
+            return InParts.SAMPLED
+        asked = params.max_draft_tokens
+        if asked is not None and asked < self.drafter.num_tokens:
+            return InParts.FEWER_DRAFTS
+        reached = request.num_tokens + self.drafter.reach
+        if reached > self.max_drafted_len:
+            return InParts.MAX_MODEL_LEN if reached > self.max_model_len else InParts.DRAFTER_LENGTH
+        return None
+
+    def _unmet_room(self, item: ScheduledRequest, schedule: Schedule, scheduler: Scheduler) -> InParts | None:
+        """Whether the schedule left less room for drafts than the request has."""
+        if item.max_draft_tokens >= min(self.drafter.num_tokens, max(0, scheduler.draft_room(item.request))):
+            return None
+        num_tokens = sum(each.num_reserved_tokens for each in schedule.scheduled)
+        return InParts.TOKEN_BUDGET if num_tokens >= scheduler.max_num_batched_tokens else InParts.KV_CACHE
+
+
+def _what_changes_logits(params: SamplingParams) -> InParts:
+    asked = (
+        (bool(params.structured_outputs), InParts.STRUCTURED_OUTPUTS),
+        (params.has_penalties, InParts.PENALTIES),
+        (bool(params.logit_bias), InParts.LOGIT_BIAS),
+        (params.min_tokens > 0, InParts.MIN_TOKENS),
+        (params.allowed_token_ids is not None, InParts.ALLOWED_TOKEN_IDS),
+        (bool(params.bad_words), InParts.BAD_WORDS),
+    )
+    return next(reason for holds, reason in asked if holds)

@@ -1,0 +1,132 @@
+"""Why a step runs in parts, as the place that decides it says: of engines, of requests, and of a schedule."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from proposers.captured.drafter import CapturedDrafter, CapturedDrafts
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.scheduler import Schedule, Scheduler
+from runner.metrics import InParts
+from runner.step_conditions import StepConditions
+from runner.whole_steps import WholeSteps
+from tests.test_scheduler import drafts_of, make_request, make_scheduler, verdict
+from verifier.rules import Strict, Synthetic
+
+
+class Drafter(CapturedDrafter):
+    is_behind = False
+
+    def can_start(self, request: object) -> bool:
+        return not self.is_behind
+
+    def draft(self, batch: DeviceBatch) -> CapturedDrafts:
+        raise NotImplementedError
+
+
+def decoding(scheduler: Scheduler, *asked: dict[str, Any]) -> Schedule:
+    """The second step of greedy requests with one-token prompts, each with what it asks for."""
+    for index, params in enumerate(asked):
+        request = make_request(1, request_id=str(index), **{"temperature": 0.0, "max_tokens": 64, **params})
+        assert scheduler.refusal(request) is None
+        scheduler.add(request)
+    prompts = scheduler.schedule()
+    scheduler.commit(prompts, drafts_of([]), verdict([[5]] * len(asked)))
+    return scheduler.schedule()
+
+
+def conditions(drafter: CapturedDrafter | None = None, **changed: Any) -> StepConditions:
+    return StepConditions(
+        drafter=drafter or Drafter(4), **{"greedy_only": False, "max_model_len": 128, "max_drafted_len": 128, **changed}
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, None),
+        ({"temperature": 0.7, "top_k": 3, "stop_token_ids": [9], "speculative_ratio": 4}, None),
+        ({"structured_outputs": {"regex": "a"}}, InParts.STRUCTURED_OUTPUTS),
+        ({"presence_penalty": 0.5}, InParts.PENALTIES),
+        ({"logit_bias": {3: 1.0}}, InParts.LOGIT_BIAS),
+        ({"min_tokens": 2}, InParts.MIN_TOKENS),
+        ({"allowed_token_ids": [5, 6]}, InParts.ALLOWED_TOKEN_IDS),
+        ({"bad_words": ["x"]}, InParts.BAD_WORDS),
+        ({"logprobs": 0}, InParts.LOGPROBS),
+        ({"prompt_logprobs": 0}, InParts.PROMPT_LOGPROBS),
+        ({"speculative_ratio": 3}, InParts.FEWER_DRAFTS),
+    ],
+)
+def test_one_request_is_named_by_what_it_asks_for(asked: dict[str, Any], reason: InParts | None) -> None:
+    scheduler = make_scheduler()
+    assert conditions().unmet(decoding(scheduler, {}, asked), scheduler) is reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"greedy_only": True}, InParts.SAMPLED),
+        ({"max_drafted_len": 5}, InParts.DRAFTER_LENGTH),  # two tokens, and four drafts
+        ({"max_drafted_len": 5, "max_model_len": 5}, InParts.MAX_MODEL_LEN),
+    ],
+)
+def test_what_rule_and_models_are_not_captured_for_is_named(changed: dict[str, Any], reason: InParts) -> None:
+    scheduler = make_scheduler()
+    assert conditions(**changed).unmet(decoding(scheduler, {"temperature": 1.0}), scheduler) is reason
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_requests", "reason"),
+    [
+        ({"max_num_batched_tokens": 10}, 2, None),
+        ({"max_num_batched_tokens": 9}, 2, InParts.TOKEN_BUDGET),  # the second has room for three drafts
+        ({"max_num_batched_tokens": 5}, 2, InParts.TOKEN_BUDGET),  # the second is left out
+        ({"num_blocks": 4, "max_model_len": 9}, 2, None),
+        ({"num_blocks": 3, "max_model_len": 9}, 2, InParts.KV_CACHE),  # the second goes without drafts
+    ],
+)
+def test_too_little_room_for_all_drafts_is_named(limits: dict[str, int], num_requests: int, reason: InParts) -> None:
+    scheduler = make_scheduler(**limits)
+    schedule = decoding(scheduler, *[{"max_tokens": 8}] * num_requests)
+    assert conditions().unmet(schedule, scheduler) is reason
+
+
+def test_a_drafter_that_has_to_catch_up_hides_no_lasting_reason() -> None:
+    drafter = Drafter(4)
+    drafter.is_behind = True
+    for asked, reason in (({}, InParts.CATCH_UP), ({"logprobs": 0}, InParts.LOGPROBS)):
+        scheduler = make_scheduler()
+        assert conditions(drafter).unmet(decoding(scheduler, asked), scheduler) is reason
+
+
+def test_a_step_in_which_a_request_arrives_is_blamed_on_nothing_else() -> None:
+    scheduler = make_scheduler()
+    scheduler.commit(decoding(scheduler, {"logprobs": 0}), drafts_of([4]), verdict([[5]]))
+    scheduler.add(make_request(1, request_id="late"))
+    assert conditions().unmet(scheduler.schedule(), scheduler) is InParts.PROMPT
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "rule", "reason"),
+    [
+        ({"graphs": None}, Drafter(4), Strict(), InParts.UNCAPTURED),
+        ({"is_paged": False}, Drafter(4), Strict(), InParts.TRANSFORMERS),
+        ({}, None, Strict(), InParts.HOST_DRAFTS),
+        ({}, Drafter(4, tree_depth=2), Synthetic(conditional_rates=[0.5]), InParts.SYNTHETIC_TREES),
+    ],
+)
+def test_an_engine_whose_steps_are_never_whole_says_why(
+    target: dict[str, Any], drafter: CapturedDrafter | None, rule: Any, reason: InParts
+) -> None:
+    found = WholeSteps.of(
+        SimpleNamespace(captured_drafter=lambda _: drafter),  # type: ignore[arg-type]
+        target=SimpleNamespace(**{"graphs": object(), "is_paged": True, **target}),  # type: ignore[arg-type]
+        rule=rule,
+        max_draft_tokens=4,
+        max_num_seqs=8,
+        max_model_len=128,
+    )
+    assert found is reason
