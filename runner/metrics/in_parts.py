@@ -11,12 +11,12 @@ MAX_REASONS_SHOWN = 3
 class InParts(StrEnum):
     """The values are keys of `steps_in_parts` in the summary."""
 
-    # Nobody can help it, or the method and the device were chosen so:
+    # No note names these: they pass by themselves, or follow from the device and the method that were chosen.
     PROMPT = "prompt"  # a request arrives, or comes back, and its tokens are computed
     CATCH_UP = "catch_up"  # the drafter takes in what earlier steps committed
     UNCAPTURED = "uncaptured"  # the engine captures no steps: on the CPU, or with hardware.enforce_eager
     HOST_DRAFTS = "host_drafts"  # the method drafts on the host
-    # What a note names:
+    # A note names these (`_NOTED` says what they are).
     TRANSFORMERS = "transformers"
     SYNTHETIC_TREES = "synthetic_trees"
     SAMPLED = "sampled"

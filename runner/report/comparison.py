@@ -37,8 +37,9 @@ def print_comparison(
 
     The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where a run has no
     speed-up) carries a star, after repeats only if its range overlaps no other; a run under a lossy rule, or one
-    that does not guarantee plain decoding's tokens, is marked so. Speed-up and identity that no run has are left out.
-    Runs go by their names only where method, number of tokens and params do not tell two of them apart.
+    that does not guarantee plain decoding's tokens, is marked so. Speed-up, share of whole steps and identity that no
+    run has are left out. Runs go by their names only where method, number of tokens and params do not tell two of them
+    apart.
 
     Args:
         params: keys of swept parameters; those that the rows have get a column, headed by the end of the key. They are
