@@ -35,7 +35,7 @@ class InParts(StrEnum):
     KV_CACHE = "kv_cache"
 
 
-_APART = "one such request takes its whole batch along, so give these requests a run of their own"
+_APART = "a request with such an option takes its whole batch along, so give these requests a run of their own"
 _NOTED: dict[InParts, tuple[str, str | None]] = {  # reason -> what happened, and what the user can do about it
     InParts.TRANSFORMERS: ("the target runs through transformers' modelling code, which is not captured", None),
     InParts.SYNTHETIC_TREES: (
