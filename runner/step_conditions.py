@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from proposers.captured.drafter import CapturedDrafter
 from runner.engine.request import Request
-from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule, ScheduledRequest, Scheduler
 from runner.metrics import InParts
 
@@ -35,12 +34,10 @@ class StepConditions:
 
     def _unmet_by(self, request: Request) -> InParts | None:
         params = request.sampling_params
-        if params.changes_logits:
-            return _what_changes_logits(params)
+        if params.changes_logits and (reason := _what_changes_logits(request)) is not None:
+            return reason
         if params.logprobs is not None:
             return InParts.LOGPROBS
-        if params.prompt_logprobs is not None:
-            return InParts.PROMPT_LOGPROBS
         if self.greedy_only and not params.is_greedy:
             return InParts.SAMPLED
         asked = params.max_draft_tokens
@@ -59,13 +56,14 @@ class StepConditions:
         return InParts.TOKEN_BUDGET if num_tokens >= scheduler.max_num_batched_tokens else InParts.KV_CACHE
 
 
-def _what_changes_logits(params: SamplingParams) -> InParts:
+def _what_changes_logits(request: Request) -> InParts | None:
+    params = request.sampling_params
     asked = (
         (bool(params.structured_outputs), InParts.STRUCTURED_OUTPUTS),
         (params.has_penalties, InParts.PENALTIES),
         (bool(params.logit_bias), InParts.LOGIT_BIAS),
-        (params.min_tokens > 0, InParts.MIN_TOKENS),
+        (params.min_tokens > len(request.output_token_ids), InParts.MIN_TOKENS),
         (params.allowed_token_ids is not None, InParts.ALLOWED_TOKEN_IDS),
         (bool(params.bad_words), InParts.BAD_WORDS),
     )
-    return next(reason for holds, reason in asked if holds)
+    return next((reason for holds, reason in asked if holds), None)

@@ -49,6 +49,7 @@ def conditions(drafter: CapturedDrafter | None = None, **changed: Any) -> StepCo
     [
         ({}, None),
         ({"temperature": 0.7, "top_k": 3, "stop_token_ids": [9], "speculative_ratio": 4}, None),
+        ({"prompt_logprobs": 0, "min_tokens": 1}, None),  # both are done with
         ({"structured_outputs": {"regex": "a"}}, InParts.STRUCTURED_OUTPUTS),
         ({"presence_penalty": 0.5}, InParts.PENALTIES),
         ({"logit_bias": {3: 1.0}}, InParts.LOGIT_BIAS),
@@ -56,7 +57,6 @@ def conditions(drafter: CapturedDrafter | None = None, **changed: Any) -> StepCo
         ({"allowed_token_ids": [5, 6]}, InParts.ALLOWED_TOKEN_IDS),
         ({"bad_words": ["x"]}, InParts.BAD_WORDS),
         ({"logprobs": 0}, InParts.LOGPROBS),
-        ({"prompt_logprobs": 0}, InParts.PROMPT_LOGPROBS),
         ({"speculative_ratio": 3}, InParts.FEWER_DRAFTS),
     ],
 )

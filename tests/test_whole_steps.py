@@ -192,7 +192,8 @@ def play(llm: LLM, traffic: Traffic, *, whole: bool) -> tuple[list[Request], lis
 @st.composite
 def traffics(draw: st.DrawFn) -> Traffic:
     count = draw(st.integers(2, 5))
-    choices = st.sampled_from([GREEDY, SAMPLED, replace(GREEDY, logprobs=0), replace(SAMPLED, presence_penalty=0.5)])
+    in_parts = replace(GREEDY, logprobs=0), replace(SAMPLED, presence_penalty=0.5), replace(SAMPLED, min_tokens=6)
+    choices = st.sampled_from([GREEDY, SAMPLED, *in_parts])
     return Traffic(
         arrivals=tuple(draw(st.tuples(st.integers(0, 9), st.integers(9, 24))) for _ in range(count)),
         params=tuple(replace(draw(choices), max_tokens=draw(st.integers(9, 30))) for _ in range(count)),
