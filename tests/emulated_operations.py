@@ -108,7 +108,10 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "copy_" and there[0] != there[1]:
             return self._copied(*args, **kwargs)
         if any(there):
-            if any(operand.dim() > 0 for operand, is_there in zip(operands, there, strict=True) if not is_there):
+            allowed = {id(own) for own in operands if own.dim() == 0}
+            if name in INDEXING and there[0]:
+                allowed |= {id(index) for index in args[1]}
+            if not all(is_there or id(own) in allowed for own, is_there in zip(operands, there, strict=True)):
                 shapes = ", ".join(f"{list(own.shape)} {own.device}" for own in operands)
                 raise RuntimeError(f"Expected all tensors to be on the same device: {func} of {shapes}")
             self._refuse_waiting(name, args, kwargs)
@@ -129,8 +132,10 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _refuse_waiting(self, name: str, args: Any, kwargs: Any) -> None:
         if name in WAITING:
             self.device.wait(name)
-        if name in INDEXING and any(own is not None and own.dtype in (torch.bool, torch.uint8) for own in args[1]):
-            self.device.wait("indexing by a mask")
+        if name in INDEXING:
+            indices = [index for index in args[1] if index is not None]
+            if any(index.dtype in (torch.bool, torch.uint8) or not self.device.holds(index) for index in indices):
+                self.device.wait("indexing by a mask, or by numbers of the host")
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             self.device.wait("repeat_interleave without output_size")
 

@@ -47,7 +47,7 @@ def test_tensors_are_where_they_were_made_or_sent(emulated_gpu: EmulatedDevice) 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a sum": (lambda there: there + torch.ones(4), "same device"),
-    "an index": (lambda there: there[torch.tensor([1, 2])], "same device"),
+    "an index": (lambda there: torch.ones(4)[there], "same device"),
     "numpy": (lambda there: there.numpy(), "numpy"),
     "a kernel": (lambda there: add(torch.ones(4), 1), "cpu tensor"),
 }
@@ -67,6 +67,7 @@ WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "nonzero": lambda there: there.nonzero(),
     "a mask": lambda there: there[there > 1],
     "a mask that is written to": lambda there: there.masked_fill(there > 1, 0).index_put((there > 1,), there[0]),
+    "an index of the host": lambda there: there[[1, 2]],
     "cpu": lambda there: there.cpu(),
     "an upload": lambda there: torch.tensor([1, 2], device=CUDA),
     "pageable memory": lambda there: torch.ones(2).to(CUDA, non_blocking=True),
