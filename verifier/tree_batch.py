@@ -6,17 +6,22 @@ judged by its parent's row. All counts that shape a tensor are known on the host
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from runner.engine.draft_trees import TreeShape
+from runner.engine.draft_trees import NUM_REMEMBERED_SHAPES, TreeShape
 from runner.engine.request import DraftTokens
 from runner.engine.sampling import SamplingRows
-from runner.engine.upload import index_or_all, to_device
+from runner.engine.upload import index_or_all, to_device, upload
+
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +50,12 @@ class TreeBatch:
         first_row_idx = drafts.first_logits_rows
         request_idx = [b for b, shape in enumerate(shapes) for _ in shape.parents]
         parent_row_idx = [first_row_idx[b] + 1 + parent for b, s in enumerate(shapes) for parent in s.parents]
-        children = [[cu[b] + node for node in own] for b, shape in enumerate(shapes) for own in shape.children]
+        in_level = list(chain.from_iterable(shape.places_in_level for shape in shapes))
         widths = [0] * max(shape.depth for shape in shapes)
-        for shape in shapes:
+        for shape in set(shapes):
             for depth, own in zip((0, *shape.depths), shape.children, strict=True):
                 if own:
                     widths[depth] = max(widths[depth], len(own))
-        in_level = [s.depths[:node].count(depth) for s in shapes for node, depth in enumerate(s.depths)]
         # Rows of request b follow b rows of earlier pending tokens and its own, so draft d has row d + b + 1.
         per_draft = to_device(
             [request_idx, [d + b + 1 for d, b in enumerate(request_idx)], parent_row_idx, in_level],
@@ -65,7 +69,7 @@ class TreeBatch:
             request_idx=per_draft[0],
             row_idx=per_draft[1],
             parent_row_idx=per_draft[2],
-            children=to_device(_filled(children, max(widths)), torch.int64, device),
+            children=_drafts_of(drafts, _children, max(widths), device),
             paths=draft_paths(drafts, device),
             first_row_idx=per_request[0],
             first_draft_idx=per_request[1],
@@ -102,13 +106,30 @@ class TreeBatch:
 
 def draft_paths(drafts: DraftTokens, device: torch.device) -> Tensor:
     """The drafts on the way to every logits row, [num_drafts + num_requests, deepest] int64, then -1."""
-    paths = [
-        [start + node for node in path]
-        for start, shape in zip(drafts.cu_num_draft_tokens, drafts.shapes, strict=False)
-        for path in ((), *shape.paths)
-    ]
-    return to_device(_filled(paths, max(drafts.depths)), torch.int64, device)
+    return _drafts_of(drafts, _paths, max(drafts.depths), device)
 
 
-def _filled(lists: Sequence[Sequence[int]], width: int) -> list[list[int]]:
-    return [[*own, *[-1] * (width - len(own))] for own in lists]
+@lru_cache(maxsize=NUM_REMEMBERED_SHAPES)
+def _paths(shape: TreeShape, width: int) -> IntArray:
+    """The nodes on the way to each of the request's rows, [num_nodes + 1, width], then -1."""
+    return _filled(((), *shape.paths), width)
+
+
+@lru_cache(maxsize=NUM_REMEMBERED_SHAPES)
+def _children(shape: TreeShape, width: int) -> IntArray:
+    """The nodes that each of the request's rows judges, [num_nodes + 1, width], then -1."""
+    return _filled(shape.children, width)
+
+
+def _filled(lists: Sequence[Sequence[int]], width: int) -> IntArray:
+    return np.array([[*own, *[-1] * (width - len(own))] for own in lists], dtype=np.int64)
+
+
+def _drafts_of(
+    drafts: DraftTokens, nodes_of: Callable[[TreeShape, int], IntArray], width: int, device: torch.device
+) -> Tensor:
+    """Each row's nodes as drafts of the step, [num_drafts + num_requests, width] int64, then -1."""
+    nodes = [nodes_of(shape, width) for shape in drafts.shapes]
+    numbers = np.concatenate(nodes)
+    starts = np.repeat(drafts.cu_num_draft_tokens[:-1], [len(own) for own in nodes])
+    return upload(torch.from_numpy(np.where(numbers < 0, -1, numbers + starts[:, None])), device)

@@ -32,6 +32,11 @@ class TreeShape:
         """Of each node; a child of the pending token has 1."""
         return tuple(map(len, self.paths))
 
+    @cached_property
+    def places_in_level(self) -> tuple[int, ...]:
+        """Of each node: its place among the nodes of its depth, in their order."""
+        return tuple(self.depths[:node].count(depth) for node, depth in enumerate(self.depths))
+
     @property
     def depth(self) -> int:
         """Of the deepest node: the most tokens that can be accepted."""
