@@ -44,6 +44,7 @@ SMALL = {
 }
 PROMPT = {"prompt_token_ids": [0, 1, 2, 3, 0, 1, 2, 4, 0, 1]}
 NUM_REQUESTS = 1000
+NUM_COMPARED = 24  # tokens of a text where it is plain decoding's own; a block of the cache holds 16
 ALPHA = 1e-4  # of each of the tests, their seeds being fixed
 EXACT_DISTRIBUTIONS: dict[str, torch.Tensor] = {}  # by weights and parameters
 
@@ -132,7 +133,7 @@ def cells() -> Iterator[tuple[str, str, str]]:
 
 @cache
 def plain_texts(engines: Engines, sampler: str) -> list[Request]:
-    return complete(engine(engines, None), [PROMPT], [sampling_params(sampler, 6, 40)])[0]
+    return complete(engine(engines, None), [PROMPT], [sampling_params(sampler, 6, NUM_COMPARED)])[0]
 
 
 @pytest.mark.parametrize(("method", "rule", "sampler"), list(cells()))
@@ -143,7 +144,7 @@ def test_a_cell_keeps_what_its_rule_promises(engines: Engines, method: str, rule
     llm = engine(engines, config)
     num_requests = NUM_REQUESTS if method in ONE_OF_A_KIND else NUM_REQUESTS // 2
     keeps_tokens = rule == "strict" or sampler.startswith("greedy")
-    params = sampling_params(sampler, 6, 40) if keeps_tokens else sampling_params(sampler, num_requests)
+    params = sampling_params(sampler, 6, NUM_COMPARED) if keeps_tokens else sampling_params(sampler, num_requests)
     plain = plain_texts(engines, sampler)
     tell_test_proposers(plain)
     requests, metrics = complete(llm, [PROMPT], [params])
