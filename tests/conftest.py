@@ -12,6 +12,8 @@ import hypothesis
 import pytest
 import torch
 
+# The processes that tests start have models as small as ours: threads that wait for each other cost more than the work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated: before any of them is imported
 
