@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -98,8 +99,15 @@ def plain(engines: Engines) -> list[Request]:
     return complete(engines(**ROOMY), PROMPTS, PARAMS)[0]
 
 
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("method", METHODS)
+def cells() -> Iterator[tuple[str, str]]:
+    """(method, load): drafts that come and go for every method, and the two that are like it in turns."""
+    always, *others = LOADS
+    for number, method in enumerate(METHODS):
+        yield method, always
+        yield method, others[number % len(others)]
+
+
+@pytest.mark.parametrize(("method", "load"), list(cells()))
 def test_control_by_load_changes_no_token(engines: Engines, plain: list[Request], method: str, load: str) -> None:
     tell_test_proposers(plain)
     room = {**ROOMY, "max_num_seqs": 6} if load == "none while many are in line" else ROOMY

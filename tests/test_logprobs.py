@@ -123,7 +123,7 @@ def test_logprobs_are_those_of_the_unprocessed_logits(engines: Engines, plain: l
                 assert entry.top_logprobs == pytest.approx([float(log_probs[t]) for t in order[:num_told]], abs=1e-5)
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [1, 4, 7])
+@pytest.mark.parametrize("num_speculative_tokens", [1, 7])  # 4 under the schedules below
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_changes_no_bit_of_a_logprob(
     engines: Engines, plain: list[Request], method: str, num_speculative_tokens: int
