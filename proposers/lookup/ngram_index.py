@@ -71,9 +71,7 @@ class NgramIndex:
         numbers, added, wanted = (np.array(values, dtype=np.int64) for values in (sequences, num_new, num_drafts))
         token_ids = np.array(new_token_ids, dtype=np.int32)
         assert added.sum() == len(token_ids), "num_new must tell whose every new token is"
-        lengths = self.sequences[numbers, LENGTH] + added
-        for place in np.flatnonzero(lengths >> np.maximum(self.sequences[numbers, CAPACITY_LOG2], 0)):
-            self._move(int(numbers[place]), int(lengths[place]))
+        self.make_room(numbers, added)
         drafts = np.empty(wanted.sum(), dtype=np.int64)
         cu_num_drafts = np.zeros(len(numbers) + 1, dtype=np.int64)
         extend_and_draft(
@@ -81,6 +79,12 @@ class NgramIndex:
             numbers, token_ids, added, wanted, drafts, cu_num_drafts,
         )  # fmt: skip
         return drafts[: cu_num_drafts[-1]], cu_num_drafts
+
+    def make_room(self, numbers: Int64Array, num_new: Int64Array) -> None:
+        """Give each sequence a larger region where its new tokens do not fit."""
+        lengths = self.sequences[numbers, LENGTH] + num_new
+        for place in np.flatnonzero(lengths >> np.maximum(self.sequences[numbers, CAPACITY_LOG2], 0)):
+            self._move(int(numbers[place]), int(lengths[place]))
 
     def token_ids(self, sequence: int) -> list[int]:
         """The tokens held."""

@@ -124,9 +124,9 @@ def _enter(pool: Int32Array, region: int, capacity_log2: int, end: int, min_n: i
             entry = np.int64(pool[table + slot])
             if entry == 0:
                 break
-            # Where the shorter n-gram is new this one is too, and an equal tag is chance.
-            if is_known and (entry & tag_mask) == tag:
-                position = entry & position_mask
+            position = entry & position_mask
+            # An equal tag is chance where the shorter n-gram is new, as this one is too, and so early in the text.
+            if is_known and (entry & tag_mask) == tag and position >= n:
                 offset = np.int64(1)
                 while offset <= n and pool[region + position - offset] == pool[region + end - offset]:
                     offset += 1

@@ -110,7 +110,8 @@ def _time_index(texts: list[list[int]]) -> dict[str, Spread]:
             seconds = []
             for step in next_tokens(texts, num_new, NUM_WARM_UP_STEPS + NUM_STEPS):
                 flat = np.array([token for tokens in step for token in tokens], dtype=np.int32)
-                # As the index itself calls it; the contexts keep their regions in all of these steps.
+                index.make_room(numbers, added)
+                # As the index itself calls it.
                 arguments = (index.pool, index.sequences, MIN_N, MAX_N, index.table_log2, numbers, flat, added, wanted)
                 if caches == "cold":
                     evicted += 1
