@@ -13,7 +13,9 @@ that it holds what code that was written on a CPU gets wrong without noticing:
 - a graph whose inputs are gone fails, instead of reading what took their place;
 - a copy to the host is there when its event has been waited for, and not before.
 
-What it cannot tell: what compiled kernels compute, how long they take, and whether they race.
+A row's bits are its own where the kernels' tiles, cuts and orders make them so, as interpreted products have none of
+their own (tests/emulated_kernels.py). What it cannot tell: what compiled kernels compute, how long they take, and
+whether they race.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 import runner.engine.download
 from tests.emulated_device import TOTAL_BYTES, EmulatedDevice
 from tests.emulated_graphs import Recording
-from tests.emulated_kernels import launcher
+from tests.emulated_kernels import dot_in_any_company, launcher
 from tests.emulated_operations import Functions, Operations
 
 
@@ -46,6 +48,7 @@ def emulated_cuda() -> Iterator[EmulatedDevice]:
         patch.setattr(runner.engine.download, "Event", torch.cuda.Event)
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(InterpretedFunction, "run", launcher(device, InterpretedFunction.run))
+        patch.setattr(InterpreterBuilder, "create_dot", dot_in_any_company)
         with operations, Functions(device, operations):
             yield device
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import numpy as np
 import torch
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 from tests.emulated_device import EmulatedDevice, plainly
 
@@ -31,6 +32,18 @@ def launcher(device: EmulatedDevice, run: Callable[..., None]) -> Callable[..., 
         device.recording.add(run, (kernel, *args), {"grid": grid, "warmup": warmup, **kwargs})
 
     return launched
+
+
+def dot_in_any_company(
+    builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, sums: TensorHandle, *_: Any
+) -> TensorHandle:
+    """What InterpreterBuilder.create_dot is on the device: a row's bits do not depend on the tile's other rows.
+
+    The interpreter's own products are a BLAS's, whose order of summation follows from the shape. In float64 no order
+    moves a sum across the border between two float32 numbers, but for chances of one in many millions.
+    """
+    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+    return TensorHandle(product.astype(sums.data.dtype) + sums.data, sums.dtype.scalar)
 
 
 def _arguments(kernel: InterpretedFunction[Any], args: Any, kwargs: Any) -> dict[str, Any]:

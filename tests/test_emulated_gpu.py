@@ -1,7 +1,7 @@
 """The engine's GPU path on an emulated GPU (tests/emulated_cuda.py), over interpreted kernels and replayed graphs.
 
-Interpreted products do not keep a row's bits (a BLAS chooses by shape), so what is compared is tokens. Bits are
-compared on a GPU, where there is one: tests/test_gpu_engine.py.
+With the CPU's path tokens are compared, as its sums have another order; among schedules bits are. Whether compiled
+kernels keep them too, tests/test_gpu_engine.py says where there is a GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from runner.benchmarks.decoding_cases import free_guesses
 from runner.engine.download import Download
 from runner.engine.request import VerifyOutput
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.scheduler import Scheduler
 from runner.llm import LLM
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
-from tests.test_gpu_engine import allowed
+from tests.test_gpu_engine import Bits, allowed
 
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11]}, {"prompt_token_ids": [3, 4]}]
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
@@ -86,6 +87,24 @@ def test_captured_passes_leave_the_host_its_part(asked: str, engines: Engines, e
     llm = Engines()(method, **GPU)
     assert texts(llm, params) == expected and texts(llm, params) == expected  # passes that were captured meanwhile
     assert emulated_gpu.num_replays > 1
+
+
+def test_logits_and_kv_keep_their_bits_whatever_the_method_and_the_schedule(emulated_gpu: EmulatedDevice) -> None:
+    """A tree's rows, prompts in chunks, a request that is preempted: against plain decoding, one by one."""
+    prompts = [{"prompt_token_ids": [(7 * index + 3) % 61 + 3 for index in range(length)]} for length in (15, 14)]
+    params = [replace(DRAWN, seed=seed, max_tokens=4) for seed in (1, 2)]
+    gpu = {**GPU, "batch_invariant": True, "enforce_eager": True}
+    plain = Engines()(None, **gpu, max_num_seqs=1)
+    assert plain.engine.target.is_row_invariant
+    bits = Bits.of(plain, prompts, params)
+    tree = {"method": "eagle", "num_speculative_tokens": 3, "speculative_token_tree": STATIC}
+    schedule = {"max_num_seqs": 2, "max_num_batched_tokens": 11, "max_model_len": 32, "num_gpu_blocks_override": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        preempted = list[object]()
+        preempt = Scheduler._preempt
+        patch.setattr(Scheduler, "_preempt", lambda *args: (preempted.append(args), preempt(*args))[1])
+        Bits.of(Engines()(tree, **{**gpu, **schedule}), prompts, params).assert_agree(bits)
+    assert preempted
 
 
 def test_kernels_launched_one_by_one_say_what_the_cpu_says(engines: Engines, emulated_gpu: EmulatedDevice) -> None:

@@ -103,7 +103,7 @@ class Bits:
     kv: dict[int, torch.Tensor] = field(default_factory=dict)  # seed -> [num_layers, committed tokens, width]
 
     @classmethod
-    def of(cls, llm: LLM, count: int) -> Bits:
+    def of(cls, llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> Bits:
         bits, target = cls(), llm.engine.target
         forward = target.forward
 
@@ -118,16 +118,25 @@ class Bits:
                 bits.kv[seed] = torch.stack([layer[table].flatten(0, 1)[: part.end] for layer in target.cache.layers])
             return output
 
-        prompts, params = workload(16)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(target, "forward", noted)
-            complete(llm, prompts[:count], params[:count])
+            complete(llm, prompts, params)
         return bits
+
+    def assert_agree(self, others: Bits) -> None:
+        """Where both have them."""
+        shared = self.logits.keys() & others.logits.keys()
+        assert len(shared) >= 4
+        assert all(torch.equal(self.logits[key], others.logits[key]) for key in shared)
+        for seed in self.kv.keys() & others.kv.keys():
+            length = min(self.kv[seed].shape[1], others.kv[seed].shape[1])
+            assert length > 8 and torch.equal(self.kv[seed][:, :length], others.kv[seed][:, :length])
 
 
 @pytest.fixture(scope="module")
 def plain_bits(engines: Engines) -> Bits:
-    return Bits.of(engines(None, **GPU, enforce_eager=True, max_num_seqs=1), 4)
+    prompts, params = workload(16)
+    return Bits.of(engines(None, **GPU, enforce_eager=True, max_num_seqs=1), prompts[:4], params[:4])
 
 
 @pytest.mark.parametrize("schedule", [{}, SCHEDULES["small chunks"], {"num_gpu_blocks_override": 60}], ids=repr)
@@ -139,13 +148,7 @@ def test_logits_and_kv_keep_their_bits_whatever_the_method_and_the_schedule(
 
     Eager: captured steps do not pass through what is patched here.
     """
-    found = Bits.of(engines(spec, **{**GPU, "enforce_eager": True, **schedule}), 16)
-    shared = plain_bits.logits.keys() & found.logits.keys()
-    assert len(shared) >= 4
-    assert all(torch.equal(found.logits[key], plain_bits.logits[key]) for key in shared)
-    for seed, expected in plain_bits.kv.items():
-        length = min(expected.shape[1], found.kv[seed].shape[1])
-        assert length > 8 and torch.equal(found.kv[seed][:, :length], expected[:, :length])
+    Bits.of(engines(spec, **{**GPU, "enforce_eager": True, **schedule}), *workload(16)).assert_agree(plain_bits)
 
 
 @pytest.mark.parametrize("spec", [None, *METHODS[1:6]], ids=repr)
