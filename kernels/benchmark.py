@@ -29,6 +29,7 @@ OPS = (  # modules of kernels.benchmarks
     "rms_norm",
     "rope",
     "sampling",
+    "perturb",
     "truncation",
     "rejection",
     "probabilistic_rejection",

@@ -296,6 +296,13 @@ KERNELS = [
         )
     ),
     Kernel(
+        module="kernels.perturb",
+        name="perturb_kernel",
+        signature="*fp32 *fp32 *i64 *i64 *i64 i32 i32 i32",
+        constants={"BLOCK": 1024},
+        max_shared=8192,
+    ),
+    Kernel(
         module="kernels.sampling",
         name="best_token_kernel",
         signature="*i64 *i64 *i64 i32",

@@ -21,6 +21,7 @@ from kernels.reference.chain_rows import chain_rows
 from kernels.reference.fit_drafts import fit_drafts
 from kernels.reference.follow_verified import follow_verified
 from kernels.reference.ngram_match import ngram_match
+from kernels.reference.perturb import perturb
 from kernels.reference.philox import Stream
 from kernels.reference.tree_rows import tree_rows
 from kernels.reference.walk_tree import walk_tree
@@ -54,6 +55,7 @@ import kernels.chain_rows
 import kernels.fit_drafts
 import kernels.follow_verified
 import kernels.ngram_match
+import kernels.perturb
 import kernels.rejection
 import kernels.sampling
 import kernels.tree_rows
@@ -117,6 +119,7 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.sampling, "sample", draw)
     monkeypatch.setattr(kernels.sampling, "greedy", take_the_argmax)
     monkeypatch.setattr(kernels.rejection, "verify_strict", verify_strict)
+    monkeypatch.setattr(kernels.perturb, "perturb", perturb)
     monkeypatch.setattr(kernels.tree_rows, "tree_rows", tree_rows)
     monkeypatch.setattr(kernels.walk_tree, "walk_tree", walk_tree)
 

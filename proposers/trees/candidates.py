@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.philox import Stream, gumbel, row_slabs
+from kernels.reference.perturb import perturb as perturb_in_torch
+from kernels.reference.philox import Stream
+from runner.engine.backend import runs_kernels
 from runner.engine.row_sampling import RowSampling
 from runner.engine.sampling import SamplingRows, put_rows, take_rows
 
@@ -62,12 +64,11 @@ def perturbed_on_device(logits: Tensor, rows: RowSampling, draft_sample_method: 
 
 
 def _with_noise(processed: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, draft_steps: Tensor) -> Tensor:
-    num_rows, vocab_size = processed.shape
-    noise = [
-        gumbel(seeds[slab], positions[slab], stream, draft_steps[slab], vocab_size=vocab_size)
-        for slab in row_slabs(num_rows, vocab_size, processed.device)
-    ]
-    return processed + torch.cat(noise)
+    if not runs_kernels(processed):
+        return perturb_in_torch(processed, seeds, positions, draft_steps, stream=stream)
+    from kernels.perturb import perturb
+
+    return perturb(processed, seeds, positions, draft_steps, stream=stream)
 
 
 def _draft_probs(processed: Tensor, token_ids: Tensor) -> Tensor:
