@@ -20,7 +20,7 @@ from kernels.scores import check_rows, load_logits, ranks_of, token_of
 from kernels.truncation import TruncatedRows, truncate_rows
 
 BLOCK = 4096  # tokens of a program
-# With ids: as many programs for a vocabulary of a quarter, as its noise takes four times as long.
+# Of a program with token_ids: the noise of scattered tokens takes four times as many random words.
 BLOCK_WITH_IDS = 1024
 LAST_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 NUM_WARPS = 8

@@ -1,7 +1,7 @@
 """The engine's GPU path on an emulated GPU (tests/emulated_cuda.py), over interpreted kernels and replayed graphs.
 
-With the CPU's path tokens are compared, as its sums have another order; among schedules bits are. Whether compiled
-kernels keep them too, tests/test_gpu_engine.py says where there is a GPU.
+With the CPU's path tokens are compared, as its sums have another order; one test compares bits among schedules. Whether
+compiled kernels keep them too, tests/test_gpu_engine.py says where there is a GPU, of more methods and schedules.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def test_captured_passes_leave_the_host_its_part(asked: str, engines: Engines, e
     assert emulated_gpu.num_replays > 1
 
 
-def test_logits_and_kv_keep_their_bits_whatever_the_method_and_the_schedule(emulated_gpu: EmulatedDevice) -> None:
-    """A tree's rows, prompts in chunks, a request that is preempted: against plain decoding, one by one."""
+def test_logits_and_kv_of_trees_chunks_and_preemption_have_plain_decodings_bits(emulated_gpu: EmulatedDevice) -> None:
+    """Against requests that are decoded plainly, one by one."""
     prompts = [{"prompt_token_ids": [(7 * index + 3) % 61 + 3 for index in range(length)]} for length in (15, 14)]
     params = [replace(DRAWN, seed=seed, max_tokens=4) for seed in (1, 2)]
     gpu = {**GPU, "batch_invariant": True, "enforce_eager": True}
