@@ -18,9 +18,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated: before any of them is imported
 
 import runner.prompts
-from runner.engine import backend, graphs
+from runner.engine import backend, graphs, loader
+from runner.engine.decoder import Decoder
+from runner.engine.loader import fill_randomly
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.transformers_model import TransformersModel
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
@@ -76,15 +79,24 @@ class Engines:
             heads = {
                 method: {"model": f"dummy-{method}", "hf_config": make(hf_config)} for method, make in HEADS.items()
             }
-            with warnings.catch_warnings():  # of keys that a method ignores, and of lossy rules
-                warnings.simplefilter("ignore", UserWarning)
-                llm = LLM("dummy", speculative_config=speculative_config, draft=draft, heads=heads, **engine_args)
-            draft_model = getattr(getattr(llm.engine.proposer, "runner", None), "model", None)
-            for model in (llm.engine.target.model, *([draft_model] if draft_model is not None else [])):
+
+            def fill_and_scale(model: Decoder) -> None:
+                fill_randomly(model)
+                scale(model)
+
+            def scale(model: Any) -> None:
                 for name, parameter in model.named_parameters():
                     if "norm" not in name:
                         in_upper_layer = ".layers." in f".{name}" and "layers.0." not in name
                         parameter.mul_(weight_scale / 2 if in_upper_layer else weight_scale)
+
+            with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+                warnings.simplefilter("ignore", UserWarning)  # of keys that a method ignores, and of lossy rules
+                patch.setattr(loader, "fill_randomly", fill_and_scale)  # once it is built, weights may be packed
+                llm = LLM("dummy", speculative_config=speculative_config, draft=draft, heads=heads, **engine_args)
+            for runner in (llm.engine.target, getattr(llm.engine.proposer, "runner", None)):
+                if isinstance(model := getattr(runner, "model", None), TransformersModel):
+                    scale(model)
             if hasattr(head := getattr(llm.engine.proposer, "head", None), "weight_targets"):
                 make_fair(head, llm.engine.target.model)
             self._built[key] = llm

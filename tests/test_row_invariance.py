@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from kernels.reference.linear import linear, rows_keep_their_bits
+from kernels.reference.packed_linear import any_rows_keep_their_bits, pack
 from kernels.reference.paged_attention import paged_attention, places_keep_their_bits
 from kernels.reference.rms_norm import add_rms_norm, rms_norm
 from kernels.reference.rope import apply_rope
 from kernels.reference.silu_and_mul import silu_and_mul
+from runner.engine import launch_shapes
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.launch import Part
 from runner.engine.model_runner import ModelOutput, ModelRunner
@@ -77,6 +79,36 @@ def test_linear(num_threads: int, size: str, family: Family, dtype: torch.dtype)
         assert torch.equal(linear(x[order], weight, bias, tile), expected[order]), "another place, other neighbours"
         for count in {1, 2, 3, num_tiles - 1}:
             assert torch.equal(linear(x[: count * tile], weight, bias, tile), expected[: count * tile]), "fewer tiles"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_linear(num_threads: int, dtype: torch.dtype) -> None:
+    """In launches of 1 to 130 rows, forwards and backwards; and the product is the product."""
+    for in_features, out_features in ((48, 80), (50, 33), (384, 128), (1024, 256)):
+        weight, bias = randn(out_features, in_features, dtype=dtype), randn(out_features, dtype=dtype, seed=1)
+        try:
+            packed = pack(weight)
+        except RuntimeError:
+            pytest.skip("this CPU has no packed products in this dtype")
+        if not any_rows_keep_their_bits(packed):
+            continue
+        x = randn(130, in_features, dtype=dtype, seed=2)
+        together = linear(x, packed, bias, 1)
+        for count in (1, 2, 4, 7, 33, 129):
+            assert torch.equal(linear(x[:count], packed, bias, 1), together[:count]), count
+            assert torch.equal(linear(x.flip(0)[-count:], packed, bias, 1), together[:count].flip(0)), count
+        exact = x.double() @ weight.double().T + bias.double()
+        roundings = in_features**0.5 * torch.finfo(dtype).eps  # as many as of a sum of so many, one after another
+        assert (together - exact).abs().max() <= roundings * exact.abs().max()
+
+
+def test_a_cpu_whose_packed_rows_change_their_bits_gets_tiles(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_shapes, "any_rows_keep_their_bits", lambda packed: False)
+    runner = runner_of(engines, "grouped heads", torch.float32, max_num_seqs=65)  # built here, under the patch
+    assert not runner.model.lm_head.is_mkldnn and (runner.shapes["decode"].linear or 0) > 1
+    check_decode_launches(runner, requests_with_blocks(runner, [3 + 5 * index for index in range(11)], 1), (2, 7, 11))
 
 
 ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {  # of two operands [num_rows, width] and a weight [width]

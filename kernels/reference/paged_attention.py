@@ -57,7 +57,8 @@ class AttentionPlan:
     """How a launch's rows are cut into tiles and put together again."""
 
     tiles: list[AttentionTiles]  # one call of the attention each
-    output_rows: torch.Tensor | None  # [num_rows] int64: tile row, over all tiles, of each launch row; None: the same
+    # [num_rows] int64: tile row, over all tiles, of each launch row; None: the same, from the first on
+    output_rows: torch.Tensor | None
 
 
 def paged_attention(
@@ -100,7 +101,7 @@ def paged_attention(
             out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
         outputs.append(out.transpose(1, 2).reshape(num_tiles * tile_rows, num_heads * value_dim))
     stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return stacked if plan.output_rows is None else stacked.index_select(0, plan.output_rows)
+    return stacked[: len(query)] if plan.output_rows is None else stacked.index_select(0, plan.output_rows)
 
 
 def _heads(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kernels.reference.packed_linear import pack
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -75,6 +76,16 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
         return head_logits(hidden, self.lm_head, tile)
+
+    def pack(self) -> None:
+        """Lay the weights of all products out as products on a CPU are fastest (kernels/reference/packed_linear.py).
+
+        For good: they cannot be filled or listed any more. A head tied to the embedding becomes a copy of it.
+        """
+        for layer in self.layers:
+            for product in layer.products:
+                product.pack()
+        self.lm_head = pack(self.lm_head)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Checkpoint names and weights, each weight once; views, to be written in place."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from kernels.linear_plan import WIDE_ROWS
 from kernels.reference.linear import rows_keep_their_bits
+from kernels.reference.packed_linear import any_rows_keep_their_bits, pack
 from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.backend import runs_kernels
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
@@ -38,7 +40,29 @@ def decoder_shapes(
                 linear=1 if batch_invariant else None,
             )
         return shapes
-    return dict(ROW_INVARIANT_TILES if batch_invariant else ANY_SHAPE_TILES)
+    return _row_invariant_tiles(attention)[0] if batch_invariant else dict(ANY_SHAPE_TILES)
+
+
+def _row_invariant_tiles(attention: Attention) -> list[Shapes]:
+    """Those to be tried on a CPU, the fastest first."""
+    sizes = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)
+    if attention.o_proj.weight.is_mkldnn:
+        return [{family: replace(shape, linear=1) for family, shape in tiles.items()} for tiles in sizes]
+    return [dict(tiles) for tiles in sizes]
+
+
+def can_pack(layer: DecoderLayer, lm_head: torch.Tensor, *, batch_invariant: bool) -> bool:
+    """Whether products here take packed weights, in which, where that is asked for, a row keeps its bits.
+
+    Tried with a layer of the model and its head.
+    """
+    if runs_kernels(lm_head.device):
+        return False
+    try:
+        packed = [pack(weight) for weight in _weights(layer, lm_head)]
+    except RuntimeError:
+        return False
+    return not batch_invariant or all(any_rows_keep_their_bits(weight) for weight in packed)
 
 
 def product_tile(device: torch.device, *, batch_invariant: bool) -> int | None:
@@ -56,19 +80,23 @@ def row_invariant_shapes(shapes: Shapes, layer: DecoderLayer, lm_head: torch.Ten
     """
     if runs_kernels(lm_head.device):
         return shapes if all(_kernels_keep_bits(shape, layer, lm_head) for shape in shapes.values()) else None
-    candidates: list[Shapes] = [shapes, dict(SMALL_ROW_INVARIANT_TILES)]
     return next(
-        (found for found in candidates if all(_tiles_keep_bits(shape, layer, lm_head) for shape in found.values())),
+        (
+            tiles
+            for tiles in _row_invariant_tiles(layer.attention)
+            if all(_tiles_keep_bits(shape, layer, lm_head) for shape in tiles.values())
+        ),
         None,
     )
 
 
 def _tiles_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Tensor) -> bool:
     assert isinstance(shape, TileShape)
-    attention, mlp = layer.attention, layer.mlp
-    weights = [product.weight for product in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)]
-    if shape.linear is not None and not all(
-        rows_keep_their_bits(weight, shape.linear) for weight in [*weights, lm_head]
+    attention, tile = layer.attention, shape.linear
+    if tile is not None and not all(
+        # Packed weights were asked before there were any, by can_pack.
+        weight.is_mkldnn or rows_keep_their_bits(weight, tile)
+        for weight in _weights(layer, lm_head)
     ):
         return False
     if shape.context is None or shape.is_aligned:
@@ -81,6 +109,10 @@ def _tiles_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Ten
         context=shape.context,
         dtype=lm_head.dtype,
     )
+
+
+def _weights(layer: DecoderLayer, lm_head: torch.Tensor) -> list[torch.Tensor]:
+    return [*(product.weight for product in layer.products), lm_head]
 
 
 def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Tensor) -> bool:

@@ -181,6 +181,10 @@ class DecoderLayer:
         normed, residual = self.post_attention_layernorm.add(self.attention(normed, rope, batch, cache), residual)
         return self.mlp(normed, batch.linear_tile), residual
 
+    @property
+    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
+        return [self.attention.qkv_proj, self.attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj]
+
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         norms = {f"{prefix}post_attention_layernorm.weight": WeightTarget(view=self.post_attention_layernorm.weight)}
         if self.input_layernorm is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.reference.packed_linear import pack
 from runner.engine.operations import linear
 
 
@@ -53,6 +54,10 @@ class ColumnParallelLinear:
         self.weight = torch.empty(total, in_features, dtype=dtype)
         self.bias = torch.empty(total, dtype=dtype) if bias else None
 
+    def pack(self) -> None:
+        """For good: a packed weight cannot be filled any more."""
+        self.weight = pack(self.weight)
+
     def __call__(self, x: torch.Tensor, tile: int | None) -> torch.Tensor:
         return linear(x, self.weight, self.bias, tile)
 
@@ -76,6 +81,10 @@ class RowParallelLinear:
         columns = shard.split(in_features, name)
         self.weight = torch.empty(out_features, columns, dtype=dtype)
         self.bias = torch.empty(out_features, dtype=dtype) if bias else None
+
+    def pack(self) -> None:
+        """As ColumnParallelLinear.pack."""
+        self.weight = pack(self.weight)
 
     def __call__(self, x: torch.Tensor, tile: int | None) -> torch.Tensor:
         if self.shard.size == 1:

@@ -17,7 +17,7 @@ from runner.engine.graphs import GraphStore
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
-from runner.engine.launch_shapes import Shapes, decoder_shapes, row_invariant_shapes
+from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes, row_invariant_shapes
 from runner.engine.paged_shape import PagedShape
 from runner.engine.tile_shape import ANY_SHAPE_TILES
 from runner.engine.transformers_model import TransformersModel
@@ -56,6 +56,8 @@ class ModelRunner:
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
         self.is_row_invariant = False
         if isinstance(model, Decoder):
+            if can_pack(model.layers[0], model.lm_head, batch_invariant=batch_invariant):
+                model.pack()
             self.shapes = decoder_shapes(
                 model.layers[0].attention,
                 batch_invariant=batch_invariant,
@@ -178,8 +180,11 @@ class ModelRunner:
         if not rows:
             return torch.empty(0, self.model.vocab_size, device=self.device)
         tile = self.shapes["decode"].linear
-        if len(hidden) == tile and rows[-1] - rows[0] == len(rows) - 1:  # one tile, and neighbours in it: no gather
-            return self.model.logits(hidden, tile)[rows[0] : rows[-1] + 1]
+        if rows[-1] - rows[0] == len(rows) - 1:  # neighbours: no gather
+            if len(rows) % (tile or 1) == 0:
+                return self.model.logits(hidden[rows[0] : rows[-1] + 1], tile)
+            if len(hidden) == tile:
+                return self.model.logits(hidden, tile)[rows[0] : rows[-1] + 1]
         padding = -len(rows) % (tile or 1)
         index = to_device(rows + rows[:1] * padding, torch.int64, self.device)
         return self.model.logits(hidden.index_select(0, index), tile)[: len(rows)]

@@ -16,7 +16,8 @@ from runner.engine.segment import Family, Segment
 class TileShape:
     """Shapes of products and of attention calls in torch; they are part of a token's arithmetic."""
 
-    linear: int | None  # rows of one product; None = products of any shape, not row-invariant
+    # Rows of one product, 1 where weights are packed; None = products of any shape, not row-invariant unless packed.
+    linear: int | None
     attention: int  # rows of one attention tile
     context: int | None  # a row at position p looks at the next multiple of this; None = at as much as is convenient
     is_aligned: bool = False  # attention tiles begin at multiples of their rows, so a row's place is its own too
@@ -54,8 +55,7 @@ class TileShape:
         lists = [output_rows, query_rows, query_positions, last_keys]
         for group in groups:
             lists += [_padded_tables(group, block_size), *_stored_apart(group, block_size)]
-        # Launch rows and tile rows are the same.
-        is_lone_tile = len(tiles) == 1 and tiles[0].place == 0 and tile_rows == num_rows
+        is_lone_tile = len(tiles) == 1 and tiles[0].place == 0  # launch rows are the first rows of the tile
 
         def assemble(uploaded: Sequence[torch.Tensor]) -> AttentionPlan:
             output_rows_, rows_, places_, last_keys_, *of_groups = uploaded
@@ -67,7 +67,7 @@ class TileShape:
                 start = of.stop
                 calls.append(
                     AttentionTiles(
-                        query_rows=None if is_lone_tile else rows_[of],
+                        query_rows=None if is_lone_tile and tile_rows == num_rows else rows_[of],
                         query_positions=places_[of].view(-1, tile_rows),
                         block_table=table.view(len(group), -1),
                         context=max(tile.context for tile in group),

@@ -1,0 +1,45 @@
+"""y = x W^T + b with W in oneDNN's own layout: on a CPU, fast for any number of rows, and each row keeps its bits.
+
+oneDNN adds up the products of a result in one order, whatever the number of rows and the place of a row (measured:
+AVX2, float32, 1 to 128 rows, 1 and 2 threads). MKL, behind F.linear, does not, so that it needs tiles of fixed size
+(kernels/reference/linear.py); on that CPU (an AMD EPYC) a tile of 4 rows took two to three times as long as they take
+here. Nobody promises the order, so `any_rows_keep_their_bits` asks the machine.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """The weight [out_features, in_features] in oneDNN's layout: a copy, or itself where it is packed.
+
+    Its shape, dtype and device can be read; it can neither be indexed nor written.
+
+    Raises:
+        RuntimeError: this CPU, this build of torch or this dtype has no such layout.
+    """
+    if weight.is_mkldnn:
+        return weight
+    if weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        raise RuntimeError(f"products on {weight.device} have no packed weights in this build of torch")
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features]; has no gradient."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return out
+
+
+def any_rows_keep_their_bits(packed: torch.Tensor) -> bool:
+    """Whether, on this machine, a row's result depends neither on the number of rows nor on its place among them."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(130, packed.shape[1], generator=generator).to(packed.dtype)
+    together = packed_linear(rows, packed, None)
+    return all(
+        torch.equal(packed_linear(rows[:count], packed, None), together[:count])
+        and torch.equal(packed_linear(rows[-count:], packed, None), together[-count:])
+        for count in (1, 2, 3, 5, 8, 16, 17, 64, 100)
+    )
