@@ -94,8 +94,7 @@ def _tiles_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Ten
     assert isinstance(shape, TileShape)
     attention, tile = layer.attention, shape.linear
     if tile is not None and not all(
-        # Packed weights were asked before there were any, by can_pack.
-        weight.is_mkldnn or rows_keep_their_bits(weight, tile)
+        any_rows_keep_their_bits(weight) if weight.is_mkldnn else rows_keep_their_bits(weight, tile)
         for weight in _weights(layer, lm_head)
     ):
         return False
