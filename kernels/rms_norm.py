@@ -1,12 +1,15 @@
-"""Root mean square norm, with or without the residual add before it; kernels/reference/rms_norm.py is the definition.
+"""Root mean square norms; kernels/reference/rms_norm.py is the definition.
 
-One launch, a program a row. A row lies in one tile, whose size and warps follow from its length, so the order of the
+With or without the residual add before the norm, and of two rows side by side, of which one is gathered. One launch
+each, a program a normed row. A row lies in one tile, whose size and warps follow from its length, so the order of the
 sum does too. Rounding follows the definition: the new residual, the normed row, and its product with the weight.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -19,79 +22,167 @@ ELEMENTS_OF_A_WARP = 512
 
 
 @triton.jit
+def norm_row(x, weight, eps_ptr, HIDDEN: tl.constexpr):
+    """x: [BLOCK], zeros behind HIDDEN -> the same shape and dtype."""
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + tl.load(eps_ptr))
+    normed = (wide * scale).to(x.dtype)
+    return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
 def rms_norm_kernel(
-    x_ptr,  # [num_rows, num_heads, HIDDEN]
-    residual_ptr,  # as the outputs, or None
+    x_ptr,  # [num_rows, HIDDEN], rows x_stride apart
+    residual_ptr,  # the same, rows residual_stride apart; or None
     weight_ptr,  # [HIDDEN]
     eps_ptr,  # [] float32
-    normed_ptr,  # [num_rows, num_heads, HIDDEN], contiguous
-    new_residual_ptr,  # the same, or None
-    num_heads,
-    row_stride,
-    head_stride,
+    normed_ptr,  # [num_rows, HIDDEN], rows out_stride apart
+    sum_ptr,  # the same, or None
+    x_stride,
+    residual_stride,
+    out_stride,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,  # >= HIDDEN
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
-    place = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < HIDDEN
     if OVERLAPS:
         await_input()
-    x_row = x_ptr + place // num_heads * row_stride + place % num_heads * head_stride
-    x = tl.load(x_row + columns, mask=is_column, other=0.0)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
     if residual_ptr is not None:
-        residual = tl.load(residual_ptr + place * HIDDEN + columns, mask=is_column, other=0.0)
+        residual = tl.load(residual_ptr + row * residual_stride + columns, mask=is_column, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(new_residual_ptr + place * HIDDEN + columns, x, mask=is_column)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + tl.load(eps_ptr))
-    normed = (wide * scale).to(x.dtype)
-    product = (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
-    tl.store(normed_ptr + place * HIDDEN + columns, product, mask=is_column)
+        tl.store(sum_ptr + row * out_stride + columns, x, mask=is_column)
+    tl.store(normed_ptr + row * out_stride + columns, norm_row(x, weight, eps_ptr, HIDDEN), mask=is_column)
+
+
+@triton.jit(do_not_specialize_on_alignment=["token_ids_ptr"])
+def rms_norm_pair_kernel(
+    embeddings_ptr,  # [vocab, HIDDEN]; [num_rows, HIDDEN] without token ids
+    token_ids_ptr,  # [num_rows] int64, or None
+    states_ptr,  # [num_rows, HIDDEN], rows states_stride apart
+    embedding_weight_ptr,  # [HIDDEN]
+    state_weight_ptr,  # [HIDDEN]
+    eps_ptr,  # [] float32
+    out_ptr,  # [num_rows, 2 * HIDDEN]
+    states_stride,
+    STATE_HALF: tl.constexpr,  # of out: 0 or 1; the other is the embedding's
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,  # >= HIDDEN
+    OVERLAPS: tl.constexpr,  # with the launch before
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < HIDDEN
+    if OVERLAPS:
+        await_input()
+    half = tl.program_id(1)
+    x_ptr, weight_ptr = states_ptr + row * states_stride, state_weight_ptr
+    if half != STATE_HALF:
+        place = row
+        if token_ids_ptr is not None:
+            place = tl.load(token_ids_ptr + row)
+        x_ptr, weight_ptr = embeddings_ptr + place * HIDDEN, embedding_weight_ptr
+    x = tl.load(x_ptr + columns, mask=is_column, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    normed_ptr = out_ptr + (2 * row + half) * HIDDEN
+    tl.store(normed_ptr + columns, norm_row(x, weight, eps_ptr, HIDDEN), mask=is_column)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """x: [num_rows, hidden] or [num_rows, num_heads, hidden], contiguous in hidden only (heads of a fused projection);
-    weight: [hidden] in x's dtype; eps: [] float32 on x's device -> x's shape and dtype, contiguous."""
-    return _launch(x, None, weight, eps)[0]
+    """x: [num_rows, hidden], rows may lie further apart; weight: [hidden] in x's dtype; eps: [] float32 on x's device.
+
+    Returns x's shape and dtype, contiguous.
+    """
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, eps, normed, None)
+    return normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), all shaped as x, with which residual shares its dtype; it is contiguous."""
-    normed, new_residual = _launch(x, residual, weight, eps)
-    assert new_residual is not None
-    return normed, new_residual
+    """(norm(x + residual), x + residual), both contiguous; residual is of x's shape and dtype, the rest as above."""
+    normed, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _launch(x, residual, weight, eps, normed, total)
+    return normed, total
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor | None]:
-    hidden = x.shape[-1]
-    assert x.dim() in (2, 3) and x.stride(-1) == 1
-    assert weight.shape == (hidden,) and weight.is_contiguous() and weight.dtype == x.dtype
+def sum_beside_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """What add_rms_norm returns as one tensor [num_rows, 2 * hidden]: the sum, and behind it its norm."""
+    out = torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device)
+    total, normed = out.chunk(2, dim=1)
+    _launch(x, residual, weight, eps, normed, total)
+    return out
+
+
+def rms_norm_pair(
+    embeddings: Tensor,  # [vocab, hidden], contiguous; [num_rows, hidden] without token_ids
+    token_ids: Tensor | None,  # [num_rows] int64
+    states: Tensor,  # [num_rows, hidden], rows may lie further apart
+    embedding_weight: Tensor,  # [hidden]
+    state_weight: Tensor,  # [hidden]
+    eps: Tensor,  # [] float32
+    *,
+    states_first: bool = False,
+) -> Tensor:  # [num_rows, 2 * hidden]
+    """The norm of each token's embedding, and behind it that of its state, or the other way round; of one dtype."""
+    num_rows, hidden = states.shape
+    assert embeddings.is_contiguous() and embeddings.shape[1] == hidden and states.stride(1) == 1
+    assert token_ids is None or (token_ids.shape == (num_rows,) and token_ids.is_contiguous())
+    assert token_ids is not None or len(embeddings) == num_rows
+    for weight in (embedding_weight, state_weight):
+        assert weight.shape == (hidden,) and weight.is_contiguous() and weight.dtype == states.dtype == embeddings.dtype
+    assert eps.shape == () and eps.dtype == torch.float32 and eps.device == states.device
+    out = torch.empty(num_rows, 2 * hidden, dtype=states.dtype, device=states.device)
+    if out.numel() > 0:
+        rms_norm_pair_kernel[(num_rows, 2)](
+            embeddings,
+            token_ids,
+            states,
+            embedding_weight,
+            state_weight,
+            eps,
+            out,
+            states.stride(0),
+            STATE_HALF=0 if states_first else 1,
+            **_shape_of_rows(hidden, states.device),
+        )
+    return out
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: Tensor, normed: Tensor, total: Tensor | None
+) -> None:
+    """normed and total have equal strides."""
+    num_rows, hidden = x.shape
+    assert x.stride(1) == 1 and weight.shape == (hidden,) and weight.is_contiguous() and weight.dtype == x.dtype
     assert eps.shape == () and eps.dtype == torch.float32 and eps.device == x.device
-    assert residual is None or (residual.shape == x.shape and residual.is_contiguous() and residual.dtype == x.dtype)
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    new_residual = None if residual is None else torch.empty_like(normed)
+    assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1 and residual.dtype == x.dtype)
     if normed.numel() == 0:
-        return normed, new_residual
-    heads = x if x.dim() == 3 else x.unsqueeze(1)
-    block = triton.next_power_of_2(hidden)
-    overlaps = can_overlap(x.device)
-    rms_norm_kernel[(normed.numel() // hidden,)](
+        return
+    rms_norm_kernel[(num_rows,)](
         x,
         residual,
         weight,
         eps,
         normed,
-        new_residual,
-        heads.shape[1],
-        heads.stride(0),
-        heads.stride(1),
-        HIDDEN=hidden,
-        BLOCK=block,
-        OVERLAPS=overlaps,
-        num_warps=min(max(block // ELEMENTS_OF_A_WARP, 1), 16),
-        launch_pdl=overlaps,
+        total,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        normed.stride(0),
+        **_shape_of_rows(hidden, x.device),
     )
-    return normed, new_residual
+
+
+def _shape_of_rows(hidden: int, device: torch.device) -> dict[str, Any]:
+    """Constants and launch options of both kernels; they decide the bits of a row."""
+    block, overlaps = triton.next_power_of_2(hidden), can_overlap(device)
+    return {
+        "HIDDEN": hidden,
+        "BLOCK": block,
+        "OVERLAPS": overlaps,
+        "num_warps": min(max(block // ELEMENTS_OF_A_WARP, 1), 16),
+        "launch_pdl": overlaps,
+    }

@@ -157,21 +157,29 @@ KERNELS = [
         max_shared=96 * 1024,
         compute_capabilities=(90,),
     ),
-    Kernel(  # of heads
+    Kernel(
         module="kernels.rms_norm",
         name="rms_norm_kernel",
-        signature="*bf16:16 *bf16:16 *fp32:16 *bf16:16 i32 i32:16 i32:16",
-        constants={"residual_ptr": None, "new_residual_ptr": None, "HIDDEN": 128, "BLOCK": 128},
+        signature="*bf16:16 *bf16:16 *fp32:16 *bf16:16 i32:16 i32:16 i32:16",
+        constants={"residual_ptr": None, "sum_ptr": None, "HIDDEN": 128, "BLOCK": 128},
         options={"num_warps": 1},
     ),
-    Kernel(  # of rows, with the residual added
+    Kernel(  # with the residual added
         module="kernels.rms_norm",
         name="rms_norm_kernel",
-        signature="*bf16:16 *bf16:16 *bf16:16 *fp32:16 *bf16:16 *bf16:16 i32 i32:16 i32:16",
+        signature="*bf16:16 *bf16:16 *bf16:16 *fp32:16 *bf16:16 *bf16:16 i32:16 i32:16 i32:16",
         constants={"HIDDEN": 14000, "BLOCK": 16384},
         options={"num_warps": 16},
         max_shared=1024,
         compute_capabilities=(90,),
+    ),
+    Kernel(
+        module="kernels.rms_norm",
+        name="rms_norm_pair_kernel",
+        signature="*bf16:16 *i64 *bf16:16 *bf16:16 *bf16:16 *fp32:16 *bf16:16 i32:16",
+        constants={"STATE_HALF": 1, "HIDDEN": 4096, "BLOCK": 4096},
+        options={"num_warps": 8},
+        max_shared=1024,
     ),
     *(
         Kernel(

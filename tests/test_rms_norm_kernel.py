@@ -1,4 +1,4 @@
-"""The norm kernel against its definition: the same residual, an error no larger, each row on its own."""
+"""The norm kernels against their definition: the same sums, an error no larger, each row on its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assert_error_is_the_definitions(out: Tensor, by_reference: Tensor, exact: Te
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "eps"), [((3, 64), 1e-6), ((1, 100), 1e-5), ((5, 3, 16), 1e-6), ((2, 1), 0.5)])
+@pytest.mark.parametrize(("shape", "eps"), [((3, 64), 1e-6), ((1, 100), 1e-5), ((2, 1), 0.5)])
 def test_a_norm_is_as_near_as_its_definition(
     kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], eps: float
 ) -> None:
@@ -60,14 +60,41 @@ def test_a_row_keeps_its_bits_among_any_number_of_rows(kernel_device: torch.devi
             assert torch.equal(of_all, torch.cat(of_each[:num_rows]))
 
 
-def test_heads_are_normed_where_they_lie_in_a_fused_projection(kernel_device: torch.device) -> None:
-    qkv = normal(3, 6 * 16, dtype=torch.float32, seed=0).to(kernel_device).view(3, 6, 16)
-    weight, eps = normal(16, dtype=torch.float32, seed=1).to(kernel_device), torch.tensor(1e-6, device=kernel_device)
-    for heads in qkv.split_with_sizes((4, 2), dim=1):
-        assert torch.equal(kernel.rms_norm(heads, weight, eps), kernel.rms_norm(heads.contiguous(), weight, eps))
+def test_a_sum_and_its_norm_side_by_side_have_the_bits_of_both(kernel_device: torch.device) -> None:
+    """Wherever the rows that are added lie."""
+    wide = normal(3, 200, dtype=torch.float32, seed=0).to(kernel_device)
+    weight, eps = normal(100, dtype=torch.float32, seed=1).to(kernel_device), torch.tensor(1e-6, device=kernel_device)
+    x, residual = wide.chunk(2, dim=1)
+    normed, total = kernel.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+    assert torch.equal(kernel.rms_norm(total, weight, eps), normed)
+    for left, right in ((x, residual), (residual, x)):
+        assert torch.equal(kernel.sum_beside_rms_norm(left, right, weight, eps), torch.cat((total, normed), dim=1))
+
+
+@pytest.mark.parametrize("states_first", [False, True])
+@pytest.mark.parametrize("token_ids", [[6, 0, 3, 6], None], ids=["a table", "rows"])
+def test_a_pair_of_norms_has_the_bits_of_each(
+    kernel_device: torch.device, token_ids: list[int] | None, states_first: bool
+) -> None:
+    """Rows of the embedding are gathered by token id, and states lie apart, as in a head's output."""
+    embeddings = normal(7 if token_ids else 4, 100, dtype=torch.float16, seed=0).to(kernel_device)
+    states = normal(4, 200, dtype=torch.float16, seed=1).to(kernel_device)[:, :100]
+    weights = normal(2, 100, dtype=torch.float16, seed=2).to(kernel_device)
+    eps = torch.tensor(1e-6, device=kernel_device)
+    ids = None if token_ids is None else torch.tensor(token_ids, device=kernel_device)
+    halves = [
+        kernel.rms_norm(embeddings if ids is None else embeddings[ids], weights[0], eps),
+        kernel.rms_norm(states, weights[1], eps),
+    ]
+    both = kernel.rms_norm_pair(embeddings, ids, states, *weights, eps, states_first=states_first)
+    assert torch.equal(both, torch.cat(halves[::-1] if states_first else halves, dim=1))
+    expected = reference.rms_norm_pair(embeddings, ids, states, *weights, eps, states_first=states_first)
+    assert (both - expected).abs().max() <= 2 * torch.finfo(torch.float16).eps * expected.abs().max()
 
 
 def test_no_rows_give_no_rows(kernel_device: torch.device) -> None:
     nothing, weight = torch.ones(0, 8, device=kernel_device), torch.ones(8, device=kernel_device)
     eps = torch.tensor(1e-6, device=kernel_device)
     assert [len(result) for result in kernel.add_rms_norm(nothing, nothing, weight, eps)] == [0, 0]
+    assert kernel.sum_beside_rms_norm(nothing, nothing, weight, eps).shape == (0, 16)
+    assert kernel.rms_norm_pair(nothing, None, nothing, weight, weight, eps).shape == (0, 16)

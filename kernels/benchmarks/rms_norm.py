@@ -1,8 +1,9 @@
-"""The norm of Llama-3-8B's layers, residual add included."""
+"""The norms of Llama-3-8B's layers, residual add included, and the pair in front of its draft head's first layer."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -10,24 +11,29 @@ from kernels import rms_norm as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
 from kernels.reference import rms_norm as reference
 
-HIDDEN, EPS = 4096, 1e-5
+HIDDEN, VOCAB, EPS = 4096, 128256, 1e-5
 COMPANY = 17
 
 
 def cases(setting: Setting) -> list[Case]:
     hidden, sizes = (100, (1, 3)) if setting.is_small else (HIDDEN, (1, 8, 64, 512))
+    pair_sizes = (3,) if setting.is_small else (1, 64)
     return [
         Case(
             op="rms_norm",
-            label=f"add and norm, {num_rows} rows",
+            label=f"{what}, {num_rows} rows",
             dtype=name_of(setting.dtype),
-            prepare=partial(_prepare, setting, num_rows, hidden),
+            prepare=partial(prepare, setting, num_rows, hidden),
         )
-        for num_rows in sizes
+        for what, prepare, own_sizes in (
+            ("add and norm", _prepare_sum, sizes),
+            ("embeddings and states", _prepare_pair, pair_sizes),
+        )
+        for num_rows in own_sizes
     ]
 
 
-def _prepare(setting: Setting, num_rows: int, hidden: int) -> Work:
+def _prepare_sum(setting: Setting, num_rows: int, hidden: int) -> Work:
     in_company = COMPANY if num_rows == 1 else num_rows
     x, added = (setting.normal(in_company, hidden, seed=seed) for seed in (0, 1))
     weight, eps = setting.normal(hidden, seed=2), torch.tensor(EPS, device=setting.device)
@@ -36,8 +42,7 @@ def _prepare(setting: Setting, num_rows: int, hidden: int) -> Work:
         normed, residual = kernel.add_rms_norm(x[:num_rows], added[:num_rows], weight, eps)
         by_torch, wanted = reference.add_rms_norm(x[:num_rows], added[:num_rows], weight, eps)
         check_equal("residual", residual, wanted)
-        wide = wanted.double()
-        exact = wide * (wide.square().mean(-1, keepdim=True) + eps.double()).rsqrt() * weight.double()
+        exact = _exact(wanted, weight, eps)
         bits = check_row_bits(lambda rows: kernel.add_rms_norm(x[rows], added[rows], weight, eps)[0], in_company)
         return [check_error(normed, by_torch, exact), bits]
 
@@ -51,3 +56,41 @@ def _prepare(setting: Setting, num_rows: int, hidden: int) -> Work:
         num_bytes=(4 * num_rows + 1) * row_bytes,
         comes_from=setting.comes_from(2 * num_rows * row_bytes),
     )
+
+
+def _prepare_pair(setting: Setting, num_rows: int, hidden: int) -> Work:
+    in_company = COMPANY if num_rows == 1 else num_rows
+    vocab = 7 if setting.is_small else VOCAB
+    table, token_ids = setting.normal(vocab, hidden, seed=0), setting.integers(0, vocab, in_company, seed=1)
+    states, eps = setting.normal(in_company, hidden, seed=2), torch.tensor(EPS, device=setting.device)
+    norms: dict[str, Any] = {
+        "embedding_weight": setting.normal(hidden, seed=3),
+        "state_weight": setting.normal(hidden, seed=4),
+        "eps": eps,
+    }
+
+    def check() -> list[str]:
+        def op(rows: slice) -> torch.Tensor:
+            return kernel.rms_norm_pair(table, token_ids[rows], states[rows], **norms)
+
+        first = slice(0, num_rows)
+        by_torch = reference.rms_norm_pair(table, token_ids[first], states[first], **norms)
+        halves = ((table[token_ids[first]], "embedding_weight"), (states[first], "state_weight"))
+        exact = torch.cat([_exact(rows, norms[name], eps) for rows, name in halves], dim=1)
+        return [check_error(op(first), by_torch, exact), check_row_bits(op, in_company)]
+
+    row_bytes = hidden * setting.dtype.itemsize
+    return Work(
+        check=check,
+        calls=[
+            partial(kernel.rms_norm_pair, table, setting.integers(0, vocab, num_rows, seed=seed), own, **norms)
+            for seed, (own,) in enumerate(setting.copies(2 * num_rows * row_bytes, states[:num_rows]))
+        ],
+        num_bytes=(4 * num_rows + 2) * row_bytes + num_rows * token_ids.itemsize,
+        comes_from=setting.comes_from(2 * num_rows * row_bytes),
+    )
+
+
+def _exact(rows: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    wide = rows.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + eps.double()).rsqrt() * weight.double()

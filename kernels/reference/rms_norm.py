@@ -24,3 +24,27 @@ def add_rms_norm(
     """(norm(x + residual), x + residual), all [num_rows, hidden]."""
     residual = residual + x
     return rms_norm(residual, weight, eps), residual
+
+
+def sum_beside_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
+) -> torch.Tensor:
+    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]."""
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return torch.cat((total, normed), dim=1)
+
+
+def rms_norm_pair(
+    embeddings: torch.Tensor,  # [vocab, hidden]; [num_rows, hidden] without token_ids
+    token_ids: torch.Tensor | None,  # [num_rows] int64
+    states: torch.Tensor,  # [num_rows, hidden]
+    embedding_weight: torch.Tensor,  # [hidden]
+    state_weight: torch.Tensor,  # [hidden]
+    eps: torch.Tensor,  # [] float32
+    *,
+    states_first: bool = False,
+) -> torch.Tensor:  # [num_rows, 2 * hidden]
+    """The norm of each token's embedding, and behind it that of its state, or the other way round."""
+    rows = embeddings if token_ids is None else embeddings.index_select(0, token_ids)
+    pair = (rms_norm(rows, embedding_weight, eps), rms_norm(states, state_weight, eps))
+    return torch.cat(pair[::-1] if states_first else pair, dim=1)
