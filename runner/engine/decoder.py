@@ -61,9 +61,10 @@ class Decoder:
         hidden: torch.Tensor | None = None
         taps: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
+            normed, residual = layer.before_attention(hidden, residual)
             if index in tap_layers:
-                taps[index] = residual if hidden is None else residual + hidden
-            hidden, residual = layer(hidden, residual, rope, batch, cache)
+                taps[index] = residual
+            hidden, residual = layer.after_input_norm(normed, residual, rope, batch, cache)
         assert hidden is not None
         normed, residual = self.norm.add(hidden, residual)
         taps[self.num_layers] = residual

@@ -14,7 +14,15 @@ from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, Shard, WeightTarget
-from runner.engine.operations import add_rms_norm, gated_linear, linear, paged_attention, rms_norm, rotate_and_store
+from runner.engine.operations import (
+    add_rms_norm,
+    gated_linear,
+    linear,
+    paged_attention,
+    rms_norm,
+    rotate_and_store,
+    sum_beside_rms_norm,
+)
 from runner.engine.rope import Rope, RopeRows
 
 
@@ -27,7 +35,12 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum, the sum)."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def beside_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The sum, and behind it its norm: [num_rows, 2 * size]."""
+        return sum_beside_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Attention:
@@ -162,12 +175,17 @@ class DecoderLayer:
         batch: ForwardBatch,
         cache: PagedKVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if hidden is None:
-            normed = residual if self.input_layernorm is None else self.input_layernorm(residual)
-        else:
-            assert self.input_layernorm is not None, "only a first layer goes without its norm"
-            normed, residual = self.input_layernorm.add(hidden, residual)
+        normed, residual = self.before_attention(hidden, residual)
         return self.after_input_norm(normed, residual, rope, batch, cache)
+
+    def before_attention(
+        self, hidden: torch.Tensor | None, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(input of the attention, the residual stream in front of the layer), both [num_rows, hidden]."""
+        if hidden is None:
+            return residual if self.input_layernorm is None else self.input_layernorm(residual), residual
+        assert self.input_layernorm is not None, "only a first layer goes without its norm"
+        return self.input_layernorm.add(hidden, residual)
 
     def after_input_norm(
         self,

@@ -14,6 +14,8 @@ from kernels.reference.paged_attention import AttentionPlan
 from kernels.reference.paged_attention import paged_attention as attention_over_tiles
 from kernels.reference.rms_norm import add_rms_norm as add_rms_norm_in_torch
 from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
+from kernels.reference.rms_norm import rms_norm_pair as rms_norm_pair_in_torch
+from kernels.reference.rms_norm import sum_beside_rms_norm as sum_beside_rms_norm_in_torch
 from kernels.reference.rope import apply_rope
 from kernels.reference.silu_and_mul import silu_and_mul
 from runner.engine.backend import runs_kernels
@@ -51,7 +53,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension."""
+    """[num_rows, hidden], over the last dimension."""
     if not runs_kernels(x):
         return rms_norm_in_torch(x, weight, eps)
     from kernels.rms_norm import rms_norm as kernel
@@ -68,6 +70,31 @@ def add_rms_norm(
     from kernels.rms_norm import add_rms_norm as kernel
 
     return kernel(x, residual, weight, eps)
+
+
+def sum_beside_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
+) -> torch.Tensor:
+    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]."""
+    if not runs_kernels(x):
+        return sum_beside_rms_norm_in_torch(x, residual, weight, eps)
+    from kernels.rms_norm import sum_beside_rms_norm as kernel
+
+    return kernel(x, residual, weight, eps)
+
+
+def rms_norm_pair(
+    embeddings: torch.Tensor,  # [vocab, hidden]; [num_rows, hidden] without token_ids
+    token_ids: torch.Tensor | None,  # [num_rows] int64
+    states: torch.Tensor,  # [num_rows, hidden]
+    **norms: Any,  # keyword arguments of kernels/reference/rms_norm.py
+) -> torch.Tensor:  # [num_rows, 2 * hidden]
+    """The norm of each token's embedding beside that of its state."""
+    if not runs_kernels(states):
+        return rms_norm_pair_in_torch(embeddings, token_ids, states, **norms)
+    from kernels.rms_norm import rms_norm_pair as kernel
+
+    return kernel(embeddings, token_ids, states, **norms)
 
 
 def rotate_and_store(
