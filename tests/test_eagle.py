@@ -14,11 +14,14 @@ from transformers import LlamaConfig
 
 from proposers.drafting.from_hidden_states import MAX_STEPS_BEHIND
 from proposers.heads.eagle_layer import eagle_architecture, with_biases_of
+from runner.engine import backend
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
+from runner.engine.head_runner import HeadRunner
 from runner.engine.hidden_states import NORMED
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.segment import Segment
 from runner.llm import LLM
 from tests.conftest import complete
 from tests.eagle_reference import ReferenceHead, layer_shapes, random_weights, save_head, vocabulary_map
@@ -332,6 +335,38 @@ def test_every_draft_is_the_one_of_a_whole_recompute_in_float64(
     known_tokens = exact.isfinite()
     assert (ours[~known_tokens] < ours[known_tokens].min() - 500).all()
     assert_as_accurate(ours[known_tokens], theirs[known_tokens], exact[known_tokens])
+
+
+NORMS_FIRST, NORMS_OUTPUT = (name for name in LAYOUTS if "norm_before_residual," in name or "EAGLE-3.1" in name)
+
+
+@pytest.mark.parametrize("name", [SAFE3, NORMS_FIRST, NORMS_OUTPUT])
+def test_what_is_fed_back_gives_the_logits_by_kernels_that_it_gives_by_torch(
+    target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device, name: str
+) -> None:
+    """Two rows over states of the target, then one over the output of the last."""
+    pytest.importorskip("triton")
+    if kernel_device.type != "cpu":
+        pytest.skip("kernels are compiled here")
+    layout, (directory, model) = LAYOUTS[name], target
+    make_head(layout, model, tmp_path / "head")
+    proposer: Any = engine(directory, tmp_path / "head", layout.method).engine.proposer
+    states = torch.randn(2, len(layout.taps) * SIZE, generator=torch.Generator().manual_seed(0))
+
+    def logits() -> torch.Tensor:
+        runner = HeadRunner(
+            proposer.head, block_size=16, device=kernel_device, dtype=torch.float32, batch_invariant=False
+        )
+        runner.allocate_cache(2)
+        segments = [Segment(start=start, num_tokens=num_rows, block_table=[1]) for start, num_rows in ((0, 2), (2, 1))]
+        output = runner.run("decode", segments[:1], torch.tensor([3, 7]), proposer.head.project(states))
+        output = runner.run("decode", segments[1:], torch.tensor([5]), output[-1:])
+        rows, tile = runner.in_tiles(output)
+        return proposer.head.logits(rows, tile)[:1]
+
+    expected = logits()
+    monkeypatch.setattr(backend, "interprets_kernels", True)
+    torch.testing.assert_close(logits(), expected)
 
 
 @pytest.mark.parametrize(

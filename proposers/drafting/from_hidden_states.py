@@ -152,7 +152,8 @@ class HeadProposer(LevelByLevelProposer):
     def last_rows(self, requests: Sequence[Request], masks: MaskRows | None = None) -> torch.Tensor:
         """Compute what the head has not seen of these requests, and the mask rows behind it.
 
-        Returns output rows [len(requests) + mask rows, width]: of each request's last token, then of its masks.
+        Returns rows of the head's output [len(requests) + mask rows, ...]: of each request's last token, then of its
+        masks.
         """
         segments, token_ids, states = list[Segment](), list[int](), list[torch.Tensor]()
         num_rows, wanted = list[int](), list[int]()

@@ -62,7 +62,7 @@ class OnePassHeadProposer(HeadProposer):
             tree_top_k=tree_top_k,
         )
         self._first_rows: dict[str, int] = {}  # request_id -> row of its first draft's output
-        self._outputs = torch.empty(0)  # [sum of the drafts' rows, width], request by request
+        self._outputs = torch.empty(0)  # of the head, for every drafted place, request by request
 
     @torch.inference_mode()
     def captured_mask(self) -> tuple[int, torch.Tensor] | None:

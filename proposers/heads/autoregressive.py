@@ -11,7 +11,12 @@ from runner.engine.head_runner import DraftHead
 
 
 class AutoregressiveHead(DraftHead, Protocol):
-    """A head whose output is its own next input."""
+    """A head whose output is its own next input.
+
+    A row of its output begins with the state that is fed back, [width]. Where the head norms that state for its logits
+    and feeds it back without, the normed one stands behind it, [2 * width]: the norm has added the two up, and rows are
+    gathered together. Of a row that is fed, what stands behind the state is not read.
+    """
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -25,4 +30,4 @@ class AutoregressiveHead(DraftHead, Protocol):
         """Of the logits' columns; None: all of the target's."""
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
-        """Output rows [num_rows, width], num_rows a multiple of tile -> [num_rows, known tokens] float32."""
+        """Rows of its output, as many as a multiple of tile -> [num_rows, known tokens] float32."""

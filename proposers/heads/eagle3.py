@@ -18,6 +18,7 @@ from proposers.base import ProposerContext
 from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
 from proposers.heads.eagle_layer import with_biases_of
+from proposers.heads.embeddings import embeddings_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.backend import runs_kernels
@@ -33,7 +34,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.operations import head_logits
+from runner.engine.operations import head_logits, rms_norm_pair
 
 EMBEDDING, LM_HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 MASK_HIDDEN = "mask_hidden"
@@ -51,7 +52,7 @@ class Eagle3Head:
     ) -> None:
         arch, shard = config.arch, Shard()
         size, eps, num_taps = arch.hidden_size, arch.rms_norm_eps, len(config.tap_layers)
-        self.tap_layers, self.max_model_len = config.tap_layers, max_model_len
+        self.tap_layers, self.max_model_len, self.hidden_size = config.tap_layers, max_model_len, size
         self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
         self.target, self.vocab_size = target.model, target.model.vocab_size
         self.embed_tokens = torch.empty(arch.vocab_size, size, dtype=dtype) if EMBEDDING in own else None
@@ -105,19 +106,22 @@ class Eagle3Head:
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         first, *others = self.layers
         assert first.input_layernorm is not None
-        embeds = self.target.embed(batch.token_ids) if self.embed_tokens is None else self.embed_tokens[batch.token_ids]
-        rope = self._rope(batch.positions, hidden)
-        normed = self.hidden_norm(hidden)
-        both = torch.cat((first.input_layernorm(embeds), normed), dim=1)
-        residual = normed if self.norm_before_residual else hidden
+        state, rope = hidden[:, : self.hidden_size], self._rope(batch.positions, hidden)
+        both = rms_norm_pair(
+            *embeddings_of(batch.token_ids, self.embed_tokens, self.target),
+            state,
+            embedding_weight=first.input_layernorm.weight,
+            state_weight=self.hidden_norm.weight,
+            eps=self.hidden_norm.eps,
+        )
+        residual = both[:, self.hidden_size :] if self.norm_before_residual else state
         output, residual = first.after_input_norm(both, residual, rope, batch, cache)
         for layer in others:
             output, residual = layer(output, residual, rope, batch, cache)
-        output = residual + output
-        return self.norm(output) if self.norm_output else output
+        return self.norm.add(output, residual)[0] if self.norm_output else self.norm.beside_sum(output, residual)
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
-        normed = output if self.norm_output else self.norm(output)
+        normed = output[:, -self.hidden_size :]
         return self.target.logits(normed, tile) if self.lm_head is None else head_logits(normed, self.lm_head, tile)
 
     def weight_targets(self) -> dict[str, WeightTarget]:

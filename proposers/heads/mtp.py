@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from proposers.base import ProposerContext
+from proposers.heads.embeddings import embeddings_of
 from proposers.heads.head_sizes import longest_text
 from proposers.heads.mtp_block import DenseBlock, MtpBlock, TransformersBlock
 from proposers.heads.mtp_checkpoint import MtpTensors, describe_module, read_module
@@ -22,7 +23,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.operations import head_logits
+from runner.engine.operations import head_logits, rms_norm_pair
 from runner.engine.transformers_model import TransformersModel
 
 
@@ -42,6 +43,7 @@ class MtpHead:
     ) -> None:
         layout, size, vocab_size = found.layout, target.model.hidden_size, target.model.vocab_size
         self.layout, self.block, self.target, self.max_model_len = layout, block, target.model, max_model_len
+        self.hidden_size = size
         self.token_norm = RMSNorm(size, rms_norm_eps, dtype)
         self.hidden_norm = RMSNorm(size, rms_norm_eps, dtype)
         self.projection = ColumnParallelLinear(
@@ -64,14 +66,20 @@ class MtpHead:
         return states
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
-        embeds = self.target.embed(batch.token_ids) if self.embed_tokens is None else self.embed_tokens[batch.token_ids]
-        halves = (self.token_norm(embeds), self.hidden_norm(hidden))
-        both = torch.cat(halves[::-1] if self.layout.is_hidden_first else halves, dim=1)
-        output = self.block(self.projection(both, batch.linear_tile), batch, cache)
-        return self.final_norm(output) if self.layout.feeds_back_normed else output
+        both = rms_norm_pair(
+            *embeddings_of(batch.token_ids, self.embed_tokens, self.target),
+            hidden[:, : self.hidden_size],
+            embedding_weight=self.token_norm.weight,
+            state_weight=self.hidden_norm.weight,
+            eps=self.hidden_norm.eps,
+            states_first=self.layout.is_hidden_first,
+        )
+        output, residual = self.block(self.projection(both, batch.linear_tile), batch, cache)
+        norm = self.final_norm
+        return norm.add(output, residual)[0] if self.layout.feeds_back_normed else norm.beside_sum(output, residual)
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
-        normed = output if self.layout.feeds_back_normed else self.final_norm(output)
+        normed = output[:, -self.hidden_size :]
         if self.lm_head is None:
             return self.target.logits(normed, tile)
         return head_logits(normed, self.lm_head, tile)

@@ -1,7 +1,7 @@
 """The decoder block inside an MTP module: our own layer, or a copy of the layers that transformers runs the target by.
 
-Both take and return the residual stream, keep their KV in layer 0 of the cache they are given, and say which
-checkpoint tensor fills what.
+Both take the residual stream and return it in two parts, keep their KV in layer 0 of the cache they are given, and say
+which checkpoint tensor fills what.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ class MtpBlock(Protocol):
     kv_width: int  # elements a token takes in the cache
     attention: Attention | None  # None where transformers' own code attends
 
-    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
-        """[num_rows, hidden] -> [num_rows, hidden]."""
+    def __call__(
+        self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output not yet added, residual), all [num_rows, hidden]: the next norm adds them."""
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]: ...
 
@@ -45,9 +47,10 @@ class DenseBlock:
         self.kv_width = self.layer.attention.kv_width
         self._rope = self.layer.attention.rope(hf_config, max_model_len)
 
-    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
-        output, residual = self.layer(None, hidden, self._rope(batch.positions, hidden), batch, cache)
-        return residual + output
+    def __call__(
+        self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(None, hidden, self._rope(batch.positions, hidden), batch, cache)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         return self.layer.weight_targets(prefix)
@@ -83,8 +86,11 @@ class TransformersBlock:
             ) from error
         self.kv_width = probe.kv_widths[0]
 
-    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
-        return self._run(hidden, batch.positions, Launch(batch=batch, cache=cache))
+    def __call__(
+        self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = self._run(hidden, batch.positions, Launch(batch=batch, cache=cache))
+        return whole, torch.zeros_like(whole)  # transformers' layers add for themselves
 
     @torch.inference_mode()
     def _run(self, hidden: torch.Tensor, positions: torch.Tensor, launch: Launch | Probe) -> torch.Tensor:

@@ -36,7 +36,7 @@ class DraftHead(Protocol):
         """Of one of its layers; None where transformers' own code attends."""
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
-        """hidden: [num_rows, hidden] of the position before each row -> [num_rows, hidden], what is fed back."""
+        """hidden: [num_rows, width] of the position before each row, or a row of its output -> its output rows."""
 
 
 class HeadRunner:
@@ -76,10 +76,10 @@ class HeadRunner:
         family: Family,
         segments: Sequence[Segment],
         token_ids: torch.Tensor,  # [num_rows] int64
-        hidden: torch.Tensor,  # [num_rows, hidden]
+        hidden: torch.Tensor,  # [num_rows, width], as the head takes them
         *,
         is_causal: bool = True,
-    ) -> torch.Tensor:  # [num_rows, hidden]
+    ) -> torch.Tensor:  # [num_rows, width of its output]
         """Compute the rows of the segments, one after another; their blocks are reserved."""
         cache = self.cache
         assert cache is not None, "allocate_cache comes first"
@@ -94,7 +94,7 @@ class HeadRunner:
         if self.graphs is None or packed.key is None:
             return compute(numbers, padded)[0][: len(token_ids)]
         # Copied: the next replay writes where this one did, and outputs are fed back or kept.
-        return self.graphs(packed.key, compute, numbers, padded)[0][: len(token_ids)].clone()
+        return self.graphs((packed.key, padded.shape[1]), compute, numbers, padded)[0][: len(token_ids)].clone()
 
     def launch(
         self, family: Family, segments: Sequence[Segment], num_rows: int, *, is_causal: bool = True
