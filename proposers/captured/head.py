@@ -43,7 +43,9 @@ class CapturedHead(CapturedChains):
         super().__init__(num_tokens=num_tokens, num_scratch_rows=num_scratch_rows, **common)
         self.head, self.runner, self.known = head, runner, known
         self.tap_layers, self.known_tokens = head.tap_layers, head.known_tokens
-        self._fresh = FreshTokens(capacity=capacity, most=max_depth + 1, device=runner.device)
+        self._fresh = FreshTokens(
+            capacity=capacity, most=max_depth + 1, num_masks=self._num_masks, device=runner.device
+        )
         self._capacity = capacity
         self._states: Tensor | None = None  # [capacity, max_depth + 1, taps * hidden], before each fresh token
         self._output = torch.empty(0)  # of the last pass: the rows that the next drafts follow
@@ -57,12 +59,11 @@ class CapturedHead(CapturedChains):
         states = torch.cat([rows for own in known for rows in own.states])
         if self._states is None:
             self._states = states.new_zeros(self._capacity, self._fresh.most, states.shape[1])
-        rows = self._fresh.load(requests, [own.next_position for own in known])
-        self._states.flatten(0, 1).index_copy_(0, rows, states)
+        self._states.index_put_(self._fresh.load(requests, [own.next_position for own in known]), states)
 
     def first_logits(self, batch: DeviceBatch) -> Tensor:
         output = self._first_pass(batch)
-        self._output = output.index_select(0, self._fresh.last_rows(batch, self._num_masks).flatten())
+        self._output = output.index_select(0, self._fresh.last_rows(batch).flatten())
         return self.next_logits(batch, 0, batch.lengths)
 
     def follow(self, batch: DeviceBatch) -> None:
@@ -72,29 +73,27 @@ class CapturedHead(CapturedChains):
         """The head's output for the fresh tokens, then for the masks, then for scratch rows."""
         assert self._states is not None, "start comes first"
         hidden = self.head.project(self._states[: batch.count].flatten(0, 1))
-        if self.mask is None:
-            token_ids = self._fresh.rows(batch)
-        else:
-            mask_token_id, state = self.mask
-            token_ids = self._fresh.rows(batch, mask_token_id, self._num_masks)
+        token_ids = self._fresh.rows(batch)
+        if self.mask is not None:
+            (mask_token_id, state), are_fresh = self.mask, self._fresh.are_fresh(batch)
+            token_ids = torch.where(are_fresh, token_ids, mask_token_id)
             own = torch.nn.functional.pad(hidden.view(batch.count, self._fresh.most, -1), (0, 0, 0, self._num_masks))
-            is_fresh = torch.arange(token_ids.shape[1], device=own.device) < self._fresh.counts(batch).unsqueeze(1)
-            hidden = torch.where(is_fresh.unsqueeze(2), own, state).flatten(0, 1)
+            hidden = torch.where(are_fresh.unsqueeze(2), own, state).flatten(0, 1)
         lengths = self._fresh.first_positions(batch)
         return self._pass(batch, token_ids, hidden, lengths=lengths, offset=-1)
 
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
         tile, output = self.runner.shapes["decode"].linear, self._output
         if self.mask is not None:
-            output = output.view(batch.count, self.num_tokens, -1)[:, step].contiguous()
+            output = output.view(batch.count, self.num_tokens, -1)[:, step]
         elif step > 0:
             output = self._output = self._pass(batch, token_ids.unsqueeze(1), output, offset=step - 2)
         return self.head.logits(output, tile)
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         assert self._states is not None
-        states = self._states[: batch.count, : self.depth + 1]
-        states.copy_(torch.cat(hidden_states, dim=1).view_as(states))
+        taps = [tap.view(batch.count, self.depth + 1, -1) for tap in hidden_states]
+        torch.cat(taps, dim=2, out=self._states[: batch.count, : self.depth + 1])
         self._fresh.learn(batch, token_ids)
 
     def stop(self, going_on: Sequence[GoingOn]) -> None:

@@ -29,6 +29,8 @@ class CapturedLastState(CapturedChains):
         super().__init__(**common)
         self.states, self.capacity = states, capacity
         self._states: Tensor | None = None  # [capacity, hidden], of the position before each request's last token
+        num_rows = self.num_tokens + 1  # of each request in a verification
+        self._first_rows = torch.arange(0, capacity * num_rows, num_rows, device=self._steps.device)
 
     def can_start(self, request: Request) -> bool:
         return request.request_id in self.states
@@ -56,9 +58,9 @@ class CapturedLastState(CapturedChains):
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         assert self._states is not None
         (normed,) = hidden_states
-        last = torch.arange(0, len(normed), self.num_tokens + 1, device=normed.device)
-        last += ((token_ids >= 0).sum(dim=1) - 1).clamp(min=0)
-        self._states[: batch.count].copy_(normed.index_select(0, last))
+        num_accepted = (token_ids[:, 1:] >= 0).sum(dim=1)
+        last = self._first_rows[: batch.count] + num_accepted
+        torch.index_select(normed, 0, last, out=self._states[: batch.count])
 
     def stop(self, going_on: Sequence[GoingOn]) -> None:
         assert self._states is not None

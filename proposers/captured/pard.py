@@ -31,7 +31,9 @@ class CapturedPard(CapturedChains):
         # A request with few fresh tokens has its masks early, and as many rows of scratch behind them.
         super().__init__(num_tokens=num_tokens, num_scratch_rows=num_tokens - 1, **common)
         self.runner, self.num_computed, self.mask_token_id = runner, num_computed, mask_token_id
-        self._fresh = FreshTokens(capacity=capacity, most=self.num_tokens + 1, device=runner.device)
+        self._fresh = FreshTokens(
+            capacity=capacity, most=num_tokens + 1, num_masks=num_tokens - 1, device=runner.device
+        )
         self._logits = torch.empty(0)  # [count, num_tokens, vocab]
 
     def can_start(self, request: Request) -> bool:
@@ -41,9 +43,9 @@ class CapturedPard(CapturedChains):
         self._fresh.load(requests, [self.num_computed[request.request_id] for request in requests])
 
     def first_logits(self, batch: DeviceBatch) -> Tensor:
-        shape, num_masks = self.runner.shapes["decode"], self.num_tokens - 1
+        shape = self.runner.shapes["decode"]
         assert isinstance(shape, PagedShape)
-        token_ids = self._fresh.rows(batch, self.mask_token_id, num_masks)
+        token_ids = torch.where(self._fresh.are_fresh(batch), self._fresh.rows(batch), self.mask_token_id)
         launch, _ = batch.launch(
             token_ids.flatten(),
             offset=0,
@@ -53,7 +55,7 @@ class CapturedPard(CapturedChains):
             lengths=self._fresh.first_positions(batch),
         )
         hidden, _ = self.runner.compute(launch)
-        drafting = hidden.index_select(0, self._fresh.last_rows(batch, num_masks).flatten())
+        drafting = hidden.index_select(0, self._fresh.last_rows(batch).flatten())
         self._logits = self.runner.model.logits(drafting, shape.linear).view(batch.count, self.num_tokens, -1)
         return self.next_logits(batch, 0, token_ids)
 

@@ -24,11 +24,13 @@ class CapturedChains(CapturedDrafter):
         draft_sample_method: str,
         needs_draft_probs: bool,
         max_model_len: int,
+        device: torch.device,
         num_scratch_rows: int = 0,
         tree_depth: int | None = None,
     ) -> None:
         super().__init__(num_tokens, max_model_len, num_scratch_rows, tree_depth=tree_depth)
         self.draft_sample_method, self.needs_draft_probs = draft_sample_method, needs_draft_probs
+        self._steps = torch.arange(num_tokens, device=device).unsqueeze(1)
 
     @abstractmethod
     def first_logits(self, batch: DeviceBatch) -> Tensor:
@@ -46,7 +48,7 @@ class CapturedChains(CapturedDrafter):
             self.follow(batch)
             return no_drafts(batch)
         drafted, probs = list[Tensor](), list[Tensor]()
-        positions = batch.lengths + torch.arange(self.num_tokens, device=batch.lengths.device).unsqueeze(1)
+        positions = batch.lengths + self._steps  # [num_tokens, count]
         logits = self.first_logits(batch)
         for step in range(self.num_tokens):
             if step > 0:
