@@ -43,6 +43,7 @@ class MedusaProposer(LastStateProposer):
             context=context,
             draft_sample_method=draft_sample_method,
             source=source,
+            head=self.heads,
             max_depth=self.heads.shape.num_heads,
             max_model_len=max_model_len,
             is_tree=speculative_token_tree is not None,

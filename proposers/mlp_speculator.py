@@ -39,6 +39,7 @@ class MlpSpeculatorProposer(LastStateProposer):
             context=context,
             draft_sample_method=draft_sample_method,
             source=source,
+            head=self.speculator,
             max_depth=self.speculator.num_steps,
             max_model_len=max_model_len,
         )

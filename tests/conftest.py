@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,12 +18,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated: before any of them is imported
 
 import runner.prompts
-from runner.engine import backend, graphs, loader
-from runner.engine.decoder import Decoder
-from runner.engine.loader import fill_randomly
+from runner.engine import backend, graphs, launch_shapes
+from runner.engine.head_runner import HeadRunner
+from runner.engine.model_runner import ModelRunner
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.transformers_model import TransformersModel
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
@@ -80,10 +79,6 @@ class Engines:
                 method: {"model": f"dummy-{method}", "hf_config": make(hf_config)} for method, make in HEADS.items()
             }
 
-            def fill_and_scale(model: Decoder) -> None:
-                fill_randomly(model)
-                scale(model)
-
             def scale(model: Any) -> None:
                 for name, parameter in model.named_parameters():
                     if "norm" not in name:
@@ -92,15 +87,23 @@ class Engines:
 
             with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
                 warnings.simplefilter("ignore", UserWarning)  # of keys that a method ignores, and of lossy rules
-                patch.setattr(loader, "fill_randomly", fill_and_scale)  # once it is built, weights may be packed
-                llm = LLM("dummy", speculative_config=speculative_config, draft=draft, heads=heads, **engine_args)
-            for runner in (llm.engine.target, getattr(llm.engine.proposer, "runner", None)):
-                if isinstance(model := getattr(runner, "model", None), TransformersModel):
-                    scale(model)
-            if hasattr(head := getattr(llm.engine.proposer, "head", None), "weight_targets"):
-                make_fair(head, llm.engine.target.model)
-            self._built[key] = llm
+                change_first(patch, ModelRunner, scale)
+                change_first(patch, HeadRunner, make_fair)
+                self._built[key] = LLM(
+                    "dummy", speculative_config=speculative_config, draft=draft, heads=heads, **engine_args
+                )
         return self._built[key]
+
+
+def change_first(patch: pytest.MonkeyPatch, runner_class: Any, change: Callable[[Any], None]) -> None:
+    """Have runners change the weights that they are given: later these may be packed."""
+    init = runner_class.__init__
+
+    def changed(runner: Any, model: Any, **arguments: Any) -> None:
+        change(model)
+        init(runner, model, **arguments)
+
+    patch.setattr(runner_class, "__init__", changed)
 
 
 def complete(
@@ -112,6 +115,16 @@ def complete(
     llm.run(requests, llm.engine.proposer, metrics)
     llm.engine.block_manager.check_integrity([])
     return requests, metrics
+
+
+@pytest.fixture
+def unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights stay as they were loaded, as on a CPU that has no packed products."""
+
+    def refuse(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no packed products")
+
+    monkeypatch.setattr(launch_shapes, "pack", refuse)
 
 
 @pytest.fixture(scope="session")

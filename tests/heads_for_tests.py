@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from kernels.reference.packed_linear import unpack
+
 MASK_TOKEN_ID = 1
 
 
@@ -81,18 +83,14 @@ HEADS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 }
 
 
-def unpacked(weight: torch.Tensor) -> torch.Tensor:
-    """A weight that can be read: as it is, or a copy of a packed one (kernels/reference/packed_linear.py)."""
-    return weight.to_dense() if weight.is_mkldnn else weight
-
-
-def make_fair(head: Any, target: Any) -> None:
+def make_fair(head: Any) -> None:
     """Let the last tapped state through to logits that are the target's; the head's layers stay random."""
+    target = head.target
     weights = {name: weight.view for name, weight in head.weight_targets().items()}
     if (fc := weights.get("fc.weight")) is not None:
         fc[:, -len(fc) :] += torch.eye(len(fc), device=fc.device)
     if (lm_head := weights.get("lm_head.weight")) is not None:
-        rows = unpacked(target.lm_head)
+        rows = unpack(target.lm_head)
         lm_head.copy_(rows if head.known_tokens is None else rows[head.known_tokens.ids])
     if "hidden_norm.weight" in weights:
         _let_blocks_repeat(weights, target, head.config.arch)

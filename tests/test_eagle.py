@@ -341,6 +341,7 @@ NORMS_FIRST, NORMS_OUTPUT = (name for name in LAYOUTS if "norm_before_residual,"
 
 
 @pytest.mark.parametrize("name", [SAFE3, NORMS_FIRST, NORMS_OUTPUT])
+@pytest.mark.usefixtures("unpacked_weights")
 def test_what_is_fed_back_gives_the_logits_by_kernels_that_it_gives_by_torch(
     target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device, name: str
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels.reference.packed_linear import pack
+from kernels.reference.packed_linear import pack, unpack
 from proposers import available_methods
 from runner.engine.launch import Part
 from runner.engine.request import Request
@@ -25,7 +25,6 @@ from runner.engine.sampling import SamplingRows, process_logits
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from tests.conftest import Engines, complete
-from tests.heads_for_tests import unpacked
 from tests.test_losslessness import ONE_OF_A_KIND, method_config, tell_test_proposers
 
 METHODS = [method for method in available_methods() if method != "none"]
@@ -57,7 +56,7 @@ def engine(engines: Engines, config: dict[str, Any] | None) -> LLM:
     runner = getattr(llm.engine.proposer, "runner", None)
     if hasattr(runner, "model") and not hasattr(runner, "is_confused"):
         model = runner.model
-        head = unpacked(model.lm_head)[[1, 0, 2, 4, 3, 5]]
+        head = unpack(model.lm_head)[[1, 0, 2, 4, 3, 5]]
         model.lm_head = pack(head) if model.lm_head.is_mkldnn else head
         runner.is_confused = True
     return llm
@@ -77,8 +76,8 @@ def exact_distribution(llm: LLM, params: SamplingParams) -> torch.Tensor:
     forbidden = llm.engine.tokenizer.spell_bad_words(params.bad_words)
     digest = hashlib.sha256(repr((dataclasses.replace(params, n=1, max_tokens=1), forbidden)).encode())
     model = llm.engine.target.model
-    for weight in (model.embed_tokens, *(product.weight for layer in model.layers for product in layer.products)):
-        digest.update(unpacked(weight).numpy().tobytes())
+    for weight in (model.embed_tokens, *(weight for layer in model.layers for weight in layer.product_weights)):
+        digest.update(unpack(weight).numpy().tobytes())
     if (key := digest.hexdigest()) not in EXACT_DISTRIBUTIONS:
         EXACT_DISTRIBUTIONS[key] = compute_distribution(llm, params, forbidden)
     return EXACT_DISTRIBUTIONS[key]

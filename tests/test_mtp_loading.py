@@ -135,6 +135,7 @@ def test_a_directory_of_its_own_has_nothing_surplus(tmp_path: Path) -> None:
     assert "unexpected: d2t;" in refusal(tmp_path, head)
 
 
+@pytest.mark.usefixtures("unpacked_weights")
 def test_the_speculators_format_may_write_model_before_its_names(tmp_path: Path) -> None:
     head = write(tmp_path, "speculators", "qwen3").head
     assert head is not None
@@ -157,6 +158,7 @@ def test_a_speculators_config_of_another_kind_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
+@pytest.mark.usefixtures("unpacked_weights")
 def test_a_module_may_lie_in_another_checkpoint_of_the_same_target(model_type: str, tmp_path: Path) -> None:
     layout = "qwen3_next" if model_type == "qwen3" else "deepseek"
     (tmp_path / "both").mkdir()
@@ -220,6 +222,7 @@ def test_copies_of_embedding_and_head_are_shared_and_others_are_used(model_type:
         ("deepseek", "deepseek_v3", (LAST, f"model.layers.{NUM_LAYERS + 1}.")),
     ],
 )
+@pytest.mark.usefixtures("unpacked_weights")
 def test_of_several_modules_the_first_drafts_and_a_note_says_so(
     layout: str, model_type: str, prefixes: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

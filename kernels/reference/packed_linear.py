@@ -27,6 +27,11 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def unpack(weight: torch.Tensor) -> torch.Tensor:
+    """The numbers of a weight, packed or not: a copy of those of a packed one."""
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features]; has no gradient."""
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")

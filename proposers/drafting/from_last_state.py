@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,11 +16,19 @@ from proposers.drafting.token_by_token import TokenByTokenProposer
 from runner.engine.checkpoint import ModelSource
 from runner.engine.head_runner import pad_to_tiles
 from runner.engine.hidden_states import NORMED
-from runner.engine.launch_shapes import product_tile
+from runner.engine.launch_shapes import can_pack, product_tile
 from runner.engine.request import Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 
 logger = logging.getLogger(__name__)
+
+
+class LastStateHead(Protocol):
+    @property
+    def product_weights(self) -> list[torch.Tensor]: ...
+
+    def pack(self) -> None:
+        """As Decoder.pack."""
 
 
 class LastStateProposer(TokenByTokenProposer):
@@ -33,6 +41,7 @@ class LastStateProposer(TokenByTokenProposer):
         context: ProposerContext,
         draft_sample_method: str,
         source: ModelSource,
+        head: LastStateHead,
         max_depth: int,  # tokens that the head can guess one after another
         max_model_len: int | None,  # longest text that gets drafts; None: the target's
         is_tree: bool = False,  # num_speculative_tokens are nodes, of which there may be more
@@ -53,6 +62,9 @@ class LastStateProposer(TokenByTokenProposer):
         self.max_depth = max_depth
         self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
         self.tile = product_tile(context.device, batch_invariant=context.batch_invariant)
+        if can_pack(head.product_weights, batch_invariant=context.batch_invariant):
+            head.pack()
+            self.tile = 1
         self._states: dict[str, torch.Tensor] = {}  # request_id -> [hidden]
 
     @property

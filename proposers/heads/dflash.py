@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 import torch
 
+from kernels.reference.packed_linear import pack
 from proposers.base import ProposerContext
 from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
 from proposers.heads.draft_vocabulary import target_ids
@@ -91,6 +92,13 @@ class DFlashHead:
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden], num_rows a multiple of tile -> [num_rows, known tokens] float32."""
         return self.target.logits(output, tile) if self.lm_head is None else head_logits(output, self.lm_head, tile)
+
+    def pack(self) -> None:
+        self.fc.pack()
+        for layer in self.layers:
+            layer.pack()
+        if self.lm_head is not None:
+            self.lm_head = pack(self.lm_head)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {

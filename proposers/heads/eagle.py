@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kernels.reference.packed_linear import pack
 from proposers.base import ProposerContext
 from proposers.heads.eagle_layer import eagle_architecture, with_biases_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
@@ -83,6 +84,13 @@ class EagleHead:
         if self.lm_head is None:
             return self.target.logits(output, tile)
         return head_logits(output, self.lm_head, tile)
+
+    def pack(self) -> None:
+        self.fc.pack()
+        for layer in self.layers:
+            layer.pack()
+        if self.lm_head is not None:
+            self.lm_head = pack(self.lm_head)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = self.fc.weight_targets("")

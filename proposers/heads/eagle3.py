@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from kernels.reference.packed_linear import pack
 from proposers.base import ProposerContext
 from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
@@ -95,7 +96,7 @@ class Eagle3Head:
         if self.fc_norms:
             taps = states.chunk(len(self.fc_norms), dim=1)
             states = torch.cat([norm(tap) for norm, tap in zip(self.fc_norms, taps, strict=True)], dim=1)
-        # Kernels give a row the same bits in any company; on the CPU whole tiles alone have them, and these are none.
+        # Kernels and packed weights give a row the same bits in any company; others need tiles, and these are none.
         return self.fc(states, 1 if runs_kernels(states) else None)
 
     def mask_state(self) -> torch.Tensor:
@@ -123,6 +124,14 @@ class Eagle3Head:
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         normed = output[:, -self.hidden_size :]
         return self.target.logits(normed, tile) if self.lm_head is None else head_logits(normed, self.lm_head, tile)
+
+    def pack(self) -> None:
+        if self.fc is not None:
+            self.fc.pack()
+        for layer in self.layers:
+            layer.pack()
+        if self.lm_head is not None:
+            self.lm_head = pack(self.lm_head)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from kernels.reference.packed_linear import pack
 from proposers.heads.head_sizes import head_size, require_target_sizes
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource
@@ -52,11 +53,13 @@ class MedusaHeads:
     def __init__(self, shape: MedusaShape, target: LoadedModel, dtype: torch.dtype) -> None:
         hidden, vocab = target.model.hidden_size, target.model.vocab_size
         self.shape, self.target, self.vocab_size = shape, target.model, vocab
-        layers = shape.num_heads, shape.num_layers
         num_projections = {"each": shape.num_heads, "one": 1, "target": 0}[shape.lm_head]
-        self.weights = torch.empty(*layers, hidden, hidden, dtype=dtype)
-        self.biases = torch.empty(*layers, hidden, dtype=dtype) if shape.has_bias else None
-        self.projections = torch.empty(num_projections, shape.num_mapped_tokens or vocab, hidden, dtype=dtype)
+        self.weights = [
+            [torch.empty(hidden, hidden, dtype=dtype) for _ in range(shape.num_layers)] for _ in range(shape.num_heads)
+        ]
+        self.biases = torch.empty(shape.num_heads, shape.num_layers, hidden, dtype=dtype) if shape.has_bias else None
+        num_tokens = shape.num_mapped_tokens or vocab
+        self.projections = [torch.empty(num_tokens, hidden, dtype=dtype) for _ in range(num_projections)]
         self.token_map = None
         if shape.num_mapped_tokens is not None:
             self.token_map = torch.empty(shape.num_mapped_tokens, dtype=torch.int64)
@@ -65,7 +68,7 @@ class MedusaHeads:
         """States [num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32 of one head."""
         for layer in range(self.shape.num_layers):
             bias = None if self.biases is None else self.biases[head, layer]
-            states = states + F.silu(linear(states, self.weights[head, layer], bias, tile))
+            states = states + F.silu(linear(states, self.weights[head][layer], bias, tile))
         if self.shape.lm_head == "target":
             logits = self.target.logits(states, tile)
         else:
@@ -76,11 +79,19 @@ class MedusaHeads:
             return logits
         return KnownTokens(self.token_map, self.vocab_size).over_target_vocabulary(logits)
 
+    @property
+    def product_weights(self) -> list[torch.Tensor]:
+        return [*(weight for weights in self.weights for weight in weights), *self.projections]
+
+    def pack(self) -> None:
+        self.weights = [[pack(weight) for weight in weights] for weights in self.weights]
+        self.projections = [pack(weight) for weight in self.projections]
+
     def weight_targets(self) -> dict[str, WeightTarget]:
         shape, targets = self.shape, dict[str, WeightTarget]()
         for head in range(shape.num_heads):
             for layer in range(shape.num_layers):
-                targets[shape.block(head, layer, "weight")] = WeightTarget(view=self.weights[head, layer])
+                targets[shape.block(head, layer, "weight")] = WeightTarget(view=self.weights[head][layer])
                 if self.biases is not None:
                     targets[shape.block(head, layer, "bias")] = WeightTarget(view=self.biases[head, layer])
         for head, projection in enumerate(self.projections):

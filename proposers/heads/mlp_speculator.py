@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kernels.reference.packed_linear import pack
 from proposers.heads.head_sizes import head_size, require_target_sizes
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -72,6 +73,14 @@ class MlpSpeculator:
     def logits(self, step: int, state: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, inner] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
         return head_logits(state, self.heads[0 if self.is_tied else step], tile)
+
+    @property
+    def product_weights(self) -> list[torch.Tensor]:
+        return [*self.projections, *self.heads]
+
+    def pack(self) -> None:
+        self.projections = [pack(weight) for weight in self.projections]
+        self.heads = [pack(weight) for weight in self.heads]
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         lists: dict[str, list[torch.Tensor]] = {

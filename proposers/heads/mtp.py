@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.reference.packed_linear import pack
 from proposers.base import ProposerContext
 from proposers.heads.embeddings import embeddings_of
 from proposers.heads.head_sizes import longest_text
@@ -83,6 +84,12 @@ class MtpHead:
         if self.lm_head is None:
             return self.target.logits(normed, tile)
         return head_logits(normed, self.lm_head, tile)
+
+    def pack(self) -> None:
+        self.projection.pack()
+        self.block.pack()
+        if self.lm_head is not None:
+            self.lm_head = pack(self.lm_head)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         layout, prefix = self.layout, self._names.prefix

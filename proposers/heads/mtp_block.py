@@ -33,6 +33,9 @@ class MtpBlock(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output not yet added, residual), all [num_rows, hidden]: the next norm adds them."""
 
+    def pack(self) -> None:
+        """As DecoderLayer.pack."""
+
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]: ...
 
 
@@ -51,6 +54,9 @@ class DenseBlock:
         self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer(None, hidden, self._rope(batch.positions, hidden), batch, cache)
+
+    def pack(self) -> None:
+        self.layer.pack()
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         return self.layer.weight_targets(prefix)
@@ -104,6 +110,9 @@ class TransformersBlock:
         )
         result: torch.Tensor = (output[0] if isinstance(output, tuple) else output)[0]
         return result
+
+    def pack(self) -> None:
+        pass  # transformers' layers multiply for themselves
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}

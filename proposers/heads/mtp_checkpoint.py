@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kernels.reference.packed_linear import unpack
 from proposers.heads.head_sizes import require_target_sizes
 from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors
@@ -129,7 +130,7 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
         prefix=prefix,
         tensors=tensors,
         own_embedding=_differing(tensors, (*copies[:1], *_EMBEDDINGS), target.model.embed_tokens),
-        own_head=_differing(tensors, (*copies[1:], *_HEADS), target.model.lm_head),
+        own_head=_differing(tensors, (*copies[1:], *_HEADS), unpack(target.model.lm_head)),
     )
 
 

@@ -84,8 +84,7 @@ class Decoder:
         For good: they cannot be filled or listed any more. A head tied to the embedding becomes a copy of it.
         """
         for layer in self.layers:
-            for product in layer.products:
-                product.pack()
+            layer.pack()
         self.lm_head = pack(self.lm_head)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.graphs import GraphStore
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.launch_shapes import Shapes, decoder_shapes
+from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes
 from runner.engine.layers import Attention
 from runner.engine.segment import Family, Segment
 from runner.engine.tile_shape import ANY_SHAPE_TILES
@@ -34,6 +34,9 @@ class DraftHead(Protocol):
     @property
     def attention(self) -> Attention | None:
         """Of one of its layers; None where transformers' own code attends."""
+
+    def pack(self) -> None:
+        """As Decoder.pack, of the head's own products."""
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         """hidden: [num_rows, width] of the position before each row, or a row of its output -> its output rows."""
@@ -55,6 +58,9 @@ class HeadRunner:
         self.graphs = GraphStore() if captures_graphs else None
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
         if head.attention is not None:
+            weights = [head.attention.qkv_proj.weight, head.attention.o_proj.weight]
+            if can_pack(weights, batch_invariant=batch_invariant):
+                head.pack()
             self.shapes = decoder_shapes(
                 head.attention,
                 batch_invariant=batch_invariant,

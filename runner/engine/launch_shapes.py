@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,15 +51,12 @@ def _row_invariant_tiles(attention: Attention) -> list[Shapes]:
     return [dict(tiles) for tiles in sizes]
 
 
-def can_pack(layer: DecoderLayer, lm_head: torch.Tensor, *, batch_invariant: bool) -> bool:
-    """Whether products here take packed weights, in which, where that is asked for, a row keeps its bits.
-
-    Tried with a layer of the model and its head.
-    """
-    if runs_kernels(lm_head.device):
+def can_pack(weights: Sequence[torch.Tensor], *, batch_invariant: bool) -> bool:
+    """Whether products with such weights are computed packed here: rows keep their bits so, where that is asked for."""
+    if runs_kernels(weights[0].device):
         return False
     try:
-        packed = [pack(weight) for weight in _weights(layer, lm_head)]
+        packed = [pack(weight) for weight in {weight.shape: weight for weight in weights}.values()]
     except RuntimeError:
         return False
     return not batch_invariant or all(any_rows_keep_their_bits(weight) for weight in packed)
@@ -95,7 +92,7 @@ def _tiles_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Ten
     attention, tile = layer.attention, shape.linear
     if tile is not None and not all(
         any_rows_keep_their_bits(weight) if weight.is_mkldnn else rows_keep_their_bits(weight, tile)
-        for weight in _weights(layer, lm_head)
+        for weight in [*layer.product_weights, lm_head]
     ):
         return False
     if shape.context is None or shape.is_aligned:
@@ -108,10 +105,6 @@ def _tiles_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Ten
         context=shape.context,
         dtype=lm_head.dtype,
     )
-
-
-def _weights(layer: DecoderLayer, lm_head: torch.Tensor) -> list[torch.Tensor]:
-    return [*(product.weight for product in layer.products), lm_head]
 
 
 def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Tensor) -> bool:

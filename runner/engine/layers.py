@@ -96,10 +96,14 @@ class Attention:
 
     def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
         """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""
-        queries = self.num_heads * self.head_dim
-        bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[queries:]
+        queries, fused = self.num_heads * self.head_dim, self.qkv_proj
+        if fused.weight.is_mkldnn:  # packed: it cannot be cut
+            keys_and_values = fused(states, batch.linear_tile)[:, queries:].contiguous()
+        else:
+            bias = None if fused.bias is None else fused.bias[queries:]
+            keys_and_values = linear(states, fused.weight[queries:], bias, batch.linear_tile)
         rotate_and_store(
-            linear(states, self.qkv_proj.weight[queries:], bias, batch.linear_tile),
+            keys_and_values,
             rope,
             batch.slot_mapping,
             cache,
@@ -200,7 +204,16 @@ class DecoderLayer:
         return self.mlp(normed, batch.linear_tile), residual
 
     @property
-    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
+    def product_weights(self) -> list[torch.Tensor]:
+        return [product.weight for product in self._products]
+
+    def pack(self) -> None:
+        """As Decoder.pack."""
+        for product in self._products:
+            product.pack()
+
+    @property
+    def _products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
         return [self.attention.qkv_proj, self.attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj]
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
