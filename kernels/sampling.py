@@ -15,14 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.philox import gumbel_block, gumbel_of
-from kernels.scores import check_rows, load_logits, ranks_of, token_of
+from kernels.drawn_scores import BLOCK_WITH_IDS, load_scores
+from kernels.scores import check_rows, ranks_of, token_of
 from kernels.truncation import TruncatedRows, truncate_rows
 
 BLOCK = 4096  # tokens of a program
-# Of a program with token_ids: the noise of scattered tokens takes four times as many random words.
-BLOCK_WITH_IDS = 1024
-LAST_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 NUM_WARPS = 8
 
 
@@ -46,29 +43,23 @@ def draw_kernel(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions_ptr + row)
     if position >= 0:
-        columns = split * BLOCK + tl.arange(0, BLOCK)
-        scores = load_logits(logits_ptr + row * row_stride, columns, vocab_size)
-        tokens, end = columns, vocab_size
-        if token_ids_ptr is not None:
-            tokens = tl.load(token_ids_ptr + columns, mask=columns < vocab_size, other=LAST_ID).to(tl.int32)
-            end = LAST_ID
-        if seeds_ptr is not None:
-            is_random = True
-            if is_greedy_ptr is not None:
-                is_random = tl.load(is_greedy_ptr + row) == 0
-            if is_random:
-                if temperatures_ptr is not None:
-                    scores = tl.div_rn(scores, tl.load(temperatures_ptr + row))
-                if cuts_ptr is not None:
-                    scores = tl.where(scores >= tl.load(cuts_ptr + row), scores, float("-inf"))
-                draft_step = tl.zeros((), dtype=tl.int64)
-                if draft_steps_ptr is not None:
-                    draft_step = tl.load(draft_steps_ptr + row)
-                seed = tl.load(seeds_ptr + row)
-                if token_ids_ptr is None:
-                    scores += gumbel_block(seed, position, stream, draft_step, split * BLOCK, BLOCK)
-                else:
-                    scores += gumbel_of(seed, position, stream, draft_step, tokens)
+        scores, tokens, end = load_scores(
+            logits_ptr,
+            row,
+            row,
+            position,
+            seeds_ptr,
+            draft_steps_ptr,
+            is_greedy_ptr,
+            temperatures_ptr,
+            cuts_ptr,
+            token_ids_ptr,
+            row_stride,
+            vocab_size,
+            stream,
+            split * BLOCK,
+            BLOCK,
+        )
         best = tl.max(ranks_of(scores, tokens, end), axis=0)
         tl.store(ranks_ptr + row * tl.num_programs(1) + split, best)
 

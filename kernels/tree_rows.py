@@ -18,7 +18,7 @@ _NO_BRANCH: tl.constexpr = tl.constexpr(NO_BRANCH)
 
 
 @triton.jit(
-    do_not_specialize=["num_nodes", "first", "offset", "depth", "num_shared"],
+    do_not_specialize=["num_nodes", "slots_stride", "parents_stride", "first", "offset", "depth", "num_shared"],
     do_not_specialize_on_alignment=["branch_starts_ptr", "branch_slots_ptr", "lengths_ptr", "slots_ptr", "parents_ptr"],
 )
 def tree_rows_kernel(
@@ -27,9 +27,11 @@ def tree_rows_kernel(
     branch_starts_ptr,  # [num_requests * num_rows] int32
     branch_slots_ptr,  # [num_requests * num_rows, depth] int32
     lengths_ptr,  # [num_requests] int64
-    slots_ptr,  # [num_requests, num_nodes + 1] int64
-    parents_ptr,  # [num_requests, num_nodes] int64
+    slots_ptr,  # [num_requests, num_nodes + 1] int64, slots_stride apart
+    parents_ptr,  # [num_requests, num_nodes] int64, parents_stride apart
     num_nodes,
+    slots_stride,
+    parents_stride,
     first,
     offset,
     depth,
@@ -44,8 +46,8 @@ def tree_rows_kernel(
     place = tl.arange(0, ROWS)
     is_row = place < num_rows
     row = request * num_rows + place
-    slots_ptr += request * (num_nodes + 1) + 1  # of node 0; the pending token is node -1
-    parents_ptr += request * num_nodes
+    slots_ptr += request * slots_stride + 1  # of node 0; the pending token is node -1
+    parents_ptr += request * parents_stride
     length = tl.load(lengths_ptr + request)
     node = tl.where(is_row, first - 1 + place, -1).to(tl.int64)
 
@@ -109,9 +111,9 @@ def tree_rows(
     rows_per_tile: int,
     split_keys: int | None,
 ) -> TreeRows:
-    """What kernels.reference.tree_rows.tree_rows says; all arguments contiguous."""
+    """What kernels.reference.tree_rows.tree_rows says; requests may lie any distance apart."""
     num_requests, num_nodes = parents.shape
-    assert lengths.is_contiguous() and slots.is_contiguous() and parents.is_contiguous()
+    assert lengths.is_contiguous() and slots.stride(1) == 1 and (num_nodes == 0 or parents.stride(1) == 1)
     num_rows = num_nodes + 1 - first
     rows = torch.empty(3, num_requests * num_rows, dtype=torch.int64, device=lengths.device)
     num_shared = 0 if split_keys is None else triton.cdiv(num_rows, rows_per_tile)
@@ -128,6 +130,8 @@ def tree_rows(
             slots,
             parents,
             num_nodes,
+            slots.stride(0),
+            parents.stride(0),
             first,
             offset,
             depth,

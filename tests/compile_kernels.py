@@ -112,9 +112,23 @@ KERNELS = [
     Kernel(
         module="kernels.tree_rows",
         name="tree_rows_kernel",
-        signature="*i64 *i32 *i32 *i32 *i64 *i64 *i64 i32 i32 i32 i32 i32",
+        signature="*i64 *i32 *i32 *i32 *i64 *i64 *i64 i32 i32 i32 i32 i32 i32 i32",
         constants={"ROWS_PER_TILE": 16, "SPLIT_KEYS": 512, "ROWS": 32},
         options={"num_warps": 1},
+    ),
+    Kernel(
+        module="kernels.likeliest_tree",
+        name="add_level_kernel",
+        signature="*i64 *fp64 *i64 *i64 *i64 *i64 *fp32 i32 i32 i32 i32 i32 i32 i32 i32",
+        constants={"BLOCK": 64, "CHUNK": 64},
+        max_shared=8192,
+    ),
+    Kernel(
+        module="kernels.likeliest_tree",
+        name="likeliest_tree_kernel",
+        signature="*i64 *i64 *fp64 *i64 i32 i32",
+        constants={"BLOCK": 64, "CHUNK": 64},
+        max_shared=8192,
     ),
     Kernel(
         module="kernels.walk_tree",
@@ -309,6 +323,28 @@ KERNELS = [
         signature="*fp32 *fp32 *i64 *i64 *i64 i32 i32 i32",
         constants={"BLOCK": 1024},
         max_shared=8192,
+    ),
+    *(
+        Kernel(
+            module="kernels.top_candidates",
+            name="block_candidates_kernel",
+            signature=f"*i64 *fp64 *i32 *fp32 {pointers} i32 i32 i32 i32 i32",
+            constants={"BLOCK": 1024, **dict.fromkeys(absent)},
+            options=NO_FUSION,
+            max_shared=8192,
+        )
+        for pointers, absent in (
+            ("*i64 *i64 *i1 *fp32 *fp32 *i64", ()),
+            ("", ("positions_ptr", "seeds_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr", "token_ids_ptr")),
+        )
+    ),
+    Kernel(
+        module="kernels.top_candidates",
+        name="merge_candidates_kernel",
+        signature="*i64 *fp32 *i64 *fp64 *i32 i32 i32 i32",
+        constants={"SPLITS": 128},
+        options={"num_warps": 1, "enable_fp_fusion": False},
+        max_shared=1024,
     ),
     Kernel(
         module="kernels.sampling",

@@ -20,9 +20,11 @@ from kernels.reference import sampling as sampling_ops
 from kernels.reference.chain_rows import chain_rows
 from kernels.reference.fit_drafts import fit_drafts
 from kernels.reference.follow_verified import follow_verified
+from kernels.reference.likeliest_tree import add_level, likeliest_tree
 from kernels.reference.ngram_match import ngram_match
 from kernels.reference.perturb import perturb
 from kernels.reference.philox import Stream
+from kernels.reference.top_candidates import top_candidates
 from kernels.reference.tree_rows import tree_rows
 from kernels.reference.walk_tree import walk_tree
 from runner.engine.device_requests import DeviceBatch
@@ -54,10 +56,12 @@ pytest.importorskip("triton")
 import kernels.chain_rows
 import kernels.fit_drafts
 import kernels.follow_verified
+import kernels.likeliest_tree
 import kernels.ngram_match
 import kernels.perturb
 import kernels.rejection
 import kernels.sampling
+import kernels.top_candidates
 import kernels.tree_rows
 import kernels.walk_tree
 
@@ -120,6 +124,9 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.sampling, "greedy", take_the_argmax)
     monkeypatch.setattr(kernels.rejection, "verify_strict", verify_strict)
     monkeypatch.setattr(kernels.perturb, "perturb", perturb)
+    monkeypatch.setattr(kernels.likeliest_tree, "add_level", add_level)
+    monkeypatch.setattr(kernels.likeliest_tree, "likeliest_tree", likeliest_tree)
+    monkeypatch.setattr(kernels.top_candidates, "top_candidates", top_candidates)
     monkeypatch.setattr(kernels.tree_rows, "tree_rows", tree_rows)
     monkeypatch.setattr(kernels.walk_tree, "walk_tree", walk_tree)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference.order_keys import order_keys, token_ids_of
+
 _SLAB_ELEMENTS = 1 << 22  # logits at a time: their keys and logprobs are larger than they are
-_LOW_WORD = 0xFFFFFFFF
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
@@ -30,21 +31,13 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
     step = max(1, _SLAB_ELEMENTS // vocab_size)
     for rows in (slice(first, first + step) for first in range(0, num_rows, step)):
         logprobs = logits[rows].to(torch.float32).log_softmax(dim=-1)
-        keys = _order_keys(logprobs)
+        keys = order_keys(logprobs)
         own_ids = token_ids[rows].unsqueeze(1)
         top_keys = keys.topk(num_top, dim=-1).values
-        top_ids = _LOW_WORD - (top_keys & _LOW_WORD)
+        top_ids = token_ids_of(top_keys)
         packed[rows, 0:1] = own_ids.to(torch.float64)
         packed[rows, 1:2] = logprobs.gather(1, own_ids).to(torch.float64)
         packed[rows, 2:3] = (keys >= keys.gather(1, own_ids)).sum(dim=-1, keepdim=True).to(torch.float64)
         packed[rows, 3 : 3 + num_top] = top_ids.to(torch.float64)
         packed[rows, 3 + num_top :] = logprobs.gather(1, top_ids).to(torch.float64)
     return packed
-
-
-def _order_keys(values: Tensor) -> Tensor:
-    """int64 keys, no two of a row alike, in the order of the float32 values; of equal values the lower id is larger."""
-    bits = (values + 0.0).view(torch.int32).to(torch.int64)  # + 0.0: -0 and 0 are equal
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    token_ids = torch.arange(values.shape[-1], device=values.device)
-    return (ordered << 32) | (_LOW_WORD - token_ids)

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.reference.likeliest_tree import Tree, TreeCandidates
+from kernels.reference.top_candidates import Candidates
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, GoingOn
 from proposers.captured.token_by_token import CapturedChains
-from proposers.trees.candidates import perturbed_on_device
 from proposers.trees.choice_nodes import ChoiceNodes
-from proposers.trees.likeliest import Level, Tree, best, likeliest_tree
 from proposers.trees.rank_tree import RankTree
 from proposers.trees.static import Choices
-from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import Request
 
@@ -44,43 +43,37 @@ class CapturedRankedTrees(CapturedDrafter):
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
         chains, last_token_ids = self.chains, batch.last_token_ids[:, 1]
-        perturbed = list[Tensor]()
+        positions = batch.lengths + torch.arange(self.depth, device=batch.lengths.device).unsqueeze(1)
+        levels = list[Candidates]()
         for place in range(self.depth):
             logits = chains.next_logits(batch, place, last_token_ids) if place else chains.first_logits(batch)
-            logits = over_target_vocabulary(logits, chains.known_tokens)
-            perturbed.append(
-                perturbed_on_device(logits, batch.sampling(batch.lengths + place), chains.draft_sample_method)
-            )
-        tree = self.choose(perturbed)
+            levels.append(chains.candidates(logits, batch.sampling(positions[place]), self.width(place)))
+        tree = self.choose(levels)
         return CapturedDrafts(tree.token_ids, parents=tree.parents)
 
     @abstractmethod
-    def choose(self, logits: Sequence[Tensor]) -> Tree:
-        """logits: of each depth [count, vocab], as perturbed_on_device makes them; candidates come highest first."""
+    def width(self, place: int) -> int:
+        """Candidates of a depth."""
+
+    @abstractmethod
+    def choose(self, levels: Sequence[Candidates]) -> Tree:
+        """levels: of each depth, a row a request."""
 
 
 class CapturedLikeliestTrees(CapturedRankedTrees):
-    """The likeliest nodes, level by level: of each only as many as a tree may have."""
+    """The likeliest nodes: each depth's candidates behind as many of the level before as a tree may have."""
 
-    def choose(self, logits: Sequence[Tensor]) -> Tree:
-        levels = list[Level]()
-        num_before = 0  # candidates of the levels before the last one
-        for own in logits:
-            width = min(self.num_tokens, own.shape[1])
-            scores, token_ids = own.log_softmax(dim=-1).topk(width, dim=-1)
-            level = Level(token_ids=token_ids, scores=scores.double(), parents=torch.full_like(token_ids, -1))
-            if levels:
-                before = levels[-1]
-                joint = (before.scores.unsqueeze(2) + level.scores.unsqueeze(1)).flatten(1)
-                kept = best(joint, self.num_tokens)
-                level = Level(
-                    token_ids=token_ids.gather(1, kept % width),
-                    scores=joint.gather(1, kept),
-                    parents=num_before + kept // width,
-                )
-                num_before += before.scores.shape[1]
-            levels.append(level)
-        return likeliest_tree(levels, self.num_tokens)
+    def width(self, place: int) -> int:
+        return self.num_tokens
+
+    def choose(self, levels: Sequence[Candidates]) -> Tree:
+        from kernels.likeliest_tree import add_level, likeliest_tree
+
+        token_ids = levels[0].token_ids
+        tree = TreeCandidates.unwritten(len(token_ids), self.depth, self.num_tokens, token_ids.device)
+        for level, candidates in enumerate(levels):
+            add_level(tree, level, *candidates, num_rows=self.num_tokens if level else 1)
+        return likeliest_tree(tree, self.num_tokens)
 
 
 class CapturedChoiceTrees(CapturedRankedTrees):
@@ -93,5 +86,8 @@ class CapturedChoiceTrees(CapturedRankedTrees):
         numbers = {path: first[len(path) - 1] + path[-1] for path in choices}
         self._nodes = ChoiceNodes.of(choices, numbers, device)
 
-    def choose(self, logits: Sequence[Tensor]) -> Tree:
-        return self._nodes.tree([own.topk(width).indices for own, width in zip(logits, self._widths, strict=True)])
+    def width(self, place: int) -> int:
+        return self._widths[place]
+
+    def choose(self, levels: Sequence[Candidates]) -> Tree:
+        return self._nodes.tree([candidates.token_ids for candidates in levels])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.philox import Stream
+from kernels.reference.top_candidates import Candidates
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, no_drafts
 from proposers.vocabularies.partial import KnownTokens, over_target_vocabulary
 from runner.engine.device_requests import DeviceBatch
@@ -71,6 +72,14 @@ class CapturedChains(CapturedDrafter):
             return rows.draw(logits, stream, self._known_ids), None
         logits = over_target_vocabulary(logits, self.known_tokens)
         return rows.draw(logits, stream), rows.processed(logits).softmax(dim=-1)
+
+    def candidates(self, logits: Tensor, rows: RowSampling, width: int) -> Candidates:
+        """What trees grow by: the tokens that come first behind each row of logits, as draft_sample_method says.
+
+        logits: [len(rows) * n, known], n rows of each request; candidates are `width`, or all there are.
+        """
+        stream = {"greedy": None, "probabilistic": Stream.DRAFT, "coupled": Stream.TARGET}[self.draft_sample_method]
+        return rows.candidates(logits, min(width, logits.shape[1]), stream, self._known_ids)
 
     @property
     def _known_ids(self) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 
 from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
-from proposers.trees.candidates import draw_candidates, perturbed
+from proposers.trees.candidates import draw_candidates, perturbed, top_candidates
 from proposers.trees.growth import DynamicGrowth, Growth, StaticGrowth
 from proposers.trees.static import check_ranks, static_tree
 from runner.engine.request import DraftTokens, Request
@@ -189,8 +189,8 @@ class LevelByLevelProposer(TokenByTokenProposer):
         processed = process_logits(logits, rows)
         width = min(growth.width, self.context.vocab_size)
         if growth.needs_scores:
-            scores, token_ids = perturbed(processed, rows, self.draft_sample_method).log_softmax(-1).topk(width)
-            return _Level(token_ids, None, scores.tolist())
+            found = top_candidates(perturbed(processed, rows, self.draft_sample_method), width)
+            return _Level(found.token_ids, None, found.log_probs.tolist())
         draft_step = rows.positions - depth if self.context.keys_by_draft_step else 0
         token_ids, probs = draw_candidates(
             processed, rows, self.draft_sample_method, width, need_probs=need_probs, draft_step=draft_step

@@ -19,7 +19,7 @@ from proposers.captured.ranked_trees import CapturedChoiceTrees, CapturedLikelie
 from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.best_first import best_first_trees
-from proposers.trees.candidates import draw_candidates, perturbed
+from proposers.trees.candidates import draw_candidates, perturbed, top_candidates
 from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
 from proposers.trees.static import Choices, check_depth, check_ranks, static_tree
 from runner.engine.request import DraftTokens, Request
@@ -134,10 +134,10 @@ class RankedTrees:
 
         def draw(processed: torch.Tensor, rows: SamplingRows, step: int, active: list[int]) -> torch.Tensor:
             logits = perturbed(processed, rows, proposer.draft_sample_method, proposer.draft_step(rows, step))
-            best, drafted = logits.log_softmax(dim=-1).topk(shape[2], dim=-1)
+            found = top_candidates(logits, shape[2])
             places = to_device(active, torch.int64, context.device)
-            token_ids[places, step], log_probs[places, step] = drafted, best
-            return drafted[:, 0]
+            token_ids[places, step], log_probs[places, step] = found
+            return found.token_ids[:, 0]
 
         proposer.walk(requests, depths, draw)
         return draft_tokens_from_ranks(best_first_trees(log_probs, num_nodes), token_ids)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kernels.reference.perturb import perturb as perturb_in_torch
 from kernels.reference.philox import Stream
+from kernels.reference.top_candidates import Candidates
+from kernels.reference.top_candidates import top_candidates as candidates_in_torch
 from runner.engine.backend import runs_kernels
-from runner.engine.row_sampling import RowSampling
 from runner.engine.sampling import SamplingRows, put_rows, take_rows
 
 
@@ -30,7 +31,7 @@ def draw_candidates(
     candidates before it, where need_probs; None when nothing was drawn: greedy candidates, or greedy rows only.
     """
     scores = perturbed(processed, rows, draft_sample_method, draft_step)
-    token_ids = scores.topk(num_candidates, dim=-1).indices
+    token_ids = top_candidates(scores, num_candidates).token_ids
     is_drawn = draft_sample_method != "greedy" and not rows.all_greedy
     return token_ids, _draft_probs(processed, token_ids) if need_probs and is_drawn else None
 
@@ -53,14 +54,13 @@ def perturbed(processed: Tensor, rows: SamplingRows, draft_sample_method: str, d
     return put_rows(processed, random, noisy)
 
 
-def perturbed_on_device(logits: Tensor, rows: RowSampling, draft_sample_method: str) -> Tensor:
-    """`perturbed` of logits that nothing masks or penalises, for a rule that asks for no key of the step."""
-    processed = rows.processed(logits)
-    if draft_sample_method == "greedy" or rows.all_greedy:
-        return processed
-    stream = Stream.TARGET if draft_sample_method == "coupled" else Stream.DRAFT
-    noisy = _with_noise(processed, rows.seeds, rows.positions.clamp(min=0), stream, torch.zeros_like(rows.seeds))
-    return noisy if rows.is_greedy is None else torch.where(rows.is_greedy.unsqueeze(1), processed, noisy)
+def top_candidates(logits: Tensor, width: int) -> Candidates:
+    """The `width` likeliest tokens of each row of logits [num_rows, vocab] float32; width is at most vocab."""
+    if not runs_kernels(logits):
+        return candidates_in_torch(logits, width)
+    from kernels.top_candidates import top_candidates as kernel
+
+    return kernel(logits, width)
 
 
 def _with_noise(processed: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, draft_steps: Tensor) -> Tensor:

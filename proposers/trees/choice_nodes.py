@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from proposers.trees.likeliest import Tree
+from kernels.reference.likeliest_tree import Tree
 from proposers.trees.static import Choices
 from runner.engine.upload import to_device
 

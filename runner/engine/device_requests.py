@@ -22,11 +22,6 @@ from runner.engine.sampling_params import SamplingParams
 from runner.engine.upload import to_device
 
 
-def in_turn(values: Tensor, repeats: int) -> Tensor:
-    """Repeat each entry of the first dimension in place (torch's repeat_interleave may wait for the device)."""
-    return values if repeats == 1 else values.unsqueeze(1).expand(-1, repeats, *values.shape[1:]).flatten(0, 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
     """Which sampling parameters any request of a batch uses. Kernels are given no tensor of the others."""
@@ -80,11 +75,9 @@ class _Values:
         for held, values in columns:
             held[: len(values) * repeats].view(len(values), repeats).copy_(values.unsqueeze(1))
 
-    def sampling(self, sampling_flags: SamplingFlags, positions: Tensor, repeats: int = 1) -> RowSampling:
-        """repeats: consecutive rows that share a value."""
-
+    def sampling(self, sampling_flags: SamplingFlags, positions: Tensor) -> RowSampling:
         def of_rows(values: Tensor) -> Tensor:
-            return in_turn(values[: len(positions) // repeats], repeats)
+            return values[: len(positions)]
 
         return RowSampling(
             seeds=of_rows(self.seeds),
@@ -191,10 +184,10 @@ class DeviceBatch:
         )
 
     def sampling(self, positions: Tensor) -> RowSampling:
-        """Sampling parameters of len(positions) rows, equally many of every request."""
-        if len(positions) == self.count * self.num_rows:
-            return self.of_rows.sampling(self.sampling_flags, positions)
-        return self.of_requests.sampling(self.sampling_flags, positions, len(positions) // self.count)
+        """Sampling parameters of the verified rows, or of the requests: as many as there are positions."""
+        values = self.of_requests if len(positions) == self.count else self.of_rows
+        assert len(positions) in (self.count, self.count * self.num_rows)
+        return values.sampling(self.sampling_flags, positions)
 
 
 class DeviceRequests:

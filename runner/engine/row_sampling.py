@@ -5,7 +5,7 @@ Logits come as mask_and_penalise leaves them. Only where kernels run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,7 +13,13 @@ from torch import Tensor
 from kernels.reference.philox import Stream
 
 if TYPE_CHECKING:
+    from kernels.reference.top_candidates import Candidates
     from kernels.truncation import TruncatedRows
+
+
+def in_turn(values: Tensor, repeats: int) -> Tensor:
+    """Repeat each entry of the first dimension in place (torch's repeat_interleave may wait for the device)."""
+    return values if repeats == 1 else values.unsqueeze(1).expand(-1, repeats, *values.shape[1:]).flatten(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +61,45 @@ class RowSampling:
         assert not self.all_greedy, "greedy rows are not truncated"
         return truncate_rows(logits, self.positions, need_mass=need_mass, **self._parameters)
 
+    def candidates(
+        self, logits: Tensor, width: int, stream: Stream | None, token_ids: Tensor | None = None
+    ) -> Candidates:
+        """The `width` tokens that come first for each row, in the order of draws without replacement from the stream.
+
+        stream: None, and where all rows are greedy: by probability, nothing is drawn. logits: [num_rows * n, vocab]
+        float32, n rows that share the parameters of one, whose positions must not be negative. token_ids: see `draw`.
+        """
+        from kernels.top_candidates import top_candidates
+
+        cuts = None
+        if self._truncates:
+            cuts = self._each(len(logits) // len(self.positions)).truncated(logits, need_mass=False).cuts
+        noise = () if stream is None or self.all_greedy else (self.seeds, self.positions)
+        return top_candidates(
+            logits,
+            width,
+            *noise,
+            stream=int(stream or 0),
+            is_greedy=self.is_greedy,
+            temperatures=self.temperatures,
+            cuts=cuts,
+            token_ids=token_ids,
+        )
+
+    @property
+    def _truncates(self) -> bool:
+        return self.min_p is not None or self.top_k is not None or self.top_p is not None
+
+    def _each(self, repeats: int) -> RowSampling:
+        """Each row so many times, in turn."""
+        rows = {"seeds": self.seeds, "positions": self.positions, **self._parameters}
+        own: dict[str, Any] = {name: None if row is None else in_turn(row, repeats) for name, row in rows.items()}
+        return replace(self, **own)
+
     def processed(self, logits: Tensor) -> Tensor:
         """Float32 logits to sample from: by their softmax, or by their argmax in a greedy row."""
         cuts = None
-        if self.min_p is not None or self.top_k is not None or self.top_p is not None:
+        if self._truncates:
             cuts = self.truncated(logits, need_mass=False).cuts
         if self.temperatures is not None:
             logits = logits / self.temperatures.unsqueeze(1)

@@ -1,0 +1,109 @@
+"""Candidates of draft trees by a Triton kernel: the reference's, the draws' and the same however rows are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.reference.philox import Stream
+from kernels.reference.top_candidates import top_candidates as reference
+
+kernel = pytest.importorskip("kernels.top_candidates")
+perturb = pytest.importorskip("kernels.perturb")
+sampling = pytest.importorskip("kernels.sampling")
+
+NUM_ROWS, VOCAB_SIZE, WIDTH = 6, 150, 5
+INFINITY = float("inf")
+
+
+@pytest.fixture
+def logits(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Three programs a row, the last one not full; rows with a gap between them, ties, and columns without a chance."""
+    monkeypatch.setattr(kernel, "BLOCK", 64)
+    logits = torch.randn(NUM_ROWS, VOCAB_SIZE + 7, generator=torch.Generator().manual_seed(0)) * 9
+    logits[1, [149, 3, 70, 64]] = 50.0
+    logits[2, :64] = -INFINITY  # a program that finds nothing
+    logits[3, 3:] = -INFINITY  # fewer tokens than candidates
+    logits[4, :] = -INFINITY
+    logits[5, 10:60] = float("nan")
+    logits[5, 60] = 1e4  # whose exponential is no float64
+    return logits.to(kernel_device)[:, :VOCAB_SIZE]
+
+
+def test_candidates_are_the_references(logits: torch.Tensor) -> None:
+    found, expected = kernel.top_candidates(logits, WIDTH), reference(logits, WIDTH)
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert found.token_ids[1, :4].tolist() == [3, 64, 70, 149] and found.token_ids[3].tolist() == [
+        *sorted(range(3), key=lambda token: -float(logits[3, token])), 3, 4,
+    ]  # fmt: skip
+    assert found.token_ids[4].tolist() == [0, 1, 2, 3, 4] and bool((found.log_probs[4] == -INFINITY).all())
+    exact = logits[:3].double().log_softmax(dim=-1).gather(1, found.token_ids[:3])
+    assert bool(((found.log_probs[:3] - exact).abs() <= (exact.abs() + 1) * 2.0**-22).all())
+    assert found.log_probs.dtype == torch.float32 and bool((found.log_probs <= 0).all())
+    assert torch.allclose(found.log_probs, expected.log_probs, rtol=0, atol=1e-6)
+    assert found.log_probs[5, :2].tolist()[0] == 0.0
+
+
+def sampled(device: torch.device) -> dict[str, Any]:
+    """Of three requests with two rows each, the second one greedy."""
+    return {
+        "seeds": torch.tensor([3, -5, 2**62], device=device),
+        "positions": torch.tensor([0, 9, 70_000], device=device),
+        "stream": Stream.TARGET,
+        "is_greedy": torch.tensor([False, True, False], device=device),
+        "temperatures": torch.tensor([0.7, 1.0, 1.3], device=device),
+        "cuts": torch.tensor([-4.0, -5.0, -INFINITY, -INFINITY, -INFINITY, 0.0], device=device),
+    }
+
+
+def test_drawn_candidates_are_the_highest_of_the_perturbed_logits_and_the_first_is_the_draw(
+    logits: torch.Tensor,
+) -> None:
+    arguments = sampled(logits.device)
+    found = kernel.top_candidates(logits, WIDTH, **arguments)
+    of_rows = {name: arguments[name].repeat_interleave(2) for name in ("seeds", "positions", "is_greedy")}
+    processed = logits / arguments["temperatures"].repeat_interleave(2).unsqueeze(1)
+    processed[processed < arguments["cuts"].unsqueeze(1)] = -INFINITY
+    noisy = perturb.perturb(
+        processed, of_rows["seeds"], of_rows["positions"], torch.zeros_like(of_rows["seeds"]), stream=Stream.TARGET
+    )
+    noisy = torch.where(of_rows["is_greedy"].unsqueeze(1), logits, noisy)
+    expected = kernel.top_candidates(noisy, WIDTH)
+    for name in expected._fields:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    by_torch = reference(logits, WIDTH, **arguments)
+    assert torch.equal(found.token_ids, by_torch.token_ids)
+    assert torch.allclose(found.log_probs, by_torch.log_probs, rtol=0, atol=1e-5)
+    rows = [0, 1, 2, 3]  # without NaN and without cuts that leave nothing
+    drawn = sampling.sample(
+        noisy[rows], of_rows["seeds"][rows], of_rows["positions"][rows], stream=Stream.TARGET,
+        is_greedy=torch.ones_like(of_rows["is_greedy"][rows]),
+    )  # fmt: skip
+    assert torch.equal(found.token_ids[rows, 0], drawn)
+
+
+def test_a_part_of_the_vocabulary_and_a_row_alone_have_the_same_candidates(
+    logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the columns are cut, and in any order; beside them the other tokens have no chance. Bit for bit."""
+    logits = logits[:4].contiguous()
+    arguments = {name: values for name, values in sampled(logits.device).items() if name not in ("cuts", "stream")}
+    arguments = {**{name: values[:2] for name, values in arguments.items()}, "stream": Stream.DRAFT}
+    token_ids = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:VOCAB_SIZE].to(logits.device)
+    everything = torch.full((4, 200), -1000.0, device=logits.device).index_copy_(1, token_ids, logits)
+    everything[3, everything[3] == -1000.0] = -INFINITY
+    found = kernel.top_candidates(logits, WIDTH, token_ids=token_ids, **arguments)
+    expected = kernel.top_candidates(everything, WIDTH, **arguments)
+    assert torch.equal(found.token_ids[:3], expected.token_ids[:3])
+    assert torch.equal(found.log_probs, expected.log_probs)
+    by_torch = reference(logits, WIDTH, token_ids=token_ids, **arguments)
+    assert torch.equal(found.token_ids, by_torch.token_ids)
+    monkeypatch.setattr(kernel, "BLOCK", 256)
+    alone = kernel.top_candidates(logits[2:], WIDTH, **{**arguments, **{
+        name: values[1:] for name, values in arguments.items() if isinstance(values, torch.Tensor)
+    }})  # fmt: skip
+    together = kernel.top_candidates(logits, WIDTH, **arguments)
+    for name in alone._fields:
+        assert torch.equal(getattr(alone, name), getattr(together, name)[2:]), name
