@@ -30,6 +30,7 @@ OPS = (  # modules of kernels.benchmarks
     "rope",
     "sampling",
     "perturb",
+    "top_candidates",
     "truncation",
     "rejection",
     "probabilistic_rejection",
@@ -39,6 +40,7 @@ OPS = (  # modules of kernels.benchmarks
     "fit_drafts",
     "follow_verified",
     "tree_rows",
+    "likeliest_tree",
     "walk_tree",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C

@@ -87,6 +87,8 @@ def make_fair(head: Any) -> None:
     """Let the last tapped state through to logits that are the target's; the head's layers stay random."""
     target = head.target
     weights = {name: weight.view for name, weight in head.weight_targets().items()}
+    if getattr(head, "known_tokens", None) is not None:  # the last of the target's tokens: no column is its own token
+        head.known_tokens.ids.add_(head.known_tokens.vocab_size - len(head.known_tokens.ids))
     if (fc := weights.get("fc.weight")) is not None:
         fc[:, -len(fc) :] += torch.eye(len(fc), device=fc.device)
     if (lm_head := weights.get("lm_head.weight")) is not None:
