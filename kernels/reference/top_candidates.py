@@ -51,8 +51,9 @@ def top_candidates(
     processed = torch.where(processed.isnan(), float("-inf"), processed)
     keys = order_keys(processed, token_ids)
     best = keys.topk(width, dim=-1)
-    log_probs = processed.double().log_softmax(dim=-1).gather(1, best.indices)
-    log_probs = torch.where(processed.gather(1, best.indices) > float("-inf"), log_probs.clamp(max=0.0), float("-inf"))
+    scores = processed.gather(1, best.indices)
+    log_probs = (scores.double() - processed.double().logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
+    log_probs = torch.where(scores > float("-inf"), log_probs, float("-inf"))
     return Candidates(token_ids_of(best.values), log_probs.float())
 
 

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from kernels.truncation import TruncatedRows
 
 
-def in_turn(values: Tensor, repeats: int) -> Tensor:
-    """Repeat each entry of the first dimension in place (torch's repeat_interleave may wait for the device)."""
-    return values if repeats == 1 else values.unsqueeze(1).expand(-1, repeats, *values.shape[1:]).flatten(0, 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
     seeds: Tensor  # [num_rows] int64
@@ -91,9 +86,9 @@ class RowSampling:
         return self.min_p is not None or self.top_k is not None or self.top_p is not None
 
     def _each(self, repeats: int) -> RowSampling:
-        """Each row so many times, in turn."""
-        rows = {"seeds": self.seeds, "positions": self.positions, **self._parameters}
-        own: dict[str, Any] = {name: None if row is None else in_turn(row, repeats) for name, row in rows.items()}
+        """Each row so many times, in turn (torch's repeat_interleave may wait for the device)."""
+        rows: dict[str, Any] = {"seeds": self.seeds, "positions": self.positions, **self._parameters}
+        own = {name: row.unsqueeze(1).expand(-1, repeats).flatten() for name, row in rows.items() if row is not None}
         return replace(self, **own)
 
     def processed(self, logits: Tensor) -> Tensor:
