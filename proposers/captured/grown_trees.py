@@ -38,7 +38,7 @@ class CapturedGrownTrees(CapturedHead):
         super().__init__(mask=None, **common)
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
-        positions = batch.lengths + torch.arange(self.depth, device=batch.lengths.device).unsqueeze(1)
+        positions = batch.lengths + self.steps[: self.depth]
         logits = self.first_logits(batch)
         self.begin(batch)
         for level in range(self.depth):

@@ -30,7 +30,7 @@ class CapturedLastState(CapturedChains):
         self.states, self.capacity = states, capacity
         self._states: Tensor | None = None  # [capacity, hidden], of the position before each request's last token
         num_rows = self.num_tokens + 1  # of each request in a verification
-        self._first_rows = torch.arange(0, capacity * num_rows, num_rows, device=self._steps.device)
+        self._first_rows = torch.arange(0, capacity * num_rows, num_rows, device=self.steps.device)
 
     def can_start(self, request: Request) -> bool:
         return request.request_id in self.states

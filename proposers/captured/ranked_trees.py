@@ -43,7 +43,7 @@ class CapturedRankedTrees(CapturedDrafter):
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
         chains, last_token_ids = self.chains, batch.last_token_ids[:, 1]
-        positions = batch.lengths + torch.arange(self.depth, device=batch.lengths.device).unsqueeze(1)
+        positions = batch.lengths + chains.steps
         levels = list[Candidates]()
         for place in range(self.depth):
             logits = chains.next_logits(batch, place, last_token_ids) if place else chains.first_logits(batch)

@@ -31,7 +31,7 @@ class CapturedChains(CapturedDrafter):
     ) -> None:
         super().__init__(num_tokens, max_model_len, num_scratch_rows, tree_depth=tree_depth)
         self.draft_sample_method, self.needs_draft_probs = draft_sample_method, needs_draft_probs
-        self._steps = torch.arange(num_tokens, device=device).unsqueeze(1)
+        self.steps = torch.arange(num_tokens, device=device).unsqueeze(1)  # [num_tokens, 1]: places of the drafts
 
     @abstractmethod
     def first_logits(self, batch: DeviceBatch) -> Tensor:
@@ -49,7 +49,7 @@ class CapturedChains(CapturedDrafter):
             self.follow(batch)
             return no_drafts(batch)
         drafted, probs = list[Tensor](), list[Tensor]()
-        positions = batch.lengths + self._steps  # [num_tokens, count]
+        positions = batch.lengths + self.steps  # [num_tokens, count]
         logits = self.first_logits(batch)
         for step in range(self.num_tokens):
             if step > 0:
