@@ -24,8 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class LastStateHead(Protocol):
+    """What guesses from that state."""
+
     @property
-    def product_weights(self) -> list[torch.Tensor]: ...
+    def product_weights(self) -> list[torch.Tensor]:
+        """Of all its products, [out_features, in_features] each."""
 
     def pack(self) -> None:
         """As Decoder.pack."""

@@ -205,6 +205,7 @@ class DecoderLayer:
 
     @property
     def product_weights(self) -> list[torch.Tensor]:
+        """[out_features, in_features] each."""
         return [product.weight for product in self._products]
 
     def pack(self) -> None:
