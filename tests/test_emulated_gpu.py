@@ -14,6 +14,7 @@ import torch
 
 from kernels.benchmarks.timing import GraphTimer
 from runner.benchmarks.decoding_cases import free_guesses
+from runner.engine import launch_shapes
 from runner.engine.download import Download
 from runner.engine.request import VerifyOutput
 from runner.engine.sampling_params import SamplingParams
@@ -107,6 +108,7 @@ def test_logits_and_kv_of_trees_chunks_and_preemption_have_plain_decodings_bits(
         preempted = list[object]()
         preempt = Scheduler._preempt
         patch.setattr(Scheduler, "_preempt", lambda *args: (preempted.append(args), preempt(*args))[1])
+        patch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)  # of the same kernels as above
         Bits.of(Engines()(tree, **{**gpu, **schedule}), prompts, params).assert_agree(bits)
     assert preempted
 
@@ -138,11 +140,14 @@ def test_the_cache_is_sized_by_what_the_largest_steps_leave(emulated_gpu: Emulat
     assert llm.engine.block_manager.num_free_blocks == 2 * 2  # all that two requests of 24 tokens can use
 
 
-def test_a_plain_step_is_eight_launches_a_layer_and_nine_beside_them(emulated_gpu: EmulatedDevice) -> None:
+def test_a_plain_step_is_eight_launches_a_layer_and_nine_beside_them(
+    emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Small operations between the kernels would cost a microsecond or two each, in every step."""
+    monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)  # another test asks the machine
     for num_layers in (1, 2):
         gpu = {**GPU, "architecture": {"num_hidden_layers": num_layers}, "batch_invariant": True}
-        texts(Engines()(None, **gpu), [replace(GREEDY, max_tokens=4)] * 2)
+        texts(Engines()(None, **gpu), [replace(GREEDY, max_tokens=3)] * 2)
     assert emulated_gpu.graph_sizes == [17, 25]
 
 
