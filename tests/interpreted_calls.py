@@ -10,15 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from triton.runtime.interpreter import InterpretedFunction
 
 
 def patch_once(patch: pytest.MonkeyPatch) -> None:
     """A jitted function that another calls patches the language in its first call alone."""
+    from triton.runtime.interpreter import InterpretedFunction  # tests are collected where there is no Triton, too
+
     first_call = InterpretedFunction.__call__
     prepared = set[Any]()
 
-    def call(function: InterpretedFunction[Any], *args: Any, **kwargs: Any) -> Any:
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function.fn in prepared:
             return function.rewrite()(*args, **kwargs)
         prepared.add(function.fn)
