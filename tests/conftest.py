@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import hypothesis
@@ -29,6 +30,7 @@ from runner.prompts import make_requests
 from tests.emulated_device import EmulatedDevice
 from tests.graphs_for_tests import recorded
 from tests.heads_for_tests import HEADS, make_fair
+from tests.interpreted_calls import patch_once
 
 # The same examples in every run, so that what fails here fails everywhere;
 # `pytest --hypothesis-profile=exploring` draws others, and twice as many.
@@ -115,6 +117,14 @@ def complete(
     llm.run(requests, llm.engine.proposer, metrics)
     llm.engine.block_manager.check_integrity([])
     return requests, metrics
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+            patch_once(patch)
+        yield
 
 
 @pytest.fixture

@@ -35,7 +35,6 @@ from tests.emulated_device import TOTAL_BYTES, EmulatedDevice
 from tests.emulated_graphs import Recording
 from tests.emulated_kernels import dot_in_any_company, launcher
 from tests.emulated_operations import Functions, Operations
-from tests.interpreted_calls import patch_once
 
 
 @contextmanager
@@ -50,7 +49,6 @@ def emulated_cuda() -> Iterator[EmulatedDevice]:
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(InterpretedFunction, "run", launcher(device, InterpretedFunction.run))
         patch.setattr(InterpreterBuilder, "create_dot", dot_in_any_company)
-        patch_once(patch)
         with operations, Functions(device, operations):
             yield device
 

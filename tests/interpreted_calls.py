@@ -14,7 +14,7 @@ import pytest
 
 def patch_once(patch: pytest.MonkeyPatch) -> None:
     """A jitted function that another calls patches the language in its first call alone."""
-    from triton.runtime.interpreter import InterpretedFunction  # tests are collected where there is no Triton, too
+    from triton.runtime.interpreter import InterpretedFunction
 
     first_call = InterpretedFunction.__call__
     prepared = set[Any]()

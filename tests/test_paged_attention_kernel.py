@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kernels.paged_segments import PagedSegments
 from kernels.reference.tree_rows import NO_BRANCH, tree_rows
-from tests.interpreted_calls import patch_once
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 triton_ops = pytest.importorskip("kernels.paged_attention")
@@ -86,7 +85,6 @@ def _products_of_fixed_order(kernel_device: torch.device, monkeypatch: pytest.Mo
             return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-        patch_once(monkeypatch)
 
 
 @pytest.fixture

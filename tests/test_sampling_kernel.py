@@ -13,20 +13,12 @@ from torch import Tensor
 
 from kernels.reference import sampling as reference
 from kernels.reference.philox import Stream
-from tests.interpreted_calls import patch_once
 
 triton_ops = pytest.importorskip("kernels.sampling")
 truncation = pytest.importorskip("kernels.truncation")
 search_ops = pytest.importorskip("kernels.cut_search")
 
 NEG_INF = float("-inf")
-
-
-@pytest.fixture(autouse=True)
-def _quick_calls(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernel_device.type == "cpu":
-        patch_once(monkeypatch)
-
 
 OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}
 DTYPES = {"temperature": torch.float32, "min_p": torch.float32, "top_k": torch.int64, "top_p": torch.float64}
