@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
+from omegaconf import DictConfig
 
 from runner.__main__ import main
 from runner.cli.sweep import _basic_sweeper
@@ -32,6 +35,7 @@ class Ending:
 
 
 LOADED: dict[tuple[str, str], ConfigResult] = {}  # the files of conf/ and of Hydra's own, read once
+COMPOSED: dict[tuple[Any, ...], DictConfig] = {}  # what they give under one set of overrides, composed once
 
 
 class CommandLine:
@@ -61,6 +65,23 @@ class CommandLine:
             return copy.deepcopy(LOADED[key])
 
         monkeypatch.setattr(of_packages, "load_config", load_config)
+        compose = ConfigLoaderImpl._load_configuration_impl
+
+        def compose_once(
+            loader: ConfigLoaderImpl, config_name: str | None, overrides: list[str], run_mode: RunMode, **checks: bool
+        ) -> DictConfig:
+            sources = [source.path for source in loader.get_search_path().get_path()]
+            are_ours = all(path.startswith(("pkg://", "structured://")) for path in sources)
+            if not are_ours or any(text.startswith("hydra.searchpath") for text in overrides):
+                return compose(loader, config_name, overrides, run_mode, **checks)  # a test may write them anew
+            key = (config_name, *overrides, run_mode, checks["validate_sweep_overrides"], *sources)
+            if key not in COMPOSED:
+                COMPOSED[key] = compose(loader, config_name, overrides, run_mode, **checks)
+            composed = copy.deepcopy(COMPOSED[key])
+            composed.hydra.runtime.cwd = str(Path.cwd())  # all that depends on more than the key
+            return composed
+
+        monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", compose_once)
 
     def __call__(self, *argv: str) -> Ending:
         with _logging_as_it_was():
