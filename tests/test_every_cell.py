@@ -160,18 +160,21 @@ def test_a_cell_keeps_what_its_rule_promises(engines: Engines, method: str, rule
         assert p_value(requests, distribution) > ALPHA
 
 
+@cache
+def plain_sample(engines: Engines, sampler: str) -> list[Request]:
+    return complete(engine(engines, None), [PROMPT], [sampling_params(sampler, NUM_REQUESTS)])[0]
+
+
 def test_plain_decoding_follows_the_exact_distribution(engines: Engines) -> None:
     """The sampler's own test: strict and none could share a bias."""
     llm = engine(engines, None)
     for sampler in ("temperature", "top-k, top-p, min-p", "penalties, bias"):
-        params = sampling_params(sampler, NUM_REQUESTS)
-        requests, _ = complete(llm, [PROMPT], [params])
-        assert p_value(requests, exact_distribution(llm, params)) > ALPHA
+        distribution = exact_distribution(llm, sampling_params(sampler, NUM_REQUESTS))
+        assert p_value(plain_sample(engines, sampler), distribution) > ALPHA
 
 
 def test_the_sample_finds_a_rule_that_is_slightly_wrong(engines: Engines) -> None:
     """Power: the distribution of a temperature a third off is refused."""
-    params = sampling_params("temperature", NUM_REQUESTS)
-    requests, _ = complete(engine(engines, None), [PROMPT], [params])
-    warmer = dataclasses.replace(params, temperature=4 / 3)
-    assert p_value(requests, exact_distribution(engine(engines, None), warmer)) < ALPHA
+    warmer = dataclasses.replace(sampling_params("temperature", NUM_REQUESTS), temperature=4 / 3)
+    distribution = exact_distribution(engine(engines, None), warmer)
+    assert p_value(plain_sample(engines, "temperature"), distribution) < ALPHA
