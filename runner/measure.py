@@ -20,7 +20,14 @@ from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.machine import describe_run
-from runner.metrics import MetricsCollector, RequestRecord, count_identical, in_parts_notes
+from runner.metrics import (
+    CoreWait,
+    MetricsCollector,
+    RequestRecord,
+    core_wait_notes,
+    count_identical,
+    in_parts_notes,
+)
 from runner.metrics.repeats import middle_repeat, over_repeats
 from runner.outputs import logprob_fields
 from runner.promise import kept_by_rule, kept_by_run, promise_notes
@@ -132,6 +139,7 @@ def _run_once(
     if workload.request_rate is not None:
         times = arrival_times(len(items), workload.request_rate, llm.config.seed)
         arrivals = [times[request.prompt_index] for request in requests]
+    core_wait = CoreWait()
     with RunProgress(title, len(requests)) as progress:
         traces = llm.run(
             requests,
@@ -142,6 +150,7 @@ def _run_once(
             categories=categories,
             observer=progress.update,
         )
+    metrics.core_wait_share = core_wait.share()
     return _Pass(metrics=metrics, requests=requests, errors=traces.errors)
 
 
@@ -169,6 +178,8 @@ def _summaries(
         of_plain = [each.summary(method="none", num_speculative_tokens=0) for each in plain]
         baselines = [{**each, "measured_in": measured_in} for each in of_plain]
     keeps_tokens = kept_by_rule(config, items) == "tokens"
+    waits = [each.core_wait_share for each in (*plain, *(each.metrics for each in passes))]
+    core_wait_share = max((share for share in waits if share is not None), default=None)
     return [
         each.metrics.summary(
             method=config.method.method,
@@ -180,10 +191,12 @@ def _summaries(
             peak_memory_bytes=_peak_memory(engine.device),
             num_preemptions=sum(request.num_preemptions for request in each.requests),
             machine=describe_run(engine),
+            core_wait_share=core_wait_share,
             notes=[
                 *known,
                 *of_sweep,
                 *in_parts_notes(each.metrics.steps_in_parts, each.metrics.num_decoding_steps),
+                *core_wait_notes(core_wait_share),
                 *failures,
             ],
         )

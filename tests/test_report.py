@@ -246,6 +246,13 @@ def test_only_a_run_whose_repeats_all_beat_every_other_run_is_the_fastest() -> N
     assert close[4].strip() == "no run is the fastest: the ranges of their repeats overlap"
 
 
+def test_a_sweep_tells_which_of_its_times_are_doubtful() -> None:
+    quiet, waited = row(core_wait_share=0.02), row(method="suffix", core_wait_share=0.31)
+    assert "doubtful" not in " ".join(compared(quiet, row()))
+    last = compared(quiet, waited)[-1]
+    assert last == " doubtful times: in 1 of 2 runs a thread waited for a core, up to 31% of the time"
+
+
 def test_a_sweep_without_a_baseline_is_ranked_by_throughput() -> None:
     lines = compared(row(speedup=None, output_tokens_per_second=90.0), row(num_speculative_tokens=8, speedup=None))
     assert ["*" in line.split() for line in lines[2:4]] == [False, True]

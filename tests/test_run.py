@@ -15,6 +15,7 @@ import pytest
 
 from runner.config import JsonlWorkload, SpeculativeConfig
 from runner.engine.errors import UserError
+from runner.metrics import CoreWait
 from runner.run import execute
 from runner.step_loop import StepLoop
 from runner.tiny import DRAFT_DIR
@@ -90,6 +91,16 @@ def test_a_run_measures_writes_and_logs_the_same_numbers(tmp_path: Path, store: 
     assert json.loads((tmp_path / "vllm_speculative_config.json").read_text())["model"] == str(DRAFT_DIR)
     series = [key for key in run.data.metrics if key.startswith("step/")]
     assert series
+
+
+def test_a_wait_for_a_core_in_any_pass_makes_the_whole_measurement_doubtful(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = iter([0.4, 0.01])  # plain decoding's pass, the method's
+    monkeypatch.setattr(CoreWait, "share", lambda _: next(shares))
+    summary = execute(config(method={"method": "ngram"}), tmp_path)
+    assert summary["core_wait_share"] == 0.4
+    assert [note for note in summary["notes"] if "waited for a core 40%" in note]
 
 
 def test_without_a_baseline_there_is_no_speedup_and_no_comparison(tmp_path: Path) -> None:

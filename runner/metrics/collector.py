@@ -41,6 +41,7 @@ class MetricsCollector:
         self.num_accepted_tokens = 0
         self.num_decoding_steps = 0
         self.steps_in_parts = Counter[InParts]()  # of the decoding ones
+        self.core_wait_share: float | None = None  # of the pass (`CoreWait.share`), where whoever runs it says so
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
 
     def observe(self, step: StepRecord) -> None:
@@ -93,6 +94,7 @@ class MetricsCollector:
         lossless: Literal["tokens", "unguaranteed", "distribution", False] | None = None,
         notes: Sequence[str] = (),
         machine: Mapping[str, Any] | None = None,
+        core_wait_share: float | None = None,
         peak_memory_bytes: int | None = None,
         num_preemptions: int = 0,
     ) -> dict[str, Any]:
@@ -136,6 +138,8 @@ class MetricsCollector:
           the rule does not keep the very tokens, or where there is no baseline.
         - identical_between_repeats: the same of the method's own passes; None with one repeat, too.
         - machine: device, device_name, dtype, num_threads, versions and commit of the run (runner.machine).
+        - core_wait_share: of the time of a pass, the longest that a thread of this process had work and no core; the
+          worst of all passes that are compared. None where the system does not tell (`runner.metrics.core_wait`).
         - notes: what a reader must know to read the numbers, one sentence each.
         - categories: category -> counts, acceptance, tpot_ms and speedup over its requests.
 
@@ -184,6 +188,7 @@ class MetricsCollector:
             "identical_to_baseline": dict(identical_to_baseline) if identical_to_baseline is not None else None,
             "identical_between_repeats": None if identical_between_repeats is None else dict(identical_between_repeats),
             "machine": None if machine is None else dict(machine),
+            "core_wait_share": core_wait_share,
             "notes": list(notes),
             "peak_memory_bytes": peak_memory_bytes,
             "categories": categories(finished, baseline),

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from runner.metrics.core_wait import doubtful_waits
 from runner.metrics.rates import fastest, measure_of_speed, range_of
 from runner.report.console import open_wide_console
 from runner.report.text import identical, identical_style, machine_title, number, percent, ranged, speedup_style, times
@@ -78,6 +79,9 @@ def print_comparison(
         console.print(Text(" * fastest", "dim"))
     elif best[measure_of_speed(rows)] is not None:
         console.print(Text(" no run is the fastest: the ranges of their repeats overlap", "dim"))
+    if waits := doubtful_waits(rows):
+        where = f"in {len(waits)} of {len(rows)} runs a thread waited for a core, up to {max(waits):.0%} of the time"
+        console.print(Text(f" doubtful times: {where}", "bold yellow"), soft_wrap=True)
     for machine in dict.fromkeys(filter(None, map(machine_title, rows))):
         console.print(Text(f" on {machine}", "dim"), soft_wrap=True)
 

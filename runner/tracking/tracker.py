@@ -100,6 +100,7 @@ COMPARED = (
     "output_tokens_per_second",
     "speedup",
     "whole_step_share",
+    "core_wait_share",
 )
 ENDS = ("lowest", "highest")  # of the repeats of a run
 MACHINE = ("device_name", "device", "dtype", "torch", "triton", "transformers", "commit")
