@@ -51,6 +51,19 @@ def _tanh(x):
     return tl.where(tl.abs(x) < 0.625, tl.fma(p * z, x, x), 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
 
 
+@triton.jit
+def slots_of(
+    keys, last_seen, table_ptr, branch_ptr, branch_start, BLOCK_SIZE: tl.constexpr, HAS_BRANCHES: tl.constexpr
+):
+    """[BLOCK_N] int32: the cache slots of keys (positions); of those behind last_seen anything."""
+    is_seen = keys <= last_seen
+    slots = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_seen, other=0) * BLOCK_SIZE + keys % BLOCK_SIZE
+    if HAS_BRANCHES:
+        is_apart = is_seen & (keys >= branch_start)
+        slots = tl.where(is_apart, tl.load(branch_ptr + keys - branch_start, mask=is_apart, other=0), slots)
+    return slots
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "branch_stride", "num_splits", "num_shared_tiles", "segments_per_table"],
     do_not_specialize_on_alignment=[
@@ -119,6 +132,7 @@ def attend_kernel(
     size = tl.load(sizes_ptr + tile)
     position = tl.load(positions_ptr + tile)
     last_key = tl.load(last_keys_ptr + tile)
+    segment = tl.load(segments_ptr + tile).to(tl.int64)  # beside the others: each load on its own is a wait
     first_seen, _ = visible(position, last_key, WINDOW, IS_CAUSAL)
     _, last_seen = visible(position + size - 1, last_key, WINDOW, IS_CAUSAL)
     start, stop = first_seen // BLOCK_N * BLOCK_N, last_seen + 1
@@ -129,7 +143,6 @@ def attend_kernel(
     if size == 0 or start >= stop:
         return
 
-    segment = tl.load(segments_ptr + tile).to(tl.int64)
     table_ptr = tables_ptr + segment // segments_per_table * table_stride
     branch_start = tl.load(branch_starts_ptr + segment)
     branch_ptr = branch_slots_ptr + segment * branch_stride
@@ -153,17 +166,17 @@ def attend_kernel(
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     numerator = tl.zeros((BLOCK_M, VALUE_BLOCK), tl.float32)
+    in_block = tl.arange(0, BLOCK_N)
+    slots = slots_of(start + in_block, last_seen, table_ptr, branch_ptr, branch_start, BLOCK_SIZE, HAS_BRANCHES)
     for block in range(start, stop, BLOCK_N):
-        keys = block + tl.arange(0, BLOCK_N)
+        keys = block + in_block
+        # Looked up a block ahead. If a block's keys depended on what the same block loads from the table, Triton's
+        # pipeline would give that load half of its stages, and wait for each block before it computes anything.
+        next_slots = slots_of(keys + BLOCK_N, last_seen, table_ptr, branch_ptr, branch_start, BLOCK_SIZE, HAS_BRANCHES)
         # Keys that no row of the tile sees are not read: their memory may hold anything, even NaN.
         is_key = (keys >= first_seen) & (keys <= last_seen)
-        slots = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64) * BLOCK_SIZE
-        slots += keys % BLOCK_SIZE
-        if HAS_BRANCHES:
-            is_apart = is_key & (keys >= branch_start)
-            slots = tl.where(is_apart, tl.load(branch_ptr + keys - branch_start, mask=is_apart, other=0), slots)
         key = tl.load(
-            key_ptr + slots[None, :] * WIDTH + head_columns[:, None],
+            key_ptr + slots.to(tl.int64)[None, :] * WIDTH + head_columns[:, None],
             mask=is_key[None, :] & is_head_column[:, None],
             other=0.0,
         )
@@ -179,12 +192,12 @@ def attend_kernel(
         weights = tl.exp2(logits - base[:, None])
         total = tl.fma(total, alpha, tl.sum(weights, axis=1))
         value = tl.load(
-            value_ptr + slots[:, None] * WIDTH + value_columns[None, :],
+            value_ptr + slots.to(tl.int64)[:, None] * WIDTH + value_columns[None, :],
             mask=is_key[:, None] & is_value_column[None, :],
             other=0.0,
         )
         numerator = tl.dot(weights.to(value.dtype), value, numerator * alpha[:, None], input_precision="ieee")
-        maximum = larger
+        maximum, slots = larger, next_slots
 
     result_row = row * (NUM_KV_HEADS * GROUP) + head
     if SPLIT_KEYS > 0:

@@ -20,7 +20,8 @@ from kernels.linear_plan import PREFETCHED, plan_linear
 
 COMPUTE_CAPABILITIES = (80, 90)
 OVERLAPS = "OVERLAPS"  # the constant of kernels that may begin while the launch before runs: on Hopper
-OPCODES = r"(?:wgmma\.mma_async|\bmma)\.sync[\w.]*|cp\.async\.c[ag]|griddepcontrol\.wait"  # of interest in PTX
+# Of interest in PTX.
+OPCODES = r"(?:wgmma\.mma_async|\bmma)\.sync[\w.]*|cp\.async\.c[ag]|griddepcontrol\.wait|prefetch\.global"
 ACCESSES = r"griddepcontrol\.wait|(?:ld|st|atom)(?:\.\w+)?\.global|cp\.async\.c[ag]"  # of memory; to prefetch is none
 
 
@@ -120,14 +121,14 @@ KERNELS = [
         module="kernels.likeliest_tree",
         name="add_level_kernel",
         signature="*i64 *fp64 *i64 *i64 *i64 *i64 *fp32 i32 i32 i32 i32 i32 i32 i32 i32",
-        constants={"BLOCK": 64, "CHUNK": 64},
+        constants={"BLOCK": 64, "CHUNK": 32},
         max_shared=8192,
     ),
     Kernel(
         module="kernels.likeliest_tree",
         name="likeliest_tree_kernel",
         signature="*i64 *i64 *fp64 *i64 i32 i32",
-        constants={"BLOCK": 64, "CHUNK": 64},
+        constants={"BLOCK": 64, "CHUNK": 32},
         max_shared=8192,
     ),
     Kernel(
@@ -199,7 +200,7 @@ KERNELS = [
         Kernel(
             module="kernels.paged_attention",
             name="attend_kernel",
-            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 i32 i32 i32 i32 i32 i32 i32",
+            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
             constants=ATTEND | constants,
             options={**NO_FUSION, "num_stages": 3},
             max_shared=113 * 1024,  # two programs on a multiprocessor of Hopper, one on sm_80's
@@ -390,6 +391,7 @@ class Compiled:
     shared: int  # bytes of a program
     stack: int  # bytes of a thread: registers that were spilled
     opcodes: list[str]  # in the order of the PTX
+    under_way: int  # copies into shared memory that a wait leaves under way, at most
     first_access: str  # of ACCESSES
     aligned: list[str]  # pointers whose alignment another program would be compiled for
 
@@ -433,6 +435,7 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
         shared=compiled.metadata.shared,
         stack=int(stack[1]),
         opcodes=re.findall(OPCODES, compiled.asm["ptx"]),
+        under_way=max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])), default=0),
         first_access=next(iter(re.findall(ACCESSES, compiled.asm["ptx"])), ""),
         aligned=[name for name in aligned if types[name].startswith("*")],
     )
