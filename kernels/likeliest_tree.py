@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.reference.likeliest_tree import NextRows, Tree, TreeCandidates
 
 BLOCK = 64  # candidates of a program
-CHUNK = 64  # that they are compared with at a time
+CHUNK = 32  # that they are compared with at a time
 
 
 @triton.jit
