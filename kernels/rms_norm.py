@@ -16,16 +16,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.dependent_launch import await_input, can_overlap
+from kernels.dependent_launch import await_input, can_overlap, prefetch
 
 ELEMENTS_OF_A_WARP = 512
+LINE: tl.constexpr = tl.constexpr(32)  # elements of a cache line, at least: float32's
 
 
 @triton.jit
-def norm_row(x, weight, eps_ptr, HIDDEN: tl.constexpr):
+def await_x(weight_ptr, eps_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """await_input; weight and eps, which have left the cache since the last step, come closer while it waits."""
+    starts = tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE
+    prefetch(weight_ptr + tl.minimum(starts, HIDDEN - 1))
+    prefetch(eps_ptr)
+    await_input()
+
+
+@triton.jit
+def norm_row(x, weight, eps, HIDDEN: tl.constexpr):
     """x: [BLOCK], zeros behind HIDDEN -> the same shape and dtype."""
     wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + tl.load(eps_ptr))
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
     normed = (wide * scale).to(x.dtype)
     return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
@@ -49,14 +59,14 @@ def rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     is_column = columns < HIDDEN
     if OVERLAPS:
-        await_input()
+        await_x(weight_ptr, eps_ptr, HIDDEN, BLOCK)
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
-    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    weight, eps = tl.load(weight_ptr + columns, mask=is_column, other=0.0), tl.load(eps_ptr)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=is_column, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row * out_stride + columns, x, mask=is_column)
-    tl.store(normed_ptr + row * out_stride + columns, norm_row(x, weight, eps_ptr, HIDDEN), mask=is_column)
+    tl.store(normed_ptr + row * out_stride + columns, norm_row(x, weight, eps, HIDDEN), mask=is_column)
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ids_ptr"])
@@ -77,19 +87,22 @@ def rms_norm_pair_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < HIDDEN
-    if OVERLAPS:
-        await_input()
     half = tl.program_id(1)
-    x_ptr, weight_ptr = states_ptr + row * states_stride, state_weight_ptr
+    weight_ptr = state_weight_ptr
+    if half != STATE_HALF:
+        weight_ptr = embedding_weight_ptr
+    if OVERLAPS:
+        await_x(weight_ptr, eps_ptr, HIDDEN, BLOCK)
+    x_ptr = states_ptr + row * states_stride
     if half != STATE_HALF:
         place = row
         if token_ids_ptr is not None:
             place = tl.load(token_ids_ptr + row)
-        x_ptr, weight_ptr = embeddings_ptr + place * HIDDEN, embedding_weight_ptr
+        x_ptr = embeddings_ptr + place * HIDDEN
     x = tl.load(x_ptr + columns, mask=is_column, other=0.0)
-    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    weight, eps = tl.load(weight_ptr + columns, mask=is_column, other=0.0), tl.load(eps_ptr)
     normed_ptr = out_ptr + (2 * row + half) * HIDDEN
-    tl.store(normed_ptr + columns, norm_row(x, weight, eps_ptr, HIDDEN), mask=is_column)
+    tl.store(normed_ptr + columns, norm_row(x, weight, eps, HIDDEN), mask=is_column)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
