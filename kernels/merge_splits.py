@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.dependent_launch import await_input, can_overlap
 
 MERGED_SPLITS = 16
+MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it merges before it waits for any
 LOG2_E = tl.constexpr(1.4426950408889634)  # logits are kept times this, so that exponentials are powers of two
 
 
@@ -133,5 +134,6 @@ def merge_splits(
         launch_pdl=overlaps,
         **seen,
         num_warps=4,
+        maxnreg=MAX_REGISTERS,
         enable_fp_fusion=False,
     )

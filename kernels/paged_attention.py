@@ -132,7 +132,6 @@ def attend_kernel(
     size = tl.load(sizes_ptr + tile)
     position = tl.load(positions_ptr + tile)
     last_key = tl.load(last_keys_ptr + tile)
-    segment = tl.load(segments_ptr + tile).to(tl.int64)  # beside the others: each load on its own is a wait
     first_seen, _ = visible(position, last_key, WINDOW, IS_CAUSAL)
     _, last_seen = visible(position + size - 1, last_key, WINDOW, IS_CAUSAL)
     start, stop = first_seen // BLOCK_N * BLOCK_N, last_seen + 1
@@ -143,9 +142,10 @@ def attend_kernel(
     if size == 0 or start >= stop:
         return
 
-    table_ptr = tables_ptr + segment // segments_per_table * table_stride
+    segment = tl.load(segments_ptr + tile)
+    table_ptr = tables_ptr + (segment // segments_per_table).to(tl.int64) * table_stride
     branch_start = tl.load(branch_starts_ptr + segment)
-    branch_ptr = branch_slots_ptr + segment * branch_stride
+    branch_ptr = branch_slots_ptr + segment.to(tl.int64) * branch_stride
     packed = tl.arange(0, BLOCK_M)
     row_in_tile = packed // GROUP
     row = (tl.load(rows_ptr + tile) + row_in_tile).to(tl.int64)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
 
+MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it reads before it waits for any
 HEADS = 16  # of a program: with 4 warps a thread has 16 bytes of either half of a 128 wide head
 
 
@@ -41,6 +42,9 @@ def rope_kernel(
     if OVERLAPS:
         await_input()
     row = tl.program_id(0).to(tl.int64)
+    # Before the norms' sums and the stores, which the compiler moves no load across.
+    table_row_ptr = table_ptr + tl.load(positions_ptr + row) * HEAD_DIM
+    slot = tl.load(slots_ptr + row)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
     columns = tl.arange(0, HALF_BLOCK)
@@ -50,15 +54,14 @@ def rope_kernel(
     row_ptr = qkv_ptr + row * row_stride
     first_stored = tl.load(row_ptr + places, mask=is_element, other=0.0)
     second_stored = tl.load(row_ptr + places + HALF, mask=is_element, other=0.0)
+    cos = tl.load(table_row_ptr + columns, mask=is_column, other=0.0)[None, :]
+    sin = tl.load(table_row_ptr + columns + HALF, mask=is_column, other=0.0)[None, :]
     first, second = first_stored.to(tl.float32), second_stored.to(tl.float32)
     if k_norm_ptr is not None:
         mean = tl.sum(first * first + second * second, axis=1) / HEAD_DIM
         scale = tl.rsqrt(mean + tl.load(eps_ptr))[:, None]
         first *= scale * _weights(q_norm_ptr, k_norm_ptr, columns, is_column, is_query)
         second *= scale * _weights(q_norm_ptr, k_norm_ptr, columns + HALF, is_column, is_query)
-    table_row_ptr = table_ptr + tl.load(positions_ptr + row) * HEAD_DIM
-    cos = tl.load(table_row_ptr + columns, mask=is_column, other=0.0)[None, :]
-    sin = tl.load(table_row_ptr + columns + HALF, mask=is_column, other=0.0)[None, :]
     rotated_first = (first * cos - second * sin).to(first_stored.dtype)
     rotated_second = (second * cos + first * sin).to(first_stored.dtype)
     first = tl.where(is_value[:, None], first_stored, rotated_first)
@@ -66,7 +69,6 @@ def rope_kernel(
     in_place = is_element & is_query[:, None]
     tl.store(row_ptr + places, first, mask=in_place)
     tl.store(row_ptr + places + HALF, second, mask=in_place)
-    slot = tl.load(slots_ptr + row)
     cached_ptr = kv_ptr + slot * (2 * NUM_KV_HEADS * HEAD_DIM) + (places - NUM_HEADS * HEAD_DIM)
     # A padding row may hold NaN, and is not cached: a masked key's value is multiplied by 0, so it must be finite.
     is_cached = is_element & (head >= NUM_HEADS)[:, None] & (slot >= BLOCK_SIZE)
@@ -139,5 +141,6 @@ def rope_and_write(
             OVERLAPS=overlaps,
             launch_pdl=overlaps,
             num_warps=4,
+            maxnreg=MAX_REGISTERS,
             enable_fp_fusion=False,  # as torch rounds: products, then their sum
         )

@@ -235,7 +235,7 @@ KERNELS = [
         name="merge_kernel",
         signature="*fp32 *fp32 *fp32 *bf16 *i32 *i32 *i32 *i32 i32",
         constants={**SEEN, "SPLIT_KEYS": 512, "MERGED_SPLITS": 16, "sinks_ptr": None},
-        options=NO_FUSION,
+        options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
     ),
     Kernel(
@@ -243,7 +243,7 @@ KERNELS = [
         name="rope_kernel",
         signature="*bf16 *fp32 *i64 *i64 *bf16 *bf16 *bf16 *fp32 i32",
         constants={**HEADS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16},
-        options=NO_FUSION,
+        options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
     ),
     Kernel(  # keys and values alone, normed
@@ -251,7 +251,7 @@ KERNELS = [
         name="rope_kernel",
         signature="*bf16 *fp32 *i64 *i64 *bf16 *bf16 *fp32 i32",
         constants={**HEADS, "NUM_HEADS": 0, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16, "q_norm_ptr": None},
-        options=NO_FUSION,
+        options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
     ),
     Kernel(
