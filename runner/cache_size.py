@@ -17,7 +17,7 @@ from runner.config import HardwareConfig
 from runner.engine.errors import UserError
 from runner.engine.graphs import MAX_OUTPUT_BYTES
 from runner.engine.launch import Part
-from runner.engine.memory import GIB, available_memory, peak_bytes
+from runner.engine.memory import GIB, available_memory, peak_bytes, require_memory
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
@@ -41,12 +41,15 @@ def num_cache_blocks(
     """KV blocks for the target and the proposer, the null block included.
 
     Raises:
-        UserError: one request of max_model_len does not fit.
+        UserError: one request of max_model_len does not fit, or the blocks that were asked for do not.
     """
-    if hardware.num_gpu_blocks_override is not None:
-        return hardware.num_gpu_blocks_override + 1
     device = target.device
     per_block = target.cache_bytes_per_block + proposer.cache_bytes_per_block
+    if hardware.num_gpu_blocks_override is not None:
+        blocks = hardware.num_gpu_blocks_override + 1
+        what = f"a KV cache of hardware.num_gpu_blocks_override={hardware.num_gpu_blocks_override} blocks"
+        require_memory(blocks * per_block, device, what, "lower it, or leave it out to have as many as fit")
+        return blocks
     per_request = -(-max_model_len // hardware.block_size)
     wanted = hardware.max_num_seqs * per_request + 1
     if device.type == "cuda":

@@ -30,7 +30,7 @@ from runner.metrics import MetricsCollector
 from runner.metrics.totals import DraftTotals
 from runner.model_files import model_path
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
-from runner.prompts import PROMPT_RULE, Prompt, make_requests
+from runner.prompts import PROMPT_RULE, Prompt, is_token_ids, make_requests
 from runner.step_loop import StepLoop
 from runner.tiny import DRAFTER_KEYS, TARGET_NAME
 from runner.trace import RequestTraces
@@ -74,6 +74,7 @@ class LLM:
         self.metrics = MetricsCollector()  # of the generate() that runs, or ran last
         self._totals = DraftTotals()  # of those before it
         self._to_abort: set[str] = set()  # prompts of the generate() that runs
+        self._is_running = False
 
     def generate(
         self,
@@ -86,7 +87,7 @@ class LLM:
         """Complete prompts, in order.
 
         Args:
-            prompts: a string, chat messages or {"prompt_token_ids": [...]}, or a list of these.
+            prompts: a string, token ids, chat messages or {"prompt_token_ids": [...]}, or a list of these.
             sampling_params: one for all prompts or one each; None: SamplingParams().
             use_tqdm: show a progress bar on stderr.
             observer: called after every step with the metrics of this call so far.
@@ -94,13 +95,16 @@ class LLM:
         Raises:
             UserError: a prompt or a parameter cannot be used with this engine.
         """
+        self._check_idle()  # before the metrics of the call that runs are put aside
         listed = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
         else:
-            params = list(sampling_params)
-            if isinstance(sampling_params, Mapping) or not all(isinstance(entry, SamplingParams) for entry in params):
-                kind = type(sampling_params).__name__
+            is_list = isinstance(sampling_params, Iterable) and not isinstance(sampling_params, str | Mapping)
+            params = list(sampling_params) if is_list else []
+            strange = [entry for entry in params if not isinstance(entry, SamplingParams)]
+            if strange or not is_list:
+                kind = f"a list with {strange[0]!r}" if strange else repr(sampling_params)
                 raise UserError(
                     f"sampling_params must be SamplingParams(...), or a list of them, one a prompt, got {kind}"
                 )
@@ -167,10 +171,12 @@ class LLM:
         observer: Observer | None = None,
     ) -> RequestTraces:
         """Bring requests to their end with one proposer; a request that cannot run fails and the rest go on."""
+        self._check_idle()
         scheduler = self.scheduler_for(proposer)
         traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
         steps = StepLoop(self.engine, scheduler, proposer, metrics, traces)
         self._to_abort.clear()
+        self._is_running = True
         arriving, started = deque(requests), time.perf_counter()
         due = deque([] if arrivals is None else [started + seconds for seconds in arrivals])
         try:
@@ -196,6 +202,7 @@ class LLM:
                 "or hardware.max_num_seqs or hardware.max_num_batched_tokens, which make steps smaller"
             ) from error
         finally:  # also when interrupted: the engine stays usable
+            self._is_running = False
             for request in requests:
                 proposer.release(request.request_id)
                 self.engine.grammars.close(request.request_id)
@@ -230,6 +237,14 @@ class LLM:
             num_speculative_tokens_per_batch_size=self.config.method.num_speculative_tokens_per_batch_size or (),
             disable_by_batch_size=self.config.method.disable_by_batch_size,
         )
+
+    def _check_idle(self) -> None:
+        """Raises UserError in a second thread, or in an observer: blocks and proposers know requests by their ids."""
+        if self._is_running:
+            raise UserError(
+                "an LLM must run one generate() at a time, and this one is running; give all prompts to one call, or "
+                "build a second LLM"
+            )
 
     def _check_speculative_model(self, name: str | None) -> None:
         """Raises UserError unless it is the draft that was loaded: a request cannot bring one along."""
@@ -279,10 +294,10 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a string, a mapping and a list of chat messages are one."""
-    if isinstance(prompts, str | Mapping):
+    """One prompt or many: a string, a mapping, a list of token ids and a list of chat messages are one."""
+    if isinstance(prompts, str | Mapping) or is_token_ids(prompts):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise UserError(f"{PROMPT_RULE}, or a list of these, got {type(prompts).__name__}")
     listed: list[Any] = list(prompts)  # also of a generator, which may be asked once
     if listed and all(isinstance(item, Mapping) and "role" in item for item in listed):

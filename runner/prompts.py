@@ -6,16 +6,19 @@ import logging
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kernels.reference.philox import fold_seed
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 
-PROMPT_RULE = "a prompt must be a string, a list of chat messages or {'prompt_token_ids': [...]}"
-Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]  # text | {"prompt_token_ids": [...]} | chat messages
+PROMPT_RULE = "a prompt must be a string, token ids, a list of chat messages or {'prompt_token_ids': [...]}"
+PROMPT_KEYS = ("prompt", "prompt_token_ids")  # those of a mapping; one that has both is its token ids
+# text | {"prompt_token_ids": [...]}, {"prompt": text} | chat messages | token ids
+Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
 class Tokenizer:
@@ -52,37 +55,61 @@ class Tokenizer:
         return None if self._tokenizer is None else self._tokenizer.eos_token_id
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, if it has one, and its token ids."""
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            token_ids = prompt["prompt_token_ids"]
-            try:
-                return prompt.get("prompt"), [operator.index(token) for token in token_ids]
-            except TypeError as error:  # a float that int() would cut, or text
-                raise UserError(f"prompt_token_ids must be a list of token ids, got {str(token_ids)[:60]}") from error
-        if isinstance(prompt, Mapping) and "prompt" in prompt:
-            prompt = str(prompt["prompt"])
+        """The prompt's text, if it has one, and its token ids.
+
+        Raises:
+            UserError: it has another form, or the tokenizer cannot read it.
+        """
+        if is_token_ids(prompt):
+            prompt = {"prompt_token_ids": prompt}
+        if isinstance(prompt, Mapping):
+            if not prompt or not prompt.keys() <= set(PROMPT_KEYS):  # an image that nobody reads would go unnoticed
+                got = ", ".join(map(str, prompt)) or "no key"
+                raise UserError(f"{PROMPT_RULE}, got a mapping with {got}; known keys: {', '.join(PROMPT_KEYS)}")
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
+            prompt = prompt["prompt"]
         if self._tokenizer is None:
             raise UserError(
                 "a prompt must be {'prompt_token_ids': [...]} for a model without a tokenizer; set model.tokenizer, "
                 "or use workload=synthetic"
             )
         if isinstance(prompt, str):
-            return prompt, self._tokenizer.encode(prompt)
+            return prompt, self._encode_text(prompt)
         if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
             if self._tokenizer.chat_template is None:
                 raise UserError(
                     "chat messages need a tokenizer with a chat template, and this one has none; pass the text itself"
                 )
-            text = self._tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-            return text, self._tokenizer.encode(text, add_special_tokens=False)
+            text = self._apply_chat_template(list(prompt))
+            return text, self._encode_text(text, add_special_tokens=False)
         raise UserError(f"{PROMPT_RULE}, got {type(prompt).__name__}")
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:  # of half of a surrogate pair, as "\ud800" in JSON
+            raise UserError(
+                f"a text must be one that UTF-8 can hold, got {text[:60]!r}; decode it with errors='replace'"
+            ) from error
+        return token_ids
+
+    def _apply_chat_template(self, messages: list[Mapping[str, Any]]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except (TemplateError, TypeError) as error:  # templates refuse roles and orders, and stumble over what lacks
+            raise UserError(
+                f"chat messages must be such as the tokenizer's chat template takes ({error}), got "
+                f"{str(messages)[:120]}; mend them, or pass the text itself"
+            ) from error
 
     def encode_response(self, text: str) -> list[int]:
         """Token ids of a text that a model said: nothing is put before or behind it."""
         if self._tokenizer is None:
             raise UserError("the text of a response needs a tokenizer; give its token_ids, or set model.tokenizer")
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
+        return self._encode_text(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
@@ -98,13 +125,26 @@ class Tokenizer:
         spelled = []
         for word in words:
             bare, spaced = (
-                tuple(self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+                tuple(self._encode_text(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
             )
             spelled.append(bare)
             # Another length means a token for the space alone, and then the word as it is spelled above.
             if len(spaced) == len(bare) and spaced[0] != bare[0]:
                 spelled.append(spaced)
         return tuple(spelled)
+
+
+def is_token_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
+    """Whether it is a list of integers, one prompt as vLLM takes it."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
+    return is_list and bool(prompt) and all(isinstance(token, Integral) for token in prompt)
+
+
+def _token_ids(values: Any) -> list[int]:
+    try:
+        return [operator.index(token) for token in values]
+    except TypeError as error:  # a float that int() would cut, or text
+        raise UserError(f"prompt_token_ids must be a list of token ids, got {str(values)[:60]}") from error
 
 
 def make_requests(

@@ -15,7 +15,7 @@ import torch
 from runner.config import DemoWorkload, JsonlWorkload, SyntheticWorkload
 from runner.engine.errors import UserError
 from runner.engine.sampling_params import SamplingParams
-from runner.prompts import Prompt
+from runner.prompts import Prompt, is_token_ids
 from runner.tiny import DEMO_PATH
 
 LINE_PARAMS = ("max_tokens", "temperature")  # sampling parameters that a line may have for itself
@@ -107,11 +107,9 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
             f"{place} must be a JSON object with the field {prompt_field!r}, and {known}; set workload.prompt_field"
         )
     prompt = row[prompt_field]
-    if isinstance(prompt, list) and prompt and all(isinstance(entry, int) for entry in prompt):
-        prompt = {"prompt_token_ids": prompt}
     is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(entry, Mapping) for entry in prompt)
     is_mapping = isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(("prompt", "prompt_token_ids"))
-    if not (is_chat or (isinstance(prompt, str) and prompt) or is_mapping):
+    if not (is_chat or (isinstance(prompt, str) and prompt) or is_mapping or is_token_ids(prompt)):
         got = "an empty one" if prompt in ("", []) else repr(str(prompt)[:60])
         raise UserError(f"{place}: {prompt_field} must be a string, chat messages or token ids, got {got}")
     category = row.get("category")

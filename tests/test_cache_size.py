@@ -131,6 +131,12 @@ def test_a_cache_too_small_for_one_request_is_refused_with_what_to_lower(
         gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=3 * GIB, gpu_memory_utilization=0.52)
 
 
+def test_more_blocks_than_memory_holds_are_refused(engines: Engines) -> None:
+    """torch raised an error of its own, or the machine took the memory and then ended the process."""
+    with pytest.raises(UserError, match=r"num_gpu_blocks_override=1000000000 blocks needs .* GiB on cpu, .*; lower it"):
+        engines(num_gpu_blocks_override=10**9)
+
+
 def test_memory_that_runs_out_in_a_step_says_what_to_lower(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engines(num_gpu_blocks_override=320)
 

@@ -30,7 +30,7 @@ ORACLE = {
     "method": "custom_class", "model": "tests.proposers_for_tests.OracleProposer", "num_speculative_tokens": 4,
 }  # fmt: skip
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}> {{ message.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -69,13 +69,21 @@ def test_prompts_of_every_form_can_be_mixed_and_come_back_in_order(tiny: LLM) ->
     text = "import os\nfor name in os."
     ids = tiny.engine.tokenizer.encode(text)[1]
     outputs = tiny.generate(
-        [text, "class A:", {"prompt_token_ids": ids}, {"prompt": text}, {"prompt_token_ids": ids, "prompt": "mine"}],
+        [
+            text,
+            "class A:",
+            {"prompt_token_ids": ids},
+            {"prompt": text},
+            {"prompt_token_ids": ids, "prompt": "mine"},
+            ids,
+        ],
         GREEDY,
     )
-    assert [output.request_id for output in outputs] == ["0", "1", "2", "3", "4"]
-    assert [output.prompt for output in outputs] == [text, "class A:", None, text, "mine"]
+    assert [output.request_id for output in outputs] == ["0", "1", "2", "3", "4", "5"]
+    assert [output.prompt for output in outputs] == [text, "class A:", None, text, "mine", None]
     first, other, *same = token_ids(outputs)
-    assert same == [first] * 3 and other != first
+    assert same == [first] * 4 and other != first
+    assert token_ids(tiny.generate(ids, GREEDY)) == [first], "one list of token ids is one prompt"
     assert tiny.generate([], GREEDY) == []
 
 
@@ -95,15 +103,24 @@ def test_chat_messages_without_a_template_are_refused(tiny: LLM) -> None:
         tiny.chat([{"role": "user", "content": "Hello"}], GREEDY)
 
 
-@pytest.mark.parametrize("prompt", [7, None, [7, 8], {"text": "a"}, []])
-def test_a_prompt_of_no_known_form_is_refused(tiny: LLM, prompt: Any) -> None:
-    with pytest.raises(UserError, match=r"a prompt must be a string, a list of chat messages or .*prompt_token_ids"):
+@pytest.mark.parametrize(
+    ("prompt", "got"),
+    [
+        (7.5, "float"), (None, "NoneType"), ([7, 8.5], "list"), ([], "list"), ({"prompt": None}, "NoneType"),
+        ({}, "a mapping with no key"), ({"text": "a"}, "a mapping with text; known keys: prompt, prompt_token_ids"),
+        ({"prompt": "a", "multi_modal_data": {}}, "a mapping with prompt, multi_modal_data"),
+    ],
+)  # fmt: skip
+def test_a_prompt_of_no_known_form_is_refused(tiny: LLM, prompt: Any, got: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"a prompt must be a string, token ids, a list of chat messages or .*got {got}"
+    ):
         tiny.generate([prompt], GREEDY)
 
 
-@pytest.mark.parametrize("prompts", [None, 7])
+@pytest.mark.parametrize("prompts", [None, 7, b"text"])
 def test_what_is_no_list_of_prompts_is_refused_as_one_prompt_is(tiny: LLM, prompts: Any) -> None:
-    with pytest.raises(UserError, match=r"a prompt must be a string, .* or a list of these, got (NoneType|int)"):
+    with pytest.raises(UserError, match=r"a prompt must be a string, .* or a list of these, got (NoneType|int|bytes)"):
         tiny.generate(prompts, GREEDY)
 
 
@@ -119,10 +136,39 @@ def test_no_prompt_of_a_generator_is_lost(tiny: LLM) -> None:
     assert [output.prompt for output in outputs] == ["a", "b"]
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, ["greedy"]])
+def test_half_a_surrogate_pair_is_refused_as_a_text(tiny: LLM) -> None:
+    """The tokenizer raised a TypeError about its own types."""
+    with pytest.raises(UserError, match=r"a text must be one that UTF-8 can hold, got '\\ud83d\.'"):
+        tiny.generate(["class A:", "\ud83d."], GREEDY)
+
+
+def test_messages_that_the_template_refuses_are_a_users_error(chatty: LLM) -> None:
+    with pytest.raises(
+        UserError, match=r"chat messages must be such as .* takes \(.*content.*\), got \[\{'role': 'user'"
+    ):
+        chatty.chat([{"role": "user"}], GREEDY)
+
+
+def test_a_generate_within_a_generate_is_refused_and_harms_nothing(engines: Engines) -> None:
+    """Two at once, of threads say, shared request ids: grammars and drafters took one for the other."""
+    llm = engines()
+    expected = token_ids(llm.generate(PROMPTS, GREEDY))
+
+    def observe(_: Any) -> None:
+        with pytest.raises(
+            UserError, match=r"an LLM must run one generate\(\) at a time.* give all prompts to one call"
+        ):
+            llm.generate(PROMPTS[1], GREEDY)
+
+    assert token_ids(llm.generate(PROMPTS, GREEDY, observer=observe)) == expected
+    assert token_ids(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, ["greedy"], 5])
 def test_sampling_params_of_another_type_are_refused(tiny: LLM, params: Any) -> None:
     with pytest.raises(
-        UserError, match=r"sampling_params must be SamplingParams\(\.\.\.\), or a list .*got (dict|list)"
+        UserError,
+        match=r"sampling_params must be SamplingParams\(\.\.\.\), or a list .*got (\{'temp|a list with 'greedy'|5)",
     ):
         tiny.generate(["a"], params)
 

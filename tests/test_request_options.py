@@ -237,6 +237,8 @@ def test_a_ratio_that_is_no_number_of_tokens_is_refused(ratio: Any) -> None:
         ("logit_bias", [1], "a mapping of token ids to numbers"),
         ("logit_bias", {"a": 1.0}, "a mapping of token ids to numbers"),
         ("logit_bias", {1: "x"}, "a mapping of token ids to numbers"),
+        ("ignore_eos", "false", "true or false"),
+        ("speculative_sampling", "no", "true, false or null"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any, rule: str) -> None:

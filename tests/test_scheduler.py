@@ -390,11 +390,11 @@ REFUSALS: dict[str, tuple[Request, str]] = {
     "too many for the cache": (make_request(20, max_tokens=21), r"fit the KV cache \(40 tokens\), got 41"),
     "a token behind the vocabulary": (
         Request(request_id="0", prompt_token_ids=[1, 32], sampling_params=SamplingParams(), seed=0),
-        r"prompt_token_ids must lie in \[0, 31\]",
+        r"prompt_token_ids must lie in \[0, 31\], the vocabulary, got 32; use",
     ),
     "a negative token": (
         Request(request_id="0", prompt_token_ids=[-1], sampling_params=SamplingParams(), seed=0),
-        r"prompt_token_ids must lie in \[0, 31\]",
+        r"prompt_token_ids must lie in \[0, 31\], the vocabulary, got -1; use",
     ),
     "a bias for no token": (make_request(3, logit_bias={32: 1.0}), r"logit_bias must name tokens in \[0, 31\].*got 32"),
     "an allowed token that is none": (

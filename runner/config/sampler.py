@@ -33,7 +33,7 @@ def _schema_as_text(value: Any) -> Any:
 class SamplerConfig(Node):
     """Sampling parameters; `to_sampling_params` gives the record that the engine reads."""
 
-    n: int = Field(default=1, description="completions per prompt, >= 1, each with noise of its own")
+    n: int = Field(default=1, description="completions per prompt, in [1, 16384], each with noise of its own")
     temperature: float = Field(default=0.0, description="logits are divided by it, in [0, 100]; 0 is greedy")
     top_k: int = Field(default=0, description="keep the k most likely tokens, >= 1; 0 or -1 keeps all")
     top_p: float = Field(

@@ -46,8 +46,10 @@ class SyntheticWorkload(TrafficNode):
     """Random token ids: prompts of one length, no tokenizer needed. Output lengths are the sampler's."""
 
     name: Literal["synthetic"] = Field(default="synthetic", description="which workload this is")
-    num_requests: int = Field(default=16, ge=1, description="requests, >= 1")
-    prompt_len: int = Field(default=128, ge=1, description="prompt length of each request, tokens, >= 1")
+    num_requests: int = Field(default=16, ge=1, le=2**20, description="requests, in [1, 2**20]")
+    prompt_len: int = Field(
+        default=128, ge=1, le=2**20, description="prompt length of each request, tokens, in [1, 2**20]"
+    )
     seed: int = Field(default=0, ge=0, lt=2**64, description="seed of the token ids, in [0, 2**64 - 1]")
 
 

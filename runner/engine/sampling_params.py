@@ -15,10 +15,12 @@ from typing import Any
 from runner.engine.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**64 - 1
+MAX_N = 2**14  # as vLLM's: a slip of the hand must not take the machine's memory
 
 _INTEGERS = ("n", "top_k", "max_tokens", "min_tokens")
 _INTEGERS_OR_NONE = ("seed", "logprobs", "prompt_logprobs")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_BOOLS = ("ignore_eos", "speculative_sampling")
 _LISTS: dict[str, tuple[type, str]] = {
     "stop": (str, "strings"),
     "bad_words": (str, "strings"),
@@ -77,7 +79,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", bias)
         object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         rules = (
-            ("n", self.n >= 1, "be >= 1"),
+            ("n", 1 <= self.n <= MAX_N, f"be in [1, {MAX_N}]"),
             (
                 "temperature",
                 self.temperature == 0.0 or 1e-5 <= self.temperature <= 100.0,
@@ -127,6 +129,10 @@ class SamplingParams:
             check(name, getattr(self, name) is None or _is(Integral, getattr(self, name)), "an integer or null")
         for name in _NUMBERS:
             check(name, _is(Real, getattr(self, name)), "a number")
+        for name in _BOOLS:  # "false" is true
+            rule = "true or false" if name == "ignore_eos" else "true, false or null"
+            value = getattr(self, name)
+            check(name, isinstance(value, bool) or (value is None and name != "ignore_eos"), rule)
         for name, (kind, what) in _LISTS.items():
             value = getattr(self, name)
             is_lone = kind is str and isinstance(value, str)

@@ -98,10 +98,10 @@ class Scheduler:
             return "the prompt must have at least one token, got none"
         if num_prompt >= limit:
             return f"the prompt must be shorter than max_model_len ({limit} tokens), got {num_prompt}; shorten it"
-        if not all(0 <= token < self.vocab_size for token in request.prompt_token_ids):
-            return (
-                f"prompt_token_ids must lie in [0, {self.vocab_size - 1}], the vocabulary; use the target's tokenizer"
-            )
+        strange = next((token for token in request.prompt_token_ids if not 0 <= token < self.vocab_size), None)
+        if strange is not None:
+            rule = f"prompt_token_ids must lie in [0, {self.vocab_size - 1}], the vocabulary"
+            return f"{rule}, got {strange}; use the target's tokenizer"
         try:
             request.sampling_params.check_token_ids(self.vocab_size)
         except ValueError as error:
