@@ -15,6 +15,7 @@ import torch
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
+from runner.engine.hidden_states import NORMED
 from runner.engine.loader import LoadedModel
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
@@ -53,6 +54,11 @@ class Proposer(ABC):
         self.num_speculative_tokens = num_speculative_tokens
         self.context = context
 
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return type(self).__name__
+
     @abstractmethod
     def propose(self, schedule: Schedule) -> DraftTokens:
         """Guesses for `schedule.decoding`, in that order; at most `max_draft_tokens` each, none is fine."""
@@ -85,7 +91,7 @@ class Proposer(ABC):
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that `update` finds in its output (runner.engine.hidden_states)."""
+        """The target's hidden states that `update` finds in `output.hidden_states` (runner.engine.hidden_states)."""
         return ()
 
     @property
@@ -97,16 +103,29 @@ class Proposer(ABC):
         """Allocate what `cache_bytes_per_block` announced."""
 
 
+def check_tap_layers(proposer: Proposer, num_layers: int) -> None:
+    """Refuse hidden states that a target of so many layers does not have."""
+    taps = proposer.tap_layers
+    if not all(NORMED <= tap <= num_layers for tap in taps):
+        rule = f"hold {NORMED} (what the target's head reads) or 0 to {num_layers}, its layers"
+        raise UserError(f"{proposer.name}.tap_layers must {rule}, got {list(taps)}; mend the proposer")
+
+
 def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) -> None:
     """Refuse guesses that would corrupt the step.
 
     Raises:
         UserError: what the proposer must return, and what it returned.
     """
-    refused = f"{type(proposer).__name__}.propose must"
+    refused = f"{proposer.name}.propose must"
     if not isinstance(drafts, DraftTokens):  # a user's class may return anything
         raise UserError(f"{refused} return DraftTokens, got {drafts!r}; mend the proposer")
     context, counts, ids, probs = proposer.context, drafts.num_draft_tokens, drafts.token_ids, drafts.probs
+    kinds = (("token_ids", ids, torch.Tensor), ("probs", probs, torch.Tensor | None))
+    for name, value, kind in (("cu_num_draft_tokens", drafts.cu_num_draft_tokens, list), *kinds):
+        if not isinstance(value, kind):
+            what = "a list of ints, on the host" if kind is list else "a tensor"
+            raise UserError(f"{refused} give {name} as {what}, got {type(value).__name__}; mend the proposer")
     limits = [item.max_draft_tokens for item in schedule.decoding]
     total = sum(counts)
     probs_shape = None if probs is None else list(probs.shape)

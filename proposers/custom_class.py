@@ -36,6 +36,10 @@ class CustomClassProposer(Proposer):
                 asked, remedy = f"{asked}, method.options ({', '.join(options)})", f"{remedy}, or mend method.options"
             raise UserError(f"method.model={model} must take {asked} and define propose: {error}; {remedy}") from error
 
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
     def propose(self, schedule: Schedule) -> DraftTokens:
         return self.inner.propose(schedule)
 

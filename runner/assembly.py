@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from proposers.base import Proposer, ProposerContext, proposer_class
+from proposers.base import Proposer, ProposerContext, check_tap_layers, proposer_class
 from runner.cache_size import num_cache_blocks
 from runner.config import SpeculativeConfig, SuffixMethod
 from runner.engine.backend import runs_kernels
@@ -106,6 +106,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
         target=info,
     )
     proposer = build_proposer(config, context, tokenizer)
+    check_tap_layers(proposer, info.model.num_layers)
     blocks = num_cache_blocks(
         hardware,
         target=target,

@@ -119,6 +119,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "counts that start late": (
         lambda: replace(GOOD, cu_num_draft_tokens=[1, 2, 3]), r"start cu_num_draft_tokens with 0, got \[1, 2, 3\]",
     ),
+    "counts as a tensor": (
+        lambda: replace(GOOD, cu_num_draft_tokens=torch.tensor([0, 2, 3])), r"as a list of ints, .*, got Tensor",
+    ),
+    "ids in a list": (lambda: replace(GOOD, token_ids=[1, 2, 3]), r"token_ids as a tensor, got list"),
+    "probs in a list": (lambda: replace(GOOD, probs=[[1.0]]), r"probs as a tensor, got list"),
     "no counts": (lambda: replace(GOOD, cu_num_draft_tokens=[]), r"start cu_num_draft_tokens with 0, got \[\]"),
     "another number of ids": (
         lambda: replace(GOOD, token_ids=torch.zeros(4, dtype=torch.int64)), r"token_ids of shape \[3\], got \[4\]",
@@ -169,7 +174,7 @@ def test_drafts_that_would_corrupt_the_step_are_refused_with_the_rule(
     given, rule = MISTAKES[mistake]
     llm = engines(custom("MistakenProposer"))
     monkeypatch.setattr(MistakenProposer, "given", given())
-    with pytest.raises(UserError, match=f"propose must .*{rule}.*; mend the proposer") as error:
+    with pytest.raises(UserError, match=f"^MistakenProposer.propose must .*{rule}.*; mend the proposer") as error:
         llm.generate(PROMPTS, PARAMS)
     assert "\n" not in str(error.value)
     llm.engine.block_manager.check_integrity([])
@@ -248,6 +253,15 @@ def test_a_custom_class_is_told_what_the_built_in_ones_are_told(engines: Engines
     assert "release 0" in inner.events
 
 
+def test_hidden_states_that_the_target_does_not_have_are_refused(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step raised KeyError: 3."""
+    monkeypatch.setattr(RecordingProposer, "tap_layers", (-1, 3))
+    with pytest.raises(UserError, match=r"^RecordingProposer\.tap_layers must hold -1 .* or 0 to 2, .*got \[-1, 3\]"):
+        engines(custom("RecordingProposer", num_speculative_tokens=5))
+
+
 def test_a_preempted_request_is_released_before_it_comes_back(engines: Engines) -> None:
     """A draft model that kept its count would take void blocks for its own: no token changes, every guess is wrong."""
     llm = engines(custom("RecordingProposer"), num_gpu_blocks_override=3)
@@ -286,3 +300,11 @@ def test_a_method_without_keys_of_its_own_is_one_file_and_one_yaml(
     assert (type(proposer).__name__, proposer.num_speculative_tokens) == ("ShyProposer", 2)
     with pytest.raises(UserError, match="got 'shyy'; did you mean 'shy'"):
         union.parse_method({"method": "shyy"})
+    with pytest.raises(UserError, match=r"window is an unknown key, got 3.*class in runner/config/ .* AnyMethod in"):
+        union.parse_method({"method": "shy", "window": 3})
+    (tmp_path / "method" / "shy.yaml").unlink()
+    with (
+        pytest.raises(UserError, match=r"got 'shy'; proposers/shy\.py wants a conf/method/shy\.yaml"),
+        Composer(config_dir=str(tmp_path)) as composer,
+    ):
+        composer.config(["method=shy"])

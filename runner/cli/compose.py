@@ -21,6 +21,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from proposers import available_methods
 from runner.cli.speculative_config import KEY, read_speculative_config
 from runner.config.problem import ConfigError, Problem, did_you_mean
 from runner.config.root import SpeculativeConfig
@@ -227,6 +228,8 @@ def _problem_of(error: Exception, overrides: list[str]) -> Problem:
         remedy = did_you_mean(option, error.options)
         if group == "method" and option in UNAVAILABLE_METHODS:
             remedy = f"{option} is not available yet"
+        elif group == "method" and option in available_methods():
+            remedy = f"proposers/{option}.py wants a conf/method/{option}.yaml beside the others; README.md has one"
         elif not remedy.startswith("did"):
             remedy = ""
         return Problem(name=group, rule=rule, value=option, remedy=remedy)

@@ -170,6 +170,9 @@ class MethodWithoutKeys(MethodConfig):
     """A method that is a file of proposers/ and no more: the common keys are all it has."""
 
     ignored_keys: ClassVar[tuple[str, ...]] = ("draft_sample_method",)
+    own_keys_remedy: ClassVar[str] = (
+        "keys of its own are fields of a class in runner/config/ that is a member of AnyMethod in method_union.py"
+    )
 
 
 def method_without_keys(name: str) -> type[MethodWithoutKeys]:

@@ -170,6 +170,8 @@ def _unknown_key(path: Sequence[str], node: type[BaseModel], schema: type[BaseMo
         if owners:
             return f"it is a key of {parent}: {parent}.{key}"
     if not _close(key, node.model_fields):
+        if remedy := str(getattr(node, "own_keys_remedy", "")):
+            return remedy
         siblings = node_classes(schema.model_fields[path[0]].annotation) if path[0] in schema.model_fields else []
         for sibling in siblings if len(siblings) > 1 else []:
             if close := _close(key, sibling.model_fields):
