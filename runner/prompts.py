@@ -81,7 +81,7 @@ class Tokenizer:
                 raise UserError(
                     "chat messages need a tokenizer with a chat template, and this one has none; pass the text itself"
                 )
-            text = self._apply_chat_template(list(prompt))
+            text = self._apply_chat_template([message for message in prompt if isinstance(message, Mapping)])
             return text, self._encode_text(text, add_special_tokens=False)
         raise UserError(f"{PROMPT_RULE}, got {type(prompt).__name__}")
 

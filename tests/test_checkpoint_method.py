@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from runner.config import ConfigError, SpeculativeConfig, parse_method
+from runner.config.checkpoint_method import misfit
 from runner.tiny import HEAD_NAMES
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
@@ -112,6 +113,10 @@ def test_a_method_that_contradicts_the_checkpoint_is_one_problem(tmp_path: Path)
             {"model": {"model": "t", "heads": {"medusa": {"model": model}}}, "method": {"method": "medusa"}}
         )
     assert str(raised.value) == f"model.heads.medusa.model {expected}"
+    of_a_new_method = misfit(model, "my_head")  # whose kind nothing here can name
+    assert of_a_new_method == expected.replace("medusa", "my_head").replace(
+        "a set of Medusa heads", "a drafter for method=my_head"
+    )
 
 
 def test_a_model_that_can_draft_in_one_pass_may_draft_token_by_token(tmp_path: Path) -> None:

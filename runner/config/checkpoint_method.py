@@ -28,6 +28,13 @@ KINDS = {
     "mlp_speculator": "an MLP speculator",
     "dflash": "a DFlash drafter",
 }
+
+
+def kind_of(method: str) -> str:
+    """What a method's checkpoint is called; a method that is new here has no name for its own yet."""
+    return KINDS.get(method, f"a drafter for method={method}")
+
+
 # Keys of config.json, or of the dflash_config in it, that mark a drafter which no method here runs.
 _FOREIGN_KEYS = {
     "markov_rank": "a DSpark drafter",
@@ -95,7 +102,7 @@ def misfit(model: str, method: str) -> str | None:
         return None
     if drafter.method is None:
         return _unavailable(model, drafter)
-    remedy = f"set method={drafter.method}, or name {KINDS[method]}"
+    remedy = f"set method={drafter.method}, or name {kind_of(method)}"
     return f"{model!r} is {drafter.kind}, got method={method}; {remedy}"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from runner.config.checkpoint_method import KINDS, misfit
+from runner.config.checkpoint_method import kind_of, misfit
 from runner.config.drafter_methods import DrafterMethod, DraftModelMethod, MtpMethod
 from runner.config.hardware import HardwareConfig
 from runner.config.method_union import (
@@ -155,7 +155,7 @@ class SpeculativeConfig(Node):
         problems = []
         is_inside = isinstance(self.method, MtpMethod)  # without a checkpoint of its own it is looked for in the target
         if self.method.model is None and self._default_drafter() is None and not is_inside:
-            kind = KINDS[self.method.method]
+            kind = kind_of(self.method.method)
             problems.append(
                 Problem(
                     name="method.model",
