@@ -32,6 +32,21 @@ def test_a_layout_is_captured_when_it_comes_again_and_replayed_from_then_on() ->
     assert int(store("b", compute, torch.tensor([5]))[0]) == 10 and calls.count("recorded") == 1
 
 
+def test_a_layout_whose_first_call_was_interrupted_is_not_captured_yet() -> None:
+    """A capture compiles nothing, and an interrupt comes where the wait is long: while the first call compiles."""
+    interrupts = iter([KeyboardInterrupt])
+
+    def compute() -> Tensors:
+        for interrupt in interrupts:
+            raise interrupt
+        return (torch.zeros(1),)
+
+    store = GraphStore(lambda *_: pytest.fail("it was captured"))
+    with pytest.raises(KeyboardInterrupt):
+        store("a", compute)
+    store("a", compute)
+
+
 def test_the_layouts_that_were_used_last_are_kept() -> None:
     """Outputs of 8 bytes each, room for two of them."""
     recordings: list[int] = []

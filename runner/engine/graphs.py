@@ -62,8 +62,9 @@ class GraphStore:
         graph = self._graphs.get(key)
         if graph is None:
             if key not in self._seen:
-                self._seen.add(key)
-                return compute(*inputs)
+                outputs = compute(*inputs)
+                self._seen.add(key)  # not before: an interrupt in it may leave kernels that are not compiled
+                return outputs
             graph = self._graphs[key] = self._record(compute, inputs)
             self._forget_oldest()
         self._graphs.move_to_end(key)
