@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,6 +31,7 @@ class EmulatedDevice:
         self._downloads: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, values), in the stream's order
         self._num_delivered = 0
         self.recording: Recording | None = None  # what a capture under way has recorded
+        self.recordings: WeakSet[Recording] = WeakSet()
         self.forbids_waiting = False
         self.variants: set[Hashable] = set()  # of kernels, as they were compiled
         self.graph_sizes: list[int] = []  # operations and launches of each captured graph

@@ -59,7 +59,8 @@ class Recording:
             return value.found() if isinstance(value, Outside) else value
 
         with plainly(), torch.inference_mode():
-            for tensor in self.own.values():  # other graphs of the pool have used it since
-                fill_with_garbage(tensor)
+            for recording in self.device.recordings:  # all of them share a pool, and use each other's memory
+                for tensor in recording.own.values():
+                    fill_with_garbage(tensor)
             for function, args, kwargs in self.work:
                 function(*tree_map(found, args), **tree_map(found, kwargs))

@@ -141,6 +141,9 @@ def test_memory_holds_nothing_of_use_until_it_is_written(emulated_gpu: EmulatedD
     graph: Graph = record_cuda_graph(compute, (counted(),))
     graph.replay()
     assert bool(graph.outputs[0][1].isnan()) and int(graph.outputs[0][0]) == 0
+    other = record_cuda_graph(compute, (counted(),))  # in the same pool
+    other.replay()
+    assert bool(graph.outputs[0].isnan().all())
 
 
 def test_a_graph_does_not_keep_what_it_reads(emulated_gpu: EmulatedDevice) -> None:

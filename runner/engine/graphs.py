@@ -57,7 +57,8 @@ class GraphStore:
         """compute(*inputs); calls of one key differ in what the inputs hold, and in nothing else.
 
         The first call of a key is made kernel by kernel: it compiles what is not compiled yet, and a layout that never
-        comes again is not worth a capture. The outputs of a later one are overwritten by the next of its key.
+        comes again is not worth a capture. The outputs of a later one lie in the pool that all graphs share: they hold
+        until the next replay of any graph.
         """
         graph = self._graphs.get(key)
         if graph is None:
