@@ -58,8 +58,10 @@ def test_the_layouts_that_were_used_last_are_kept() -> None:
     store = GraphStore(record, max_output_bytes=16)
     for key in (1, 2, 3):
         store(key, lambda number: (number,), torch.tensor(key))
-    for key in (1, 2, 1, 3, 1, 2):  # 3 takes the place of 2, and 2 that of 3
+    for key in (1, 2, 1, 3, 1, 2):  # 3 takes the place of 2, which is new again
         assert int(store(key, lambda number: (number,), torch.tensor(key))[0]) == key
+    assert recordings == [1, 2, 3]
+    store(2, lambda number: (number,), torch.tensor(2))
     assert recordings == [1, 2, 3, 2]
     recordings.clear()
     store = GraphStore(record, max_graphs=2)

@@ -82,7 +82,9 @@ class GraphStore:
                 return
             kept -= size
             # Nothing replays it now: capturing has just waited for the device.
-            self._graphs.popitem(last=False)
+            forgotten, _ = self._graphs.popitem(last=False)
+            # Where more layouts take turns than are kept, captures alone would cost more than launches one by one.
+            self._seen.discard(forgotten)
 
 
 def record_cuda_graph(compute: Compute, inputs: Tensors) -> Graph:
