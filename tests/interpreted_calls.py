@@ -1,12 +1,14 @@
-"""Calls between interpreted Triton functions, without the milliseconds that each spends on patching the language.
+"""Interpreted Triton functions, without the work that Triton's interpreter does again at every call and operation.
 
-Triton's interpreter replaces the builtins of triton.language when a kernel is launched, and again whenever that kernel
-calls another jitted function, tl.sum among them: most of what such a call costs. A launch's replacements hold until it
-ends, and what a call replaces beyond them (in tl.core) stays for good, so that once is enough for each function.
+It replaces the builtins of triton.language when a kernel is launched, and again whenever that kernel calls another
+jitted function, tl.sum among them: most of what such a call costs. A launch's replacements hold until it ends, and what
+a call replaces beyond them (in tl.core) stays for good, so that once is enough for each function. What it derives from
+a shape or a dtype it derives for each value of a kernel; few shapes and dtypes are met again and again.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,3 +28,41 @@ def patch_once(patch: pytest.MonkeyPatch) -> None:
         return first_call(function, *args, **kwargs)
 
     patch.setattr(InterpretedFunction, "__call__", call)
+
+
+def describe_once(patch: pytest.MonkeyPatch) -> None:
+    """Tensors of one shape share its description, types of one shape theirs, and a dtype is looked up by its name."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    find_dtype, init_type, init_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
+    dtypes = dict[str, Any]()
+    types, tensors = dict[tuple[int, ...], dict[str, Any]](), dict[tuple[int, ...], dict[str, Any]]()
+
+    def dtype_of(kind: Any) -> Any:
+        scalar = kind.scalar
+        if scalar.name not in dtypes:
+            dtypes[scalar.name] = find_dtype(scalar)
+        return dtypes[scalar.name]
+
+    def new_type(block_type: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
+        if key not in types:
+            init_type(block_type, element_ty, shape)  # which checks the shape
+            types[key] = {name: vars(block_type)[name] for name in vars(block_type).keys() - {"element_ty", "name"}}
+        vars(block_type).update(types[key], element_ty=element_ty, name=f"<{key}, {element_ty}>")
+
+    def new_tensor(tensor: Any, handle: Any, kind: Any) -> None:
+        key = tuple(kind.shape) if kind.is_block() else ()
+        if key not in tensors:
+            init_tensor(tensor, handle, kind)
+            tensors[key] = {name: vars(tensor)[name] for name in vars(tensor).keys() - {"handle", "type", "dtype"}}
+        vars(tensor).update(tensors[key], handle=handle, type=kind, dtype=kind.scalar)
+
+    # Whether an integer overflows is computed for device asserts alone, and without `debug` these do nothing.
+    assert not builder.options.debug
+    patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    patch.setattr(interpreter, "_get_np_dtype", dtype_of)
+    patch.setattr(core.block_type, "__init__", new_type)
+    patch.setattr(core.tensor, "__init__", new_tensor)
