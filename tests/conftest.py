@@ -120,6 +120,14 @@ def complete(
     return requests, metrics
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what compiles the draft-free methods' indices, half a minute of work in a fresh checkout.
+
+    Workers begin at different places: while one compiles, none of the others comes to a test that needs the same.
+    """
+    items.sort(key=lambda item: item.path.name not in ("test_ngram.py", "test_suffix.py"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
