@@ -249,38 +249,43 @@ def test_an_interrupted_sweep_is_killed_and_still_compares_what_ran(uri: str, cl
     assert len(client.list_artifacts(parent.run_id)) == 2
 
 
-def test_processes_may_open_a_fresh_database_at_once(tmp_path: Path) -> None:
+def test_processes_may_open_a_fresh_database_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Without a lock, the migrations of MLflow 3.17 race: all fail, and the file stays broken for every later run.
 
     The same runs show that a parent reaches jobs in other processes, and that creating a database is silent.
     """
     code = """
+import sys
+from mlflow import MlflowClient
 from runner.tracking import open_tracker
+print("ready", flush=True)
+sys.stdin.readline()
 with open_tracker("mlflow", experiment_name="fresh") as tracker:
     tracker.log_summary({"speedup": 2.0})
 print(tracker.run_id)
 """
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), PARENT_RUN_ENV: "0" * 32}
-    environment.pop("MLFLOW_TRACKING_URI", None)
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for _ in range(2)
-    ]
-    outputs = [job.communicate(timeout=120) for job in jobs]
-    assert [job.returncode for job in jobs] == [0] * 2, outputs
-    assert [error for _, error in outputs] == [""] * 2
-    from mlflow import MlflowClient
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv(PARENT_RUN_ENV, "0" * 32)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as job:
+        from mlflow import MlflowClient
 
+        assert job.stdout and job.stdout.readline() == "ready\n", job.communicate(timeout=120)
+        capfd.readouterr()
+        assert job.stdin
+        job.stdin.write("go\n")
+        job.stdin.flush()
+        with open_tracker("mlflow", experiment_name="fresh") as tracker:
+            tracker.log_summary({"speedup": 2.0})
+        output, error = job.communicate(timeout=120)
+    assert (job.returncode, error, capfd.readouterr()) == (0, "", ("", ""))
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    for output, _ in outputs:
-        run = client.get_run(output.strip())
+    for run_id in (output.strip(), tracker.run_id):
+        run = client.get_run(run_id)
         assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", "0" * 32)
 
 
