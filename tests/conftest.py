@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,6 +127,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Workers begin at different places: while one compiles, none of the others comes to a test that needs the same.
     """
     items.sort(key=lambda item: item.path.name not in ("test_ngram.py", "test_suffix.py"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is no garbage: collections need not go over its million objects each time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(scope="session", autouse=True)
