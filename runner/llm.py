@@ -166,13 +166,14 @@ class LLM:
         metrics: MetricsCollector,
         *,
         max_concurrency: int | None = None,  # requests in flight at most; None: no bound
+        max_draft_tokens: int | None = None,  # of a request in a step, at most; None: as the configuration says
         arrivals: Sequence[float] | None = None,  # s after the start, ascending; None: as soon as there is room
         categories: Mapping[str, str] | None = None,  # request_id -> category, for the breakdown
         observer: Observer | None = None,
     ) -> RequestTraces:
         """Bring requests to their end with one proposer; a request that cannot run fails and the rest go on."""
         self._check_idle()
-        scheduler = self.scheduler_for(proposer)
+        scheduler = self.scheduler_for(proposer, max_draft_tokens)
         traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
         steps = StepLoop(self.engine, scheduler, proposer, metrics, traces)
         self._to_abort.clear()
@@ -219,9 +220,12 @@ class LLM:
             self.engine.grammars.close(request.request_id)
         return reasons
 
-    def scheduler_for(self, proposer: Proposer) -> Scheduler:
+    def scheduler_for(self, proposer: Proposer, max_draft_tokens: int | None = None) -> Scheduler:
         """An empty schedule over the engine's cache; for those who drive a StepLoop themselves."""
         engine, hardware = self.engine, self.config.hardware
+        num_speculative_tokens = proposer.num_speculative_tokens
+        if max_draft_tokens is not None:
+            num_speculative_tokens = min(num_speculative_tokens, max_draft_tokens)
         return Scheduler(
             block_manager=engine.block_manager,
             stop_rules=StopRules(
@@ -233,7 +237,7 @@ class LLM:
             max_num_seqs=hardware.max_num_seqs,
             max_num_batched_tokens=hardware.max_num_batched_tokens,
             enable_chunked_prefill=hardware.enable_chunked_prefill,
-            num_speculative_tokens=proposer.num_speculative_tokens,
+            num_speculative_tokens=num_speculative_tokens,
             num_speculative_tokens_per_batch_size=self.config.method.num_speculative_tokens_per_batch_size or (),
             disable_by_batch_size=self.config.method.disable_by_batch_size,
         )

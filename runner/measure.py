@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,27 +16,17 @@ import torch
 from proposers.base import Proposer
 from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
-from runner.engine.request import Request
-from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.machine import describe_run
-from runner.metrics import (
-    CoreWait,
-    MetricsCollector,
-    RequestRecord,
-    core_wait_notes,
-    count_identical,
-    in_parts_notes,
-)
+from runner.metrics import MetricsCollector, RequestRecord, core_wait_notes, count_identical, in_parts_notes
 from runner.metrics.repeats import middle_repeat, over_repeats
 from runner.outputs import logprob_fields
+from runner.passes import Pass, run_pass, warm_up
 from runner.promise import kept_by_rule, kept_by_run, promise_notes
-from runner.prompts import make_requests
 from runner.report import RunProgress
-from runner.workload import WorkloadItem, arrival_times, unread_note
+from runner.workload import WorkloadItem, unread_note
 
 MAX_FAILURES_SHOWN = 3
-WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code path and cache first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +63,19 @@ def measure(
     if shared is not None and config.baseline and not is_plain:
         baseline = shared.baseline_for(config)
     runs_plain = config.baseline and not is_plain and baseline is None
-    _warm_up(llm, items, [*([engine.plain_proposer] if runs_plain else []), engine.proposer])
-    plain, passes = [] if baseline is None else [baseline.metrics], list[_Pass]()
+    warm_up(llm, items, [*([engine.plain_proposer] if runs_plain else []), engine.proposer])
+    plain, passes = [] if baseline is None else [baseline.metrics], list[Pass]()
     for repeat in range(config.repeats):
         turn = f", repeat {repeat + 1} of {config.repeats}" if config.repeats > 1 else ""
         if runs_plain:
             plain.append(MetricsCollector())
-            _run_once(llm, engine.plain_proposer, items, f"plain decoding{turn}", plain[-1])
+            _run(llm, engine.plain_proposer, items, f"plain decoding{turn}", plain[-1])
         if repeat:
             engine.proposer.restart()
         collector = MetricsCollector()
         if collectors is not None:
             collectors.append(collector)
-        passes.append(_run_once(llm, engine.proposer, items, f"{method}{turn}", collector))
+        passes.append(_run(llm, engine.proposer, items, f"{method}{turn}", collector))
     summaries = _summaries(llm, items, passes, plain, baseline.point if baseline else None)
     if not summaries[0]["num_requests"]:
         raise UserError(f"no request of the workload could run; {summaries[0]['notes'][-1]}")
@@ -106,58 +96,22 @@ def measure(
     )
 
 
-def workload_requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> list[Request]:
-    """The requests of all items; a line's own sampling parameters stand in place of these."""
-    own = list[SamplingParams]()
-    for index, item in enumerate(items):
-        try:
-            own.append(replace(params, **item.sampling))
-        except ValueError as error:  # the two may contradict each other: min_tokens, say, comes from sampler
-            raise UserError(f"prompt {index} of the workload: {error}; mend its line, or sampler") from error
-    return make_requests([item.prompt for item in items], own, llm.engine.tokenizer, llm.config.seed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pass:
-    """All requests of the workload, once."""
-
-    metrics: MetricsCollector
-    requests: list[Request]
-    errors: dict[str, str]  # request_id -> why it failed
-
-
-def _run_once(
-    llm: LLM, proposer: Proposer, items: Sequence[WorkloadItem], title: str, metrics: MetricsCollector
-) -> _Pass:
-    requests = workload_requests(llm, items, llm.config.sampler.to_sampling_params())
-    categories = {
-        request.request_id: category
-        for request in requests
-        if (category := items[request.prompt_index].category) is not None
-    }
-    workload, arrivals = llm.config.workload, None
-    if workload.request_rate is not None:
-        times = arrival_times(len(items), workload.request_rate, llm.config.seed)
-        arrivals = [times[request.prompt_index] for request in requests]
-    core_wait = CoreWait()
-    with RunProgress(title, len(requests)) as progress:
-        traces = llm.run(
-            requests,
+def _run(llm: LLM, proposer: Proposer, items: Sequence[WorkloadItem], title: str, metrics: MetricsCollector) -> Pass:
+    with RunProgress(title, len(items) * llm.config.sampler.n) as progress:
+        return run_pass(
+            llm,
             proposer,
+            items,
             metrics,
-            max_concurrency=workload.max_concurrency,
-            arrivals=arrivals,
-            categories=categories,
+            max_concurrency=llm.config.workload.max_concurrency,
             observer=progress.update,
         )
-    metrics.core_wait_share = core_wait.share()
-    return _Pass(metrics=metrics, requests=requests, errors=traces.errors)
 
 
 def _summaries(
     llm: LLM,
     items: Sequence[WorkloadItem],
-    passes: Sequence[_Pass],
+    passes: Sequence[Pass],
     plain: Sequence[MetricsCollector],
     measured_in: str | None,
 ) -> list[dict[str, Any]]:
@@ -202,23 +156,6 @@ def _summaries(
         )
         for each, baseline in zip(passes, baselines, strict=True)
     ]
-
-
-def _warm_up(llm: LLM, items: Sequence[WorkloadItem], proposers: Sequence[Proposer]) -> None:
-    params = llm.config.sampler.to_sampling_params()
-    short = SamplingParams(
-        temperature=params.temperature,
-        max_tokens=WARM_UP_TOKENS,
-        ignore_eos=True,
-        structured_outputs=params.structured_outputs,  # compiled here, not in a measured request's first token
-    )
-    first = [replace(item, sampling={}) for item in items[:2]]
-    for proposer in proposers:
-        proposer.set_learning(False)  # a method that learned the answers here would be measured too fast
-        try:
-            llm.run(workload_requests(llm, first, short), proposer, MetricsCollector())
-        finally:
-            proposer.set_learning(True)
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -12,9 +12,10 @@ from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 from runner.llm import LLM
 from runner.machine import describe_run
-from runner.measure import measure, workload_requests
+from runner.measure import measure
 from runner.metrics import MetricsCollector
 from runner.model_files import model_path
+from runner.passes import workload_requests
 from runner.promise import kept_by_rule, kept_by_run
 from runner.report import open_console, print_summary
 from runner.results import (

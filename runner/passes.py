@@ -1,0 +1,91 @@
+"""One pass over a workload: all of its requests, brought to their end by one proposer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from proposers.base import Proposer
+from runner.engine.errors import UserError
+from runner.engine.request import Request
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM, Observer
+from runner.metrics import CoreWait, MetricsCollector
+from runner.prompts import make_requests
+from runner.workload import WorkloadItem, arrival_times
+
+WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code path and cache first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """All requests of the workload, once."""
+
+    metrics: MetricsCollector
+    requests: list[Request]
+    errors: dict[str, str]  # request_id -> why it failed
+
+
+def run_pass(
+    llm: LLM,
+    proposer: Proposer,
+    items: Sequence[WorkloadItem],
+    metrics: MetricsCollector,
+    *,
+    max_concurrency: int | None,  # requests in flight at most; None: no bound
+    max_draft_tokens: int | None = None,  # as LLM.run
+    observer: Observer | None = None,
+) -> Pass:
+    """Samples as the configuration says, and lets requests arrive at its request_rate."""
+    requests = workload_requests(llm, items, llm.config.sampler.to_sampling_params())
+    categories = {
+        request.request_id: category
+        for request in requests
+        if (category := items[request.prompt_index].category) is not None
+    }
+    request_rate, arrivals = llm.config.workload.request_rate, None
+    if request_rate is not None:
+        times = arrival_times(len(items), request_rate, llm.config.seed)
+        arrivals = [times[request.prompt_index] for request in requests]
+    core_wait = CoreWait()
+    traces = llm.run(
+        requests,
+        proposer,
+        metrics,
+        max_concurrency=max_concurrency,
+        max_draft_tokens=max_draft_tokens,
+        arrivals=arrivals,
+        categories=categories,
+        observer=observer,
+    )
+    metrics.core_wait_share = core_wait.share()
+    return Pass(metrics=metrics, requests=requests, errors=traces.errors)
+
+
+def workload_requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> list[Request]:
+    """The requests of all items; a line's own sampling parameters stand in place of these."""
+    own = list[SamplingParams]()
+    for index, item in enumerate(items):
+        try:
+            own.append(replace(params, **item.sampling))
+        except ValueError as error:  # the two may contradict each other: min_tokens, say, comes from sampler
+            raise UserError(f"prompt {index} of the workload: {error}; mend its line, or sampler") from error
+    return make_requests([item.prompt for item in items], own, llm.engine.tokenizer, llm.config.seed)
+
+
+def warm_up(llm: LLM, items: Sequence[WorkloadItem], proposers: Sequence[Proposer]) -> None:
+    """A few tokens of the first prompts, untimed, with each of the proposers, which learn nothing by them."""
+    params = llm.config.sampler.to_sampling_params()
+    short = SamplingParams(
+        temperature=params.temperature,
+        max_tokens=WARM_UP_TOKENS,
+        ignore_eos=True,
+        structured_outputs=params.structured_outputs,  # compiled here, not in a measured request's first token
+    )
+    first = [replace(item, sampling={}) for item in items[:2]]
+    for proposer in proposers:
+        proposer.set_learning(False)  # a method that learned the answers here would be measured too fast
+        try:
+            llm.run(workload_requests(llm, first, short), proposer, MetricsCollector())
+        finally:
+            proposer.set_learning(True)
