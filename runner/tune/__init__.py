@@ -1,0 +1,1 @@
+"""Finds the number of speculative tokens for each load: `python -m runner.tune`."""

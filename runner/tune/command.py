@@ -1,0 +1,238 @@
+"""python -m runner.tune: finds how many tokens a method should guess at every load, by measuring.
+
+Takes the groups and keys of `python -m runner` (model=, method=, workload=, sampler=, hardware=, seed=). Runs the
+workload at several batch sizes, in place of workload.max_concurrency, with several numbers of speculative tokens, in
+turns on one engine. Prints the speed-ups over plain decoding, and the overrides that give every load its best number
+(method.num_speculative_tokens_per_batch_size). The texts of all passes are compared: they are the same, whatever the
+batch and the number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from runner.cli.arguments import at_least
+from runner.cli.compose import Composer
+from runner.cli.screen import INTERRUPT_STATUS, show_error
+from runner.config import SpeculativeConfig, SyntheticWorkload
+from runner.config.problem import ConfigError, Problem
+from runner.engine.errors import UserError
+from runner.tune.load_table import load_table, method_keys
+
+if TYPE_CHECKING:  # --help answers without torch
+    from runner.llm import LLM
+    from runner.tune.grid import Grid
+    from runner.workload import WorkloadItem
+
+RESULT_FILE, PICTURE_FILE = "tuning.json", "tuning.png"
+TUNED = ("num_speculative_tokens_per_batch_size", "disable_by_batch_size")  # keys of a method
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    try:
+        _run(options)
+    except UserError as error:
+        return show_error(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPT_STATUS
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    config = _read_config(options)
+    from runner.tracking import open_tracker
+    from runner.tune.grid import Grid
+
+    llm, items = _load(config)
+    batch_sizes = _batch_sizes(options, config, len(items) * config.sampler.n)
+    grid = Grid(batch_sizes=batch_sizes, num_speculative_tokens=_numbers_of_tokens(options, config))
+    output = options.output or Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f-tuning"))
+    tracker = open_tracker(
+        config.tracking,
+        output_dir=output,
+        tracking_uri=config.tracking_uri,
+        experiment_name=config.experiment_name,
+        run_name=config.run_name or f"{Path(config.model.model).name}-{config.method.method}-tuning",
+        tags={"method": config.method.method, "model": config.model.model, "workload": config.workload.name},
+    )
+    with tracker:
+        tracker.log_params(config.model_dump(mode="json"))
+        try:
+            _measure(grid, llm, items, options.repeats)
+        finally:  # an interrupt leaves the repeats that were complete
+            if grid.num_repeats:
+                result, files = _report(grid, llm, items, options, output)
+                tracker.log_summary(result)
+                tracker.log_artifacts(files)
+    if tracker.location is not None:
+        print(f"tracked: {tracker.location}")
+
+
+def _read_config(options: argparse.Namespace) -> SpeculativeConfig:
+    """The run that is tuned, with as many speculative tokens as the most that are tried.
+
+    Raises:
+        UserError: there is nothing to tune, or what is to be found is given already.
+    """
+    overrides = list(options.overrides)
+    if options.num_speculative_tokens:
+        overrides.append(f"method.num_speculative_tokens={max(options.num_speculative_tokens)}")
+    with Composer() as composer:
+        config = composer.config(overrides)
+    method, workload, problems = config.method, config.workload, list[Problem]()
+    if method.method == "none" or method.num_speculative_tokens == 0:
+        rule, remedy = "must guess tokens", "add method=ngram, say, or raise method.num_speculative_tokens"
+        problems.append(Problem(name="method", rule=rule, value=method.method, remedy=remedy))
+    remedy = "leave it out: it is what is looked for"
+    given = [(key, value) for key in TUNED if (value := getattr(method, key)) is not None]
+    problems += [Problem(name=f"method.{key}", rule="must be null", value=v, remedy=remedy) for key, v in given]
+    if (rate := workload.request_rate) is not None:
+        remedy = "leave it out: a batch has to stay full to be measured"
+        problems.append(Problem(name="workload.request_rate", rule="must be null", value=rate, remedy=remedy))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _load(config: SpeculativeConfig) -> tuple[LLM, list[WorkloadItem]]:
+    from runner.llm import LLM
+    from runner.report import open_console
+    from runner.workload import read_workload, synthetic_workload
+
+    workload = config.workload
+    # A file is read before a model is loaded, so that a wrong path shows at once.
+    items = None if isinstance(workload, SyntheticWorkload) else read_workload(workload)
+    with open_console(stderr=True).status(f"loading {config.model.model} and method={config.method.method}"):
+        llm = LLM.from_config(config)
+    if items is None:
+        assert isinstance(workload, SyntheticWorkload)
+        items = synthetic_workload(workload, llm.engine.target_info.model.vocab_size)
+    return llm, items
+
+
+def _batch_sizes(options: argparse.Namespace, config: SpeculativeConfig, num_requests: int) -> list[int]:
+    most = min(config.hardware.max_num_seqs, num_requests)
+    sizes = sorted(set(options.batch_sizes or [2**power for power in range(0, 9, 2) if 2 * 2**power <= most] or [1]))
+    if sizes[-1] > most:
+        raise UserError(
+            f"--batch-sizes must be <= {most}, the smaller of hardware.max_num_seqs and the workload's {num_requests} "
+            f"requests, got {sizes[-1]}; raise them, or leave this size out"
+        )
+    return sizes
+
+
+def _numbers_of_tokens(options: argparse.Namespace, config: SpeculativeConfig) -> list[int]:
+    """With 0, plain decoding, which the others are compared with."""
+    most = config.method.num_speculative_tokens
+    halves = [2**power for power in range(most.bit_length()) if 2**power < most]
+    return sorted({0, *(options.num_speculative_tokens or [*halves, most])})
+
+
+def _measure(grid: Grid, llm: LLM, items: Sequence[WorkloadItem], repeats: int) -> None:
+    num_requests = len(items) * llm.config.sampler.n
+    total, seconds = (repeats + 1) * len(grid.places) * num_requests, 0.2 if sys.stderr.isatty() else 30.0
+    with tqdm(total=total, unit="request", mininterval=seconds) as bar:
+
+        def report(title: str, num_ended: int) -> None:
+            bar.set_description(title, refresh=False)
+            bar.update(num_ended)
+
+        grid.measure(llm, items, repeats=repeats, report=report)
+
+
+def _report(
+    grid: Grid, llm: LLM, items: Sequence[WorkloadItem], options: argparse.Namespace, output: Path
+) -> tuple[dict[str, Any], list[Path]]:
+    """Prints what was found and writes the files; returns what a tracker records, and the paths."""
+    from runner.machine import describe_run
+    from runner.metrics import core_wait_notes
+    from runner.promise import kept_by_rule, kept_by_run, promise_notes
+    from runner.report import open_console
+    from runner.results import write_metrics
+    from runner.tune.report import draw_grid, grid_as_json, print_grid
+    from runner.workload import unread_note
+
+    config, engine, console = llm.config, llm.engine, open_console()
+    keeps_tokens = kept_by_rule(config, items) == "tokens"
+    share = max(grid.core_wait_shares, default=None)
+    keys = method_keys(load_table({s: grid.best(s) for s in grid.batch_sizes}, config.hardware.max_num_seqs))
+    result = {
+        "method": config.method.method,
+        "lossless": kept_by_run(config, engine, items),
+        "repeats": grid.num_repeats,
+        "is_complete": grid.num_repeats == options.repeats,  # false: interrupted
+        "grid": grid_as_json(grid),
+        "mean_acceptance_length": {str(n): grid.mean_acceptance_length(n) for n in grid.num_speculative_tokens},
+        "identical": grid.identical if keeps_tokens else None,
+        "core_wait_share": share,
+        "best": keys,
+        "machine": describe_run(engine),
+        "notes": [*config.notes(), *promise_notes(config, engine, items), *unread_note(items), *core_wait_notes(share)],
+    }
+    title = f"{config.model.model}, method={config.method.method}: speed-up over plain decoding"
+    print_grid(grid, title=title, identical_texts=result["identical"], console=console)
+    for note in result["notes"]:
+        console.print(f" note: {note}", style="yellow", highlight=False, soft_wrap=True)
+    print(_use_it(options.overrides, keys))
+    output.mkdir(parents=True, exist_ok=True)
+    files = [output / RESULT_FILE]
+    write_metrics(files[0], {**result, "config": config.model_dump(mode="json")})
+    if draw_grid(output / PICTURE_FILE, grid, title=title):
+        files.append(output / PICTURE_FILE)
+    print("\n".join(f"file: {path}" for path in files))
+    return result, files
+
+
+def _use_it(overrides: Sequence[str], keys: dict[str, Any]) -> str:
+    if keys["num_speculative_tokens"] == 0:
+        return "no number of guesses pays at these batch sizes: method=none"
+    kept = [each for each in overrides if not each.startswith("method.num_speculative_tokens")]
+    found = [f"method.{key}={value}".replace(" ", "") for key, value in keys.items()]
+    return f"use it: python -m runner {shlex.join([*kept, *found])}"
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m runner.tune",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        epilog="example:\n"
+        "  python -m runner.tune method=draft_model --num-speculative-tokens 1,2,4,8 --batch-sizes 1,4,16\n\n"
+        "A pass runs the whole workload; there are (repeats + 1) x batch sizes x numbers of tokens of them.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="group=option|key=value", help="as for python -m runner")
+    parser.add_argument(
+        "--batch-sizes",
+        type=_numbers(1),
+        metavar="N,...",
+        help="requests at once (default: 1, 4, 16, 64, 256, as far as the workload has twice as many)",
+    )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=_numbers(0),
+        metavar="K,...",
+        help="numbers to try, beside 0 (default: powers of two up to method.num_speculative_tokens, and it)",
+    )
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=3, metavar="N", help="timed passes of each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help=f"for {RESULT_FILE} and {PICTURE_FILE} (default: a new one in runs/)"
+    )
+    return parser.parse_intermixed_args(argv)  # an override may stand behind an option
+
+
+def _numbers(minimum: int) -> Callable[[str], list[int]]:
+    """An argparse type: integers from the minimum on, between commas."""
+    number = at_least(minimum)
+    return lambda text: [number(each) for each in text.split(",")]

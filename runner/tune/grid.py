@@ -1,0 +1,125 @@
+"""What every number of speculative tokens is worth at every batch size: passes over one workload, on one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+
+from runner.engine.errors import UserError
+from runner.llm import LLM
+from runner.metrics import MetricsCollector
+from runner.metrics.totals import DraftTotals
+from runner.passes import Pass, run_pass, warm_up
+from runner.workload import WorkloadItem
+
+Place = tuple[int, int]  # batch size, speculative tokens
+Report = Callable[[str, int], None]  # what is running, and how many of its requests have just ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Measurements at every place; `measure` fills it as it goes, and an interrupt leaves what there is."""
+
+    batch_sizes: Sequence[int]
+    num_speculative_tokens: Sequence[int]  # ascending; the first is 0, plain decoding with the same engine
+    # Of each repeat: tokens/s over the steps in which as many requests as the batch size got tokens.
+    tokens_per_second: dict[Place, list[float]] = field(default_factory=dict)
+    drafts: dict[int, DraftTotals] = field(default_factory=dict)  # speculative tokens -> of all passes
+    core_wait_shares: list[float] = field(default_factory=list)  # of passes, where the system tells them
+    texts: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)  # request_id -> its texts in all passes
+
+    @property
+    def places(self) -> list[Place]:
+        return [(size, count) for size in self.batch_sizes for count in self.num_speculative_tokens]
+
+    @property
+    def num_repeats(self) -> int:
+        """Those in which every place was measured."""
+        return min(len(self.tokens_per_second.get(place, ())) for place in self.places)
+
+    def speedups(self, place: Place) -> list[float]:
+        """Over plain decoding at the same batch size, repeat by repeat."""
+        ours, plain = (self.tokens_per_second[each][: self.num_repeats] for each in (place, (place[0], 0)))
+        return [one / other for one, other in zip(ours, plain, strict=True)]
+
+    def best(self, batch_size: int) -> int:
+        """The number of speculative tokens with the highest median speed-up; of equals the smallest."""
+        return max(self.num_speculative_tokens, key=lambda count: median(self.speedups((batch_size, count))))
+
+    def is_close(self, batch_size: int) -> bool:
+        """Whether the repeats of another number reach into those of the best one."""
+        best = self.best(batch_size)
+        lowest = min(self.speedups((batch_size, best)))
+        return any(
+            max(self.speedups((batch_size, count))) >= lowest for count in self.num_speculative_tokens if count != best
+        )
+
+    def mean_acceptance_length(self, num_speculative_tokens: int) -> float | None:
+        totals = self.drafts.get(num_speculative_tokens, DraftTotals())
+        return 1 + totals.num_accepted_tokens / totals.num_drafts if totals.num_drafts else None
+
+    @property
+    def identical(self) -> dict[str, int]:
+        """Requests, and how many of them got the very same tokens in all passes."""
+        return {"requests": len(self.texts), "identical": sum(len(texts) == 1 for texts in self.texts.values())}
+
+    def measure(self, llm: LLM, items: Sequence[WorkloadItem], *, repeats: int, report: Report) -> None:
+        """Every place in turn, then all of them again, so that a machine whose speed drifts favours none.
+
+        A round before the first repeat is not timed: it compiles and captures what the others run. Every pass begins
+        with what the proposer knew when it was built.
+
+        Raises:
+            UserError: a request failed, or a batch size was never reached.
+        """
+        warm_up(llm, items, [llm.engine.proposer])
+        for repeat in range(-1, repeats):
+            turn = f"repeat {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up"
+            for batch_size, count in self.places:
+                title = f"{turn}, batch size {batch_size}, {count} tokens"
+                one = _pass_of(llm, items, batch_size, count, partial(report, title))
+                if repeat >= 0:
+                    self._add(batch_size, count, one)
+
+    def _add(self, batch_size: int, count: int, one: Pass) -> None:
+        full = [point for point in one.metrics.step_points if point.num_requests == batch_size]
+        if not full:
+            raise UserError(
+                f"--batch-sizes: {batch_size} requests never got tokens in one step; give the KV cache more room "
+                "(hardware.gpu_memory_utilization), or leave this size out"
+            )
+        tokens, seconds = sum(point.num_output_tokens for point in full), sum(point.total_seconds for point in full)
+        self.tokens_per_second.setdefault((batch_size, count), []).append(tokens / seconds)
+        self.drafts.setdefault(count, DraftTotals()).add(one.metrics.records)
+        if (share := one.metrics.core_wait_share) is not None:
+            self.core_wait_shares.append(share)
+        for record in one.metrics.records:
+            self.texts.setdefault(record.request_id, set()).add(tuple(record.token_ids))
+
+
+def _pass_of(
+    llm: LLM, items: Sequence[WorkloadItem], batch_size: int, count: int, on_ended: Callable[[int], None]
+) -> Pass:
+    num_known = 0
+
+    def observe(metrics: MetricsCollector) -> None:
+        nonlocal num_known
+        if metrics.num_finished_requests > num_known:
+            on_ended(metrics.num_finished_requests - num_known)
+            num_known = metrics.num_finished_requests
+
+    llm.engine.proposer.restart()
+    one = run_pass(
+        llm,
+        llm.engine.proposer,
+        items,
+        MetricsCollector(),
+        max_concurrency=batch_size,
+        max_draft_tokens=count,
+        observer=observe,
+    )
+    for request_id, reason in one.errors.items():
+        raise UserError(f"every request of the workload must run, but request {request_id} failed: {reason}")
+    return one

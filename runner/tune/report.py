@@ -1,0 +1,100 @@
+"""What a person sees of a grid: speed-ups as a table and as a picture, and what to set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from runner.report.text import identical, identical_style, number, speedup_style, times
+from runner.tune.grid import Grid
+
+
+def print_grid(grid: Grid, *, title: str, identical_texts: Mapping[str, int] | None, console: Console) -> None:
+    """A row a batch size, a column a number of tokens, median over lowest and highest; the best carries a star."""
+    drafted = grid.num_speculative_tokens[1:]
+    console.print(Text(title, "bold"), soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    for heading in ("batch\nsize", "plain\ntokens/s", *(f"{count}\ntoken{'s' * (count > 1)}" for count in drafted)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for size in grid.batch_sizes:
+        plain = grid.tokens_per_second[size, 0][: grid.num_repeats]
+        first = _cell(f"{median(plain):,.1f}", plain, "{:,.1f}", "", is_best=grid.best(size) == 0)
+        table.add_row(str(size), first, *(_speedup(grid, size, count) for count in drafted))
+    lengths = (number(grid.mean_acceptance_length(count), "{:.2f}") for count in drafted)
+    table.add_section()
+    table.add_row(Text("length", "dim"), "", *lengths)
+    console.print(table, crop=False)
+    console.print(Text(" * best at its batch size. length: mean acceptance length", "dim"))
+    if close := [str(size) for size in grid.batch_sizes if grid.is_close(size)]:
+        where = f"batch size{'s' * (len(close) > 1)} {', '.join(close)}"
+        console.print(
+            Text(f" at {where} others reach into the best one's range; more --repeats tell them apart", "dim")
+        )
+    if identical_texts is not None:
+        line = f" identical in every pass, whatever the batch and the tokens: {identical(identical_texts)}"
+        console.print(Text(line, identical_style(identical_texts)))
+
+
+def _speedup(grid: Grid, size: int, count: int) -> Text:
+    values = grid.speedups((size, count))
+    middle = median(values)
+    return _cell(times(middle), values, "{:.2f}", speedup_style(middle), is_best=grid.best(size) == count)
+
+
+def _cell(text: str, values: Sequence[float], pattern: str, style: str, *, is_best: bool) -> Text:
+    cell = Text(f"* {text}" if is_best else text, style)
+    if len(values) > 1:
+        cell.append(f"\n{pattern.format(min(values))}-{pattern.format(max(values))}", "dim not bold")
+    return cell
+
+
+def draw_grid(path: Path, grid: Grid, *, title: str) -> bool:
+    """Speed-up over batch size, a line a number of tokens. False where there is no matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot, so no display and no global state
+    except ModuleNotFoundError:
+        return False
+    figure = Figure(figsize=(8, 4.8), layout="constrained", dpi=140)
+    panel = figure.subplots()
+    panel.axhline(1.0, color="#888888", linewidth=1, linestyle="--", label="plain decoding")
+    for count in grid.num_speculative_tokens[1:]:
+        spreads = [grid.speedups((size, count)) for size in grid.batch_sizes]
+        middles = [median(values) for values in spreads]
+        below = [middle - min(values) for middle, values in zip(middles, spreads, strict=True)]
+        above = [max(values) - middle for middle, values in zip(middles, spreads, strict=True)]
+        label = f"{count} token{'s' * (count > 1)}"
+        panel.errorbar(grid.batch_sizes, middles, yerr=(below, above), marker="o", capsize=3, label=label)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(grid.batch_sizes, [str(size) for size in grid.batch_sizes])
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("batch size")
+    panel.set_ylabel("speed-up over plain decoding")
+    panel.set_title(title, fontsize=11, loc="left")
+    panel.grid(color="#e5e5e5")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False)
+    figure.savefig(path)
+    return True
+
+
+def grid_as_json(grid: Grid) -> list[dict[str, Any]]:
+    return [
+        {
+            "batch_size": size,
+            "num_speculative_tokens": count,
+            "tokens_per_second": _spread(grid.tokens_per_second[size, count][: grid.num_repeats]),
+            "speedup": _spread(grid.speedups((size, count))),
+        }
+        for size, count in grid.places
+    ]
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": median(values), "lowest": min(values), "highest": max(values)}
