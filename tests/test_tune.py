@@ -116,6 +116,7 @@ def test_an_interrupt_keeps_the_repeats_that_were_complete(
         (["method.disable_by_batch_size=4"], "method.disable_by_batch_size must be null, got 4"),
         (["workload.request_rate=2"], "workload.request_rate must be null, got 2.0"),
         (["--batch-sizes", "1,3"], "--batch-sizes must be <= 2, the smaller of hardware.max_num_seqs"),
+        (["--output", "/dev/null/tuned"], "--output must be a directory that can be made, got '/dev/null/tuned'"),
         (["workload=jsonl", "workload.path=/nowhere.jsonl", "~workload.limit"], "/nowhere.jsonl"),
     ],
 )

@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> None:
     llm, items = _load(config)
     batch_sizes = _batch_sizes(options, config, len(items) * config.sampler.n)
     grid = Grid(batch_sizes=batch_sizes, num_speculative_tokens=_numbers_of_tokens(options, config))
-    output = options.output or Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f-tuning"))
+    output = _new_directory(options)
     tracker = open_tracker(
         config.tracking,
         output_dir=output,
@@ -131,6 +131,18 @@ def _batch_sizes(options: argparse.Namespace, config: SpeculativeConfig, num_req
     return sizes
 
 
+def _new_directory(options: argparse.Namespace) -> Path:
+    """Made before anything is measured: an hour later would be too late to hear that it cannot be."""
+    output: Path = options.output or Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f-tuning"))
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output must be a directory that can be made, got {str(output)!r}: {error.strerror}"
+        ) from error
+    return output
+
+
 def _numbers_of_tokens(options: argparse.Namespace, config: SpeculativeConfig) -> list[int]:
     """With 0, plain decoding, which the others are compared with."""
     most = config.method.num_speculative_tokens
@@ -184,7 +196,6 @@ def _report(
     for note in result["notes"]:
         console.print(f" note: {note}", style="yellow", highlight=False, soft_wrap=True)
     print(_use_it(options.overrides, keys))
-    output.mkdir(parents=True, exist_ok=True)
     files = [output / RESULT_FILE]
     write_metrics(files[0], {**result, "config": config.model_dump(mode="json")})
     if draw_grid(output / PICTURE_FILE, grid, title=title):
