@@ -111,10 +111,10 @@ class Tokenizer:
             raise UserError("the text of a response needs a tokenizer; give its token_ids, or set model.tokenizer")
         return self._encode_text(text, add_special_tokens=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self._tokenizer is None:
             return ""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def decode_token(self, token_id: int) -> str | None:
         """What one token prints by itself, special ones included; None without a tokenizer."""

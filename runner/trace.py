@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from runner.engine.request import Request
 from runner.engine.scheduler import CommittedTokens
+from runner.engine.stopping import Decode
 from runner.metrics import RequestRecord
 
 
@@ -22,7 +23,7 @@ class _Trace:
 class RequestTraces:
     """Collects a run's steps by request."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], categories: Mapping[str, str]) -> None:
+    def __init__(self, decode: Decode, categories: Mapping[str, str]) -> None:
         self.errors: dict[str, str] = {}  # request_id -> why it failed
         self._decode, self._categories = decode, categories
         self._open: dict[str, _Trace] = {}
@@ -36,13 +37,17 @@ class RequestTraces:
         trace.num_accepted_tokens.append(gain.num_accepted_tokens)
 
     def finish(self, request: Request) -> RequestRecord:
-        """The record of a request that is over; its text ends before the stop string or stop token."""
-        token_ids, reason = request.output_token_ids, request.stop_reason
-        text = self._decode(token_ids[:-1] if isinstance(reason, int) else token_ids)
+        """The record of a request that is over; its text ends with what stopped it or, unless it asks so, before."""
+        token_ids, reason, params = request.output_token_ids, request.stop_reason, request.sampling_params
+        ends_with_token = request.finish_reason == "stop" and not isinstance(reason, str)
+        if ends_with_token and not params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        text = self._decode(token_ids, params.skip_special_tokens)
         if isinstance(reason, str):  # it was looked for behind min_tokens only
-            first = len(self._decode(token_ids[: request.sampling_params.min_tokens]))
-            kept, found, _ = text[first:].partition(reason)
-            text = text[:first] + kept if found else text.partition(reason)[0]
+            first = len(self._decode(token_ids[: params.min_tokens], params.skip_special_tokens))
+            place = text.find(reason, first)
+            place = text.find(reason) if place < 0 else place
+            text = text[: place + len(reason) if params.include_stop_str_in_output else place]
         request.text = text
         return self._record(request)
 

@@ -235,7 +235,7 @@ def test_draft_length_is_between_0_and_128(value: int) -> None:
     [
         ({"top_p": 2}, "sampler.top_p must be in (0, 1], got 2.0"),
         ({"top_k": -2}, "sampler.top_k must be >= 1, or 0 or -1 for all tokens, got -2"),
-        ({"seed": -1}, "sampler.seed must be in [0, 2**64 - 1] or null, got -1"),
+        ({"seed": -2}, "sampler.seed must be in [0, 2**64 - 1] or null, got -2"),
         ({"min_tokens": 9, "max_tokens": 8}, "sampler.min_tokens must be in [0, max_tokens (8)], got 9"),
         ({"min_tokens": 200, "max_tokens": 300, "min_p": 2}, "sampler.min_p must be in [0, 1], got 2.0"),
         ({"max_tokens": 0, "min_tokens": 9}, "sampler.max_tokens must be >= 1, got 0"),

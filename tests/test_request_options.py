@@ -224,8 +224,7 @@ def test_a_ratio_that_is_no_number_of_tokens_is_refused(ratio: Any) -> None:
     ("name", "value", "rule"),
     [
         ("n", 2.0, "an integer"),
-        ("max_tokens", 3.5, "an integer; for no limit but max_model_len give a large number"),
-        ("max_tokens", None, "an integer; for no limit but max_model_len give a large number"),
+        ("max_tokens", 3.5, "an integer, or null for no limit but max_model_len"),
         ("seed", 1.5, "an integer or null"),
         ("logprobs", True, "an integer or null"),
         ("temperature", "hot", "a number"),
@@ -238,6 +237,7 @@ def test_a_ratio_that_is_no_number_of_tokens_is_refused(ratio: Any) -> None:
         ("logit_bias", {"a": 1.0}, "a mapping of token ids to numbers"),
         ("logit_bias", {1: "x"}, "a mapping of token ids to numbers"),
         ("ignore_eos", "false", "true or false"),
+        ("skip_special_tokens", None, "true or false"),
         ("speculative_sampling", "no", "true, false or null"),
     ],
 )
@@ -246,6 +246,14 @@ def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any, rule:
     with pytest.raises(ValueError, match="must be") as raised:
         SamplingParams(**{name: value})
     assert str(raised.value) == f"{name} must be {rule}, got {value!r}"
+
+
+def test_values_that_mean_none_for_vllm_mean_it_here() -> None:
+    """max_tokens=None has no limit but max_model_len, 1024 here; seed=-1 is no seed."""
+    prompt = {"prompt_token_ids": [5] * 1018}
+    (output,) = engine("none").generate(prompt, SamplingParams(max_tokens=None, seed=-1, ignore_eos=True))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (6, "length")
+    assert SamplingParams(seed=-1) == SamplingParams()
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -21,8 +21,9 @@ EOS = 0
 PIECES = ("", "a", "b", "c", "ab", "ca", "bcb", "abcabc")  # what each token of a made-up tokenizer prints
 
 
-def decode_pieces(token_ids: Sequence[int]) -> str:
-    return "".join(PIECES[token] for token in token_ids)
+def decode_pieces(token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    eos = "" if skip_special_tokens else "</s>"
+    return "".join(eos if token == EOS else PIECES[token] for token in token_ids)
 
 
 def make_request(num_prompt_tokens: int = 3, **params: Any) -> Request:
@@ -158,6 +159,30 @@ def test_a_stop_token_ends_the_output_and_its_text_is_left_out() -> None:
     assert run(make_rules(), request, [[1, 4, 2]]) == Stop(num_tokens=2, finish_reason="stop", stop_reason=4)
     assert request.output_token_ids == [1, 4]
     assert text_of(request) == "a"
+
+
+@pytest.mark.parametrize("is_included", [False, True])
+def test_what_ended_the_text_is_part_of_it_where_asked_for(is_included: bool) -> None:
+    """A stop string with nothing behind it, a stop token, and an eos that prints."""
+    asked: dict[str, Any] = {"max_tokens": 9, "include_stop_str_in_output": is_included, "skip_special_tokens": False}
+    for params, token_ids, text, end in (
+        ({"stop": ["bc"]}, [1, 1, 7, 1], "aaa", "bc"),  # a a abcabc
+        ({"stop": ["ab"], "min_tokens": 2}, [4, 3, 7, 1], "abc", "ab"),  # ab c abcabc
+        ({"stop_token_ids": [4]}, [1, 4, 2], "a", "ab"),
+        ({}, [1, 3, EOS, 1], "ac", "</s>"),
+    ):
+        request = make_request(**asked, **params)
+        run(make_rules(), request, [token_ids])
+        assert text_of(request) == text + (end if is_included else "")
+
+
+def test_special_tokens_print_where_asked_for_and_may_hold_a_stop_string() -> None:
+    request = make_request(max_tokens=4, ignore_eos=True, skip_special_tokens=False)
+    run(make_rules(), request, [[1, EOS, 2, 3]])
+    assert text_of(request) == "a</s>bc"
+    request = make_request(max_tokens=4, ignore_eos=True, skip_special_tokens=False, stop=["s>b"])
+    assert run(make_rules(), request, [[1, EOS, 2, 3]]).num_tokens == 3
+    assert text_of(request) == "a</"
 
 
 def test_a_stop_token_of_text_seen_before_takes_only_itself_out() -> None:

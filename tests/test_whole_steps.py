@@ -165,7 +165,7 @@ def play(llm: LLM, traffic: Traffic, *, whole: bool) -> tuple[list[Request], lis
     engine, metrics = llm.engine, MetricsCollector()
     scheduler = llm.scheduler_for(engine.proposer)
     scheduler.max_num_seqs = traffic.max_num_seqs
-    loop = StepLoop(engine, scheduler, engine.proposer, metrics, RequestTraces(lambda ids: str(list(ids)), {}))
+    loop = StepLoop(engine, scheduler, engine.proposer, metrics, RequestTraces(lambda ids, _: str(list(ids)), {}))
     if not whole:
         loop._steps_by_load = None
     prompts = [
@@ -425,7 +425,7 @@ def test_who_ends_leaves_a_gap_until_there_are_many(
 def test_who_arrives_meanwhile_is_let_in_at_once(interpreted: Engines, by_definition: None) -> None:
     llm = hashing(interpreted, "draft_model")
     scheduler = llm.scheduler_for(llm.engine.proposer)
-    loop = StepLoop(llm.engine, scheduler, llm.engine.proposer, MetricsCollector(), RequestTraces(str, {}))
+    loop = StepLoop(llm.engine, scheduler, llm.engine.proposer, MetricsCollector(), RequestTraces(lambda *_: "", {}))
     prompts = [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}]
     params = [replace(GREEDY, max_tokens=60)] * 2
     first, second = make_requests(prompts, params, llm.engine.tokenizer, 0)

@@ -59,7 +59,7 @@ def decode_steadily(llm: LLM, prompts: Sequence[Sequence[int]], *, num_new_token
         [{"prompt_token_ids": list(prompt)} for prompt in prompts], [params] * len(prompts), engine.tokenizer, seed
     )
     scheduler = llm.scheduler_for(proposer)
-    loop = StepLoop(engine, scheduler, proposer, MetricsCollector(), RequestTraces(lambda _: "", {}))
+    loop = StepLoop(engine, scheduler, proposer, MetricsCollector(), RequestTraces(lambda *_: "", {}))
     steps: list[TimedStep] = []
     try:
         for request in requests:
@@ -103,7 +103,7 @@ def compute_prompts(llm: LLM, prompts: Sequence[Sequence[int]], *, seed: int) ->
         seed,
     )
     scheduler, steps = llm.scheduler_for(proposer), list[TimedStep]()
-    loop = StepLoop(engine, scheduler, proposer, MetricsCollector(), RequestTraces(lambda _: "", {}))
+    loop = StepLoop(engine, scheduler, proposer, MetricsCollector(), RequestTraces(lambda *_: "", {}))
     for request in requests:
         scheduler.max_num_batched_tokens = request.num_prompt_tokens
         scheduler.add(request)

@@ -60,16 +60,22 @@ class SamplerConfig(Node):
     )
     seed: int | None = Field(
         default=None,
-        description="seed of every request, in [0, 2**64 - 1]; null folds the run's seed with the request's index",
+        description="seed of every request, in [0, 2**64 - 1]; null or -1 folds the run's with the request's index",
     )
-    max_tokens: int = Field(default=128, description="output tokens at most, >= 1")
+    max_tokens: int | None = Field(
+        default=128, description="output tokens at most, >= 1; null is as many as max_model_len leaves"
+    )
     min_tokens: int = Field(default=0, description="output tokens before eos or a stop token may come, <= max_tokens")
     stop: Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)] = Field(
-        default=(), description="strings that end the text; not part of it"
+        default=(), description="strings that end the text"
     )
     stop_token_ids: Annotated[tuple[int, ...], Strict(False)] = Field(
         default=(), description="token ids, >= 0, that end the output, beside the model's eos"
     )
+    include_stop_str_in_output: bool = Field(
+        default=False, description="what ended the text is part of it: a stop string, a stop token or eos"
+    )
+    skip_special_tokens: bool = Field(default=True, description="special tokens print nothing")
     ignore_eos: bool = Field(default=False, description="generate on after eos, as throughput benchmarks do")
     structured_outputs: Annotated[dict[str, Any] | None, BeforeValidator(_schema_as_text)] = Field(
         default=None,

@@ -15,12 +15,13 @@ from typing import Any
 from runner.engine.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**64 - 1
+NO_MAX_TOKENS = 2**31 - 1  # what max_tokens=None becomes: max_model_len ends a text long before
 MAX_N = 2**14  # as vLLM's: a slip of the hand must not take the machine's memory
 
 _INTEGERS = ("n", "top_k", "max_tokens", "min_tokens")
 _INTEGERS_OR_NONE = ("seed", "logprobs", "prompt_logprobs")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_BOOLS = ("ignore_eos", "speculative_sampling")
+_BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _LISTS: dict[str, tuple[type, str]] = {
     "stop": (str, "strings"),
     "bad_words": (str, "strings"),
@@ -53,10 +54,12 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None  # only these may be sampled; None: all
     bad_words: tuple[str, ...] = ()  # strings that the output may not spell in the tokenizer's own tokens
     seed: int | None = None  # None: the run's seed folded with the request's index
-    max_tokens: int = 16  # output tokens at most
+    max_tokens: int = 16  # output tokens at most; None: as many as max_model_len leaves
     min_tokens: int = 0  # eos and stop tokens are masked until this many output tokens
-    stop: tuple[str, ...] = ()  # strings that end the text; not part of it
+    stop: tuple[str, ...] = ()  # strings that end the text
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the output, beside the model's eos
+    include_stop_str_in_output: bool = False  # what ended the text is part of it: stop string, stop token or eos
+    skip_special_tokens: bool = True  # special tokens print nothing
     ignore_eos: bool = False  # generate on after eos, as throughput benchmarks do
     structured_outputs: StructuredOutputsParams | None = None  # the form of the output; a mapping of its keys will do
     logprobs: int | None = None  # likeliest tokens told for each output token beside it; -1: all, None: nothing
@@ -66,6 +69,10 @@ class SamplingParams:
     speculative_ratio: int | None = None  # drafts a step at most, below the engine's num_speculative_tokens
 
     def __post_init__(self) -> None:
+        if self.max_tokens is None:
+            object.__setattr__(self, "max_tokens", NO_MAX_TOKENS)
+        if self.seed == -1:  # vLLM's word for none
+            object.__setattr__(self, "seed", None)
         self._check_types()
         # A lone string, lists and None are taken as people write them for vLLM.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -123,16 +130,16 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
 
         for name in _INTEGERS:
-            no_limit = "; for no limit but max_model_len give a large number" if name == "max_tokens" else ""
-            check(name, _is(Integral, getattr(self, name)), f"an integer{no_limit}")
+            rule = "an integer, or null for no limit but max_model_len" if name == "max_tokens" else "an integer"
+            check(name, _is(Integral, getattr(self, name)), rule)
         for name in _INTEGERS_OR_NONE:
             check(name, getattr(self, name) is None or _is(Integral, getattr(self, name)), "an integer or null")
         for name in _NUMBERS:
             check(name, _is(Real, getattr(self, name)), "a number")
         for name in _BOOLS:  # "false" is true
-            rule = "true or false" if name == "ignore_eos" else "true, false or null"
-            value = getattr(self, name)
-            check(name, isinstance(value, bool) or (value is None and name != "ignore_eos"), rule)
+            check(name, isinstance(getattr(self, name), bool), "true or false")
+        is_switch = self.speculative_sampling is None or isinstance(self.speculative_sampling, bool)
+        check("speculative_sampling", is_switch, "true, false or null")
         for name, (kind, what) in _LISTS.items():
             value = getattr(self, name)
             is_lone = kind is str and isinstance(value, str)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from runner.engine.request import Request
 
+Decode = Callable[[Sequence[int], bool], str]  # token ids, whether special tokens print nothing
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
@@ -24,7 +26,7 @@ class Stop:
 class StopRules:
     eos_token_ids: frozenset[int]
     max_model_len: int
-    decode: Callable[[Sequence[int]], str] | None = None  # needed for stop strings only
+    decode: Decode | None = None  # needed for stop strings only
 
     def apply(self, request: Request, new_token_ids: list[int]) -> Stop:
         """How many of the new tokens stay, and whether the request ends there. Changes nothing."""
@@ -43,7 +45,8 @@ class StopRules:
                 if token in params.stop_token_ids:
                     return Stop(num_tokens=kept, finish_reason="stop", stop_reason=token)
                 if params.stop and self.decode is not None:
-                    tail = self.decode(recent[max(params.min_tokens, num_output + kept - span) - first :])
+                    newest = recent[max(params.min_tokens, num_output + kept - span) - first :]
+                    tail = self.decode(newest, params.skip_special_tokens)
                     found = next((text for text in params.stop if text in tail), None)
                     if found is not None:
                         return Stop(num_tokens=kept, finish_reason="stop", stop_reason=found)

@@ -34,9 +34,8 @@ def print_grid(grid: Grid, *, title: str, identical_texts: Mapping[str, int] | N
     console.print(Text(" * best at its batch size. length: mean acceptance length", "dim"))
     if close := [str(size) for size in grid.batch_sizes if grid.is_close(size)]:
         where = f"batch size{'s' * (len(close) > 1)} {', '.join(close)}"
-        console.print(
-            Text(f" at {where} others reach into the best one's range; more --repeats tell them apart", "dim")
-        )
+        line = f" at {where} others reach into the best one's range; more --repeats tell them apart"
+        console.print(Text(line, "dim"), soft_wrap=True)
     if identical_texts is not None:
         line = f" identical in every pass, whatever the batch and the tokens: {identical(identical_texts)}"
         console.print(Text(line, identical_style(identical_texts)))
