@@ -55,7 +55,7 @@ def _tanh(x):
 def slots_of(
     keys, last_seen, table_ptr, branch_ptr, branch_start, BLOCK_SIZE: tl.constexpr, HAS_BRANCHES: tl.constexpr
 ):
-    """[BLOCK_N] int32: the cache slots of keys (positions); of those behind last_seen anything."""
+    """[BLOCK_N] int32: the cache slots of keys (positions); undefined for keys past last_seen."""
     is_seen = keys <= last_seen
     slots = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_seen, other=0) * BLOCK_SIZE + keys % BLOCK_SIZE
     if HAS_BRANCHES:

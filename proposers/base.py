@@ -120,18 +120,20 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
     refused = f"{proposer.name}.propose must"
     if not isinstance(drafts, DraftTokens):  # a user's class may return anything
         raise UserError(f"{refused} return DraftTokens, got {drafts!r}; mend the proposer")
-    context, counts, ids, probs = proposer.context, drafts.num_draft_tokens, drafts.token_ids, drafts.probs
-    kinds = (("token_ids", ids, torch.Tensor), ("probs", probs, torch.Tensor | None))
-    for name, value, kind in (("cu_num_draft_tokens", drafts.cu_num_draft_tokens, list), *kinds):
+    context, totals, ids, probs = proposer.context, drafts.cu_num_draft_tokens, drafts.token_ids, drafts.probs
+    if not (isinstance(totals, list) and all(isinstance(count, int) for count in totals)):
+        rule = "give cu_num_draft_tokens as a list of ints, on the host"
+        raise UserError(f"{refused} {rule}, got {totals!r}; mend the proposer")
+    for name, value, kind in (("token_ids", ids, torch.Tensor), ("probs", probs, torch.Tensor | None)):
         if not isinstance(value, kind):
-            what = "a list of ints, on the host" if kind is list else "a tensor"
-            raise UserError(f"{refused} give {name} as {what}, got {type(value).__name__}; mend the proposer")
+            raise UserError(f"{refused} give {name} as a tensor, got {type(value).__name__}; mend the proposer")
+    counts = drafts.num_draft_tokens
     limits = [item.max_draft_tokens for item in schedule.decoding]
     total = sum(counts)
     probs_shape = None if probs is None else list(probs.shape)
     is_known = context.device.type == "cpu" and total > 0  # elsewhere a look at the ids would stall the step
     rules: tuple[tuple[bool, str, object], ...] = (
-        (drafts.cu_num_draft_tokens[:1] == [0], "start cu_num_draft_tokens with 0", drafts.cu_num_draft_tokens),
+        (totals[:1] == [0], "start cu_num_draft_tokens with 0", totals),
         (len(counts) == len(limits), f"give drafts for the {len(limits)} decoding requests", len(counts)),
         (
             all(0 <= count <= limit for count, limit in zip(counts, limits, strict=False)),

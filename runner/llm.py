@@ -7,6 +7,7 @@ measured on the same engine, by the same lines.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 import warnings
 from collections import deque
@@ -38,6 +39,11 @@ from runner.trace import RequestTraces
 __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
 Observer = Callable[[MetricsCollector], None]
+# Of a second thread, or an observer: blocks and proposers know requests by their ids.
+ONE_AT_A_TIME = (
+    "an LLM must run one generate() at a time, and this one is running; give all prompts to one call, or build a "
+    "second LLM"
+)
 
 
 class LLM:
@@ -74,7 +80,7 @@ class LLM:
         self.metrics = MetricsCollector()  # of the generate() that runs, or ran last
         self._totals = DraftTotals()  # of those before it
         self._to_abort: set[str] = set()  # prompts of the generate() that runs
-        self._is_running = False
+        self._running = threading.Lock()
 
     def generate(
         self,
@@ -95,7 +101,8 @@ class LLM:
         Raises:
             UserError: a prompt or a parameter cannot be used with this engine.
         """
-        self._check_idle()  # before the metrics of the call that runs are put aside
+        if self._running.locked():  # the metrics of the call that runs must not be put aside
+            raise UserError(ONE_AT_A_TIME)
         listed = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
@@ -172,12 +179,12 @@ class LLM:
         observer: Observer | None = None,
     ) -> RequestTraces:
         """Bring requests to their end with one proposer; a request that cannot run fails and the rest go on."""
-        self._check_idle()
         scheduler = self.scheduler_for(proposer, max_draft_tokens)
         traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
         steps = StepLoop(self.engine, scheduler, proposer, metrics, traces)
+        if not self._running.acquire(blocking=False):
+            raise UserError(ONE_AT_A_TIME)
         self._to_abort.clear()
-        self._is_running = True
         arriving, started = deque(requests), time.perf_counter()
         due = deque([] if arrivals is None else [started + seconds for seconds in arrivals])
         try:
@@ -203,12 +210,12 @@ class LLM:
                 "or hardware.max_num_seqs or hardware.max_num_batched_tokens, which make steps smaller"
             ) from error
         finally:  # also when interrupted: the engine stays usable
-            self._is_running = False
             for request in requests:
                 proposer.release(request.request_id)
                 self.engine.grammars.close(request.request_id)
                 if not request.is_finished:
                     scheduler.abort(request)
+            self._running.release()
         return traces
 
     def refusals(self, requests: Sequence[Request]) -> list[str | None]:
@@ -241,14 +248,6 @@ class LLM:
             num_speculative_tokens_per_batch_size=self.config.method.num_speculative_tokens_per_batch_size or (),
             disable_by_batch_size=self.config.method.disable_by_batch_size,
         )
-
-    def _check_idle(self) -> None:
-        """Raises UserError in a second thread, or in an observer: blocks and proposers know requests by their ids."""
-        if self._is_running:
-            raise UserError(
-                "an LLM must run one generate() at a time, and this one is running; give all prompts to one call, or "
-                "build a second LLM"
-            )
 
     def _check_speculative_model(self, name: str | None) -> None:
         """Raises UserError unless it is the draft that was loaded: a request cannot bring one along."""

@@ -15,7 +15,9 @@ from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 
-PROMPT_RULE = "a prompt must be a string, token ids, a list of chat messages or {'prompt_token_ids': [...]}"
+PROMPT_RULE = (
+    "a prompt must be a string, token ids, a list of chat messages, {'prompt': ...} or {'prompt_token_ids': [...]}"
+)
 PROMPT_KEYS = ("prompt", "prompt_token_ids")  # those of a mapping; one that has both is its token ids
 # text | {"prompt_token_ids": [...]}, {"prompt": text} | chat messages | token ids
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]

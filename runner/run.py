@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.config import SpeculativeConfig, SyntheticWorkload
+from runner.config import SpeculativeConfig
 from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 from runner.llm import LLM
+from runner.loading import load
 from runner.machine import describe_run
 from runner.measure import measure
 from runner.metrics import MetricsCollector
 from runner.model_files import model_path
 from runner.passes import workload_requests
 from runner.promise import kept_by_rule, kept_by_run
-from runner.report import open_console, print_summary
+from runner.report import print_summary
 from runner.results import (
     METRICS_FILE,
     OUTPUTS_FILE,
@@ -28,7 +29,7 @@ from runner.results import (
 )
 from runner.tracking import add_row, open_tracker
 from runner.tracking.flatten import flat_params
-from runner.workload import WorkloadItem, read_workload, synthetic_workload
+from runner.workload import WorkloadItem
 
 
 def execute(
@@ -47,13 +48,7 @@ def execute(
     Raises:
         UserError: the configuration cannot run on this machine; nothing is recorded then.
     """
-    workload = config.workload
-    if isinstance(workload, SyntheticWorkload):
-        llm = _load(config, earlier)
-        items = synthetic_workload(workload, llm.engine.target_info.model.vocab_size)
-    else:  # a file is read before a model is loaded, so that a wrong path shows at once
-        items = read_workload(workload)
-        llm = _load(config, earlier)
+    llm, items = load(config, earlier)
     # Build the requests before a run is recorded, so that an invalid one raises while there is no run to leave behind.
     requests = workload_requests(llm, items, config.sampler.to_sampling_params())
     if None not in (refusals := llm.refusals(requests)):
@@ -100,15 +95,6 @@ def execute(
         tracker.log_artifacts(files)
     add_row(summary, params, run_name)
     return summary
-
-
-def _load(config: SpeculativeConfig, earlier: EarlierPoints | None) -> LLM:
-    """The engine; weights, a corpus or the first compilation of a method may take a while."""
-    with open_console(stderr=True).status(f"loading {config.model.model} and method={config.method.method}"):
-        llm = LLM.from_config(config, earlier.target_for(config) if earlier else None)
-    if earlier is not None:
-        earlier.keep_target(config, llm.engine.target_info)
-    return llm
 
 
 def _write_vllm_config(config: SpeculativeConfig, output_dir: Path) -> list[Path]:

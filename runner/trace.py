@@ -47,7 +47,8 @@ class RequestTraces:
             first = len(self._decode(token_ids[: params.min_tokens], params.skip_special_tokens))
             place = text.find(reason, first)
             place = text.find(reason) if place < 0 else place
-            text = text[: place + len(reason) if params.include_stop_str_in_output else place]
+            if place >= 0:
+                text = text[: place + len(reason) if params.include_stop_str_in_output else place]
         request.text = text
         return self._record(request)
 

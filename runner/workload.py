@@ -15,7 +15,7 @@ import torch
 from runner.config import DemoWorkload, JsonlWorkload, SyntheticWorkload
 from runner.engine.errors import UserError
 from runner.engine.sampling_params import SamplingParams
-from runner.prompts import Prompt, is_token_ids
+from runner.prompts import PROMPT_KEYS, Prompt, is_token_ids
 from runner.tiny import DEMO_PATH
 
 LINE_PARAMS = ("max_tokens", "temperature")  # sampling parameters that a line may have for itself
@@ -108,7 +108,7 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
         )
     prompt = row[prompt_field]
     is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(entry, Mapping) for entry in prompt)
-    is_mapping = isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(("prompt", "prompt_token_ids"))
+    is_mapping = isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(PROMPT_KEYS)
     if not (is_chat or (isinstance(prompt, str) and prompt) or is_mapping or is_token_ids(prompt)):
         got = "an empty one" if prompt in ("", []) else repr(str(prompt)[:60])
         raise UserError(f"{place}: {prompt_field} must be a string, chat messages or token ids, got {got}")

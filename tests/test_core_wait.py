@@ -50,11 +50,13 @@ def test_a_thread_that_shares_its_core_is_found_waiting(monkeypatch: pytest.Monk
         with subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=-1) as other:
             assert other.stdout is not None
             other.stdout.readline()  # it is busy from here on
-            wait, end = CoreWait(), time.perf_counter() + 0.3
-            while time.perf_counter() < end:
-                pass
-            share = wait.share()
-            other.kill()
+            try:
+                wait, end = CoreWait(), time.perf_counter() + 0.3
+                while time.perf_counter() < end:
+                    pass
+                share = wait.share()
+            finally:
+                other.kill()
     finally:
         os.sched_setaffinity(0, cores)
     assert share is not None and 0.2 < share < 1.0

@@ -120,7 +120,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: replace(GOOD, cu_num_draft_tokens=[1, 2, 3]), r"start cu_num_draft_tokens with 0, got \[1, 2, 3\]",
     ),
     "counts as a tensor": (
-        lambda: replace(GOOD, cu_num_draft_tokens=torch.tensor([0, 2, 3])), r"as a list of ints, .*, got Tensor",
+        lambda: replace(GOOD, cu_num_draft_tokens=torch.tensor([0, 2, 3])), r"as a list of ints, .*, got tensor\(",
+    ),
+    "no list of counts": (lambda: replace(GOOD, cu_num_draft_tokens=None), r"as a list of ints, .*, got None"),
+    "counts that are no integers": (
+        lambda: replace(GOOD, cu_num_draft_tokens=[0, 2.0, 3.0]), r"as a list of ints, .*, got \[0, 2.0, 3.0\]",
     ),
     "ids in a list": (lambda: replace(GOOD, token_ids=[1, 2, 3]), r"token_ids as a tensor, got list"),
     "probs in a list": (lambda: replace(GOOD, probs=[[1.0]]), r"probs as a tensor, got list"),

@@ -112,9 +112,7 @@ def test_chat_messages_without_a_template_are_refused(tiny: LLM) -> None:
     ],
 )  # fmt: skip
 def test_a_prompt_of_no_known_form_is_refused(tiny: LLM, prompt: Any, got: str) -> None:
-    with pytest.raises(
-        UserError, match=rf"a prompt must be a string, token ids, a list of chat messages or .*got {got}"
-    ):
+    with pytest.raises(UserError, match=rf"a prompt must be a string, token ids, a list of chat messages, .*got {got}"):
         tiny.generate([prompt], GREEDY)
 
 

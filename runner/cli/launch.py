@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.cli.compose import Composer
 from runner.cli.speculative_config import KEY
 from runner.cli.sweep import Sweep, hydra_node, launching, read_sweep
+from runner.cli.termination import interrupt_on_termination
 from runner.cli.usage import help_text
 from runner.config.problem import ConfigError, Problem
 
@@ -39,9 +38,7 @@ def checked(args: argparse.Namespace) -> Iterator[None]:
     Raises:
         ConfigError, SweepError: what is wrong, before anything ran.
     """
-    # A run that is told to stop ends as one that is interrupted: marked so, its engine released.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_on_termination()
     if args.help:
         print(help_text())
         sys.exit(0)

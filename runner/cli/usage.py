@@ -30,7 +30,7 @@ Runs a speculative decoding method on a model and measures it against plain deco
   python -m runner -m method=ngram,suffix,draft_model method.num_speculative_tokens=2,4
   python -m runner experiment=compare_methods          a prepared sweep
   python -m runner --cfg job                           print the composed configuration and stop
-  python -m runner.tune --help                         how many tokens to guess at which load, by measuring
+  python -m runner.tune --help                         the number of speculative tokens for every load
   python -m runner.train --help                        a draft head for a target of your own
   python -m runner --hydra-help                        Hydra's own flags"""
 

@@ -75,7 +75,7 @@ class SamplerConfig(Node):
     include_stop_str_in_output: bool = Field(
         default=False, description="what ended the text is part of it: a stop string, a stop token or eos"
     )
-    skip_special_tokens: bool = Field(default=True, description="special tokens print nothing")
+    skip_special_tokens: bool = Field(default=True, description="special tokens are left out of the text")
     ignore_eos: bool = Field(default=False, description="generate on after eos, as throughput benchmarks do")
     structured_outputs: Annotated[dict[str, Any] | None, BeforeValidator(_schema_as_text)] = Field(
         default=None,

@@ -54,12 +54,12 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None  # only these may be sampled; None: all
     bad_words: tuple[str, ...] = ()  # strings that the output may not spell in the tokenizer's own tokens
     seed: int | None = None  # None: the run's seed folded with the request's index
-    max_tokens: int = 16  # output tokens at most; None: as many as max_model_len leaves
+    max_tokens: int = 16  # output tokens at most; None, held as 2**31 - 1: as many as max_model_len leaves
     min_tokens: int = 0  # eos and stop tokens are masked until this many output tokens
     stop: tuple[str, ...] = ()  # strings that end the text
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the output, beside the model's eos
     include_stop_str_in_output: bool = False  # what ended the text is part of it: stop string, stop token or eos
-    skip_special_tokens: bool = True  # special tokens print nothing
+    skip_special_tokens: bool = True  # special tokens are left out of the text
     ignore_eos: bool = False  # generate on after eos, as throughput benchmarks do
     structured_outputs: StructuredOutputsParams | None = None  # the form of the output; a mapping of its keys will do
     logprobs: int | None = None  # likeliest tokens told for each output token beside it; -1: all, None: nothing

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from runner.engine.request import Request
 
-Decode = Callable[[Sequence[int], bool], str]  # token ids, whether special tokens print nothing
+Decode = Callable[[Sequence[int], bool], str]  # token ids, and whether special tokens are left out
 
 
 @dataclass(frozen=True, kw_only=True)

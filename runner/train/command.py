@@ -22,6 +22,7 @@ from typing import Any
 from runner.cli.arguments import at_least
 from runner.cli.compose import Composer
 from runner.cli.screen import INTERRUPT_STATUS, show_error
+from runner.cli.termination import interrupt_on_termination
 from runner.config import DemoWorkload, JsonlWorkload, SpeculativeConfig, SyntheticWorkload
 from runner.config.problem import ConfigError, Problem
 from runner.engine.errors import UserError
@@ -30,6 +31,7 @@ from runner.train.options import TrainingOptions
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
+    interrupt_on_termination()
     try:
         _run(options)
     except UserError as error:

@@ -3,8 +3,8 @@
 Takes the groups and keys of `python -m runner` (model=, method=, workload=, sampler=, hardware=, seed=). Runs the
 workload at several batch sizes, in place of workload.max_concurrency, with several numbers of speculative tokens, in
 turns on one engine. Prints the speed-ups over plain decoding, and the overrides that give every load its best number
-(method.num_speculative_tokens_per_batch_size). The texts of all passes are compared: they are the same, whatever the
-batch and the number of tokens.
+(method.num_speculative_tokens_per_batch_size). Where the rule keeps plain decoding's tokens, the texts of all passes
+must be the same, and the report counts them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from tqdm import tqdm
 
 from runner.cli.arguments import at_least
 from runner.cli.compose import Composer
-from runner.cli.screen import INTERRUPT_STATUS, show_error
-from runner.config import SpeculativeConfig, SyntheticWorkload
+from runner.cli.screen import show_error, show_interrupt
+from runner.cli.speculative_config import KEY
+from runner.cli.termination import interrupt_on_termination
+from runner.config import SpeculativeConfig
 from runner.config.problem import ConfigError, Problem
 from runner.engine.errors import UserError
 from runner.tune.load_table import load_table, method_keys
@@ -38,24 +40,27 @@ TUNED = ("num_speculative_tokens_per_batch_size", "disable_by_batch_size")  # ke
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
+    interrupt_on_termination()
     try:
         _run(options)
     except UserError as error:
         return show_error(error)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPT_STATUS
+        return show_interrupt()
     return 0
 
 
 def _run(options: argparse.Namespace) -> None:
     config = _read_config(options)
+    from runner.loading import load
+    from runner.promise import kept_by_run
     from runner.tracking import open_tracker
     from runner.tune.grid import Grid
 
-    llm, items = _load(config)
-    batch_sizes = _batch_sizes(options, config, len(items) * config.sampler.n)
-    grid = Grid(batch_sizes=batch_sizes, num_speculative_tokens=_numbers_of_tokens(options, config))
+    llm, items = load(config)
+    batch_sizes = _batch_sizes(options, config.hardware.max_num_seqs, _check_requests(llm, items))
+    numbers = _numbers_of_tokens(options, llm.engine.proposer.num_speculative_tokens)
+    grid = Grid(batch_sizes=batch_sizes, num_speculative_tokens=numbers)
     output = _new_directory(options)
     tracker = open_tracker(
         config.tracking,
@@ -63,7 +68,12 @@ def _run(options: argparse.Namespace) -> None:
         tracking_uri=config.tracking_uri,
         experiment_name=config.experiment_name,
         run_name=config.run_name or f"{Path(config.model.model).name}-{config.method.method}-tuning",
-        tags={"method": config.method.method, "model": config.model.model, "workload": config.workload.name},
+        tags={
+            "method": config.method.method,
+            "model": config.model.model,
+            "workload": config.workload.name,
+            "lossless": str(kept_by_run(config, llm.engine, items)).lower(),
+        },
     )
     with tracker:
         tracker.log_params(config.model_dump(mode="json"))
@@ -85,50 +95,70 @@ def _read_config(options: argparse.Namespace) -> SpeculativeConfig:
         UserError: there is nothing to tune, or what is to be found is given already.
     """
     overrides = list(options.overrides)
-    if options.num_speculative_tokens:
-        overrides.append(f"method.num_speculative_tokens={max(options.num_speculative_tokens)}")
     with Composer() as composer:
+        if composer.compose(overrides).get(KEY) is not None:
+            remedy = "write its keys as method=<method> method.<key>=<value>"
+            raise ConfigError([Problem(name=KEY, rule="must be null to be tuned", remedy=remedy)])
+        if options.num_speculative_tokens:
+            overrides.append(f"method.num_speculative_tokens={max(options.num_speculative_tokens)}")
         config = composer.config(overrides)
     method, workload, problems = config.method, config.workload, list[Problem]()
     if method.method == "none" or method.num_speculative_tokens == 0:
-        rule, remedy = "must guess tokens", "add method=ngram, say, or raise method.num_speculative_tokens"
-        problems.append(Problem(name="method", rule=rule, value=method.method, remedy=remedy))
+        remedy = "add method=ngram, say, or raise method.num_speculative_tokens"
+        problems.append(Problem(name="method", rule="must guess tokens", value=method.method, remedy=remedy))
+    if (rule := method.rejection_sample_method) == "synthetic":
+        problem = Problem(
+            name="method.rejection_sample_method",
+            rule="must judge tokens: synthetic acceptance is set for one number of them",
+            value=rule,
+            remedy="choose strict",
+        )
+        problems.append(problem)
     remedy = "leave it out: it is what is looked for"
     given = [(key, value) for key in TUNED if (value := getattr(method, key)) is not None]
     problems += [Problem(name=f"method.{key}", rule="must be null", value=v, remedy=remedy) for key, v in given]
     if (rate := workload.request_rate) is not None:
         remedy = "leave it out: a batch has to stay full to be measured"
         problems.append(Problem(name="workload.request_rate", rule="must be null", value=rate, remedy=remedy))
+    if config.repeats != 1:
+        remedy = f"say --repeats {config.repeats}"
+        problems.append(Problem(name="repeats", rule="must be left out", value=config.repeats, remedy=remedy))
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def _load(config: SpeculativeConfig) -> tuple[LLM, list[WorkloadItem]]:
-    from runner.llm import LLM
-    from runner.report import open_console
-    from runner.workload import read_workload, synthetic_workload
+def _check_requests(llm: LLM, items: Sequence[WorkloadItem]) -> int:
+    """Their number; raises UserError if one of them could not run, before anything is recorded."""
+    from runner.passes import workload_requests
 
-    workload = config.workload
-    # A file is read before a model is loaded, so that a wrong path shows at once.
-    items = None if isinstance(workload, SyntheticWorkload) else read_workload(workload)
-    with open_console(stderr=True).status(f"loading {config.model.model} and method={config.method.method}"):
-        llm = LLM.from_config(config)
-    if items is None:
-        assert isinstance(workload, SyntheticWorkload)
-        items = synthetic_workload(workload, llm.engine.target_info.model.vocab_size)
-    return llm, items
+    requests = workload_requests(llm, items, llm.config.sampler.to_sampling_params())
+    for request, reason in zip(requests, llm.refusals(requests), strict=True):
+        if reason is not None:
+            raise UserError(f"every request of the workload must run; request {request.request_id}: {reason}")
+    return len(requests)
 
 
-def _batch_sizes(options: argparse.Namespace, config: SpeculativeConfig, num_requests: int) -> list[int]:
-    most = min(config.hardware.max_num_seqs, num_requests)
-    sizes = sorted(set(options.batch_sizes or [2**power for power in range(0, 9, 2) if 2 * 2**power <= most] or [1]))
-    if sizes[-1] > most:
+def _batch_sizes(options: argparse.Namespace, max_num_seqs: int, num_requests: int) -> list[int]:
+    usual = [2**power for power in range(0, 9, 2) if 2**power <= max_num_seqs and 2 * 2**power <= num_requests]
+    sizes = sorted(set(options.batch_sizes or usual or [1]))
+    if sizes[-1] > (most := min(max_num_seqs, num_requests)):
         raise UserError(
             f"--batch-sizes must be <= {most}, the smaller of hardware.max_num_seqs and the workload's {num_requests} "
             f"requests, got {sizes[-1]}; raise them, or leave this size out"
         )
     return sizes
+
+
+def _numbers_of_tokens(options: argparse.Namespace, most: int) -> list[int]:
+    """With 0, plain decoding, which the others are compared with; most: that the proposer drafts."""
+    if (asked := max(options.num_speculative_tokens or [0])) > most:
+        raise UserError(
+            f"--num-speculative-tokens must be <= {most}, which is what this drafter drafts at most, got {asked}; "
+            "leave it out"
+        )
+    halves = [2**power for power in range(most.bit_length()) if 2**power < most]
+    return sorted({0, *(options.num_speculative_tokens or [*halves, most])})
 
 
 def _new_directory(options: argparse.Namespace) -> Path:
@@ -143,16 +173,9 @@ def _new_directory(options: argparse.Namespace) -> Path:
     return output
 
 
-def _numbers_of_tokens(options: argparse.Namespace, config: SpeculativeConfig) -> list[int]:
-    """With 0, plain decoding, which the others are compared with."""
-    most = config.method.num_speculative_tokens
-    halves = [2**power for power in range(most.bit_length()) if 2**power < most]
-    return sorted({0, *(options.num_speculative_tokens or [*halves, most])})
-
-
 def _measure(grid: Grid, llm: LLM, items: Sequence[WorkloadItem], repeats: int) -> None:
     num_requests = len(items) * llm.config.sampler.n
-    total, seconds = (repeats + 1) * len(grid.places) * num_requests, 0.2 if sys.stderr.isatty() else 30.0
+    total, seconds = (repeats + 1) * len(grid.cells) * num_requests, 0.2 if sys.stderr.isatty() else 30.0
     with tqdm(total=total, unit="request", mininterval=seconds) as bar:
 
         def report(title: str, num_ended: int) -> None:
@@ -191,10 +214,12 @@ def _report(
         "machine": describe_run(engine),
         "notes": [*config.notes(), *promise_notes(config, engine, items), *unread_note(items), *core_wait_notes(share)],
     }
-    title = f"{config.model.model}, method={config.method.method}: speed-up over plain decoding"
+    title = f"{config.model.model}, method={config.method.method}: tokens/s of full batches over plain decoding's"
     print_grid(grid, title=title, identical_texts=result["identical"], console=console)
     for note in result["notes"]:
         console.print(f" note: {note}", style="yellow", highlight=False, soft_wrap=True)
+    if (largest := grid.batch_sizes[-1]) < config.hardware.max_num_seqs:
+        print(f"batch sizes above {largest} were not measured, and go with it: hardware.max_num_seqs allows more")
     print(_use_it(options.overrides, keys))
     files = [output / RESULT_FILE]
     write_metrics(files[0], {**result, "config": config.model_dump(mode="json")})
@@ -226,13 +251,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--batch-sizes",
         type=_numbers(1),
         metavar="N,...",
-        help="requests at once (default: 1, 4, 16, 64, 256, as far as the workload has twice as many)",
+        help="requests at once (default: 1, 4, 16, 64, 256, up to hardware.max_num_seqs and half of the workload)",
     )
     parser.add_argument(
         "--num-speculative-tokens",
-        type=_numbers(0),
+        type=_numbers(1),
         metavar="K,...",
-        help="numbers to try, beside 0 (default: powers of two up to method.num_speculative_tokens, and it)",
+        help="numbers to try, beside plain decoding (default: powers of two, and method.num_speculative_tokens)",
     )
     parser.add_argument(
         "--repeats", type=at_least(1), default=3, metavar="N", help="timed passes of each (default: %(default)s)"

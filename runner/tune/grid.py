@@ -9,51 +9,56 @@ from statistics import median
 
 from runner.engine.errors import UserError
 from runner.llm import LLM
-from runner.metrics import MetricsCollector
+from runner.metrics import MetricsCollector, StepPoint
 from runner.metrics.totals import DraftTotals
 from runner.passes import Pass, run_pass, warm_up
 from runner.workload import WorkloadItem
 
-Place = tuple[int, int]  # batch size, speculative tokens
+Cell = tuple[int, int]  # batch size, speculative tokens
 Report = Callable[[str, int], None]  # what is running, and how many of its requests have just ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Measurements at every place; `measure` fills it as it goes, and an interrupt leaves what there is."""
+    """A cell for each batch size and number of tokens; `measure` fills it, and an interrupt leaves what there is."""
 
     batch_sizes: Sequence[int]
-    num_speculative_tokens: Sequence[int]  # ascending; the first is 0, plain decoding with the same engine
-    # Of each repeat: tokens/s over the steps in which as many requests as the batch size got tokens.
-    tokens_per_second: dict[Place, list[float]] = field(default_factory=dict)
+    num_speculative_tokens: Sequence[int]  # ascending; the first is 0: plain decoding, without a drafter
+    # Of each repeat: tokens/s over the full steps, in which as many requests as the batch size got tokens.
+    tokens_per_second: dict[Cell, list[float]] = field(default_factory=dict)
+    num_full_steps: dict[Cell, int] = field(default_factory=dict)  # of all repeats
     drafts: dict[int, DraftTotals] = field(default_factory=dict)  # speculative tokens -> of all passes
     core_wait_shares: list[float] = field(default_factory=list)  # of passes, where the system tells them
     texts: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)  # request_id -> its texts in all passes
 
     @property
-    def places(self) -> list[Place]:
+    def cells(self) -> list[Cell]:
         return [(size, count) for size in self.batch_sizes for count in self.num_speculative_tokens]
 
     @property
     def num_repeats(self) -> int:
-        """Those in which every place was measured."""
-        return min(len(self.tokens_per_second.get(place, ())) for place in self.places)
+        """Those in which every cell was measured."""
+        return min(len(self.tokens_per_second.get(cell, ())) for cell in self.cells)
 
-    def speedups(self, place: Place) -> list[float]:
+    def speedups(self, cell: Cell) -> list[float]:
         """Over plain decoding at the same batch size, repeat by repeat."""
-        ours, plain = (self.tokens_per_second[each][: self.num_repeats] for each in (place, (place[0], 0)))
+        ours, plain = (self.tokens_per_second[each][: self.num_repeats] for each in (cell, (cell[0], 0)))
         return [one / other for one, other in zip(ours, plain, strict=True)]
 
-    def best(self, batch_size: int) -> int:
-        """The number of speculative tokens with the highest median speed-up; of equals the smallest."""
+    def fastest(self, batch_size: int) -> int:
+        """The number of speculative tokens with the highest median speed-up."""
         return max(self.num_speculative_tokens, key=lambda count: median(self.speedups((batch_size, count))))
 
-    def is_close(self, batch_size: int) -> bool:
-        """Whether the repeats of another number reach into those of the best one."""
-        best = self.best(batch_size)
-        lowest = min(self.speedups((batch_size, best)))
-        return any(
-            max(self.speedups((batch_size, count))) >= lowest for count in self.num_speculative_tokens if count != best
+    def best(self, batch_size: int) -> int:
+        """The smallest number of speculative tokens that the fastest one does not beat in every repeat.
+
+        Numbers are compared within a repeat: what slows the machine down for a while slows both.
+        """
+        top = self.speedups((batch_size, self.fastest(batch_size)))
+        return next(
+            count
+            for count in self.num_speculative_tokens
+            if any(own >= best for own, best in zip(self.speedups((batch_size, count)), top, strict=True))
         )
 
     def mean_acceptance_length(self, num_speculative_tokens: int) -> float | None:
@@ -66,7 +71,7 @@ class Grid:
         return {"requests": len(self.texts), "identical": sum(len(texts) == 1 for texts in self.texts.values())}
 
     def measure(self, llm: LLM, items: Sequence[WorkloadItem], *, repeats: int, report: Report) -> None:
-        """Every place in turn, then all of them again, so that a machine whose speed drifts favours none.
+        """Every cell in turn, then all of them again in the other direction: a machine that drifts favours none.
 
         A round before the first repeat is not timed: it compiles and captures what the others run. Every pass begins
         with what the proposer knew when it was built.
@@ -74,34 +79,44 @@ class Grid:
         Raises:
             UserError: a request failed, or a batch size was never reached.
         """
-        warm_up(llm, items, [llm.engine.proposer])
+        warm_up(llm, items, [llm.engine.plain_proposer, llm.engine.proposer])
         for repeat in range(-1, repeats):
             turn = f"repeat {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up"
-            for batch_size, count in self.places:
-                title = f"{turn}, batch size {batch_size}, {count} tokens"
-                one = _pass_of(llm, items, batch_size, count, partial(report, title))
+            for cell in self.cells if repeat % 2 else reversed(self.cells):
+                title = "{}, batch size {}, {} tokens".format(turn, *cell)
+                one = _pass_of(llm, items, cell, partial(report, title))
+                full = full_steps(one, batch_size=cell[0])
                 if repeat >= 0:
-                    self._add(batch_size, count, one)
+                    self.add(cell, one, full)
 
-    def _add(self, batch_size: int, count: int, one: Pass) -> None:
-        full = [point for point in one.metrics.step_points if point.num_requests == batch_size]
-        if not full:
-            raise UserError(
-                f"--batch-sizes: {batch_size} requests never got tokens in one step; give the KV cache more room "
-                "(hardware.gpu_memory_utilization), or leave this size out"
-            )
+    def add(self, cell: Cell, one: Pass, full: Sequence[StepPoint]) -> None:
         tokens, seconds = sum(point.num_output_tokens for point in full), sum(point.total_seconds for point in full)
-        self.tokens_per_second.setdefault((batch_size, count), []).append(tokens / seconds)
-        self.drafts.setdefault(count, DraftTotals()).add(one.metrics.records)
+        self.tokens_per_second.setdefault(cell, []).append(tokens / seconds)
+        self.num_full_steps[cell] = self.num_full_steps.get(cell, 0) + len(full)
+        self.drafts.setdefault(cell[1], DraftTotals()).add(one.metrics.records)
         if (share := one.metrics.core_wait_share) is not None:
             self.core_wait_shares.append(share)
         for record in one.metrics.records:
             self.texts.setdefault(record.request_id, set()).add(tuple(record.token_ids))
 
 
-def _pass_of(
-    llm: LLM, items: Sequence[WorkloadItem], batch_size: int, count: int, on_ended: Callable[[int], None]
-) -> Pass:
+def full_steps(one: Pass, *, batch_size: int) -> list[StepPoint]:
+    """Those in which so many requests got tokens; at the end of a workload, batches are smaller.
+
+    Raises:
+        UserError: there is none.
+    """
+    full = [point for point in one.metrics.step_points if point.num_requests == batch_size]
+    if not full:
+        raise UserError(
+            f"--batch-sizes: {batch_size} requests never got tokens in one step; give the KV cache more room "
+            "(hardware.gpu_memory_utilization), or leave this size out"
+        )
+    return full
+
+
+def _pass_of(llm: LLM, items: Sequence[WorkloadItem], cell: Cell, on_ended: Callable[[int], None]) -> Pass:
+    batch_size, count = cell
     num_known = 0
 
     def observe(metrics: MetricsCollector) -> None:
@@ -110,10 +125,11 @@ def _pass_of(
             on_ended(metrics.num_finished_requests - num_known)
             num_known = metrics.num_finished_requests
 
-    llm.engine.proposer.restart()
+    proposer = llm.engine.proposer if count else llm.engine.plain_proposer
+    proposer.restart()
     one = run_pass(
         llm,
-        llm.engine.proposer,
+        proposer,
         items,
         MetricsCollector(),
         max_concurrency=batch_size,

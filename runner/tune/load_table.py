@@ -13,14 +13,14 @@ def load_table(best: Mapping[int, int], max_num_seqs: int) -> list[Range]:
     """`num_speculative_tokens_per_batch_size`: a batch size that was not measured goes with the nearer one, by ratio.
 
     Args:
-        best: batch size -> speculative tokens.
-        max_num_seqs: where the last range ends, unless it starts later.
+        best: batch size, at most max_num_seqs -> speculative tokens.
+        max_num_seqs: where the last range ends.
     """
     sizes = sorted(best)
     starts = [1, *(math.ceil(math.sqrt(small * large)) for small, large in itertools.pairwise(sizes))]
     counts = [best[size] for size in sizes]
     changes = [index for index in range(len(sizes)) if index == 0 or counts[index] != counts[index - 1]]
-    ends = [*(starts[index] - 1 for index in changes[1:]), max(max_num_seqs, starts[changes[-1]])]
+    ends = [*(starts[index] - 1 for index in changes[1:]), max_num_seqs]
     return [(starts[index], end, counts[index]) for index, end in zip(changes, ends, strict=True)]
 
 

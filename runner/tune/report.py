@@ -15,6 +15,8 @@ from rich.text import Text
 from runner.report.text import identical, identical_style, number, speedup_style, times
 from runner.tune.grid import Grid
 
+MAX_WIDTH = 1000  # columns: numbers are never cut, the table is wider than 80 instead
+
 
 def print_grid(grid: Grid, *, title: str, identical_texts: Mapping[str, int] | None, console: Console) -> None:
     """A row a batch size, a column a number of tokens, median over lowest and highest; the best carries a star."""
@@ -30,15 +32,22 @@ def print_grid(grid: Grid, *, title: str, identical_texts: Mapping[str, int] | N
     lengths = (number(grid.mean_acceptance_length(count), "{:.2f}") for count in drafted)
     table.add_section()
     table.add_row(Text("length", "dim"), "", *lengths)
+    unbounded = console.options.update(width=MAX_WIDTH)
+    console.width = max(console.width, console.measure(table, options=unbounded).maximum)
     console.print(table, crop=False)
-    console.print(Text(" * best at its batch size. length: mean acceptance length", "dim"))
-    if close := [str(size) for size in grid.batch_sizes if grid.is_close(size)]:
-        where = f"batch size{'s' * (len(close) > 1)} {', '.join(close)}"
-        line = f" at {where} others reach into the best one's range; more --repeats tell them apart"
-        console.print(Text(line, "dim"), soft_wrap=True)
+    lines = ["* the fewest tokens that no number beats in every repeat. length: mean acceptance length"]
+    if grid.num_repeats == 1:
+        lines.append("one repeat says nothing of how far repeats differ: raise --repeats")
+    lines += [
+        f"batch size {size}: {grid.fastest(size)} tokens are faster in the median, not in every repeat"
+        for size in grid.batch_sizes
+        if grid.fastest(size) != grid.best(size)
+    ]
+    for line in lines:
+        console.print(Text(f" {line}", "dim"), soft_wrap=True)
     if identical_texts is not None:
         line = f" identical in every pass, whatever the batch and the tokens: {identical(identical_texts)}"
-        console.print(Text(line, identical_style(identical_texts)))
+        console.print(Text(line, identical_style(identical_texts)), soft_wrap=True)
 
 
 def _speedup(grid: Grid, size: int, count: int) -> Text:
@@ -83,16 +92,19 @@ def draw_grid(path: Path, grid: Grid, *, title: str) -> bool:
     return True
 
 
-def grid_as_json(grid: Grid) -> list[dict[str, Any]]:
-    return [
-        {
-            "batch_size": size,
-            "num_speculative_tokens": count,
-            "tokens_per_second": _spread(grid.tokens_per_second[size, count][: grid.num_repeats]),
-            "speedup": _spread(grid.speedups((size, count))),
+def grid_as_json(grid: Grid) -> dict[str, dict[str, Any]]:
+    """By batch size and number of tokens; the keys are names of metrics."""
+    return {
+        f"batch_size_{size}": {
+            f"k_{count}": {
+                "tokens_per_second": _spread(grid.tokens_per_second[size, count][: grid.num_repeats]),
+                "speedup": _spread(grid.speedups((size, count))),
+                "num_full_steps": grid.num_full_steps[size, count],
+            }
+            for count in grid.num_speculative_tokens
         }
-        for size, count in grid.places
-    ]
+        for size in grid.batch_sizes
+    }
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
