@@ -231,7 +231,7 @@ def _report(
 
 def _use_it(overrides: Sequence[str], keys: dict[str, Any]) -> str:
     if keys["num_speculative_tokens"] == 0:
-        return "no number of guesses pays at these batch sizes: method=none"
+        return "no number of speculative tokens pays at these batch sizes: method=none"
     kept = [each for each in overrides if not each.startswith("method.num_speculative_tokens")]
     found = [f"method.{key}={value}".replace(" ", "") for key, value in keys.items()]
     return f"use it: python -m runner {shlex.join([*kept, *found])}"
