@@ -13,7 +13,7 @@ from rich.text import Text
 
 from runner.metrics.core_wait import doubtful_waits
 from runner.metrics.rates import fastest, measure_of_speed, range_of
-from runner.report.console import open_wide_console
+from runner.report.console import make_room, open_wide_console
 from runner.report.text import identical, identical_style, machine_title, number, percent, ranged, speedup_style, times
 
 HIGHER_IS_BETTER = ("speedup", "output_tokens_per_second", "mean_acceptance_length", "acceptance_rate")
@@ -26,7 +26,6 @@ FORMATS = {
 }
 PATTERNS = {"output_tokens_per_second": "{:,.1f}", "speedup": "{:.2f}"}  # of their ranges over repeats
 MARKED = (False, "unguaranteed")  # values of lossless that the table shows
-MAX_WIDTH = 1000  # columns of a table that nothing bounds
 HEADINGS = dict(zip(FORMATS, ("acceptance", "length", "tokens/s", "speed-up", "whole"), strict=True))
 KEPT = ("acceptance_rate", "mean_acceptance_length", "output_tokens_per_second")  # columns also without a value
 
@@ -72,8 +71,7 @@ def print_comparison(
         )
     console = console or open_wide_console()
     if params or any(row.get("output_tokens_per_second_lowest") is not None for row in rows):
-        unbounded = console.options.update(width=MAX_WIDTH)
-        console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+        make_room(console, table)
     console.print(table, crop=False)
     if first is not None:
         console.print(Text(" * fastest", "dim"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import sys
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 MIN_WIDTH = 80  # a narrower terminal wraps our lines itself; cutting numbers short would misstate them
+MAX_WIDTH = 1000  # columns of a table that nothing bounds
 
 
 def open_console(*, stderr: bool = False) -> Console:
@@ -23,3 +24,9 @@ def open_wide_console() -> Console:
     console = open_console()
     console.width = max(console.width, MIN_WIDTH)
     return console
+
+
+def make_room(console: Console, table: RenderableType) -> None:
+    """Widen the console to what the table takes: its numbers are never cut."""
+    unbounded = console.options.update(width=MAX_WIDTH)
+    console.width = max(console.width, console.measure(table, options=unbounded).maximum)

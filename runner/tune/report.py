@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from runner.report.console import make_room
 from runner.report.text import identical, identical_style, number, speedup_style, times
 from runner.tune.grid import Grid
-
-MAX_WIDTH = 1000  # columns: numbers are never cut, the table is wider than 80 instead
 
 
 def print_grid(grid: Grid, *, title: str, identical_texts: Mapping[str, int] | None, console: Console) -> None:
@@ -32,8 +31,7 @@ def print_grid(grid: Grid, *, title: str, identical_texts: Mapping[str, int] | N
     lengths = (number(grid.mean_acceptance_length(count), "{:.2f}") for count in drafted)
     table.add_section()
     table.add_row(Text("length", "dim"), "", *lengths)
-    unbounded = console.options.update(width=MAX_WIDTH)
-    console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+    make_room(console, table)
     console.print(table, crop=False)
     lines = ["* the fewest tokens that no number beats in every repeat. length: mean acceptance length"]
     if grid.num_repeats == 1:
