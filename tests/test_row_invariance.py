@@ -461,16 +461,20 @@ class Recorder:
         store[key] = bits.clone()
 
 
-PROMPTS = [{"prompt_token_ids": [(9 * i + 5 * j + j // 13) % 64 for j in range(4 + 17 * i)]} for i in range(7)]
-PARAMS = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=14 + i, seed=i, ignore_eos=True) for i in range(7)]
+PROMPTS = [
+    {"prompt_token_ids": [(9 * i + 5 * j + j // 13) % 64 for j in range(4 + 17 * ((i + 3) % 7))]} for i in range(7)
+]
+PARAMS = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=27 + i, seed=i, ignore_eos=True) for i in range(7)]
 DRAFTED = {"method": "draft_model", "num_speculative_tokens": 16}
 RUNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "one at a time": (None, {"max_num_seqs": 1}),
     "small chunks": (None, {"max_num_seqs": 4, "max_num_batched_tokens": 23}),
     "preempted": (None, {"num_gpu_blocks_override": 11}),
     "K = 16": (DRAFTED, {}),
+    # Whatever the texts, and so the drafts that are accepted: in the third step prompts of 55 and 72 tokens hold all
+    # ten blocks, neither request can have ended, and neither can end without a block of the other's.
     "K = 16, preempted, in chunks": (
-        DRAFTED, {"num_gpu_blocks_override": 11, "max_num_seqs": 3, "max_num_batched_tokens": 51},
+        DRAFTED, {"num_gpu_blocks_override": 10, "max_num_seqs": 3, "max_num_batched_tokens": 51},
     ),
 }  # fmt: skip
 
