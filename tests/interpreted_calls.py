@@ -4,14 +4,18 @@ It replaces the builtins of triton.language when a kernel is launched, and again
 jitted function, tl.sum among them: most of what such a call costs. A launch's replacements hold until it ends, and what
 a call replaces beyond them (in tl.core) stays for good, so that once is enough for each function. What it derives from
 a shape or a dtype it derives for each value of a kernel; few shapes and dtypes are met again and again.
+
+And with any numpy: Triton before 3.7 makes integers of arrays of one element, which numpy since 2.4 refuses.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 
 def patch_once(patch: pytest.MonkeyPatch) -> None:
@@ -66,3 +70,18 @@ def describe_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_get_np_dtype", dtype_of)
     patch.setattr(core.block_type, "__init__", new_type)
     patch.setattr(core.tensor, "__init__", new_tensor)
+
+
+def index_with_any_numpy(patch: pytest.MonkeyPatch) -> None:
+    """A value of a kernel is an array of one element: numpy before 2.4 makes it an integer, later ones a scalar."""
+    if Version(version("triton")) >= Version("3.7"):
+        return  # it makes a scalar of it first
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.squeeze()))
+
+    patch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
