@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from proposers.lookup import compiled as compiled_room
+from kernels.cpu import compiled as compiled_room
 from proposers.lookup.suffix_cache import SuffixCache, SuffixDraft
 from proposers.lookup.suffix_forest import ID_MASK, MAX_NODES, NUM_PREFIXES, SEGMENT_SIZE, SEGMENTS, Forest
 from proposers.lookup.suffix_reference import Substrings, naive_propose, naive_substrings

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from proposers.lookup.compiled import compiled, wide
+from kernels.cpu.compiled import compiled
 from proposers.lookup.suffix_forest import CHILD, COUNT, DEPTH, NEXT, START, TOKEN, Int32Array
+from proposers.lookup.wide import wide
 
 EPSILON = 1e-9  # as in suffix_draft.py
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from proposers.lookup.compiled import compiled, wide
+from kernels.cpu.compiled import compiled
 from proposers.lookup.suffix_bush import grow
 from proposers.lookup.suffix_forest import CHILD, COUNT, DEPTH, START, Int32Array, Uint32Array, find
 from proposers.lookup.suffix_tree import extend
+from proposers.lookup.wide import wide
 
 # Columns of a request's row; behind them the active points of its own tree, then those of the shared one.
 ROOT = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from proposers.lookup.compiled import compiled
+from kernels.cpu.compiled import compiled
 from proposers.lookup.suffix_forest import CHILD, COUNT, NEXT, PARENT, PREV, START, Int32Array
 
 LISTED = 2**31 - 1  # as a bound: the family is on the list of those to be searched

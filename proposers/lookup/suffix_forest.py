@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proposers.lookup.compiled import compiled, wide
+from kernels.cpu.compiled import compiled
+from proposers.lookup.wide import wide
 from runner.engine.errors import UserError
 
 Int32Array = npt.NDArray[np.int32]

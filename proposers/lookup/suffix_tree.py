@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from proposers.lookup.compiled import compiled, wide
+from kernels.cpu.compiled import compiled
 from proposers.lookup.suffix_family import (
     add_child,
     count_up,
@@ -40,6 +40,7 @@ from proposers.lookup.suffix_forest import (
     new_node,
     rename,
 )
+from proposers.lookup.wide import wide
 
 
 @compiled

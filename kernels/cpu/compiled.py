@@ -1,0 +1,52 @@
+"""numba's compiler, with a cache on disk that notices when any file of a function's folder has changed.
+
+numba's own cache looks only at the file that a function is written in, so a function that calls one of another file
+would keep running that one's old code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numba import njit
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@cache
+def digest_of_sources(folder: Path) -> str:
+    """Of what is written in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def cached_on_disk(dispatcher: Any, function: Callable[..., Any]) -> None:
+    """Have numba's cache of a function go by its folder's sources."""
+    dispatcher._cache._cache_file._source_stamp = digest_of_sources(Path(function.__code__.co_filename).parent)
+
+
+def compiled(function: Function, **options: Any) -> Function:
+    """`function`, compiled at its first call; typed for numbers and contiguous numpy arrays. options: of numba."""
+    try:
+        dispatcher: Any = njit(cache=True, **options)(function)
+    except RuntimeError:  # no directory that can be written to (NUMBA_CACHE_DIR names one): compiled in every process
+        dispatcher = njit(**options)(function)
+    else:
+        cached_on_disk(dispatcher, function)
+    typed: Function = dispatcher
+    return typed
+
+
+# Sums may be added up in vector lanes: in one order for every length, and no other at another call.
+VECTORIZED: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy"}
+
+
+def vectorized(function: Function) -> Function:
+    """`compiled`, and free to use vector lanes."""
+    return compiled(function, **VECTORIZED)
