@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -31,3 +32,12 @@ class PagedSegments:
     num_shared_tiles: int = 0
     first_keys: Tensor | None = None  # [num_tiles] int32; None: 0
     segments_per_table: int = 1  # neighbours that share a block table
+
+    by_shape: dict[Any, Any] = field(default_factory=dict)  # what kernels/cpu/paged_attention.py made for its layers
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """numpy's views of what kernels/cpu/paged_attention.py reads."""
+        tiles = (self.tile_segments, self.tile_rows, self.tile_sizes, self.tile_positions, self.last_keys)
+        tensors = (*tiles, self.block_tables, self.branch_starts, self.branch_slots)
+        return tuple(tensor.contiguous().numpy() for tensor in tensors)

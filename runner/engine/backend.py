@@ -1,4 +1,4 @@
-"""Where operations are Triton kernels, and where they are plain torch."""
+"""Where operations are Triton kernels, where they are compiled for the CPU, and where they are plain torch."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ def runs_kernels(where: torch.Tensor | torch.device) -> bool:
     if isinstance(where, torch.device):
         return where.type == "cuda" or interprets_kernels
     return where.is_cuda or interprets_kernels
+
+
+def is_compiled(where: torch.Tensor) -> bool:
+    """Whether operations on this tensor have kernels in kernels/cpu."""
+    return where.dtype == torch.float32 and where.device.type == "cpu" and not interprets_kernels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from kernels.linear_plan import WIDE_ROWS
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.packed_linear import any_rows_keep_their_bits, pack
 from kernels.reference.paged_attention import places_keep_their_bits
-from runner.engine.backend import runs_kernels
+from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
 from runner.engine.layers import Attention, DecoderLayer
 from runner.engine.operations import head_logits, paged_attention
@@ -40,15 +40,28 @@ def decoder_shapes(
                 linear=1 if batch_invariant else None,
             )
         return shapes
-    return _row_invariant_tiles(attention)[0] if batch_invariant else dict(ANY_SHAPE_TILES)
+    sizes = CPU_TILES if batch_invariant else (ANY_SHAPE_TILES,)
+    return _cpu_shapes(attention, sizes[0], max_model_len)
 
 
-def _row_invariant_tiles(attention: Attention) -> list[Shapes]:
-    """Those to be tried on a CPU, the fastest first."""
-    sizes = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)
-    if attention.o_proj.weight.is_mkldnn:
-        return [{family: replace(shape, linear=1) for family, shape in tiles.items()} for tiles in sizes]
-    return [dict(tiles) for tiles in sizes]
+CPU_TILES = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)  # to be tried in this order, the fastest first
+
+
+def _cpu_shapes(attention: Attention, tiles: Mapping[Family, TileShape], max_model_len: int) -> Shapes:
+    """The tiles, but products of any rows where weights are packed, and a kernel's attention where there is one."""
+    weight = attention.o_proj.weight
+    shapes: Shapes = {
+        family: replace(shape, linear=1) if weight.is_mkldnn and shape.linear is not None else shape
+        for family, shape in tiles.items()
+    }
+    if is_compiled(weight):
+        shapes["decode"] = PagedShape(
+            rows_per_tile=CPU_ROWS, split_keys=None, max_context=max_model_len, linear=shapes["decode"].linear
+        )
+    return shapes
+
+
+CPU_ROWS = 64  # of a tile, which there only share a walk over the block table
 
 
 def can_pack(weights: Sequence[torch.Tensor], *, batch_invariant: bool) -> bool:
@@ -69,7 +82,9 @@ def product_tile(device: torch.device, *, batch_invariant: bool) -> int | None:
     return 1 if runs_kernels(device) else ROW_INVARIANT_TILES["decode"].linear
 
 
-def row_invariant_shapes(shapes: Shapes, layer: DecoderLayer, lm_head: torch.Tensor) -> Shapes | None:
+def row_invariant_shapes(
+    shapes: Shapes, layer: DecoderLayer, lm_head: torch.Tensor, *, max_model_len: int
+) -> Shapes | None:
     """`shapes`, or others in which this machine keeps a row's bits; None when none do.
 
     Asked of the machine at the start, with a layer of the model and its head: what a BLAS or a compiler does with a row
@@ -77,24 +92,23 @@ def row_invariant_shapes(shapes: Shapes, layer: DecoderLayer, lm_head: torch.Ten
     """
     if runs_kernels(lm_head.device):
         return shapes if all(_kernels_keep_bits(shape, layer, lm_head) for shape in shapes.values()) else None
+    candidates = (_cpu_shapes(layer.attention, tiles, max_model_len) for tiles in CPU_TILES)
     return next(
-        (
-            tiles
-            for tiles in _row_invariant_tiles(layer.attention)
-            if all(_tiles_keep_bits(shape, layer, lm_head) for shape in tiles.values())
-        ),
+        (tried for tried in candidates if all(_keeps_bits_on_cpu(shape, layer, lm_head) for shape in tried.values())),
         None,
     )
 
 
-def _tiles_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Tensor) -> bool:
-    assert isinstance(shape, TileShape)
+def _keeps_bits_on_cpu(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Tensor) -> bool:
     attention, tile = layer.attention, shape.linear
     if tile is not None and not all(
         any_rows_keep_their_bits(weight) if weight.is_mkldnn else rows_keep_their_bits(weight, tile)
         for weight in [*layer.product_weights, lm_head]
     ):
         return False
+    if isinstance(shape, PagedShape):
+        return _attentions_agree(shape, attention)
+    assert isinstance(shape, TileShape)
     if shape.context is None or shape.is_aligned:
         return True
     return places_keep_their_bits(

@@ -65,7 +65,9 @@ class ModelRunner:
                 is_bucketed=captures_graphs,
             )
             if batch_invariant:
-                kept = row_invariant_shapes(self.shapes, model.layers[0], model.lm_head)
+                kept = row_invariant_shapes(
+                    self.shapes, model.layers[0], model.lm_head, max_model_len=model.max_model_len
+                )
                 self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
         self.cache: PagedKVCache | None = None
 

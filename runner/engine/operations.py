@@ -1,5 +1,7 @@
 """A decoder's operations, computed where their arguments are: by Triton kernels on a GPU, by torch elsewhere.
 
+Two of them are compiled for a CPU (kernels/cpu): what torch has no operation for.
+
 `tile` says how products are computed: None = as is fastest for the shape at hand, which need not be row-invariant.
 """
 
@@ -18,7 +20,7 @@ from kernels.reference.rms_norm import rms_norm_pair as rms_norm_pair_in_torch
 from kernels.reference.rms_norm import sum_beside_rms_norm as sum_beside_rms_norm_in_torch
 from kernels.reference.rope import apply_rope
 from kernels.reference.silu_and_mul import silu_and_mul
-from runner.engine.backend import runs_kernels
+from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.rope import RopeRows
 
@@ -112,9 +114,11 @@ def rotate_and_store(
 ) -> torch.Tensor:  # [num_rows, num_heads, head_dim]
     """Norm queries and keys head by head where a model does, rotate them, store keys and values; the queries."""
     columns = num_heads * head_dim
-    if runs_kernels(qkv):
-        from kernels.rope import rope_and_write
-
+    if runs_kernels(qkv) or is_compiled(qkv):
+        if runs_kernels(qkv):
+            from kernels.rope import rope_and_write
+        else:
+            from kernels.cpu.rope import rope_and_write
         norm_weights: dict[str, Any] = {}
         if k_norm is not None:
             norm_weights = {"q_norm": None if q_norm is None else q_norm[0], "k_norm": k_norm[0], "eps": k_norm[1]}
@@ -152,6 +156,10 @@ def paged_attention(
 ) -> torch.Tensor:  # [num_rows, num_heads * value_dim]
     if isinstance(plan, AttentionPlan):
         return attention_over_tiles(query, kv_cache, plan, **layer)
+    if is_compiled(query):
+        from kernels.cpu.paged_attention import paged_attention as on_cpu
+
+        return on_cpu(query, kv_cache, plan.segments, **layer)
     from kernels.paged_attention import paged_attention as kernel
 
     return kernel(query, kv_cache, plan.segments, split_keys=plan.split_keys, **layer)

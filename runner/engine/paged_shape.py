@@ -29,13 +29,13 @@ class PagedAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedShape:
-    """Shapes of the Triton kernels; rows_per_tile and split_keys are part of a token's arithmetic."""
+    """Shapes of the kernels; linear and, on a GPU, rows_per_tile and split_keys are part of a token's arithmetic."""
 
     rows_per_tile: int  # launch rows that share an attention tile
     split_keys: int | None  # keys of one split, at absolute positions; None = one program goes over all keys
     max_context: int  # positions there can be
     is_bucketed: bool = False  # launches are padded to few sizes, so that few graphs serve them all
-    linear: int | None = 1  # a product gives a row the same bits whatever its number of rows
+    linear: int | None = 1  # rows of one product; 1: it gives a row the same bits whatever its number of rows
 
     @property
     def tree_tiles(self) -> dict[str, Any]:
@@ -43,7 +43,10 @@ class PagedShape:
         return {"rows_per_tile": self.rows_per_tile, "split_keys": self.split_keys}
 
     def padded_rows(self, num_rows: int) -> int:
-        return bucket(num_rows) if self.is_bucketed else num_rows
+        if self.is_bucketed:
+            return bucket(num_rows)
+        tile = self.linear or 1
+        return -(-num_rows // tile) * tile
 
     def context_bucket(self, context: int) -> int:
         """The number of keys that launches up to this one share."""

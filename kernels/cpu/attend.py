@@ -1,0 +1,174 @@
+"""Softmax attention of rows over a paged cache, key after key: what kernels/cpu/paged_attention.py runs."""
+
+# mypy: disable-error-code="arg-type"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+
+from kernels.cpu.compiled import vectorized
+from kernels.cpu.exp2 import exp2
+from kernels.cpu.threads import ThreadedKernel, num_threads, pointer, thread_num
+
+NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
+# Unsigned, as offsets and keys are: of a signed index numba asks whether it counts from the end.
+ONE, TWO, THREE, FOUR = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
+
+
+@vectorized
+def score(weights: Any, wanted: Any, flat: Any, offsets: Any, first: Any, end: Any, column: Any) -> None:
+    """weights[key] = wanted times the key, four at once, so that their sums do not wait for one another."""
+    dim, key = np.uint64(len(wanted)), first
+    while key + FOUR <= end:
+        k0, k1 = offsets[key] + column, offsets[key + ONE] + column
+        k2, k3 = offsets[key + TWO] + column, offsets[key + THREE] + column
+        x0, x1, x2, x3 = NOTHING, NOTHING, NOTHING, NOTHING
+        for d in range(dim):
+            x0 += wanted[d] * flat[k0 + d]
+            x1 += wanted[d] * flat[k1 + d]
+            x2 += wanted[d] * flat[k2 + d]
+            x3 += wanted[d] * flat[k3 + d]
+        weights[key], weights[key + ONE], weights[key + TWO], weights[key + THREE] = x0, x1, x2, x3
+        key += FOUR
+    while key < end:
+        k0, x0 = offsets[key] + column, NOTHING
+        for d in range(dim):
+            x0 += wanted[d] * flat[k0 + d]
+        weights[key] = x0
+        key += ONE
+
+
+@vectorized
+def exponentiate(weights: Any, first: Any, end: Any) -> Any:
+    """weights[key] = 2 ** (itself - the largest); their sum."""
+    largest, total = LOWEST, NOTHING
+    for key in range(first, end):
+        largest = max(largest, weights[key])
+    for key in range(first, end):
+        weights[key] = exp2(weights[key] - largest)
+        total += weights[key]
+    return total
+
+
+@vectorized
+def weigh(result: Any, weights: Any, flat: Any, offsets: Any, first: Any, end: Any, column: Any) -> None:
+    """result = the sum of the values times their weights, four at once: the result is written once for them."""
+    dim, key = np.uint64(len(result)), first
+    for d in range(dim):
+        result[d] = NOTHING
+    while key + FOUR <= end:
+        v0, v1 = offsets[key] + column, offsets[key + ONE] + column
+        v2, v3 = offsets[key + TWO] + column, offsets[key + THREE] + column
+        w0, w1, w2, w3 = weights[key], weights[key + ONE], weights[key + TWO], weights[key + THREE]
+        for d in range(dim):
+            result[d] += w0 * flat[v0 + d] + w1 * flat[v1 + d] + w2 * flat[v2 + d] + w3 * flat[v3 + d]
+        key += FOUR
+    while key < end:
+        v0, w0 = offsets[key] + column, weights[key]
+        for d in range(dim):
+            result[d] += w0 * flat[v0 + d]
+        key += ONE
+
+
+@vectorized
+def attend(
+    output: Any,  # [num_rows, num_heads * head_dim] float32
+    query: Any,  # [num_rows, >= num_heads * head_dim] float32
+    kv: Any,  # [num_slots, 2 * num_kv_heads * head_dim] float32, keys before values
+    segments: Any,  # [num_tiles] int32, and so on: PagedSegments
+    rows: Any,
+    sizes: Any,
+    positions: Any,
+    last_keys: Any,
+    tables: Any,
+    branch_starts: Any,
+    branch_slots: Any,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: np.float32,  # of the logits, times log2(e)
+    window: int,  # 0: none
+    is_causal: bool,
+    offsets: Any,  # [max_context] uint64, and the same of weights, wanted, result: room for intermediate results
+    weights: Any,  # [max_context] float32
+    wanted: Any,  # [head_dim] float32
+    result: Any,  # [head_dim] float32
+    thread: int,  # of num_threads: it computes its share of the tiles' KV heads
+    num_threads: int,
+) -> None:
+    group, width, flat = output.shape[1] // head_dim // num_kv_heads, kv.shape[1], kv.reshape(-1)
+    for tile in range(len(rows)):
+        segment, size, position, last_key = segments[tile], sizes[tile], positions[tile], last_keys[tile]
+        branch_start, num_keys = branch_starts[segment], last_key + 1 if size else 0
+        for start in range(0, min(num_keys, branch_start), block_size):
+            first_slot = tables[segment, start // block_size] * block_size
+            for place in range(min(block_size, num_keys - start)):
+                offsets[start + place] = np.uint64((first_slot + place) * width)
+        for apart in range(branch_start, num_keys):
+            offsets[apart] = np.uint64(branch_slots[segment, apart - branch_start] * width)
+        for kv_head in range(num_kv_heads):
+            if (tile * num_kv_heads + kv_head) % num_threads != thread:
+                continue
+            key_column, value_column = np.uint64(kv_head * head_dim), np.uint64((num_kv_heads + kv_head) * head_dim)
+            for place in range(size):
+                row, own = rows[tile] + place, position + place
+                last = min(last_key, own if is_causal else (own + window - 1 if window else last_key))
+                first, end = np.uint64(max(0, own - window + 1) if window else 0), np.uint64(last + 1)
+                for head in range(kv_head * group, (kv_head + 1) * group):
+                    column = head * head_dim
+                    for d in range(head_dim):
+                        wanted[d] = query[row, column + d] * scale
+                    score(weights, wanted, flat, offsets, first, end, key_column)
+                    total = exponentiate(weights, first, end)
+                    weigh(result, weights, flat, offsets, first, end, value_column)
+                    for d in range(head_dim):
+                        output[row, column + d] = result[d] / total
+
+
+ARGUMENTS = (
+    *("output", "query", "kv"),  # addresses, of the layer's
+    *("segments", "rows", "sizes", "positions", "last_keys", "tables", "branch_starts", "branch_slots"),  # the launch's
+    *("offsets", "floats"),  # and of every thread's room: [max_context] uint64, [max_context + 2 * head_dim] float32
+    *("num_rows", "columns", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
+    *("num_branch", "block_size", "num_kv_heads", "head_dim", "window", "is_causal", "max_context"),
+)
+Arguments = np.dtype([*((name, np.int64) for name in ARGUMENTS), ("scale", np.float32)])
+
+
+def attend_in_thread(arguments: Any) -> None:
+    """`attend` with the Arguments at this address: the part of one thread."""
+    a = carray(arguments, 1, Arguments)[0]
+    thread, tiles, dim, keys = np.int64(thread_num()), a.num_tiles, a.head_dim, a.max_context
+    own = np.int64(8) * thread * keys
+    floats = a.floats + np.int64(4) * thread * (keys + 2 * dim)
+    attend(
+        carray(pointer(a.output), (a.num_rows, a.columns), np.float32),
+        carray(pointer(a.query), (a.num_rows, a.query_stride), np.float32),
+        carray(pointer(a.kv), (a.num_slots, a.width), np.float32),
+        carray(pointer(a.segments), (tiles,), np.int32),
+        carray(pointer(a.rows), (tiles,), np.int32),
+        carray(pointer(a.sizes), (tiles,), np.int32),
+        carray(pointer(a.positions), (tiles,), np.int32),
+        carray(pointer(a.last_keys), (tiles,), np.int32),
+        carray(pointer(a.tables), (a.num_segments, a.num_blocks), np.int32),
+        carray(pointer(a.branch_starts), (a.num_segments,), np.int32),
+        carray(pointer(a.branch_slots), (a.num_segments, a.num_branch), np.int32),
+        a.block_size,
+        a.num_kv_heads,
+        dim,
+        a.scale,
+        a.window,
+        a.is_causal != 0,
+        carray(pointer(a.offsets + own), (keys,), np.uint64),
+        carray(pointer(floats), (keys,), np.float32),
+        carray(pointer(floats + np.int64(4) * keys), (dim,), np.float32),
+        carray(pointer(floats + np.int64(4) * (keys + dim)), (dim,), np.float32),
+        thread,
+        np.int64(num_threads()),
+    )
+
+
+attend_in_threads = ThreadedKernel(attend_in_thread)

@@ -1,0 +1,101 @@
+"""kernels/reference/paged_attention.py over PagedSegments: softmax row by row, head by head, key after key.
+
+A row's bits depend on its query and the keys that it sees alone, in the order of their positions. Nothing is gathered,
+padded or masked, so a launch costs what its rows see.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu.attend import Arguments, attend, attend_in_threads
+from kernels.cpu.exp2 import LOG2_E
+from kernels.paged_segments import PagedSegments
+
+SERIAL_PRODUCTS = 1 << 18  # what one thread computes faster than others would wake up
+
+
+class LayerLaunch:
+    """One launch in layers of one shape: what stays from layer to layer is made once."""
+
+    def __init__(
+        self,
+        segments: PagedSegments,
+        query: Tensor,
+        kv_cache: Tensor,
+        *,
+        num_kv_heads: int,
+        scale: float,
+        sliding_window: int | None,
+        is_causal: bool,
+    ) -> None:
+        num_rows, num_heads, head_dim = query.shape
+        num_blocks, block_size, width = kv_cache.shape
+        max_context, self._stride = segments.max_context, query.stride(0)
+        assert segments.num_shared_tiles == 0 and segments.segments_per_table == 1, "launches are laid out on the host"
+        work = num_rows * num_heads * head_dim * max_context  # products, at most
+        self._threads = torch.get_num_threads() if work > SERIAL_PRODUCTS else 1
+        self._offsets = np.empty((self._threads, max_context), np.uint64)
+        self._floats = np.empty((self._threads, max_context + 2 * head_dim), np.float32)
+        self._arrays = segments.arrays
+        self._numbers = (block_size, num_kv_heads, head_dim, np.float32(scale) * LOG2_E, sliding_window or 0, is_causal)
+        self._arguments = np.array(
+            (
+                *(0, 0, 0),  # of the layer
+                *(array.ctypes.data for array in (*self._arrays, self._offsets, self._floats)),
+                *(num_rows, num_heads * head_dim, self._stride, num_blocks * block_size, width),
+                *(len(segments.tile_rows), *segments.block_tables.shape, segments.branch_slots.shape[1], block_size),
+                *(num_kv_heads, head_dim, sliding_window or 0, is_causal, max_context),
+                np.float32(scale) * LOG2_E,
+            ),
+            Arguments,
+        )
+        self._of_layer = np.frombuffer(self._arguments, np.int64, 3)
+        self._address = self._arguments.ctypes.data
+
+    def __call__(self, query: Tensor, kv_cache: Tensor) -> Tensor:
+        num_rows, num_heads, head_dim = query.shape
+        output = query.new_zeros(num_rows, num_heads * head_dim)
+        of_layer = self._of_layer
+        of_layer[0], of_layer[1], of_layer[2] = output.data_ptr(), query.data_ptr(), kv_cache.data_ptr()
+        if not attend_in_threads(self._address, self._threads):
+            self._serially(output, query, kv_cache)
+        return output
+
+    def _serially(self, output: Tensor, query: Tensor, kv_cache: Tensor) -> None:
+        head_dim, floats, stride = query.shape[2], self._floats[0], self._stride
+        rows = query.as_strided((len(query), stride), (stride, 1))
+        arrays = [output.numpy(), rows.numpy(), kv_cache.flatten(0, 1).numpy(), *self._arrays]
+        room = [floats[: -2 * head_dim], floats[-2 * head_dim : -head_dim], floats[-head_dim:]]
+        thread, num_threads = 0, 1
+        attend(*[*arrays, *self._numbers, self._offsets[0], *room, thread, num_threads])
+
+
+def paged_attention(
+    query: Tensor,  # [num_rows, num_heads, head_dim]; rows may be strided
+    kv_cache: Tensor,  # [num_blocks, block_size, 2 * num_kv_heads * head_dim], keys before values
+    segments: PagedSegments,
+    *,
+    num_kv_heads: int,
+    value_dim: int,  # = head_dim
+    scale: float,
+    sliding_window: int | None = None,
+    is_causal: bool = True,  # False: a row sees up to its tile's last_keys
+) -> Tensor:  # [num_rows, num_heads * head_dim]; zeros in rows of no tile
+    """What kernels.reference.paged_attention.paged_attention says, in float32."""
+    assert value_dim == query.shape[2] and query.stride()[1:] == (value_dim, 1) and kv_cache.is_contiguous()
+    shape = (*query.shape, query.stride(0), kv_cache.shape, num_kv_heads, scale, sliding_window, is_causal)
+    launch = segments.by_shape.get(shape)
+    if launch is None:
+        launch = segments.by_shape[shape] = LayerLaunch(
+            segments,
+            query,
+            kv_cache,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            sliding_window=sliding_window,
+            is_causal=is_causal,
+        )
+    return launch(query, kv_cache)

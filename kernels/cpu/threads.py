@@ -1,0 +1,85 @@
+"""torch's own OpenMP threads for compiled kernels: a second pool on the same cores would stand in the way of the first.
+
+torch's threads go on looking for work a while after each operation, so others would get their cores only by halves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite import binding
+from numba import types
+from numba.core.ccallback import CFunc
+from numba.extending import intrinsic
+
+from kernels.cpu.compiled import VECTORIZED, cached_on_disk
+
+SYMBOLS = ("omp_get_thread_num", "omp_get_num_threads")
+thread_num: Any = types.ExternalFunction(SYMBOLS[0], types.int32())
+num_threads: Any = types.ExternalFunction(SYMBOLS[1], types.int32())
+
+
+def _pointer(_context: Any, _address: Any) -> Any:
+    """The pointer of an int64 address, for numba.carray."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), generate
+
+
+pointer: Any = intrinsic(_pointer)
+
+
+@cache
+def openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that torch computes with; None where there is none that runs a function as GNU's does."""
+    folder = Path(torch.__file__).parent / "lib"
+    for path in sorted(found for name in ("libgomp*", "libomp*", "libiomp*") for found in folder.glob(name)):
+        library = ctypes.CDLL(str(path))
+        if all(hasattr(library, name) for name in (*SYMBOLS, "GOMP_parallel")):
+            library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            library.GOMP_parallel.restype = None
+            for name in SYMBOLS:
+                binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+            return library
+    return None
+
+
+class ThreadedKernel:
+    """A function of a pointer to its arguments that every thread runs; `thread_num()` tells it which one it is.
+
+    It may neither raise nor allocate.
+    """
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self._function = function
+        self._compiled: Any = None
+
+    def __call__(self, arguments: int, threads: int) -> bool:
+        """Run it with the arguments at this address; False: there are no threads of torch's to run it."""
+        library = openmp()
+        if library is None:
+            return False
+        if self._compiled is None:
+            self._compiled = self._compile()
+        library.GOMP_parallel(self._compiled.address, arguments, threads, 0)
+        return True
+
+    def _compile(self) -> Any:
+        # As numba.cfunc does it, which has no place for a cache of ours.
+        signature = ((types.voidptr,), types.void)
+        compiled = CFunc(self._function, signature, locals={}, options=dict(VECTORIZED))
+        try:
+            compiled.enable_caching()
+        except RuntimeError:  # no directory that can be written to
+            pass
+        else:
+            cached_on_disk(compiled, self._function)
+        compiled.compile()
+        return compiled

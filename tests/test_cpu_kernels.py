@@ -1,0 +1,179 @@
+"""Kernels compiled for a CPU: against definitions in float64, and a row's bits against the company it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.cpu import paged_attention as on_cpu
+from kernels.cpu import threads
+from kernels.cpu.exp2 import exp2
+from kernels.cpu.rope import rope_and_write
+from kernels.reference.rms_norm import rms_norm
+from kernels.reference.rope import RopeTable, apply_rope
+from tests.test_paged_attention_kernel import (
+    BLOCK_SIZE,
+    COMPANIES,
+    LONG,
+    OTHER,
+    PLAIN,
+    RAGGED,
+    Model,
+    Rows,
+    assert_close,
+    dense,
+    filled_cache,
+    in_order,
+    launch,
+    random_queries,
+)
+
+MODELS = {
+    "three heads a group": PLAIN,
+    "heads of 96": Model(num_heads=4, num_kv_heads=2, head_dim=96, value_dim=96),
+    "heads of 10": Model(num_heads=2, num_kv_heads=2, head_dim=10, value_dim=10),
+    "window": Model(options={"sliding_window": 21}),
+    "not causal": Model(options={"is_causal": False}),
+    "not causal, window": Model(options={"is_causal": False, "sliding_window": 9}),
+}
+
+
+@pytest.fixture(params=["one thread", "threads", "no OpenMP"])
+def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same bits are asked of each; compiled code of other functions stays as it is."""
+    before = torch.get_num_threads()
+    if request.param == "threads":
+        monkeypatch.setattr(on_cpu, "SERIAL_PRODUCTS", 0)
+        torch.set_num_threads(3)
+    if request.param == "no OpenMP":
+        monkeypatch.setattr(threads, "openmp", lambda: None)
+    yield
+    torch.set_num_threads(before)
+
+
+def attention(
+    model: Model, rows: Sequence[Rows], queries: Tensor, cache: Tensor, num_padding: int = 0, **how: int
+) -> Tensor:
+    longest = max(own.end for own in rows)
+    segments = launch(model, rows, how.get("max_context", longest), torch.device("cpu"), num_padding)
+    qkv = torch.cat((queries.flatten(1), torch.full((len(queries), 48), torch.nan)), dim=1)  # as the engine has them
+    keys = {name: value for name, value in model.keys().items() if name != "sinks"}
+    return on_cpu.paged_attention(qkv[:, :-48].view(queries.shape), cache, segments, **keys)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_ragged_launch_is_what_the_definition_says(name: str) -> None:
+    model = MODELS[name]
+    queries = random_queries(model, sum(own.size for own in RAGGED))
+    cache = filled_cache(model, RAGGED, torch.float32)
+    found = attention(model, RAGGED, queries, cache, num_padding=2)
+    exact, plain = (dense(model, RAGGED, queries, cache, kind) for kind in (torch.float64, torch.float32))
+    assert_close(found, exact, plain)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("name", ["three heads a group", "window"])
+def test_a_row_keeps_its_bits_in_any_company(name: str) -> None:
+    model = MODELS[name]
+    cache = filled_cache(model, [Rows(start=0, size=100, slots=slots) for slots in (LONG, OTHER)], torch.float32)
+    query = random_queries(model, 1, seed=7)
+    alone = attention(model, [Rows(start=70, size=1, slots=LONG)], query, cache)[0]
+    assert alone.isfinite().all()
+    for company, (rows, place, how) in COMPANIES.items():
+        queries = random_queries(model, sum(own.size for own in rows), seed=8) * 3
+        queries[place] = query[0]
+        assert torch.equal(attention(model, rows, queries, cache, **how)[place], alone), company
+
+
+def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["heads of 96"]
+    queries, cache = random_queries(model, 23), filled_cache(model, RAGGED, torch.float32)
+    alone, before = attention(model, RAGGED, queries, cache), torch.get_num_threads()
+    monkeypatch.setattr(on_cpu, "SERIAL_PRODUCTS", 0)
+    for count in (2, 3, 8):
+        torch.set_num_threads(count)
+        together = attention(model, RAGGED, queries, cache)
+        torch.set_num_threads(before)
+        assert torch.equal(together, alone), count
+
+
+@pytest.mark.usefixtures("_threads")
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain() -> None:
+    """Two paths over one prefix; keys of the second lie behind those of the first, out of order."""
+    chain = in_order(70, 0)
+    tree = [
+        Rows(start=60, size=5, slots=chain, branch_start=60),
+        Rows(start=62, size=3, slots=[*chain[:62], 74, 68, 75], branch_start=62),
+    ]
+    content = torch.randn(80, PLAIN.width, generator=torch.Generator().manual_seed(5))
+    queries = random_queries(PLAIN, 8)
+    found = attention(PLAIN, tree, queries, content.view(-1, BLOCK_SIZE, PLAIN.width))
+    for path, rows in zip(tree, (slice(0, 5), slice(5, 8)), strict=True):
+        laid_out = torch.full_like(content, torch.nan)
+        laid_out[: path.end] = content[list(path.slots[: path.end])]
+        straight = Rows(start=path.start, size=path.size, slots=chain)
+        expected = attention(PLAIN, [straight], queries[rows], laid_out.view(-1, BLOCK_SIZE, PLAIN.width))
+        assert torch.equal(found[rows], expected)
+
+
+def test_rows_of_no_tile_are_zeros() -> None:
+    """A padded row's keys go to the null block, which others may read: they must be numbers."""
+    rows = [Rows(start=4, size=1, slots=in_order(5))]
+    segments = launch(PLAIN, rows, 5, torch.device("cpu"))
+    cache, keys = filled_cache(PLAIN, rows, torch.float32), PLAIN.keys()
+    del keys["sinks"]
+    assert not on_cpu.paged_attention(random_queries(PLAIN, 3), cache, segments, **keys)[1:].any()
+
+
+@given(st.floats(-126, 127, width=32))
+def test_powers_of_two_are_right_to_a_rounding_and_a_half(x: float) -> None:
+    assert abs(float(exp2(np.float32(x))) / 2.0**x - 1) < 1.5 * 2.0**-23
+
+
+def test_powers_of_two_end_in_the_smallest_normal_number() -> None:
+    assert float(exp2(np.float32(-3e38))) == 2.0**-126
+
+
+@pytest.mark.parametrize("normed", ["neither", "keys", "both"])
+@pytest.mark.parametrize("num_heads", [3, 0])
+def test_rows_are_normed_rotated_and_stored_as_the_definitions_say(normed: str, num_heads: int) -> None:
+    num_kv_heads, dim, count = 2, 16, 5
+    generator = torch.Generator().manual_seed(0)
+    width = (num_heads + 2 * num_kv_heads) * dim
+    rows = torch.randn(count, width, generator=generator)
+    half = torch.randn(40, dim // 2, generator=generator)
+    cos, sin = half.cos().repeat(1, 2), torch.cat((-half.sin(), half.sin()), dim=1)
+    table = RopeTable(cos, sin, num_heads + num_kv_heads, num_kv_heads * dim)
+    positions, slots = torch.tensor([3, 39, 0, 7, 8]), torch.tensor([4, 9, 1, 2, 3])
+    weights = 1 + torch.rand(2, dim, generator=generator)
+    q_norm, k_norm = (weights[0] if normed == "both" else None), (None if normed == "neither" else weights[1])
+    eps = torch.tensor(1e-6)
+    expected = rows.view(count, -1, dim).clone()
+    if q_norm is not None:
+        expected[:, :num_heads] = rms_norm(expected[:, :num_heads], q_norm, eps)
+    if k_norm is not None:
+        keys = slice(num_heads, num_heads + num_kv_heads)
+        expected[:, keys] = rms_norm(expected[:, keys], k_norm, eps)
+    turned = apply_rope(expected.flatten(1), *table.rows(positions), table.partner)
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": dim}
+    cache = torch.zeros(3, 4, 2 * num_kv_heads * dim)
+
+    def write(own: slice) -> Tensor:
+        found = rows[own].clone()
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+        rope_and_write(found, table.compact, positions[own], slots[own], cache, **shape, **norms)
+        return found
+
+    found = write(slice(None))
+    torch.testing.assert_close(found, turned, rtol=1e-5, atol=1e-6)
+    assert torch.equal(cache.flatten(0, 1)[slots], found[:, num_heads * dim :])
+    assert not cache.flatten(0, 1)[[0, 5, 6, 7, 8, 10, 11]].any()
+    for row in range(count):
+        assert torch.equal(write(slice(row, row + 1))[0], found[row]), "a row alone"
