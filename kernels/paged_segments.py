@@ -36,8 +36,7 @@ class PagedSegments:
     by_shape: dict[Any, Any] = field(default_factory=dict)  # what kernels/cpu/paged_attention.py made for its layers
 
     @property
-    def arrays(self) -> tuple[Any, ...]:
-        """numpy's views of what kernels/cpu/paged_attention.py reads."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What kernels/cpu/paged_attention.py reads."""
         tiles = (self.tile_segments, self.tile_rows, self.tile_sizes, self.tile_positions, self.last_keys)
-        tensors = (*tiles, self.block_tables, self.branch_starts, self.branch_slots)
-        return tuple(tensor.contiguous().numpy() for tensor in tensors)
+        return (*tiles, self.block_tables, self.branch_starts, self.branch_slots)

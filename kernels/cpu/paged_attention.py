@@ -6,6 +6,8 @@ padded or masked, so a launch costs what its rows see.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -37,14 +39,15 @@ class LayerLaunch:
         assert segments.num_shared_tiles == 0 and segments.segments_per_table == 1, "launches are laid out on the host"
         work = num_rows * num_heads * head_dim * max_context  # products, at most
         self._threads = torch.get_num_threads() if work > SERIAL_PRODUCTS else 1
-        self._offsets = np.empty((self._threads, max_context), np.uint64)
-        self._floats = np.empty((self._threads, max_context + 2 * head_dim), np.float32)
-        self._arrays = segments.arrays
+        self._offsets = torch.empty(self._threads, max_context, dtype=torch.int64)
+        self._floats = torch.empty(self._threads, max_context + 2 * head_dim)
+        self._tensors = segments.tensors
+        assert all(tensor.is_contiguous() for tensor in self._tensors)
         self._numbers = (block_size, num_kv_heads, head_dim, np.float32(scale) * LOG2_E, sliding_window or 0, is_causal)
         self._arguments = np.array(
             (
                 *(0, 0, 0),  # of the layer
-                *(array.ctypes.data for array in (*self._arrays, self._offsets, self._floats)),
+                *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats)),
                 *(num_rows, num_heads * head_dim, self._stride, num_blocks * block_size, width),
                 *(len(segments.tile_rows), *segments.block_tables.shape, segments.branch_slots.shape[1], block_size),
                 *(num_kv_heads, head_dim, sliding_window or 0, is_causal, max_context),
@@ -65,12 +68,14 @@ class LayerLaunch:
         return output
 
     def _serially(self, output: Tensor, query: Tensor, kv_cache: Tensor) -> None:
-        head_dim, floats, stride = query.shape[2], self._floats[0], self._stride
+        head_dim, floats, stride = query.shape[2], self._floats[0].numpy(), self._stride
         rows = query.as_strided((len(query), stride), (stride, 1))
-        arrays = [output.numpy(), rows.numpy(), kv_cache.flatten(0, 1).numpy(), *self._arrays]
-        room = [floats[: -2 * head_dim], floats[-2 * head_dim : -head_dim], floats[-head_dim:]]
+        tensors = (output, rows, kv_cache.flatten(0, 1), *self._tensors)
+        offsets = self._offsets[0].numpy().view(np.uint64)
+        room = (offsets, floats[: -2 * head_dim], floats[-2 * head_dim : -head_dim], floats[-head_dim:])
         thread, num_threads = 0, 1
-        attend(*[*arrays, *self._numbers, self._offsets[0], *room, thread, num_threads])
+        arguments: list[Any] = [*(tensor.numpy() for tensor in tensors), *self._numbers, *room, thread, num_threads]
+        attend(*arguments)
 
 
 def paged_attention(

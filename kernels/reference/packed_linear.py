@@ -1,9 +1,10 @@
 """y = x W^T + b with W in oneDNN's own layout: on a CPU, fast for any number of rows, and each row keeps its bits.
 
-oneDNN adds up the products of a result in one order, whatever the number of rows and the place of a row (measured:
-AVX2, float32, 1 to 128 rows, 1 and 2 threads). MKL, behind F.linear, does not, so that it needs tiles of fixed size
-(kernels/reference/linear.py); on that CPU (an AMD EPYC) a tile of 4 rows took two to three times as long as they take
-here. Nobody promises the order, so `any_rows_keep_their_bits` asks the machine.
+oneDNN adds up the products of a result in one order, whatever the number of rows and the place of a row (measured: an
+AMD EPYC with AVX2 in float32, one with AVX-512 in bfloat16 too; 1 to 130 rows, 1 and 2 threads). MKL, behind F.linear,
+does not, so that it needs tiles of fixed size (kernels/reference/linear.py); on the first of these a tile of 4 rows
+took two to three times as long as they take here. Nobody promises the order, so `any_rows_keep_their_bits` asks the
+machine.
 """
 
 from __future__ import annotations
