@@ -12,12 +12,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from runner.cli.arguments import at_least
+from runner.benchmarks.demo_prompts import demo_prompts
+from runner.benchmarks.turns import ratios, take_turns, turns_parser
+from runner.cli.screen import show_error
+from runner.engine.errors import UserError
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.machine import describe_machine
@@ -25,32 +27,28 @@ from runner.metrics import MetricsCollector
 from runner.metrics.rates import percentiles
 from runner.prompts import make_requests
 from runner.target import hide_kernels_client
-from runner.tiny import DEMO_PATH, TARGET_DIR
+from runner.tiny import TARGET_DIR
 
 SINGLE, BATCH = 1, 16
 SPREAD = ("median", "p20", "p80")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parse(argv)
+    options = _parser().parse_args(argv)
     torch.set_num_threads(options.threads)
-    contestants = _contestants(options)
-    rounds: dict[str, list[float]] = {name: [] for name in contestants}
-    for index in range(options.rounds + 1):
-        for name, generate in contestants.items():
-            started = time.perf_counter()
-            num_tokens = generate()
-            if index > 0:  # the first round warms up
-                rounds[name].append(num_tokens / (time.perf_counter() - started))
-        print(f"round {index}/{options.rounds}", file=sys.stderr)
+    try:
+        contestants = _contestants(options)
+    except UserError as error:
+        return show_error(error)
+    rounds = take_turns(contestants, options.rounds)
     _print_table(rounds, options)
     if options.json is not None:
         options.json.write_text(json.dumps(_as_json(rounds, options), indent=2) + "\n")
     return 0
 
 
-def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], int]]:
-    """Name -> a function that generates and returns the number of output tokens. One prompt, or BATCH of them."""
+def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], float]]:
+    """Name -> a function that generates and returns tokens/s. One prompt, or BATCH of them."""
     hide_kernels_client()
     from transformers import AutoModelForCausalLM
 
@@ -61,7 +59,7 @@ def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], int]]:
         "ngram": _engine({"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}, options),
         "draft_model": _engine({"method": "draft_model", "num_speculative_tokens": 4}, options),
     }
-    prompts = _prompts(engines["none"], options.prompt_len)
+    prompts = demo_prompts(engines["none"].engine.tokenizer, BATCH, options.prompt_len)
 
     def transformers(batches: list[list[list[int]]]) -> list[list[int]]:
         texts: list[list[int]] = []
@@ -91,35 +89,28 @@ def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], int]]:
         same = sum(a == b for a, b in zip(ours(method, prompts), expected, strict=True))
         print(f"{method}: {same} of {len(prompts)} texts equal transformers'", file=sys.stderr)
 
-    def count(generate: Callable[[], list[list[int]]]) -> Callable[[], int]:
-        return lambda: sum(map(len, generate()))
+    def timed(generate: Callable[[], list[list[int]]]) -> Callable[[], float]:
+        def take_turn() -> float:
+            started = time.perf_counter()
+            num_tokens = sum(map(len, generate()))
+            return num_tokens / (time.perf_counter() - started)
+
+        return take_turn
 
     alone = prompts[:SINGLE]
     contestants = {
-        "transformers, batch 1": count(lambda: transformers([alone])),
-        f"transformers, {BATCH} one by one": count(lambda: transformers([[prompt] for prompt in prompts])),
-        f"transformers, padded batch of {BATCH}": count(lambda: transformers([prompts])),
+        "transformers, batch 1": timed(lambda: transformers([alone])),
+        f"transformers, {BATCH} one by one": timed(lambda: transformers([[prompt] for prompt in prompts])),
+        f"transformers, padded batch of {BATCH}": timed(lambda: transformers([prompts])),
     }
     for method in engines:
-        contestants[f"{method}, batch 1"] = count(lambda method=method: ours(method, alone))  # type: ignore[misc]
-        contestants[f"{method}, {BATCH} concurrent"] = count(lambda method=method: ours(method, prompts))  # type: ignore[misc]
+        contestants[f"{method}, batch 1"] = timed(lambda method=method: ours(method, alone))  # type: ignore[misc]
+        contestants[f"{method}, {BATCH} concurrent"] = timed(lambda method=method: ours(method, prompts))  # type: ignore[misc]
     return contestants
 
 
 def _engine(method: dict[str, Any] | None, options: argparse.Namespace) -> LLM:
     return LLM("tiny", speculative_config=method, device="cpu", dtype="float32", num_threads=options.threads)
-
-
-def _prompts(llm: LLM, prompt_len: int) -> list[list[int]]:
-    """BATCH demo prompts of exactly prompt_len tokens, so that no side pads."""
-    lines = [json.loads(line)["prompt"] for line in DEMO_PATH.read_text(encoding="utf-8").splitlines()]
-    encoded = [llm.engine.tokenizer.encode(line)[1] for line in lines]
-    prompts = [tokens[:prompt_len] for tokens in encoded if len(tokens) >= prompt_len][:BATCH]
-    if len(prompts) < BATCH:
-        raise SystemExit(
-            f"--prompt-len must leave {BATCH} demo prompts, {len(prompts)} have {prompt_len} tokens; lower it"
-        )
-    return prompts
 
 
 _COMPARISONS = (
@@ -134,10 +125,7 @@ _COMPARISONS = (
 
 
 def _ratios(rounds: dict[str, list[float]]) -> dict[str, list[float]]:
-    return {
-        f"{name} / {base}": [a / b for a, b in zip(rounds[name], rounds[base], strict=True)]
-        for name, base in _COMPARISONS
-    }
+    return {f"{name} / {base}": ratios(rounds, name, base) for name, base in _COMPARISONS}
 
 
 def _print_table(rounds: dict[str, list[float]], options: argparse.Namespace) -> None:
@@ -166,22 +154,8 @@ def _as_json(rounds: dict[str, list[float]], options: argparse.Namespace) -> dic
     }
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m runner.benchmarks.generate", description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--threads", type=at_least(1), default=torch.get_num_threads(), help="CPU threads of both sides"
-    )
-    parser.add_argument(
-        "--prompt-len", type=at_least(1), default=64, help="tokens of every prompt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--output-len", type=at_least(1), default=128, help="tokens generated for every prompt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rounds", type=at_least(1), default=5, help="timed rounds, after one that warms up (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    return parser.parse_args(argv)
+def _parser() -> argparse.ArgumentParser:
+    return turns_parser("python -m runner.benchmarks.generate", __doc__.split("\n\n")[0])
 
 
 if __name__ == "__main__":
