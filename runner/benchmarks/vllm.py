@@ -189,7 +189,7 @@ def _title(options: argparse.Namespace, versions: Mapping[str, str | None]) -> s
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = turns_parser("python -m runner.benchmarks.vllm", __doc__.split("\n\n")[0])
+    parser = turns_parser("python -m runner.benchmarks.vllm", __doc__)
     parser.add_argument(
         "--methods",
         nargs="+",
