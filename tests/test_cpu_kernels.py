@@ -14,9 +14,13 @@ from torch import Tensor
 from kernels.cpu import paged_attention as on_cpu
 from kernels.cpu import threads
 from kernels.cpu.exp2 import exp2
+from kernels.cpu.rms_norm import add_rms_norm as add_rms_norm_on_cpu
+from kernels.cpu.rms_norm import rms_norm as rms_norm_on_cpu
 from kernels.cpu.rope import rope_and_write
+from kernels.cpu.silu_and_mul import silu_and_mul as silu_and_mul_on_cpu
 from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rope import RopeTable, apply_rope
+from kernels.reference.silu_and_mul import silu_and_mul
 from tests.test_paged_attention_kernel import (
     BLOCK_SIZE,
     COMPANIES,
@@ -177,3 +181,30 @@ def test_rows_are_normed_rotated_and_stored_as_the_definitions_say(normed: str, 
     assert not cache.flatten(0, 1)[[0, 5, 6, 7, 8, 10, 11]].any()
     for row in range(count):
         assert torch.equal(write(slice(row, row + 1))[0], found[row]), "a row alone"
+
+
+@pytest.mark.parametrize("width", [64, 100])
+def test_norms_are_what_the_definition_says_and_rows_their_own(width: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, residual = torch.randn(2, 9, width, generator=generator)
+    weight, eps = torch.randn(width, generator=generator), torch.tensor(1e-5)
+    normed, total = add_rms_norm_on_cpu(x, residual, weight, eps)
+    assert torch.equal(total, x + residual), "a sum has one rounding"
+    sums = total.double()
+    exact = sums * (sums.square().mean(dim=1, keepdim=True) + eps.double()).rsqrt() * weight.double()
+    torch.testing.assert_close(normed.double(), exact, rtol=1e-6, atol=1e-7)
+    assert torch.equal(rms_norm_on_cpu(total, weight, eps), normed)
+    for row in range(len(x)):
+        own = slice(row, row + 1)
+        assert torch.equal(add_rms_norm_on_cpu(x[own], residual[own], weight, eps)[0], normed[own])
+
+
+@pytest.mark.parametrize("width", [64, 100])
+def test_gates_are_what_the_definition_says_and_rows_their_own(width: int) -> None:
+    gate_up = torch.randn(9, 2 * width, generator=torch.Generator().manual_seed(2)) * 5
+    gate_up[0, :6] = torch.tensor([0.0, -0.0, 90.0, -90.0, 1e20, -1e20])
+    found = silu_and_mul_on_cpu(gate_up)
+    exact = silu_and_mul(gate_up.double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-12)
+    for row in range(len(gate_up)):
+        assert torch.equal(silu_and_mul_on_cpu(gate_up[row : row + 1]), found[row : row + 1])

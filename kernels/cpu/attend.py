@@ -11,7 +11,8 @@ from numba import carray  # type: ignore[attr-defined]
 
 from kernels.cpu.compiled import vectorized
 from kernels.cpu.exp2 import exp2
-from kernels.cpu.threads import ThreadedKernel, num_threads, pointer, thread_num
+from kernels.cpu.native import pointer
+from kernels.cpu.threads import ThreadedKernel, num_threads, thread_num
 
 NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
 # Unsigned, as offsets and keys are: of a signed index numba asks whether it counts from the end.

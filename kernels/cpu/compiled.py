@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from numba import njit
+from numba import njit, types
+from numba.core.ccallback import CFunc
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -50,3 +51,16 @@ VECTORIZED: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz"}, "error
 def vectorized(function: Function) -> Function:
     """`compiled`, and free to use vector lanes."""
     return compiled(function, **VECTORIZED)
+
+
+def compiled_for_c(function: Callable[..., None], argument_types: tuple[Any, ...]) -> Any:
+    """`function`, `vectorized`, as C calls it: its `address`. As numba.cfunc, which has no place for our cache."""
+    callback = CFunc(function, (argument_types, types.void), locals={}, options=dict(VECTORIZED))
+    try:
+        callback.enable_caching()
+    except RuntimeError:
+        pass
+    else:
+        cached_on_disk(callback, function)
+    callback.compile()
+    return callback

@@ -5,56 +5,54 @@ The same as kernels/rope.py on a GPU; rotations as kernels/reference/rope.py has
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 
-from kernels.cpu.compiled import vectorized
+from kernels.cpu.native import NativeKernel, floats, integers
 
-ZERO, ONE = np.float32(0.0), np.float32(1.0)
-NO_NORM = np.empty(0, np.float32)
-
-
-@vectorized
-def norm_head(head: Any, weight: Any, eps: np.float32) -> None:
-    squares = ZERO
-    for column in range(len(head)):
-        squares += head[column] * head[column]
-    scale = ONE / np.sqrt(squares / np.float32(len(head)) + eps)
-    for column in range(len(head)):
-        head[column] *= scale * weight[column]
+NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 
 
-@vectorized
 def rotate_rows(
-    rows: Any,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim] float32
-    table: Any,  # [max_model_len, head_dim] float32: cosines, then sines
-    positions: Any,  # [num_rows] int64
-    slots: Any,  # [num_rows] int64
-    kv: Any,  # [num_slots, 2 * num_kv_heads * head_dim] float32
+    qkv: int,  # addresses: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim] float32
+    table: int,  # [num_positions, head_dim] float32: cosines, then sines
+    positions: int,  # [num_rows] int64
+    slots: int,  # [num_rows] int64
+    kv: int,  # [num_slots, 2 * num_kv_heads * head_dim] float32
+    q_weight: int,  # [head_dim] float32; 0: no norm
+    k_weight: int,
+    eps: int,  # [] float32
+    num_rows: int,
+    num_positions: int,
+    num_slots: int,
     num_heads: int,
     num_kv_heads: int,
-    q_weight: Any,  # [head_dim] float32; []: no norm
-    k_weight: Any,
-    eps: np.float32,
+    head_dim: int,
 ) -> None:
-    head_dim = table.shape[1]
-    half = head_dim // 2
-    for index in range(len(rows)):
-        turns = table[positions[index]]
+    fresh, half = 2 * num_kv_heads * head_dim, head_dim // 2
+    rows, turns = floats(qkv, num_rows, num_heads * head_dim + fresh), floats(table, num_positions, head_dim)
+    cache, places, targets = floats(kv, num_slots, fresh), integers(positions, num_rows), integers(slots, num_rows)
+    for row in range(num_rows):
+        turn = turns[places[row]]
         for head in range(num_heads + num_kv_heads):
-            own = rows[index, head * head_dim : (head + 1) * head_dim]
+            own = rows[row, head * head_dim : (head + 1) * head_dim]
             weight = q_weight if head < num_heads else k_weight
-            if len(weight):
-                norm_head(own, weight, eps)
+            if weight:
+                squares, scales = NOTHING, floats(weight, 1, head_dim)[0]
+                for column in range(head_dim):
+                    squares += own[column] * own[column]
+                scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(eps, 1, 1)[0, 0])
+                for column in range(head_dim):
+                    own[column] *= scale * scales[column]
             for column in range(half):
-                low, high, cos, sin = own[column], own[half + column], turns[column], turns[half + column]
+                low, high, cos, sin = own[column], own[half + column], turn[column], turn[half + column]
                 own[column] = low * cos - high * sin
                 own[half + column] = high * cos + low * sin
-        stored, fresh = kv[slots[index]], rows[index, num_heads * head_dim :]
-        for column in range(len(fresh)):
-            stored[column] = fresh[column]
+        for column in range(fresh):
+            cache[targets[row], column] = rows[row, num_heads * head_dim + column]
+
+
+_rotate_rows = NativeKernel(rotate_rows)
 
 
 def rope_and_write(
@@ -71,16 +69,23 @@ def rope_and_write(
     k_norm: Tensor | None = None,
     eps: Tensor | None = None,  # []
 ) -> None:
-    assert table.shape[1] == head_dim and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
-    rotate_rows(
-        qkv.numpy(),
-        table.numpy(),
-        positions.numpy(),
-        slot_mapping.numpy(),
-        kv_cache.flatten(0, 1).numpy(),
+    num_rows, width = qkv.shape
+    assert table.shape[1] == head_dim and width == (num_heads + 2 * num_kv_heads) * head_dim
+    assert qkv.is_contiguous() and table.is_contiguous() and kv_cache.is_contiguous()
+    assert positions.is_contiguous() and slot_mapping.is_contiguous()
+    _rotate_rows(
+        qkv.data_ptr(),
+        table.data_ptr(),
+        positions.data_ptr(),
+        slot_mapping.data_ptr(),
+        kv_cache.data_ptr(),
+        0 if q_norm is None else q_norm.data_ptr(),
+        0 if k_norm is None else k_norm.data_ptr(),
+        0 if eps is None else eps.data_ptr(),
+        num_rows,
+        len(table),
+        kv_cache.shape[0] * kv_cache.shape[1],
         num_heads,
         num_kv_heads,
-        NO_NORM if q_norm is None else q_norm.numpy(),
-        NO_NORM if k_norm is None else k_norm.numpy(),
-        np.float32(0.0 if eps is None else eps.numpy()),
+        head_dim,
     )

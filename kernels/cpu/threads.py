@@ -14,26 +14,12 @@ from typing import Any
 import torch
 from llvmlite import binding
 from numba import types
-from numba.core.ccallback import CFunc
-from numba.extending import intrinsic
 
-from kernels.cpu.compiled import VECTORIZED, cached_on_disk
+from kernels.cpu.compiled import compiled_for_c
 
 SYMBOLS = ("omp_get_thread_num", "omp_get_num_threads")
 thread_num: Any = types.ExternalFunction(SYMBOLS[0], types.int32())
 num_threads: Any = types.ExternalFunction(SYMBOLS[1], types.int32())
-
-
-def _pointer(_context: Any, _address: Any) -> Any:
-    """The pointer of an int64 address, for numba.carray."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(types.int64), generate
-
-
-pointer: Any = intrinsic(_pointer)
 
 
 @cache
@@ -67,19 +53,6 @@ class ThreadedKernel:
         if library is None:
             return False
         if self._compiled is None:
-            self._compiled = self._compile()
+            self._compiled = compiled_for_c(self._function, (types.voidptr,))
         library.GOMP_parallel(self._compiled.address, arguments, threads, 0)
         return True
-
-    def _compile(self) -> Any:
-        # As numba.cfunc does it, which has no place for a cache of ours.
-        signature = ((types.voidptr,), types.void)
-        compiled = CFunc(self._function, signature, locals={}, options=dict(VECTORIZED))
-        try:
-            compiled.enable_caching()
-        except RuntimeError:  # no directory that can be written to
-            pass
-        else:
-            cached_on_disk(compiled, self._function)
-        compiled.compile()
-        return compiled

@@ -1,6 +1,6 @@
 """A decoder's operations, computed where their arguments are: by Triton kernels on a GPU, by torch elsewhere.
 
-Two of them are compiled for a CPU (kernels/cpu): what torch has no operation for.
+On a CPU those in float32 that torch has no one operation for are compiled (kernels/cpu).
 
 `tile` says how products are computed: None = as is fastest for the shape at hand, which need not be row-invariant.
 """
@@ -48,7 +48,12 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, tile: int | None) ->
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """silu(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
     if tile is None or not runs_kernels(x):
-        return silu_and_mul(linear_in_tiles(x, weight, bias, tile))
+        gate_up = linear_in_tiles(x, weight, bias, tile)
+        if not is_compiled(x):
+            return silu_and_mul(gate_up)
+        from kernels.cpu.silu_and_mul import silu_and_mul as on_cpu
+
+        return on_cpu(gate_up)
     from kernels.linear import gated_linear as kernel
 
     return kernel(x, weight, bias)
@@ -56,6 +61,10 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """[num_rows, hidden], over the last dimension."""
+    if is_compiled(x):
+        from kernels.cpu.rms_norm import rms_norm as on_cpu
+
+        return on_cpu(x, weight, eps)
     if not runs_kernels(x):
         return rms_norm_in_torch(x, weight, eps)
     from kernels.rms_norm import rms_norm as kernel
@@ -67,6 +76,10 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), all [num_rows, hidden]."""
+    if is_compiled(x):
+        from kernels.cpu.rms_norm import add_rms_norm as on_cpu
+
+        return on_cpu(x, residual, weight, eps)
     if not runs_kernels(x):
         return add_rms_norm_in_torch(x, residual, weight, eps)
     from kernels.rms_norm import add_rms_norm as kernel
