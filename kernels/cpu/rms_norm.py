@@ -32,18 +32,17 @@ _norm_rows = NativeKernel(norm_rows)
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """x: [num_rows, hidden], weight: [hidden], eps: [], all float32 -> [num_rows, hidden]."""
-    num_rows, width = x.shape
-    normed, rows = torch.empty_like(x), x.data_ptr()
-    assert x.is_contiguous()
+    x = x.contiguous()
+    normed, rows, (num_rows, width) = torch.empty_like(x), x.data_ptr(), x.shape
     _norm_rows(normed.data_ptr(), rows, rows, 0, weight.data_ptr(), eps.data_ptr(), num_rows, width)
     return normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual), all [num_rows, hidden] float32."""
-    num_rows, width = x.shape
+    x, residual, (num_rows, width) = x.contiguous(), residual.contiguous(), x.shape
+    assert residual.shape == x.shape
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    assert x.is_contiguous() and residual.is_contiguous() and residual.shape == x.shape
     addresses = (normed.data_ptr(), total.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr())
     _norm_rows(*addresses, eps.data_ptr(), num_rows, width)
     return normed, total

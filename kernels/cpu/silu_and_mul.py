@@ -25,8 +25,7 @@ _gate_rows = NativeKernel(gate_rows)
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[num_rows, 2 * intermediate] float32, gate first -> [num_rows, intermediate]."""
-    num_rows, width = len(gate_up), gate_up.shape[1] // 2
+    gate_up, num_rows, width = gate_up.contiguous(), len(gate_up), gate_up.shape[1] // 2
     gated = gate_up.new_empty(num_rows, width)
-    assert gate_up.is_contiguous()
     _gate_rows(gated.data_ptr(), gate_up.data_ptr(), num_rows, width)
     return gated
