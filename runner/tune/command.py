@@ -243,7 +243,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
         epilog="example:\n"
-        "  python -m runner.tune method=draft_model --num-speculative-tokens 1,2,4,8 --batch-sizes 1,4,16\n\n"
+        "  python -m runner.tune method=ngram --num-speculative-tokens 2,4,8 --batch-sizes 1,4,16\n\n"
         "A pass runs the whole workload; there are (repeats + 1) x batch sizes x numbers of tokens of them.",
     )
     parser.add_argument("overrides", nargs="*", metavar="group=option|key=value", help="as for python -m runner")
