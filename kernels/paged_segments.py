@@ -13,7 +13,7 @@ class PagedSegments:
     """Tiles of a launch, all on the device: padded entries do nothing, so a captured launch serves any smaller batch.
 
     Rows of a tile follow one another, in the launch and in their segment. Rows in no tile keep what their output's
-    memory held.
+    memory held, on a CPU zeros.
     """
 
     tile_segments: Tensor  # [num_tiles] int32: segment a tile's rows belong to
@@ -33,7 +33,7 @@ class PagedSegments:
     first_keys: Tensor | None = None  # [num_tiles] int32; None: 0
     segments_per_table: int = 1  # neighbours that share a block table
 
-    by_shape: dict[Any, Any] = field(default_factory=dict)  # what kernels/cpu/paged_attention.py made for its layers
+    by_shape: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # kernels/cpu/paged_attention.py's
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -324,9 +324,11 @@ def test_a_compiled_function_notices_that_one_it_calls_has_changed(tmp_path: Pat
     """numba's cache looks at the file of the function alone: the caller went on running yesterday's code."""
     package = tmp_path / "room"
     package.mkdir()
-    shutil.copy(compiled_room.__file__, package / "compiled.py")
+    (tmp_path / "other").mkdir()
+    compiler = tmp_path / "other" / "compiled.py"
+    shutil.copy(compiled_room.__file__, compiler)
     (package / "__init__.py").touch()
-    start = "from room.compiled import compiled\n"
+    start = "from other.compiled import compiled\n"
     (package / "lower.py").write_text(f"{start}@compiled\ndef one():\n    return 1\n")
     (package / "upper.py").write_text(
         f"{start}from room.lower import one\n@compiled\ndef two():\n    return one() + 1\n"
@@ -339,6 +341,8 @@ def test_a_compiled_function_notices_that_one_it_calls_has_changed(tmp_path: Pat
     assert [run(), run()] == ["2 0", "2 1"]
     (package / "lower.py").write_text(f"{start}@compiled\ndef one():\n    return 5\n")
     assert run() == "6 0"
+    compiler.write_text(compiler.read_text() + "\n# other options\n")
+    assert run() == "6 0", "how it is compiled counts too"
 
 
 def test_a_full_cache_forgets_the_oldest_responses_and_skips_one_that_cannot_fit() -> None:

@@ -20,6 +20,7 @@ from runner.benchmarks.engine_process import EngineProcess, EngineRefusedError, 
 from runner.benchmarks.offline_engine import Answer, Batch, OfflineEngine
 from runner.benchmarks.turns import take_turns
 from runner.benchmarks.vllm_report import PLAIN, TEMPERATURES, THIS, VLLM, Case, Found, as_json, print_tables
+from runner.engine.errors import UserError
 
 REASON = "ImportError: Arctic Inference is required for suffix decoding."
 LENGTHS = ["--prompt-len", "4", "--output-len", "3"]
@@ -165,9 +166,19 @@ def test_what_keeps_an_engine_from_starting_is_its_refusal_on_one_line(tmp_path:
         EngineProcess(open_nothing, {}, environment={}, log=tmp_path / "log")
 
 
-def test_a_process_that_dies_leaves_its_status_and_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"status 3:\n(?s:.*)last words"):
+def test_a_process_that_dies_before_it_is_ready_refuses_with_its_status_and_last_words(tmp_path: Path) -> None:
+    with pytest.raises(EngineRefusedError, match=r"^its process ended with status 3, .*last words$"):
         EngineProcess(open_and_end, {}, environment={}, log=tmp_path / "log")
+
+
+def test_a_process_that_dies_later_is_one_error_with_its_status(tmp_path: Path) -> None:
+    process = EngineProcess(open_echo, {}, environment={}, log=tmp_path / "log")
+    process._process.kill()
+    process._process.join()
+    batch = Batch(prompts=[[1]], batch_size=1, output_len=2)
+    with pytest.raises(UserError, match="its process ended with status -9"):
+        process.complete(batch)
+    process.close()
 
 
 @pytest.fixture

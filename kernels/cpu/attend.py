@@ -97,10 +97,11 @@ def attend(
     weights: Any,  # [max_context] float32
     wanted: Any,  # [head_dim] float32
     result: Any,  # [head_dim] float32
-    thread: int,  # of num_threads: it computes its share of the tiles' KV heads
+    thread: int,  # of num_threads: it computes its share of the tiles' KV heads, or, where they are few, of rows' heads
     num_threads: int,
 ) -> None:
     group, width, flat = output.shape[1] // head_dim // num_kv_heads, kv.shape[1], kv.reshape(-1)
+    by_head = len(rows) * num_kv_heads < num_threads
     for tile in range(len(rows)):
         segment, size, position, last_key = segments[tile], sizes[tile], positions[tile], last_keys[tile]
         branch_start, num_keys = branch_starts[segment], last_key + 1 if size else 0
@@ -111,7 +112,7 @@ def attend(
         for apart in range(branch_start, num_keys):
             offsets[apart] = np.uint64(branch_slots[segment, apart - branch_start] * width)
         for kv_head in range(num_kv_heads):
-            if (tile * num_kv_heads + kv_head) % num_threads != thread:
+            if not by_head and (tile * num_kv_heads + kv_head) % num_threads != thread:
                 continue
             key_column, value_column = np.uint64(kv_head * head_dim), np.uint64((num_kv_heads + kv_head) * head_dim)
             for place in range(size):
@@ -119,6 +120,8 @@ def attend(
                 last = min(last_key, own if is_causal else (own + window - 1 if window else last_key))
                 first, end = np.uint64(max(0, own - window + 1) if window else 0), np.uint64(last + 1)
                 for head in range(kv_head * group, (kv_head + 1) * group):
+                    if by_head and (row * num_kv_heads * group + head) % num_threads != thread:
+                        continue
                     column = head * head_dim
                     for d in range(head_dim):
                         wanted[d] = query[row, column + d] * scale

@@ -20,8 +20,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @cache
 def digest_of_sources(folder: Path) -> str:
-    """Of what is written in a folder."""
-    digest = hashlib.sha256()
+    """Of what is written in a folder, and of how it is compiled."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted(folder.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

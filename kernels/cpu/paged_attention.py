@@ -91,6 +91,7 @@ def paged_attention(
 ) -> Tensor:  # [num_rows, num_heads * head_dim]; zeros in rows of no tile
     """What kernels.reference.paged_attention.paged_attention says, in float32."""
     assert value_dim == query.shape[2] and query.stride()[1:] == (value_dim, 1) and kv_cache.is_contiguous()
+    assert query.dtype == kv_cache.dtype == torch.float32 and kv_cache.shape[2] == 2 * num_kv_heads * value_dim
     shape = (*query.shape, query.stride(0), kv_cache.shape, num_kv_heads, scale, sliding_window, is_causal)
     launch = segments.by_shape.get(shape)
     if launch is None:

@@ -33,6 +33,7 @@ _norm_rows = NativeKernel(norm_rows)
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """x: [num_rows, hidden], weight: [hidden], eps: [], all float32 -> [num_rows, hidden]."""
     x = x.contiguous()
+    assert x.dtype == weight.dtype == eps.dtype == torch.float32 and weight.shape == x.shape[1:]
     normed, rows, (num_rows, width) = torch.empty_like(x), x.data_ptr(), x.shape
     _norm_rows(normed.data_ptr(), rows, rows, 0, weight.data_ptr(), eps.data_ptr(), num_rows, width)
     return normed
@@ -41,7 +42,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual), all [num_rows, hidden] float32."""
     x, residual, (num_rows, width) = x.contiguous(), residual.contiguous(), x.shape
-    assert residual.shape == x.shape
+    assert x.dtype == residual.dtype == weight.dtype == eps.dtype == torch.float32
+    assert residual.shape == x.shape and weight.shape == x.shape[1:]
     normed, total = torch.empty_like(x), torch.empty_like(x)
     addresses = (normed.data_ptr(), total.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr())
     _norm_rows(*addresses, eps.data_ptr(), num_rows, width)

@@ -1,11 +1,12 @@
 """Head norms, rotations and the cache's new rows in one pass over the rows of a fused projection, in place.
 
-The same as kernels/rope.py on a GPU; rotations as kernels/reference/rope.py has them.
+As kernels/rope.py on a GPU, but that padding writes to the null block; rotations as kernels/reference/rope.py has them.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kernels.cpu.native import NativeKernel, floats, integers
@@ -72,7 +73,9 @@ def rope_and_write(
     num_rows, width = qkv.shape
     assert table.shape[1] == head_dim and width == (num_heads + 2 * num_kv_heads) * head_dim
     assert qkv.is_contiguous() and table.is_contiguous() and kv_cache.is_contiguous()
-    assert positions.is_contiguous() and slot_mapping.is_contiguous()
+    assert qkv.dtype == table.dtype == kv_cache.dtype == torch.float32
+    assert positions.is_contiguous() and positions.dtype == torch.int64 and len(positions) == num_rows
+    assert slot_mapping.is_contiguous() and slot_mapping.dtype == torch.int64 and len(slot_mapping) == num_rows
     _rotate_rows(
         qkv.data_ptr(),
         table.data_ptr(),

@@ -6,12 +6,12 @@ torch's threads go on looking for work a while after each operation, so others w
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import torch
+import torch  # noqa: F401 - loads its OpenMP
 from llvmlite import binding
 from numba import types
 
@@ -23,18 +23,18 @@ num_threads: Any = types.ExternalFunction(SYMBOLS[1], types.int32())
 
 
 @cache
-def openmp() -> ctypes.CDLL | None:
+def openmp() -> Any | None:
     """The OpenMP library that torch computes with; None where there is none that runs a function as GNU's does."""
-    folder = Path(torch.__file__).parent / "lib"
-    for path in sorted(found for name in ("libgomp*", "libomp*", "libiomp*") for found in folder.glob(name)):
-        library = ctypes.CDLL(str(path))
-        if all(hasattr(library, name) for name in (*SYMBOLS, "GOMP_parallel")):
-            library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-            library.GOMP_parallel.restype = None
-            for name in SYMBOLS:
-                binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-            return library
-    return None
+    if sys.platform == "win32":
+        return None
+    library = ctypes.CDLL(None)  # what is loaded, in the order in which torch finds it: a preloaded library comes first
+    if not all(hasattr(library, name) for name in (*SYMBOLS, "GOMP_parallel")):
+        return None
+    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    library.GOMP_parallel.restype = None
+    for name in SYMBOLS:
+        binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    return library
 
 
 class ThreadedKernel:

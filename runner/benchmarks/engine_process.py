@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from runner.benchmarks.offline_engine import Answer, Batch, OfflineEngine
+from runner.engine.errors import UserError
 
 END_SECONDS = 30  # for a process to end in peace
 
@@ -29,7 +30,7 @@ END_SECONDS = 30  # for a process to end in peace
 class Start:
     """What the process says of a ready engine."""
 
-    seconds: float  # from construction to ready, imports included
+    seconds: float  # from construction to ready, with what the engine imports then
     num_threads: int
     device: str
 
@@ -66,13 +67,24 @@ class EngineProcess:
         theirs.close()
         try:
             self.start: Start = self._receive()
+        except (EOFError, OSError):
+            self.close()
+            raise EngineRefusedError(self._end()) from None
         except BaseException:
             self.close()
             raise
 
     def complete(self, batch: Batch) -> Answer:
-        self._connection.send(batch)
-        answer: Answer = self._receive()
+        """
+        Raises:
+            UserError: the process has ended; why, as far as its output says.
+        """
+        try:
+            self._connection.send(batch)
+            answer: Answer = self._receive()
+        except (EOFError, OSError):
+            self._process.join(END_SECONDS)
+            raise UserError(f"an engine must go on to the end of the comparison, got {self._end()}") from None
         return answer
 
     def close(self) -> None:
@@ -82,14 +94,13 @@ class EngineProcess:
             self._process.kill()
             self._process.join()
 
+    def _end(self) -> str:
+        """How the process ended, on one line."""
+        said = self._log.read_text(errors="replace").split() if self._log.exists() else []
+        return f"its process ended with status {self._process.exitcode}, having said: {' '.join(said)[-600:]}"
+
     def _receive(self) -> Any:
-        try:
-            found = self._connection.recv()
-        except EOFError:
-            self._process.join(END_SECONDS)
-            raise RuntimeError(
-                f"an engine's process ended with status {self._process.exitcode}:\n{self._log.read_text()[-2000:]}"
-            ) from None
+        found = self._connection.recv()
         if isinstance(found, EngineRefusedError):
             raise found
         return found
@@ -102,7 +113,7 @@ def _serve(connection: Connection, build: Callable[..., OfflineEngine], argument
     started = time.perf_counter()
     try:
         engine = build(**arguments)
-    except Exception as error:  # whatever keeps an engine from starting is the answer
+    except (Exception, SystemExit) as error:  # whatever keeps an engine from starting is the answer
         connection.send(EngineRefusedError(" ".join(f"{type(error).__name__}: {error}".split())))
         raise
     seconds = time.perf_counter() - started

@@ -3,8 +3,9 @@
 The tiny family on a CPU, or on a GPU where both can use one: plain decoding and the methods that both have, with the
 same weights, speculative_config, threads, dtype, prompts and output lengths (eos ignored), one prompt at a time and 16
 at once. First every engine says all texts, greedily and with a seed each, and they are held to those of its own plain
-decoding. Then engines in processes of their own take turns, and ratios are taken round by round. vLLM runs as it
-comes but for its prefix cache, since this engine has none; what it refuses is shown in its own words.
+decoding. Then engines in processes of their own take turns, and ratios are taken round by round; all of them stay in
+memory for that. vLLM runs as it comes, in one process, but for its prefix cache, since this engine has none, and
+without its batch invariant mode; what it refuses is shown in its own words.
 """
 
 from __future__ import annotations
@@ -90,12 +91,23 @@ def measure(options: argparse.Namespace, logs: Path) -> Found:
         for case in found.cases():
             key = case.engine, case.method
             if key not in processes:
-                processes[key] = stack.enter_context(closing(_open(*key, options, found, logs, counts_drafts=False)))
+                processes[key] = stack.enter_context(closing(_open_again(*key, options, found, logs)))
             timed = prompts[:NUM_SINGLE] if case.batch_size == SINGLE else prompts
             batch = Batch(prompts=timed, batch_size=case.batch_size, output_len=options.output_len)
             contestants[case.name] = _turn(processes[key], batch, options)
         found.rounds = take_turns(contestants, options.rounds)
     return found
+
+
+def _open_again(engine: str, method: str, options: argparse.Namespace, found: Found, logs: Path) -> EngineProcess:
+    """To be timed, beside all others."""
+    try:
+        return _open(engine, method, options, found, logs, counts_drafts=False)
+    except EngineRefusedError as refusal:
+        raise UserError(
+            f"{engine} must start with method {method} beside all others, which share the machine's memory while they "
+            f"take turns, got {refusal}; name fewer with --methods"
+        ) from refusal
 
 
 def _say_texts(
@@ -198,6 +210,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="to be compared beside plain decoding (default: all)",
     )
     options = parser.parse_args(argv)
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(
+            f"--json must lie in a directory that exists, got {options.json}; make {options.json.parent} first"
+        )
     options.methods = [method for method in METHODS if method == PLAIN or method in options.methods]
     longest = json.loads((TARGET_DIR / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     if options.prompt_len + options.output_len > longest:

@@ -15,5 +15,6 @@ def runs_kernels(where: torch.Tensor | torch.device) -> bool:
 
 
 def is_compiled(where: torch.Tensor) -> bool:
-    """Whether operations on this tensor have kernels in kernels/cpu."""
-    return where.dtype == torch.float32 and where.device.type == "cpu" and not interprets_kernels
+    """Whether operations on this tensor have kernels in kernels/cpu, which know no gradients."""
+    has_gradient = where.requires_grad and torch.is_grad_enabled()
+    return where.dtype == torch.float32 and where.device.type == "cpu" and not interprets_kernels and not has_gradient

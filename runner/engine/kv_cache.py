@@ -1,8 +1,9 @@
 """The paged KV cache: tensors on the device, and the bookkeeping of their blocks on the host.
 
 One block table serves every model of a run: block b of the target's cache and block b of the draft's hold the
-same positions of the same request. Block 0 is the null block, for rows that belong to no request. The torch path writes
-there and never reads it unmasked. The kernels store nothing in it, so rows of absent requests attend to its zeros.
+same positions of the same request. Block 0 is the null block, for rows that belong to no request. On a CPU they write
+there, and nobody reads it unmasked. A GPU's kernels store nothing in it, so rows of absent requests attend to its
+zeros.
 """
 
 from __future__ import annotations

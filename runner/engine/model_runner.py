@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from runner.engine.backend import runs_kernels
 from runner.engine.decoder import Decoder
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.graphs import GraphStore
@@ -73,8 +74,8 @@ class ModelRunner:
 
     @property
     def is_paged(self) -> bool:
-        """Whether launches over generated tokens can be laid out on the device."""
-        return isinstance(self.shapes["decode"], PagedShape)
+        """Whether launches over generated tokens can be laid out on the device, which the host's own never are."""
+        return isinstance(self.shapes["decode"], PagedShape) and runs_kernels(self.device)
 
     @property
     def cache_bytes_per_block(self) -> int:

@@ -1,6 +1,6 @@
 """A decoder's operations, computed where their arguments are: by Triton kernels on a GPU, by torch elsewhere.
 
-On a CPU those in float32 that torch has no one operation for are compiled (kernels/cpu).
+On a CPU those in float32 are compiled (kernels/cpu), but for products.
 
 `tile` says how products are computed: None = as is fastest for the shape at hand, which need not be row-invariant.
 """

@@ -1,7 +1,7 @@
-"""A launch's rows as tiles over block tables: how the Triton kernels compute them, with equal bits in any company.
+"""A launch's rows as tiles over block tables: how the kernels compute them, with equal bits in any company.
 
-Every list has a fixed length for its bucket, so that launches of one bucket share a layout, and a captured graph serves
-them all: tiles and segments are padded with empty ones, tables with the null block.
+Where launches are bucketed every list has a fixed length for its bucket, so that launches of one bucket share a layout,
+and a captured graph serves them all: tiles and segments are padded with empty ones, tables with the null block.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PagedShape:
         block_size: int,
         is_causal: bool,
     ) -> PlannedAttention:
-        """The launch's rows as tiles, for kernels/paged_attention.py."""
+        """The launch's rows as tiles, for kernels/paged_attention.py and kernels/cpu/paged_attention.py."""
         tiles: list[tuple[int, int, int, int, int]] = []  # segment, first row, rows, first position, last key
         tables: list[Sequence[int]] = []
         branches: list[tuple[int, list[int]]] = []
