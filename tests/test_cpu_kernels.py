@@ -96,19 +96,20 @@ def test_a_row_keeps_its_bits_in_any_company(name: str) -> None:
         assert torch.equal(attention(model, rows, queries, cache, **how)[place], alone), company
 
 
-def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [RAGGED, RAGGED[2:3]], ids=["more KV heads than threads", "fewer"])
+def test_any_number_of_threads_gives_the_same_bits(rows: list[Rows], monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["heads of 96"]
-    queries, cache = random_queries(model, 23), filled_cache(model, RAGGED, torch.float32)
-    alone, before = attention(model, RAGGED, queries, cache), torch.get_num_threads()
+    queries, cache = random_queries(model, sum(own.size for own in rows)), filled_cache(model, rows, torch.float32)
+    alone, before = attention(model, rows, queries, cache), torch.get_num_threads()
     monkeypatch.setattr(on_cpu, "SERIAL_PRODUCTS", 0)
     for count in (2, 3, 8):
         torch.set_num_threads(count)
-        together = attention(model, RAGGED, queries, cache)
+        together = attention(model, rows, queries, cache)
         torch.set_num_threads(before)
         assert torch.equal(together, alone), count
     assert threads.openmp() is not None, "Linux has it"
     monkeypatch.setattr(threads, "openmp", lambda: None)
-    torch.testing.assert_close(attention(model, RAGGED, queries, cache), alone)  # compiled once more, for no threads
+    torch.testing.assert_close(attention(model, rows, queries, cache), alone)  # compiled once more, for no threads
 
 
 @pytest.mark.usefixtures("_threads")

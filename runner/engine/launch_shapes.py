@@ -45,6 +45,7 @@ def decoder_shapes(
 
 
 CPU_TILES = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)  # to be tried in this order, the fastest first
+CPU_ROWS = 64  # of a tile of a compiled kernel's, which only share a walk over the block table
 
 
 def _cpu_shapes(attention: Attention, tiles: Mapping[Family, TileShape], max_model_len: int) -> Shapes:
@@ -59,9 +60,6 @@ def _cpu_shapes(attention: Attention, tiles: Mapping[Family, TileShape], max_mod
             rows_per_tile=CPU_ROWS, split_keys=None, max_context=max_model_len, linear=shapes["decode"].linear
         )
     return shapes
-
-
-CPU_ROWS = 64  # of a tile, which there only share a walk over the block table
 
 
 def can_pack(weights: Sequence[torch.Tensor], *, batch_invariant: bool) -> bool:
