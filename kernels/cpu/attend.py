@@ -11,7 +11,7 @@ from numba import carray  # type: ignore[attr-defined]
 
 from kernels.cpu.compiled import vectorized
 from kernels.cpu.exp2 import exp2
-from kernels.cpu.native import pointer
+from kernels.cpu.native import floats, pointer
 from kernels.cpu.threads import ThreadedKernel, num_threads, thread_num
 
 NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
@@ -147,11 +147,11 @@ def attend_in_thread(arguments: Any) -> None:
     a = carray(arguments, 1, Arguments)[0]
     thread, tiles, dim, keys = np.int64(thread_num()), a.num_tiles, a.head_dim, a.max_context
     own = np.int64(8) * thread * keys
-    floats = a.floats + np.int64(4) * thread * (keys + 2 * dim)
+    room = floats(a.floats, np.int64(num_threads()), keys + 2 * dim)[thread]
     attend(
-        carray(pointer(a.output), (a.num_rows, a.columns), np.float32),
-        carray(pointer(a.query), (a.num_rows, a.query_stride), np.float32),
-        carray(pointer(a.kv), (a.num_slots, a.width), np.float32),
+        floats(a.output, a.num_rows, a.columns),
+        floats(a.query, a.num_rows, a.query_stride),
+        floats(a.kv, a.num_slots, a.width),
         carray(pointer(a.segments), (tiles,), np.int32),
         carray(pointer(a.rows), (tiles,), np.int32),
         carray(pointer(a.sizes), (tiles,), np.int32),
@@ -167,9 +167,9 @@ def attend_in_thread(arguments: Any) -> None:
         a.window,
         a.is_causal != 0,
         carray(pointer(a.offsets + own), (keys,), np.uint64),
-        carray(pointer(floats), (keys,), np.float32),
-        carray(pointer(floats + np.int64(4) * keys), (dim,), np.float32),
-        carray(pointer(floats + np.int64(4) * (keys + dim)), (dim,), np.float32),
+        room[:keys],
+        room[keys : keys + dim],
+        room[keys + dim :],
         thread,
         np.int64(num_threads()),
     )

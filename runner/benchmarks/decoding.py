@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from runner.benchmarks.decoding_cases import BATCH_SIZE, CASES, Quantities
 from runner.benchmarks.identical_texts import VARIANTS, count_equal_texts, plain_texts
 from runner.benchmarks.shared_target import SharedTarget, StartTimes
-from runner.cli.arguments import at_least
+from runner.cli.arguments import at_least, file_to_write
 from runner.cli.screen import show_error, show_interrupt
 from runner.engine.errors import UserError
 from runner.machine import describe_machine
@@ -219,7 +218,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, what in (("prompt_tokens", "tokens of every prompt"), ("new_tokens", "tokens decoded for every prompt")):
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=at_least(1), default=DEFAULTS[name], help=f"{what} (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="also write the numbers to this file")
     return parser.parse_args(argv)
 
 

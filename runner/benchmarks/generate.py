@@ -8,7 +8,6 @@ texts are transformers' own (float32 near-ties may fall either way). Prints a ta
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from runner.machine import describe_machine
 from runner.metrics import MetricsCollector
 from runner.metrics.rates import percentiles
 from runner.prompts import make_requests
+from runner.results import write_metrics
 from runner.target import hide_kernels_client
 from runner.tiny import TARGET_DIR
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = take_turns(contestants, options.rounds)
     _print_table(rounds, options)
     if options.json is not None:
-        options.json.write_text(json.dumps(_as_json(rounds, options), indent=2) + "\n")
+        write_metrics(options.json, _as_json(rounds, options))
     return 0
 
 

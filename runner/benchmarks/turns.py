@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
-from runner.cli.arguments import at_least
+from runner.cli.arguments import at_least, file_to_write
 
 
 def take_turns(contestants: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
@@ -47,5 +46,5 @@ def turns_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=at_least(1), default=5, help="timed rounds, after one that warms up (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--json", type=file_to_write, help="also write the numbers to this file")
     return parser

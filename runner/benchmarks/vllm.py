@@ -33,6 +33,7 @@ from runner.cli.screen import show_error, show_interrupt
 from runner.engine.errors import UserError
 from runner.machine import describe_machine
 from runner.prompts import Tokenizer
+from runner.results import write_metrics
 from runner.tiny import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
 
 BATCH_SIZES = SINGLE, BATCH = 1, 16
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "batch_sizes": BATCH_SIZES,
             "methods": {key: METHODS[key] for key in options.methods},
         }
-        options.json.write_text(json.dumps({**machine, "conditions": conditions, **as_json(found)}, indent=2) + "\n")
+        write_metrics(options.json, {**machine, "conditions": conditions, **as_json(found)})
     return 0
 
 
@@ -210,10 +211,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="to be compared beside plain decoding (default: all)",
     )
     options = parser.parse_args(argv)
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(
-            f"--json must lie in a directory that exists, got {options.json}; make {options.json.parent} first"
-        )
     options.methods = [method for method in METHODS if method == PLAIN or method in options.methods]
     longest = json.loads((TARGET_DIR / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     if options.prompt_len + options.output_len > longest:

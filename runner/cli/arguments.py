@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -15,3 +16,11 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def file_to_write(text: str) -> Path:
+    """An argparse type: a file in a directory that exists, so that hours of work do not end in an error."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must lie in a directory that exists, got {text!r}; make {path.parent} first")
+    return path
