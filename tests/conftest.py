@@ -156,12 +156,8 @@ def _no_waits() -> Iterator[None]:
 
 @pytest.fixture
 def unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights stay as they were loaded, as on a CPU that has no packed products."""
-
-    def refuse(weight: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no packed products")
-
-    monkeypatch.setattr(launch_shapes, "pack", refuse)
+    """Weights stay as they were loaded, as on a CPU that computes no products from panels."""
+    monkeypatch.setattr(launch_shapes, "can_pack_weight", lambda weight: False)
 
 
 @pytest.fixture(scope="session")

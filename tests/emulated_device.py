@@ -38,7 +38,7 @@ class EmulatedDevice:
         self.num_replays = 0
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return not tensor.is_mkldnn and tensor.untyped_storage()._cdata in self._marks  # packed weights are the host's
+        return tensor.untyped_storage()._cdata in self._marks
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

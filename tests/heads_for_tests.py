@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.reference.packed_linear import unpack
+from kernels.cpu.panels import unpack
 
 MASK_TOKEN_ID = 1
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels.reference.packed_linear import pack, unpack
+from kernels.cpu.panels import Panels, pack, unpack
 from proposers import available_methods
 from runner.engine.launch import Part
 from runner.engine.request import Request
@@ -57,7 +57,7 @@ def engine(engines: Engines, config: dict[str, Any] | None) -> LLM:
     if hasattr(runner, "model") and not hasattr(runner, "is_confused"):
         model = runner.model
         head = unpack(model.lm_head)[[1, 0, 2, 4, 3, 5]]
-        model.lm_head = pack(head) if model.lm_head.is_mkldnn else head
+        model.lm_head = pack(head) if isinstance(model.lm_head, Panels) else head
         runner.is_confused = True
     return llm
 

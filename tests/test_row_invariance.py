@@ -1,9 +1,9 @@
 """A token's bits are its own: logits and cached KV are equal, bit for bit, whatever shares the launch.
 
 Compared with torch.equal, never with a tolerance: for every operation alone, for launches of one model, and for whole
-runs of the engine under chunking, preemption and speculation. A CPU whose packed products change a row's bits is found
-at the start of a run, and gets products in tiles; where its BLAS ends a tile with another kernel than it began it with,
-smaller ones; and where these do not help either, the promise is off (`is_row_invariant`) and these tests skip.
+runs of the engine under chunking, preemption and speculation. A CPU without panels gets products in tiles; where its
+BLAS ends a tile with another kernel than it began it with, smaller ones; and where these do not help either, the
+promise is off (`is_row_invariant`) and these tests skip.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.cpu import linear as linear_on_cpu
+from kernels.cpu import multiply_add, panels
+from kernels.cpu.linear import linear as linear_from_panels
+from kernels.cpu.panels import can_pack, pack, unpack
 from kernels.reference.linear import linear, rows_keep_their_bits
-from kernels.reference.packed_linear import any_rows_keep_their_bits, pack
 from kernels.reference.paged_attention import paged_attention, places_keep_their_bits
 from kernels.reference.rms_norm import add_rms_norm, rms_norm
 from kernels.reference.rope import apply_rope
@@ -81,34 +84,60 @@ def test_linear(num_threads: int, size: str, family: Family, dtype: torch.dtype)
             assert torch.equal(linear(x[: count * tile], weight, bias, tile), expected[: count * tile]), "fewer tiles"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packed_linear(num_threads: int, dtype: torch.dtype) -> None:
-    """In launches of 1 to 130 rows, forwards and backwards; and the product is the product."""
-    for in_features, out_features in ((48, 80), (50, 33), (384, 128), (1024, 256)):
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_linear_from_panels(num_threads: int, dtype: torch.dtype) -> None:
+    """In launches of 1 to 130 rows, forwards and backwards, in parts of panels and whole; and it is the product."""
+    for in_features, out_features in ((48, 80), (50, 33), (384, 128), (2050, 256), (2050, 1000)):
         weight, bias = randn(out_features, in_features, dtype=dtype), randn(out_features, dtype=dtype, seed=1)
-        try:
-            packed = pack(weight)
-        except RuntimeError:
-            pytest.skip("this CPU has no packed products in this dtype")
+        if not can_pack(weight):
+            pytest.skip("this machine has no panels")
+        panels = pack(weight)
         x = randn(130, in_features, dtype=dtype, seed=2)
-        together = linear(x, packed, bias, 1)
+        together = linear_from_panels(x, panels, bias, out_dtype=torch.float32)
         exact = x.double() @ weight.double().T + bias.double()
-        roundings = in_features**0.5 * torch.finfo(dtype).eps  # as many as of a sum of so many, one after another
+        roundings = 2 * in_features**0.5 * torch.finfo(torch.float32).eps
         assert (together - exact).abs().max() <= roundings * exact.abs().max()
-        if not any_rows_keep_their_bits(packed):
-            continue
+        assert torch.equal(linear_from_panels(x, panels, bias), together.to(dtype))
         for count in (1, 2, 4, 7, 33, 129):
-            assert torch.equal(linear(x[:count], packed, bias, 1), together[:count]), count
-            assert torch.equal(linear(x.flip(0)[-count:], packed, bias, 1), together[:count].flip(0)), count
+            alone = linear_from_panels(x[:count], panels, bias, out_dtype=torch.float32)
+            assert torch.equal(alone, together[:count]), count
+            behind = linear_from_panels(x.flip(0)[-count:], panels, bias, out_dtype=torch.float32)
+            assert torch.equal(behind, together[:count].flip(0)), count
 
 
-def test_a_cpu_whose_packed_rows_change_their_bits_gets_tiles(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch_shapes, "any_rows_keep_their_bits", lambda packed: False)
-    runner = runner_of(engines, "grouped heads", torch.float32, max_num_seqs=65)  # built here, under the patch
-    assert not runner.model.lm_head.is_mkldnn and (runner.shapes["decode"].linear or 0) > 1
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_panels_of_every_width_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """So that a number of threads, by which the width is chosen, is no part of a text."""
+    weight, x = randn(200, 96, dtype=dtype), randn(9, 96, dtype=dtype, seed=1)
+    if not can_pack(weight):
+        pytest.skip("this machine has no panels")
+    results = []
+    for width in (16, 32, 64):
+        monkeypatch.setattr(panels, "panel_width", lambda out_features, width=width: width)
+        packed = pack(weight)
+        assert packed.width == width and torch.equal(unpack(packed), weight)
+        results.append(linear_from_panels(x, packed))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_bfloat16_without_an_instruction_for_pairs_is_the_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiply_add, "multiplies_pairs", lambda: False)
+    monkeypatch.setattr(linear_on_cpu, "multiplies_pairs", lambda: False)
+    test_linear_from_panels(2, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("unpacked_weights")
+@pytest.mark.parametrize("size", TILES)
+def test_a_cpu_without_panels_gets_tiles(engines: Engines, monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    """Bug told here: a prompt of one tile of the attention got too few rows where tiles of products are smaller."""
+    monkeypatch.setattr(launch_shapes, "CPU_TILES", (TILES[size],))
+    # Built here, under the patches, and for no other test.
+    runner = runner_of(engines, "grouped heads", torch.float32, max_num_seqs=65 + list(TILES).index(size))
+    assert isinstance(runner.model.lm_head, torch.Tensor)
+    assert runner.shapes["decode"].linear == TILES[size]["decode"].linear
     check_decode_launches(runner, requests_with_blocks(runner, [3 + 5 * index for index in range(11)], 1), (2, 7, 11))
+    lone = requests_with_blocks(runner, [64], 0)[0]
+    assert runner.run([part(lone, 0, 64)]).shape[0] == 64
 
 
 ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {  # of two operands [num_rows, width] and a weight [width]

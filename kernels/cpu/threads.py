@@ -47,7 +47,7 @@ class ThreadedKernel:
         self._function = function
         self._compiled: Any = None
 
-    def __call__(self, arguments: int, threads: int) -> bool:
+    def __call__(self, arguments: Any, threads: int) -> bool:
         """Run it with the arguments at this address; False: there are no threads of torch's to run it."""
         library = openmp()
         if library is None:

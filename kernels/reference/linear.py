@@ -3,8 +3,7 @@
 BLAS picks another kernel, and another summation order, for another number of rows, and with several threads it may
 split the sum itself among them, by the shape of the whole call: measured on one CPU, float32 products change bits
 between 1, 2..11 and 12 or more rows, and a batched product of 1 tile differs from one of 2 with 2 threads. So every
-call here is the same one, `tile` rows, and a launch is a loop of such calls; but for packed weights, which need no
-tiles (kernels/reference/packed_linear.py).
+call here is the same one, `tile` rows, and a launch is a loop of such calls. kernels/cpu/linear.py needs no tiles.
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels.reference.packed_linear import packed_linear
-
 
 def linear(
     x: torch.Tensor,  # [num_rows, in_features], num_rows a multiple of tile
-    weight: torch.Tensor,  # [out_features, in_features], packed or not
+    weight: torch.Tensor,  # [out_features, in_features]
     bias: torch.Tensor | None,  # [out_features]
-    tile: int | None,  # rows of one product; None = one product of any shape, not row-invariant unless packed
+    tile: int | None,  # rows of one product; None = one product of any shape, not row-invariant
 ) -> torch.Tensor:  # [num_rows, out_features]
-    if weight.is_mkldnn:
-        return packed_linear(x, weight, bias)
     if tile is None or len(x) == tile:
         return F.linear(x, weight, bias)
     return torch.cat([F.linear(rows, weight, bias) for rows in x.chunk(len(x) // tile)])

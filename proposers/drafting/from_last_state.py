@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kernels.cpu.panels import Weight
 from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from runner.engine.checkpoint import ModelSource
@@ -27,7 +28,7 @@ class LastStateHead(Protocol):
     """What guesses from that state."""
 
     @property
-    def product_weights(self) -> list[torch.Tensor]:
+    def product_weights(self) -> list[Weight]:
         """Of all its products, [out_features, in_features] each."""
 
     def pack(self) -> None:
@@ -65,7 +66,7 @@ class LastStateProposer(TokenByTokenProposer):
         self.max_depth = max_depth
         self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
         self.tile = product_tile(context.device, batch_invariant=context.batch_invariant)
-        if can_pack(head.product_weights, batch_invariant=context.batch_invariant):
+        if can_pack(head.product_weights):
             head.pack()
             self.tile = 1
         self._states: dict[str, torch.Tensor] = {}  # request_id -> [hidden]

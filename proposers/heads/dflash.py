@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 import torch
 
-from kernels.reference.packed_linear import pack
+from kernels.cpu.panels import Weight, pack, unpacked
 from proposers.base import ProposerContext
 from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
 from proposers.heads.draft_vocabulary import target_ids
@@ -47,7 +47,7 @@ class DFlashHead:
         self.target, self.vocab_size = target.model, target.model.vocab_size
         width, draft_vocab = arch.hidden_size, config.draft_vocab_size
         self.embed_tokens = torch.empty(arch.vocab_size, width, dtype=dtype) if EMBEDDING in own else None
-        self.lm_head = torch.empty(draft_vocab, width, dtype=dtype) if LM_HEAD in own else None
+        self.lm_head: Weight | None = torch.empty(draft_vocab, width, dtype=dtype) if LM_HEAD in own else None
         self.draft_to_target = torch.empty(draft_vocab, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
         self.known_tokens: KnownTokens | None = None  # of the draft vocabulary; None: all of the target's
         tapped = len(config.tap_layers) * target_size
@@ -106,7 +106,7 @@ class DFlashHead:
             "norm.weight": WeightTarget(view=self.norm.weight),
         } | self.fc.weight_targets("")
         own = ((EMBEDDING, self.embed_tokens), (LM_HEAD, self.lm_head), (DRAFT_TO_TARGET, self.draft_to_target))
-        targets |= {name: WeightTarget(view=view) for name, view in own if view is not None}
+        targets |= {name: WeightTarget(view=unpacked(weight)) for name, weight in own if weight is not None}
         for index, layer in enumerate(self.layers):
             targets |= layer.weight_targets(f"layers.{index}.")
         return targets

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernels.reference.packed_linear import pack
+from kernels.cpu.panels import Weight, pack, unpacked
 from proposers.base import ProposerContext
 from proposers.heads.eagle_layer import eagle_architecture, with_biases_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
@@ -52,7 +52,7 @@ class EagleHead:
         self.max_model_len = max_model_len
         self.target = target.model
         self.embed_tokens = torch.empty(arch.vocab_size, size, dtype=dtype) if EMBEDDING in own else None
-        self.lm_head = torch.empty(arch.vocab_size, size, dtype=dtype) if LM_HEAD in own else None
+        self.lm_head: Weight | None = torch.empty(arch.vocab_size, size, dtype=dtype) if LM_HEAD in own else None
         self.fc = ColumnParallelLinear(2 * size, {"fc": size}, bias=has_bias, shard=shard, dtype=dtype)
         self.layers = [
             DecoderLayer(arch, index, shard, dtype, has_input_norm=index > 0) for index in range(arch.num_layers)
@@ -97,7 +97,7 @@ class EagleHead:
         if self.embed_tokens is not None:
             targets[EMBEDDING] = WeightTarget(view=self.embed_tokens)
         if self.lm_head is not None:
-            targets[LM_HEAD] = WeightTarget(view=self.lm_head)
+            targets[LM_HEAD] = WeightTarget(view=unpacked(self.lm_head))
         for index, layer in enumerate(self.layers):
             targets |= layer.weight_targets(f"layers.{index}.")
         return targets

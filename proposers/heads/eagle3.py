@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.reference.packed_linear import pack
+from kernels.cpu.panels import Weight, pack, unpacked
 from proposers.base import ProposerContext
 from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
@@ -57,7 +57,9 @@ class Eagle3Head:
         self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
         self.target, self.vocab_size = target.model, target.model.vocab_size
         self.embed_tokens = torch.empty(arch.vocab_size, size, dtype=dtype) if EMBEDDING in own else None
-        self.lm_head = torch.empty(config.draft_vocab_size, size, dtype=dtype) if LM_HEAD in own else None
+        self.lm_head: Weight | None = (
+            torch.empty(config.draft_vocab_size, size, dtype=dtype) if LM_HEAD in own else None
+        )
         self.draft_to_target = (
             torch.empty(config.draft_vocab_size, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
         )
@@ -147,7 +149,7 @@ class Eagle3Head:
         if self.mask_hidden is not None:
             targets[MASK_HIDDEN] = WeightTarget(view=self.mask_hidden)
         own = ((EMBEDDING, self.embed_tokens), (LM_HEAD, self.lm_head), (DRAFT_TO_TARGET, self.draft_to_target))
-        targets |= {name: WeightTarget(view=view) for name, view in own if view is not None}
+        targets |= {name: WeightTarget(view=unpacked(weight)) for name, weight in own if weight is not None}
         for index, layer in enumerate(self.layers):
             targets |= layer.weight_targets(f"layers.{index}.")
         return targets

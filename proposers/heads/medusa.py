@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from kernels.reference.packed_linear import pack
+from kernels.cpu.panels import Weight, pack, unpacked
 from proposers.heads.head_sizes import head_size, require_target_sizes
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource
@@ -54,12 +54,12 @@ class MedusaHeads:
         hidden, vocab = target.model.hidden_size, target.model.vocab_size
         self.shape, self.target, self.vocab_size = shape, target.model, vocab
         num_projections = {"each": shape.num_heads, "one": 1, "target": 0}[shape.lm_head]
-        self.weights = [
+        self.weights: list[list[Weight]] = [
             [torch.empty(hidden, hidden, dtype=dtype) for _ in range(shape.num_layers)] for _ in range(shape.num_heads)
         ]
         self.biases = torch.empty(shape.num_heads, shape.num_layers, hidden, dtype=dtype) if shape.has_bias else None
         num_tokens = shape.num_mapped_tokens or vocab
-        self.projections = [torch.empty(num_tokens, hidden, dtype=dtype) for _ in range(num_projections)]
+        self.projections: list[Weight] = [torch.empty(num_tokens, hidden, dtype=dtype) for _ in range(num_projections)]
         self.token_map = None
         if shape.num_mapped_tokens is not None:
             self.token_map = torch.empty(shape.num_mapped_tokens, dtype=torch.int64)
@@ -80,7 +80,7 @@ class MedusaHeads:
         return KnownTokens(self.token_map, self.vocab_size).over_target_vocabulary(logits)
 
     @property
-    def product_weights(self) -> list[torch.Tensor]:
+    def product_weights(self) -> list[Weight]:
         return [*(weight for weights in self.weights for weight in weights), *self.projections]
 
     def pack(self) -> None:
@@ -91,11 +91,11 @@ class MedusaHeads:
         shape, targets = self.shape, dict[str, WeightTarget]()
         for head in range(shape.num_heads):
             for layer in range(shape.num_layers):
-                targets[shape.block(head, layer, "weight")] = WeightTarget(view=self.weights[head][layer])
+                targets[shape.block(head, layer, "weight")] = WeightTarget(view=unpacked(self.weights[head][layer]))
                 if self.biases is not None:
                     targets[shape.block(head, layer, "bias")] = WeightTarget(view=self.biases[head, layer])
         for head, projection in enumerate(self.projections):
-            targets[shape.projection(head)] = WeightTarget(view=projection)
+            targets[shape.projection(head)] = WeightTarget(view=unpacked(projection))
         if self.token_map is not None:
             targets["token_map"] = WeightTarget(view=self.token_map)
         return targets

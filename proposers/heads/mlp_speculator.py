@@ -9,13 +9,13 @@ accelerators (MLPSpeculatorPreTrainedModel); tie_weights shares all between the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from kernels.reference.packed_linear import pack
+from kernels.cpu.panels import Weight, pack, unpacked
 from proposers.heads.head_sizes import head_size, require_target_sizes
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -46,12 +46,12 @@ class MlpSpeculator:
         self.num_steps, self.is_tied = num_steps, is_tied
         own = range(num_steps if not is_tied else 1)  # steps with an embedding, a norm and a head of their own
         self.embeddings = [torch.empty(vocab_size, inner_size, dtype=dtype) for _ in own]
-        self.heads = [torch.empty(vocab_size, inner_size, dtype=dtype) for _ in own]
+        self.heads: list[Weight] = [torch.empty(vocab_size, inner_size, dtype=dtype) for _ in own]
         self.norms = [RMSNorm(inner_size, EPS, dtype) for _ in own]
         self.norm_biases = [torch.empty(inner_size, dtype=dtype) for _ in own]
         num_projections = min(num_steps, 2) if is_tied else num_steps
         sizes = [hidden_size, *[inner_size] * (num_projections - 1)]
-        self.projections = [torch.empty(inner_size, size, dtype=dtype) for size in sizes]
+        self.projections: list[Weight] = [torch.empty(inner_size, size, dtype=dtype) for size in sizes]
         self.input_norm = RMSNorm(hidden_size, EPS, dtype) if scales_input else None
         if self.input_norm is not None:
             self.input_norm.weight.fill_(1.0)  # it has no parameters
@@ -75,7 +75,7 @@ class MlpSpeculator:
         return head_logits(state, self.heads[0 if self.is_tied else step], tile)
 
     @property
-    def product_weights(self) -> list[torch.Tensor]:
+    def product_weights(self) -> list[Weight]:
         return [*self.projections, *self.heads]
 
     def pack(self) -> None:
@@ -83,7 +83,7 @@ class MlpSpeculator:
         self.heads = [pack(weight) for weight in self.heads]
 
     def weight_targets(self) -> dict[str, WeightTarget]:
-        lists: dict[str, list[torch.Tensor]] = {
+        lists: dict[str, Sequence[Weight]] = {
             "emb.{}.weight": self.embeddings,
             "proj.{}.weight": self.projections,
             "head.{}.weight": self.heads,
@@ -91,7 +91,7 @@ class MlpSpeculator:
             "ln.{}.bias": self.norm_biases,
         }
         return {
-            f"speculator.{name.format(step)}": WeightTarget(view=weight)
+            f"speculator.{name.format(step)}": WeightTarget(view=unpacked(weight))
             for name, weights in lists.items()
             for step, weight in enumerate(weights)
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.reference.packed_linear import pack
+from kernels.cpu.panels import Weight, pack, unpacked
 from proposers.base import ProposerContext
 from proposers.heads.embeddings import embeddings_of
 from proposers.heads.head_sizes import longest_text
@@ -52,7 +52,7 @@ class MtpHead:
         )
         self.final_norm = RMSNorm(size, rms_norm_eps, dtype)
         self.embed_tokens = torch.empty(vocab_size, size, dtype=dtype) if found.own_embedding else None
-        self.lm_head = torch.empty(vocab_size, size, dtype=dtype) if found.own_head else None
+        self.lm_head: Weight | None = torch.empty(vocab_size, size, dtype=dtype) if found.own_head else None
         self._names = found
 
     @property
@@ -101,7 +101,7 @@ class MtpHead:
         if self.embed_tokens is not None:
             targets[self._names.own_embedding] = WeightTarget(view=self.embed_tokens)
         if self.lm_head is not None:
-            targets[self._names.own_head] = WeightTarget(view=self.lm_head)
+            targets[self._names.own_head] = WeightTarget(view=unpacked(self.lm_head))
         block_prefix = prefix + layout.block.format(index=0)
         return targets | self.projection.weight_targets(prefix) | self.block.weight_targets(block_prefix)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kernels.reference.packed_linear import unpack
+from kernels.cpu.panels import unpack
 from proposers.heads.head_sizes import require_target_sizes
 from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors

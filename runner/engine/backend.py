@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.cpu.panels import Weight
+
 interprets_kernels = False  # tests set it: kernels on the CPU too, under Triton's interpreter
 
 
@@ -14,7 +16,7 @@ def runs_kernels(where: torch.Tensor | torch.device) -> bool:
     return where.is_cuda or interprets_kernels
 
 
-def is_compiled(where: torch.Tensor) -> bool:
-    """Whether operations on this tensor have kernels in kernels/cpu, which know no gradients."""
-    has_gradient = where.requires_grad and torch.is_grad_enabled()
+def is_compiled(where: Weight) -> bool:
+    """Whether operations on this tensor, or beside these panels, have kernels in kernels/cpu, without gradients."""
+    has_gradient = isinstance(where, torch.Tensor) and where.requires_grad and torch.is_grad_enabled()
     return where.dtype == torch.float32 and where.device.type == "cpu" and not interprets_kernels and not has_gradient

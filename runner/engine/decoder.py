@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.reference.packed_linear import pack
+from kernels.cpu.panels import Weight, pack, unpacked
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -35,7 +35,7 @@ class Decoder:
         self.embed_tokens = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
         self.layers = [DecoderLayer(arch, index, shard, dtype) for index in range(arch.num_layers)]
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
-        self.lm_head = (
+        self.lm_head: Weight = (
             self.embed_tokens
             if arch.tie_word_embeddings
             else torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
@@ -79,7 +79,7 @@ class Decoder:
         return head_logits(hidden, self.lm_head, tile)
 
     def pack(self) -> None:
-        """Lay the weights of all products out as products on a CPU are fastest (kernels/reference/packed_linear.py).
+        """Lay the weights of all products out as products on a CPU are fastest (kernels/cpu/panels.py).
 
         For good: they cannot be filled or listed any more. A head tied to the embedding becomes a copy of it.
         """
@@ -100,7 +100,7 @@ class Decoder:
             "model.norm.weight": WeightTarget(view=self.norm.weight),
         }
         if self.lm_head is not self.embed_tokens:
-            targets["lm_head.weight"] = WeightTarget(view=self.lm_head)
+            targets["lm_head.weight"] = WeightTarget(view=unpacked(self.lm_head))
         for index, layer in enumerate(self.layers):
             targets |= layer.weight_targets(f"model.layers.{index}.")
         return targets

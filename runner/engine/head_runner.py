@@ -59,7 +59,7 @@ class HeadRunner:
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
         if head.attention is not None:
             weights = [head.attention.qkv_proj.weight, head.attention.o_proj.weight]
-            if can_pack(weights, batch_invariant=batch_invariant):
+            if can_pack(weights):
                 head.pack()
             self.shapes = decoder_shapes(
                 head.attention,

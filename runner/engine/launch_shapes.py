@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from kernels.cpu.panels import Panels, Weight, unpacked
+from kernels.cpu.panels import can_pack as can_pack_weight
 from kernels.linear_plan import WIDE_ROWS
 from kernels.reference.linear import rows_keep_their_bits
-from kernels.reference.packed_linear import any_rows_keep_their_bits, pack
 from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
@@ -50,27 +51,21 @@ CPU_ROWS = 64  # of a tile of a compiled kernel's, which only share a walk over 
 
 def _cpu_shapes(attention: Attention, tiles: Mapping[Family, TileShape], max_model_len: int) -> Shapes:
     """The tiles, but products of any rows where weights are packed, and a kernel's attention where there is one."""
-    weight = attention.o_proj.weight
+    is_packed = isinstance(attention.o_proj.weight, Panels)
     shapes: Shapes = {
-        family: replace(shape, linear=1) if weight.is_mkldnn and shape.linear is not None else shape
+        family: replace(shape, linear=1) if is_packed and shape.linear is not None else shape
         for family, shape in tiles.items()
     }
-    if is_compiled(weight):
+    if is_compiled(attention.o_proj.weight):
         shapes["decode"] = PagedShape(
             rows_per_tile=CPU_ROWS, split_keys=None, max_context=max_model_len, linear=shapes["decode"].linear
         )
     return shapes
 
 
-def can_pack(weights: Sequence[torch.Tensor], *, batch_invariant: bool) -> bool:
-    """Whether products with such weights are computed packed here: rows keep their bits so, where that is asked for."""
-    if runs_kernels(weights[0].device):
-        return False
-    try:
-        packed = [pack(weight) for weight in {weight.shape: weight for weight in weights}.values()]
-    except RuntimeError:
-        return False
-    return not batch_invariant or all(any_rows_keep_their_bits(weight) for weight in packed)
+def can_pack(weights: Sequence[Weight]) -> bool:
+    """Whether products with such weights are computed from panels here."""
+    return not runs_kernels(weights[0].device) and all(can_pack_weight(weight) for weight in weights)
 
 
 def product_tile(device: torch.device, *, batch_invariant: bool) -> int | None:
@@ -80,9 +75,7 @@ def product_tile(device: torch.device, *, batch_invariant: bool) -> int | None:
     return 1 if runs_kernels(device) else ROW_INVARIANT_TILES["decode"].linear
 
 
-def row_invariant_shapes(
-    shapes: Shapes, layer: DecoderLayer, lm_head: torch.Tensor, *, max_model_len: int
-) -> Shapes | None:
+def row_invariant_shapes(shapes: Shapes, layer: DecoderLayer, lm_head: Weight, *, max_model_len: int) -> Shapes | None:
     """`shapes`, or others in which this machine keeps a row's bits; None when none do.
 
     Asked of the machine at the start, with a layer of the model and its head: what a BLAS or a compiler does with a row
@@ -97,11 +90,10 @@ def row_invariant_shapes(
     )
 
 
-def _keeps_bits_on_cpu(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Tensor) -> bool:
+def _keeps_bits_on_cpu(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight) -> bool:
     attention, tile = layer.attention, shape.linear
     if tile is not None and not all(
-        any_rows_keep_their_bits(weight) if weight.is_mkldnn else rows_keep_their_bits(weight, tile)
-        for weight in [*layer.product_weights, lm_head]
+        isinstance(weight, Panels) or rows_keep_their_bits(weight, tile) for weight in [*layer.product_weights, lm_head]
     ):
         return False
     if isinstance(shape, PagedShape):
@@ -119,17 +111,18 @@ def _keeps_bits_on_cpu(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.T
     )
 
 
-def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: torch.Tensor) -> bool:
+def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight) -> bool:
     """A row alone against the same row in company, in every product and over a context of two splits."""
     assert isinstance(shape, PagedShape)
     attention, mlp, tile = layer.attention, layer.mlp, shape.linear
-    products: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], ...] = (
+    products: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], Weight], ...] = (
         (lambda x: attention.qkv_proj(x, tile), attention.qkv_proj.weight),
         (lambda x: attention.o_proj(x, tile), attention.o_proj.weight),
         (lambda x: mlp(x, tile), mlp.gate_up_proj.weight),
         (lambda x: head_logits(x, lm_head, tile), lm_head),
     )
-    return all(_rows_agree(product, first) for product, first in products) and _attentions_agree(shape, attention)
+    rows_agree = all(_rows_agree(product, unpacked(first)) for product, first in products)
+    return rows_agree and _attentions_agree(shape, attention)
 
 
 def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], first: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kernels.cpu.panels import Panels, Weight, unpacked
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -97,11 +98,11 @@ class Attention:
     def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
         """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""
         queries, fused = self.num_heads * self.head_dim, self.qkv_proj
-        if fused.weight.is_mkldnn:  # packed: it cannot be cut
+        if isinstance(fused.weight, Panels):  # they cannot be cut
             keys_and_values = fused(states, batch.linear_tile)[:, queries:].contiguous()
         else:
             bias = None if fused.bias is None else fused.bias[queries:]
-            keys_and_values = linear(states, fused.weight[queries:], bias, batch.linear_tile)
+            keys_and_values = linear(states, unpacked(fused.weight)[queries:], bias, batch.linear_tile)
         rotate_and_store(
             keys_and_values,
             rope,
@@ -204,7 +205,7 @@ class DecoderLayer:
         return self.mlp(normed, batch.linear_tile), residual
 
     @property
-    def product_weights(self) -> list[torch.Tensor]:
+    def product_weights(self) -> list[Weight]:
         """[out_features, in_features] each."""
         return [product.weight for product in self._products]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.reference.packed_linear import pack
+from kernels.cpu.panels import Weight, pack, unpacked
 from runner.engine.operations import linear
 
 
@@ -51,7 +51,7 @@ class ColumnParallelLinear:
     ) -> None:
         self.part_rows = {name: shard.split(rows, name) for name, rows in parts.items()}
         total = sum(self.part_rows.values())
-        self.weight = torch.empty(total, in_features, dtype=dtype)
+        self.weight: Weight = torch.empty(total, in_features, dtype=dtype)
         self.bias = torch.empty(total, dtype=dtype) if bias else None
 
     def pack(self) -> None:
@@ -62,9 +62,9 @@ class ColumnParallelLinear:
         return linear(x, self.weight, self.bias, tile)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        targets, start = {}, 0
+        targets, start, weight = {}, 0, unpacked(self.weight)
         for name, rows in self.part_rows.items():
-            targets[f"{prefix}{name}.weight"] = WeightTarget(view=self.weight[start : start + rows], shard_dim=0)
+            targets[f"{prefix}{name}.weight"] = WeightTarget(view=weight[start : start + rows], shard_dim=0)
             if self.bias is not None:
                 targets[f"{prefix}{name}.bias"] = WeightTarget(view=self.bias[start : start + rows], shard_dim=0)
             start += rows
@@ -79,7 +79,7 @@ class RowParallelLinear:
     ) -> None:
         self.name, self.shard = name, shard
         columns = shard.split(in_features, name)
-        self.weight = torch.empty(out_features, columns, dtype=dtype)
+        self.weight: Weight = torch.empty(out_features, columns, dtype=dtype)
         self.bias = torch.empty(out_features, dtype=dtype) if bias else None
 
     def pack(self) -> None:
@@ -94,7 +94,7 @@ class RowParallelLinear:
         return out
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        targets = {f"{prefix}{self.name}.weight": WeightTarget(view=self.weight, shard_dim=1)}
+        targets = {f"{prefix}{self.name}.weight": WeightTarget(view=unpacked(self.weight), shard_dim=1)}
         if self.bias is not None:
             targets[f"{prefix}{self.name}.bias"] = WeightTarget(view=self.bias)
         return targets

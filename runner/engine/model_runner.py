@@ -57,7 +57,7 @@ class ModelRunner:
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
         self.is_row_invariant = False
         if isinstance(model, Decoder):
-            if can_pack([*model.layers[0].product_weights, model.lm_head], batch_invariant=batch_invariant):
+            if can_pack([*model.layers[0].product_weights, model.lm_head]):
                 model.pack()
             self.shapes = decoder_shapes(
                 model.layers[0].attention,

@@ -1,6 +1,6 @@
 """A decoder's operations, computed where their arguments are: by Triton kernels on a GPU, by torch elsewhere.
 
-On a CPU those in float32 are compiled (kernels/cpu), but for products.
+On a CPU products, and in float32 all others, are compiled (kernels/cpu).
 
 `tile` says how products are computed: None = as is fastest for the shape at hand, which need not be row-invariant.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kernels.cpu.panels import Panels, Weight, unpacked
 from kernels.reference.linear import linear as linear_in_tiles
 from kernels.reference.paged_attention import AttentionPlan
 from kernels.reference.paged_attention import paged_attention as attention_over_tiles
@@ -27,8 +28,12 @@ from runner.engine.rope import RopeRows
 NormWeights = tuple[torch.Tensor, torch.Tensor]  # weight [head_dim], eps [] float32
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features]."""
+    if isinstance(weight, Panels):
+        from kernels.cpu.linear import linear as on_cpu
+
+        return on_cpu(x, weight, bias)
     if tile is None or not runs_kernels(x):
         return linear_in_tiles(x, weight, bias, tile)
     from kernels.linear import linear as kernel
@@ -36,8 +41,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, til
     return kernel(x, weight, bias)
 
 
-def head_logits(hidden: torch.Tensor, weight: torch.Tensor, tile: int | None) -> torch.Tensor:
+def head_logits(hidden: torch.Tensor, weight: Weight, tile: int | None) -> torch.Tensor:
     """[num_rows, hidden] x [vocab, hidden] -> [num_rows, vocab] float32; num_rows a multiple of tile."""
+    if isinstance(weight, Panels):
+        from kernels.cpu.linear import linear as on_cpu
+
+        return on_cpu(hidden, weight, out_dtype=torch.float32)
     if tile is None or not runs_kernels(hidden):
         return linear_in_tiles(hidden, weight, None, tile).float()
     from kernels.linear import linear as kernel
@@ -45,10 +54,10 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, tile: int | None) ->
     return kernel(hidden, weight, out_dtype=torch.float32)
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """silu(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
     if tile is None or not runs_kernels(x):
-        gate_up = linear_in_tiles(x, weight, bias, tile)
+        gate_up = linear(x, weight, bias, tile)
         if not is_compiled(x):
             return silu_and_mul(gate_up)
         from kernels.cpu.silu_and_mul import silu_and_mul as on_cpu
@@ -56,7 +65,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         return on_cpu(gate_up)
     from kernels.linear import gated_linear as kernel
 
-    return kernel(x, weight, bias)
+    return kernel(x, unpacked(weight), bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:

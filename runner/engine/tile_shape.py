@@ -55,7 +55,8 @@ class TileShape:
         lists = [output_rows, query_rows, query_positions, last_keys]
         for group in groups:
             lists += [_padded_tables(group, block_size), *_stored_apart(group, block_size)]
-        is_lone_tile = len(tiles) == 1 and tiles[0].place == 0  # launch rows are the first rows of the tile
+        # Launch rows are the first rows of the tile: with larger tiles of products there may be more.
+        is_lone_tile = len(tiles) == 1 and tiles[0].place == 0 and num_rows <= tile_rows
 
         def assemble(uploaded: Sequence[torch.Tensor]) -> AttentionPlan:
             output_rows_, rows_, places_, last_keys_, *of_groups = uploaded

@@ -1,0 +1,108 @@
+"""y = x W^T + b from panels: a row's bits are its own, whatever number of rows, threads and vector lanes computes it.
+
+BLAS chooses another kernel, and another order of its sums, for another number of rows. Here every output of every row
+is one sum over the inputs in their order, in float32 (kernels/cpu/multiply_add.py). Few rows read a panel once, at the
+speed of memory; many take turns on parts of it that a core's own cache holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray  # type: ignore[attr-defined]
+from torch import Tensor
+
+from kernels.cpu.multiply_add import add_products, kind_of, multiplies_pairs
+from kernels.cpu.native import floats
+from kernels.cpu.panels import LANES, Panels
+from kernels.cpu.threads import ThreadedKernel, num_threads, thread_num
+
+TURN_ROWS = 6  # that share a panel's registers
+PART_BYTES = 1 << 18  # of a panel, for the turns of many rows: a quarter to an eighth of a core's second cache
+SERIAL_PRODUCTS = 1 << 16  # what one thread computes faster than others would wake up
+
+NAMES = (
+    *("out", "x", "panels", "zeros", "room"),  # addresses; room: [threads, TURN_ROWS, width] float32
+    *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "part_steps", "row_step_bytes"),
+)
+Arguments = np.dtype([(name, np.int64) for name in NAMES])
+
+
+@cache
+def products(kind: int, num_vectors: int) -> ThreadedKernel:
+    """Of multiply_add's kind with panels of so many vectors."""
+    width = LANES * num_vectors
+
+    def multiply(arguments: Any) -> None:
+        a = carray(arguments, 1, Arguments)[0]
+        thread, threads = np.int64(thread_num()), np.int64(num_threads())
+        num_turns = (a.num_rows + TURN_ROWS - 1) // TURN_ROWS
+        row_bytes, panel_step = a.row_bytes, a.panel_bytes // a.steps
+        for panel in range(a.num_panels * thread // threads, a.num_panels * (thread + 1) // threads):
+            # The last panel may have more outputs than a row of `out` has room for.
+            columns = min(width, a.out_features - panel * width)
+            is_whole = columns == width
+            part_steps = a.part_steps if is_whole else a.steps
+            out_bytes = 4 * (a.out_features if is_whole else width)
+            for part in range(0, a.steps, part_steps):
+                steps, w = min(part_steps, a.steps - part), a.panels + panel * a.panel_bytes + part * panel_step
+                for turn in range(num_turns):
+                    first = a.num_rows * turn // num_turns
+                    rows = a.num_rows * (turn + 1) // num_turns - first
+                    x = a.x + first * row_bytes + part * a.row_step_bytes
+                    target = a.out + 4 * (first * a.out_features + panel * width)
+                    out = target if is_whole else a.room + 4 * thread * TURN_ROWS * width
+                    start, start_bytes = (out, out_bytes) if part else (a.zeros, 0)
+                    if rows == 1:
+                        add_products(kind, 1, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
+                    elif rows == 2:
+                        add_products(kind, 2, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
+                    elif rows == 3:
+                        add_products(kind, 3, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
+                    elif rows == 4:
+                        add_products(kind, 4, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
+                    elif rows == 5:
+                        add_products(kind, 5, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
+                    else:
+                        add_products(kind, 6, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
+                    if not is_whole:
+                        done, rest = floats(out, rows, width), floats(target, rows, a.out_features)
+                        for row in range(rows):
+                            for column in range(columns):
+                                rest[row, column] = done[row, column]
+
+    return ThreadedKernel(multiply)
+
+
+_zeros = torch.zeros(4 * LANES)
+
+
+def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features], of x's dtype unless told."""
+    out_features, in_features = weight.shape
+    assert x.dtype == weight.dtype and x.shape[1] == in_features
+    numbers, num_rows, out_dtype = weight.numbers, len(x), out_dtype or x.dtype
+    rows = x.contiguous()
+    if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not multiplies_pairs()):
+        rows = rows.float()
+    num_panels, steps, width, inputs = numbers.shape
+    threads = torch.get_num_threads() if num_rows * out_features * in_features > SERIAL_PRODUCTS else 1
+    out = torch.empty(num_rows, out_features)
+    room = torch.empty(0 if out_features % width == 0 else threads * TURN_ROWS * width)
+    step_bytes = width * inputs * numbers.element_size()
+    part_steps = steps if num_rows <= TURN_ROWS else max(PART_BYTES // step_bytes, 1)
+    arguments = (ctypes.c_int64 * len(NAMES))(
+        *(out.data_ptr(), rows.data_ptr(), numbers.data_ptr(), _zeros.data_ptr(), room.data_ptr()),
+        *(num_rows, in_features * rows.element_size(), out_features, num_panels, steps * step_bytes, steps, part_steps),
+        inputs * rows.element_size(),
+    )
+    if num_rows > 0:
+        ran = products(kind_of(weight.dtype), width // LANES)(arguments, threads)
+        assert ran, "weights are packed only where torch has OpenMP"
+    if bias is not None:
+        out += bias
+    return out.to(out_dtype)

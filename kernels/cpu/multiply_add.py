@@ -1,0 +1,203 @@
+"""Sums of products in vector lanes, as LLVM writes them: what kernels/cpu/linear.py is made of.
+
+A lane adds up one output of one row, from the first input to the last, by fused multiply-adds (bfloat16: by AVX-512's
+instruction for pairs, where there is one). How many rows and outputs a call computes changes nothing of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kernels.cpu.panels import LANES, has_feature
+
+INT, WORD, FLOAT, HALF, BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.HalfType(), ir.IntType(8)
+FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF))
+UNROLLED = 4  # steps
+AHEAD = 1024  # bytes of a panel that are asked for before they are read
+
+
+def number(value: int, kind: Any = INT) -> Any:
+    return ir.Constant(kind, value)
+
+
+def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """Of one of LLVM's own functions."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, arguments)
+
+
+def every_lane(builder: Any, scalar: Any) -> Any:
+    kind = ir.VectorType(scalar.type, LANES)
+    alone = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, number(0, WORD))
+    return builder.shuffle_vector(alone, ir.Constant(kind, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
+
+
+def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    loaded = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    loaded.align = align
+    return loaded
+
+
+def fused_multiply_add(builder: Any, factor: Any, factors: Any, total: Any) -> Any:
+    return call(builder, f"llvm.fma.v{LANES}f32", FLOATS, [every_lane(builder, factor), factors, total])
+
+
+class Float32:
+    """A step takes one input: of a row 4 bytes, of LANES outputs a vector."""
+
+    row_bytes, vector_bytes = 4, 4 * LANES
+
+    def weights(self, builder: Any, address: Any) -> list[Any]:
+        """Vectors of the factors at an address, one for each of a step's inputs."""
+        return [load(builder, address, FLOATS, self.vector_bytes)]
+
+    def add(self, builder: Any, row: Any, weights: list[Any], total: Any) -> Any:
+        """total + what the step's inputs at a row's address add to it."""
+        for index, factors in enumerate(weights):
+            factor = load(builder, builder.add(row, number(4 * index)), FLOAT, 4)
+            total = fused_multiply_add(builder, factor, factors, total)
+        return total
+
+
+class Float16(Float32):
+    """Rows are float32."""
+
+    vector_bytes = 2 * LANES
+
+    def weights(self, builder: Any, address: Any) -> list[Any]:
+        return [builder.fpext(load(builder, address, HALVES, self.vector_bytes), FLOATS)]
+
+
+class BFloat16(Float32):
+    """A step takes two inputs, whose weights share words; rows are float32."""
+
+    row_bytes = 8
+
+    def weights(self, builder: Any, address: Any) -> list[Any]:
+        words = load(builder, address, WORDS, self.vector_bytes)
+        low, high = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [0xFFFF0000] * LANES)
+        return [builder.bitcast(word, FLOATS) for word in (builder.shl(words, low), builder.and_(words, high))]
+
+
+class BFloat16Pairs(Float32):
+    """A step takes two inputs in one instruction; rows are bfloat16."""
+
+    def weights(self, builder: Any, address: Any) -> list[Any]:
+        return [load(builder, address, WORDS, self.vector_bytes)]
+
+    def add(self, builder: Any, row: Any, weights: list[Any], total: Any) -> Any:
+        pair = every_lane(builder, load(builder, row, WORD, 4))
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, pair, *weights])
+
+
+KINDS = (Float32(), Float16(), BFloat16(), BFloat16Pairs())
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """Of weights of this type, on this machine: an index of KINDS."""
+    if dtype == torch.bfloat16:
+        return 3 if multiplies_pairs() else 2
+    return 1 if dtype == torch.float16 else 0
+
+
+def multiplies_pairs() -> bool:
+    return has_feature("avx512bf16")
+
+
+class Sums:
+    """num_rows times num_vectors vectors of sums on their way, and the instructions that move them on."""
+
+    def __init__(self, builder: Any, kind: Float32, num_rows: int, num_vectors: int) -> None:
+        self.builder, self.kind = builder, kind
+        self.rows, self.vectors = range(num_rows), range(num_vectors)
+        self.totals: list[Any] = []
+
+    def places(self, address: Any, stride: Any) -> list[Any]:
+        add, mul = self.builder.add, self.builder.mul
+        lines = [add(address, mul(stride, number(row))) for row in self.rows]
+        return [add(line, number(4 * LANES * vector)) for line in lines for vector in self.vectors]
+
+    def start(self, address: Any, stride: Any) -> None:
+        self.totals = [load(self.builder, place, FLOATS, 4) for place in self.places(address, stride)]
+
+    def store(self, address: Any, stride: Any) -> None:
+        for place, total in zip(self.places(address, stride), self.totals, strict=True):
+            self.builder.store(total, self.builder.inttoptr(place, FLOATS.as_pointer())).align = 4
+
+    def steps(self, first: Any, end: Any, length: int, bases: list[Any], panel: Any) -> Any:
+        """A loop over steps from first up to end, `length` at a time; how far it came."""
+        builder, before = self.builder, self.builder.block
+        body, behind = builder.append_basic_block("steps"), builder.append_basic_block("behind")
+        builder.cbranch(builder.icmp_signed(">", builder.add(first, number(length)), end), behind, body)
+        builder.position_at_end(body)
+        step, *sums = places = [builder.phi(INT), *(builder.phi(FLOATS) for _ in self.totals)]
+        current = list(sums)
+        for index in range(length):
+            self._step(builder.add(step, number(index)), bases, panel, current)
+        started, reached = [first, *self.totals], [builder.add(step, number(length)), *current]
+        builder.cbranch(builder.icmp_signed("<=", builder.add(reached[0], number(length)), end), body, behind)
+        builder.position_at_end(behind)
+        ends = [builder.phi(place.type) for place in places]
+        for phi, early, late in zip((*places, *ends), started * 2, reached * 2, strict=True):
+            phi.add_incoming(early, before)
+            phi.add_incoming(late, body)
+        self.totals = ends[1:]
+        return ends[0]
+
+    def _step(self, step: Any, bases: list[Any], panel: Any, current: list[Any]) -> None:
+        builder, kind, count = self.builder, self.kind, len(self.vectors)
+        line = builder.add(panel, builder.mul(step, number(kind.vector_bytes * count)))
+        factors = []
+        for vector in self.vectors:
+            address = builder.add(line, number(kind.vector_bytes * vector))
+            factors.append(kind.weights(builder, address))
+            prefetch(builder, builder.add(address, number(AHEAD)))
+        for row in self.rows:
+            inputs = builder.add(bases[row], builder.mul(step, number(kind.row_bytes)))
+            for vector in self.vectors:
+                at = row * count + vector
+                current[at] = kind.add(builder, inputs, factors[vector], current[at])
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    read, kept, data = 0, 3, 1
+    hints = [number(value, WORD) for value in (read, kept, data)]
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.inttoptr(address, BYTE.as_pointer()), *hints])
+
+
+def _add_products(
+    _context: Any,
+    kind: Any,  # an index of KINDS; as the next two a constant
+    num_rows: Any,
+    num_vectors: Any,
+    out: Any,  # addresses, as the next three
+    start: Any,
+    rows: Any,
+    panel: Any,
+    out_bytes: Any,  # from row to row, as the next two
+    start_bytes: Any,
+    row_bytes: Any,
+    steps: Any,
+) -> Any:
+    """out[row] = start[row] + the products of the row with a panel of LANES * num_vectors outputs, float32."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        out, start, rows, panel, out_bytes, start_bytes, row_bytes, steps = arguments[3:]
+        sums = Sums(builder, KINDS[kind.literal_value], num_rows.literal_value, num_vectors.literal_value)
+        bases = [builder.add(rows, builder.mul(row_bytes, number(row))) for row in sums.rows]
+        sums.start(start, start_bytes)
+        reached = sums.steps(number(0), steps, UNROLLED, bases, panel)
+        sums.steps(reached, steps, 1, bases, panel)
+        sums.store(out, out_bytes)
+        return context.get_dummy_value()
+
+    return types.void(kind, num_rows, num_vectors, *[types.int64] * 8), generate
+
+
+add_products: Any = intrinsic(prefer_literal=True)(_add_products)

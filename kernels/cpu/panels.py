@@ -1,0 +1,107 @@
+"""Weights of products in the order in which kernels/cpu/linear.py reads them: panels of neighbouring outputs.
+
+A panel holds, for one input after another, the weights of all its outputs, so that the sums of outputs lie side by side
+in vector lanes and each is added up alone, from the first input to the last. Nothing of an output's bits depends on
+where it lies, so the width of a panel is free.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from llvmlite import binding
+from torch import Tensor
+
+LANES = 16  # outputs of one vector: one register of AVX-512, two of AVX2, four of NEON
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Panels:
+    """A weight [out_features, in_features], laid out for good: it can neither be indexed nor written."""
+
+    shape: torch.Size  # of the weight
+    numbers: Tensor  # [panels, in_features / inputs, width, inputs]: inputs that a step takes lie side by side
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.numbers.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    @property
+    def width(self) -> int:
+        """Outputs of a panel; those of the last one that the weight lacks are zeros."""
+        return self.numbers.shape[2]
+
+    def dense(self) -> Tensor:
+        """The weight again, as a copy."""
+        columns = self.numbers.permute(0, 2, 1, 3).reshape(-1, self.shape[1])
+        return columns[: self.shape[0]].contiguous()
+
+
+Weight = Tensor | Panels
+
+
+def can_pack(weight: Weight) -> bool:
+    """Whether this machine computes products with such a weight from panels."""
+    if isinstance(weight, Panels):
+        return True
+    is_known = weight.dtype in DTYPES and weight.shape[1] % inputs_of_a_step(weight.dtype) == 0
+    return is_known and weight.device.type == "cpu" and multiplies_and_adds()
+
+
+def pack(weight: Weight) -> Panels:
+    """A copy of the weight as panels, or itself where it is one. It must be one of which `can_pack` is true."""
+    if isinstance(weight, Panels):
+        return weight
+    assert can_pack(weight), f"{weight.shape}, {weight.dtype} on {weight.device}"
+    out_features, in_features = weight.shape
+    width, inputs = panel_width(out_features), inputs_of_a_step(weight.dtype)
+    rows = F.pad(weight, (0, 0, 0, -out_features % width))
+    numbers = rows.view(-1, width, in_features // inputs, inputs).permute(0, 2, 1, 3).contiguous()
+    return Panels(shape=weight.shape, numbers=numbers)
+
+
+def unpack(weight: Weight) -> Tensor:
+    """The weight as a tensor; of panels a copy."""
+    return weight.dense() if isinstance(weight, Panels) else weight
+
+
+def unpacked(weight: Weight) -> Tensor:
+    """The weight itself, which is to be filled or cut and has not become panels."""
+    assert isinstance(weight, Tensor), "panels are for good"
+    return weight
+
+
+def inputs_of_a_step(dtype: torch.dtype) -> int:
+    """bfloat16 lies in pairs, as the instruction that multiplies two of them takes it, or as one word that is cut."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def panel_width(out_features: int) -> int:
+    """A multiple of LANES: as many sums as there are registers for, but panels enough for the threads to share."""
+    widest = 4 if has_feature("avx512f") else 1
+    enough = -(-out_features // LANES) // (4 * torch.get_num_threads())
+    return LANES * min(widest, 1 << max(enough.bit_length() - 1, 0))
+
+
+@cache
+def multiplies_and_adds() -> bool:
+    """In one instruction, without which a compiler would call a function, and in threads that torch shares with us."""
+    from kernels.cpu.threads import openmp  # loads numba, which is of no use on a GPU
+
+    is_arm = platform.machine().lower() in ("aarch64", "arm64")
+    return (is_arm or has_feature("fma")) and openmp() is not None
+
+
+@cache
+def has_feature(name: str) -> bool:
+    """Of this CPU, by LLVM's name."""
+    return bool(binding.get_host_cpu_features().get(name))
