@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from kernels.cpu.compiled import vectorized
+from kernels.cpu.elements import elements, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.native import floats, pointer
 from kernels.cpu.threads import ThreadedKernel, num_threads, thread_num
@@ -28,16 +30,16 @@ def score(weights: Any, wanted: Any, flat: Any, offsets: Any, first: Any, end: A
         k2, k3 = offsets[key + TWO] + column, offsets[key + THREE] + column
         x0, x1, x2, x3 = NOTHING, NOTHING, NOTHING, NOTHING
         for d in range(dim):
-            x0 += wanted[d] * flat[k0 + d]
-            x1 += wanted[d] * flat[k1 + d]
-            x2 += wanted[d] * flat[k2 + d]
-            x3 += wanted[d] * flat[k3 + d]
+            x0 += wanted[d] * widen(flat[k0 + d])
+            x1 += wanted[d] * widen(flat[k1 + d])
+            x2 += wanted[d] * widen(flat[k2 + d])
+            x3 += wanted[d] * widen(flat[k3 + d])
         weights[key], weights[key + ONE], weights[key + TWO], weights[key + THREE] = x0, x1, x2, x3
         key += FOUR
     while key < end:
         k0, x0 = offsets[key] + column, NOTHING
         for d in range(dim):
-            x0 += wanted[d] * flat[k0 + d]
+            x0 += wanted[d] * widen(flat[k0 + d])
         weights[key] = x0
         key += ONE
 
@@ -65,20 +67,21 @@ def weigh(result: Any, weights: Any, flat: Any, offsets: Any, first: Any, end: A
         v2, v3 = offsets[key + TWO] + column, offsets[key + THREE] + column
         w0, w1, w2, w3 = weights[key], weights[key + ONE], weights[key + TWO], weights[key + THREE]
         for d in range(dim):
-            result[d] += w0 * flat[v0 + d] + w1 * flat[v1 + d] + w2 * flat[v2 + d] + w3 * flat[v3 + d]
+            first_two = w0 * widen(flat[v0 + d]) + w1 * widen(flat[v1 + d])
+            result[d] += first_two + w2 * widen(flat[v2 + d]) + w3 * widen(flat[v3 + d])
         key += FOUR
     while key < end:
         v0, w0 = offsets[key] + column, weights[key]
         for d in range(dim):
-            result[d] += w0 * flat[v0 + d]
+            result[d] += w0 * widen(flat[v0 + d])
         key += ONE
 
 
 @vectorized
 def attend(
-    output: Any,  # [num_rows, num_heads * head_dim] float32
-    query: Any,  # [num_rows, >= num_heads * head_dim] float32
-    kv: Any,  # [num_slots, 2 * num_kv_heads * head_dim] float32, keys before values
+    output: Any,  # [num_rows, num_heads * head_dim] of kernels/cpu/elements.py, as the next two
+    query: Any,  # [num_rows, >= num_heads * head_dim]
+    kv: Any,  # [num_slots, 2 * num_kv_heads * head_dim], keys before values
     segments: Any,  # [num_tiles] int32, and so on: PagedSegments
     rows: Any,
     sizes: Any,
@@ -124,12 +127,12 @@ def attend(
                         continue
                     column = head * head_dim
                     for d in range(head_dim):
-                        wanted[d] = query[row, column + d] * scale
+                        wanted[d] = widen(query[row, column + d]) * scale
                     score(weights, wanted, flat, offsets, first, end, key_column)
                     total = exponentiate(weights, first, end)
                     weigh(result, weights, flat, offsets, first, end, value_column)
                     for d in range(head_dim):
-                        output[row, column + d] = result[d] / total
+                        output[row, column + d] = narrow(result[d] / total, output[row, column + d])
 
 
 ARGUMENTS = (
@@ -142,37 +145,39 @@ ARGUMENTS = (
 Arguments = np.dtype([*((name, np.int64) for name in ARGUMENTS), ("scale", np.float32)])
 
 
-def attend_in_thread(arguments: Any) -> None:
-    """`attend` with the Arguments at this address: the part of one thread."""
-    a = carray(arguments, 1, Arguments)[0]
-    thread, tiles, dim, keys = np.int64(thread_num()), a.num_tiles, a.head_dim, a.max_context
-    own = np.int64(8) * thread * keys
-    room = floats(a.floats, np.int64(num_threads()), keys + 2 * dim)[thread]
-    attend(
-        floats(a.output, a.num_rows, a.columns),
-        floats(a.query, a.num_rows, a.query_stride),
-        floats(a.kv, a.num_slots, a.width),
-        carray(pointer(a.segments), (tiles,), np.int32),
-        carray(pointer(a.rows), (tiles,), np.int32),
-        carray(pointer(a.sizes), (tiles,), np.int32),
-        carray(pointer(a.positions), (tiles,), np.int32),
-        carray(pointer(a.last_keys), (tiles,), np.int32),
-        carray(pointer(a.tables), (a.num_segments, a.num_blocks), np.int32),
-        carray(pointer(a.branch_starts), (a.num_segments,), np.int32),
-        carray(pointer(a.branch_slots), (a.num_segments, a.num_branch), np.int32),
-        a.block_size,
-        a.num_kv_heads,
-        dim,
-        a.scale,
-        a.window,
-        a.is_causal != 0,
-        carray(pointer(a.offsets + own), (keys,), np.uint64),
-        room[:keys],
-        room[keys : keys + dim],
-        room[keys + dim :],
-        thread,
-        np.int64(num_threads()),
-    )
+@cache
+def attention(element: Any) -> ThreadedKernel:
+    """`attend` with the Arguments at an address: the part of one thread."""
 
+    def attend_in_thread(arguments: Any) -> None:
+        a = carray(arguments, 1, Arguments)[0]
+        thread, tiles, dim, keys = np.int64(thread_num()), a.num_tiles, a.head_dim, a.max_context
+        own = np.int64(8) * thread * keys
+        room = floats(a.floats, np.int64(num_threads()), keys + 2 * dim)[thread]
+        attend(
+            elements(a.output, a.num_rows, a.columns, element),
+            elements(a.query, a.num_rows, a.query_stride, element),
+            elements(a.kv, a.num_slots, a.width, element),
+            carray(pointer(a.segments), (tiles,), np.int32),
+            carray(pointer(a.rows), (tiles,), np.int32),
+            carray(pointer(a.sizes), (tiles,), np.int32),
+            carray(pointer(a.positions), (tiles,), np.int32),
+            carray(pointer(a.last_keys), (tiles,), np.int32),
+            carray(pointer(a.tables), (a.num_segments, a.num_blocks), np.int32),
+            carray(pointer(a.branch_starts), (a.num_segments,), np.int32),
+            carray(pointer(a.branch_slots), (a.num_segments, a.num_branch), np.int32),
+            a.block_size,
+            a.num_kv_heads,
+            dim,
+            a.scale,
+            a.window,
+            a.is_causal != 0,
+            carray(pointer(a.offsets + own), (keys,), np.uint64),
+            room[:keys],
+            room[keys : keys + dim],
+            room[keys + dim :],
+            thread,
+            np.int64(num_threads()),
+        )
 
-attend_in_threads = ThreadedKernel(attend_in_thread)
+    return ThreadedKernel(attend_in_thread)

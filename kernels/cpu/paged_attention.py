@@ -6,13 +6,12 @@ padded or masked, so a launch costs what its rows see.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.attend import Arguments, attend, attend_in_threads
+from kernels.cpu.attend import Arguments, attention
+from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
 from kernels.paged_segments import PagedSegments
 
@@ -35,7 +34,7 @@ class LayerLaunch:
     ) -> None:
         num_rows, num_heads, head_dim = query.shape
         num_blocks, block_size, width = kv_cache.shape
-        max_context, self._stride = segments.max_context, query.stride(0)
+        max_context = segments.max_context
         assert segments.num_shared_tiles == 0 and segments.segments_per_table == 1, "launches are laid out on the host"
         work = num_rows * num_heads * head_dim * max_context  # products, at most
         self._threads = torch.get_num_threads() if work > SERIAL_PRODUCTS else 1
@@ -43,12 +42,12 @@ class LayerLaunch:
         self._floats = torch.empty(self._threads, max_context + 2 * head_dim)
         self._tensors = segments.tensors
         assert all(tensor.is_contiguous() for tensor in self._tensors)
-        self._numbers = (block_size, num_kv_heads, head_dim, np.float32(scale) * LOG2_E, sliding_window or 0, is_causal)
+        self._element = ELEMENTS[query.dtype]
         self._arguments = np.array(
             (
                 *(0, 0, 0),  # of the layer
                 *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats)),
-                *(num_rows, num_heads * head_dim, self._stride, num_blocks * block_size, width),
+                *(num_rows, num_heads * head_dim, query.stride(0), num_blocks * block_size, width),
                 *(len(segments.tile_rows), *segments.block_tables.shape, segments.branch_slots.shape[1], block_size),
                 *(num_kv_heads, head_dim, sliding_window or 0, is_causal, max_context),
                 np.float32(scale) * LOG2_E,
@@ -63,19 +62,8 @@ class LayerLaunch:
         output = query.new_zeros(num_rows, num_heads * head_dim)
         of_layer = self._of_layer
         of_layer[0], of_layer[1], of_layer[2] = output.data_ptr(), query.data_ptr(), kv_cache.data_ptr()
-        if not attend_in_threads(self._address, self._threads):
-            self._serially(output, query, kv_cache)
+        attention(self._element)(self._address, self._threads)
         return output
-
-    def _serially(self, output: Tensor, query: Tensor, kv_cache: Tensor) -> None:
-        head_dim, floats, stride = query.shape[2], self._floats[0].numpy(), self._stride
-        rows = query.as_strided((len(query), stride), (stride, 1))
-        tensors = (output, rows, kv_cache.flatten(0, 1), *self._tensors)
-        offsets = self._offsets[0].numpy().view(np.uint64)
-        room = (offsets, floats[: -2 * head_dim], floats[-2 * head_dim : -head_dim], floats[-head_dim:])
-        thread, num_threads = 0, 1
-        arguments: list[Any] = [*(tensor.numpy() for tensor in tensors), *self._numbers, *room, thread, num_threads]
-        attend(*arguments)
 
 
 def paged_attention(
@@ -89,9 +77,9 @@ def paged_attention(
     sliding_window: int | None = None,
     is_causal: bool = True,  # False: a row sees up to its tile's last_keys
 ) -> Tensor:  # [num_rows, num_heads * head_dim]; zeros in rows of no tile
-    """What kernels.reference.paged_attention.paged_attention says, in float32."""
+    """What kernels.reference.paged_attention.paged_attention says, computed in float32."""
     assert value_dim == query.shape[2] and query.stride()[1:] == (value_dim, 1) and kv_cache.is_contiguous()
-    assert query.dtype == kv_cache.dtype == torch.float32 and kv_cache.shape[2] == 2 * num_kv_heads * value_dim
+    assert query.dtype == kv_cache.dtype and kv_cache.shape[2] == 2 * num_kv_heads * value_dim
     shape = (*query.shape, query.stride(0), kv_cache.shape, num_kv_heads, scale, sliding_window, is_causal)
     launch = segments.by_shape.get(shape)
     if launch is None:

@@ -64,8 +64,8 @@ def pack(weight: Weight) -> Panels:
     assert can_pack(weight), f"{weight.shape}, {weight.dtype} on {weight.device}"
     out_features, in_features = weight.shape
     width, inputs = panel_width(out_features), inputs_of_a_step(weight.dtype)
-    rows = F.pad(weight, (0, 0, 0, -out_features % width))
-    numbers = rows.view(-1, width, in_features // inputs, inputs).permute(0, 2, 1, 3).contiguous()
+    rows = F.pad(weight, (0, 0, 0, -out_features % width)) if out_features % width else weight
+    numbers = rows.reshape(-1, width, in_features // inputs, inputs).permute(0, 2, 1, 3).contiguous()
     return Panels(shape=weight.shape, numbers=numbers)
 
 

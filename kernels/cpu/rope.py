@@ -5,55 +5,65 @@ As kernels/rope.py on a GPU, but that padding writes to the null block; rotation
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.native import NativeKernel, floats, integers
 
 NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 
 
-def rotate_rows(
-    qkv: int,  # addresses: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim] float32
-    table: int,  # [num_positions, head_dim] float32: cosines, then sines
-    positions: int,  # [num_rows] int64
-    slots: int,  # [num_rows] int64
-    kv: int,  # [num_slots, 2 * num_kv_heads * head_dim] float32
-    q_weight: int,  # [head_dim] float32; 0: no norm
-    k_weight: int,
-    eps: int,  # [] float32
-    num_rows: int,
-    num_positions: int,
-    num_slots: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-) -> None:
-    fresh, half = 2 * num_kv_heads * head_dim, head_dim // 2
-    rows, turns = floats(qkv, num_rows, num_heads * head_dim + fresh), floats(table, num_positions, head_dim)
-    cache, places, targets = floats(kv, num_slots, fresh), integers(positions, num_rows), integers(slots, num_rows)
-    for row in range(num_rows):
-        turn = turns[places[row]]
-        for head in range(num_heads + num_kv_heads):
-            own = rows[row, head * head_dim : (head + 1) * head_dim]
-            weight = q_weight if head < num_heads else k_weight
-            if weight:
-                squares, scales = NOTHING, floats(weight, 1, head_dim)[0]
-                for column in range(head_dim):
-                    squares += own[column] * own[column]
-                scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(eps, 1, 1)[0, 0])
-                for column in range(head_dim):
-                    own[column] *= scale * scales[column]
-            for column in range(half):
-                low, high, cos, sin = own[column], own[half + column], turn[column], turn[half + column]
-                own[column] = low * cos - high * sin
-                own[half + column] = high * cos + low * sin
-        for column in range(fresh):
-            cache[targets[row], column] = rows[row, num_heads * head_dim + column]
+@cache
+def rows_rotation(element: Any) -> NativeKernel:
+    """Of tensors of these elements."""
 
+    def rotate_rows(
+        qkv: int,  # addresses: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]
+        table: int,  # [num_positions, head_dim] float32: cosines, then sines
+        positions: int,  # [num_rows] int64
+        slots: int,  # [num_rows] int64
+        kv: int,  # [num_slots, 2 * num_kv_heads * head_dim]
+        q_weight: int,  # [head_dim]; 0: no norm
+        k_weight: int,
+        eps: int,  # [] float32
+        num_rows: int,
+        num_positions: int,
+        num_slots: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> None:
+        fresh, half = 2 * num_kv_heads * head_dim, head_dim // 2
+        rows = elements(qkv, num_rows, num_heads * head_dim + fresh, element)
+        turns, places = floats(table, num_positions, head_dim), integers(positions, num_rows)
+        kept, targets = elements(kv, num_slots, fresh, element), integers(slots, num_rows)
+        for row in range(num_rows):
+            turn = turns[places[row]]
+            for head in range(num_heads + num_kv_heads):
+                own = rows[row, head * head_dim : (head + 1) * head_dim]
+                weight = q_weight if head < num_heads else k_weight
+                if weight:
+                    squares, scales = NOTHING, elements(weight, 1, head_dim, element)[0]
+                    for column in range(head_dim):
+                        number = widen(own[column])
+                        squares += number * number
+                    scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(eps, 1, 1)[0, 0])
+                    for column in range(head_dim):
+                        own[column] = narrow(widen(own[column]) * (scale * widen(scales[column])), own[column])
+                for column in range(half):
+                    low, high = widen(own[column]), widen(own[half + column])
+                    cos, sin = turn[column], turn[half + column]
+                    own[column] = narrow(low * cos - high * sin, own[column])
+                    own[half + column] = narrow(high * cos + low * sin, own[column])
+            for column in range(fresh):
+                kept[targets[row], column] = rows[row, num_heads * head_dim + column]
 
-_rotate_rows = NativeKernel(rotate_rows)
+    return NativeKernel(rotate_rows)
 
 
 def rope_and_write(
@@ -73,10 +83,10 @@ def rope_and_write(
     num_rows, width = qkv.shape
     assert table.shape[1] == head_dim and width == (num_heads + 2 * num_kv_heads) * head_dim
     assert qkv.is_contiguous() and table.is_contiguous() and kv_cache.is_contiguous()
-    assert qkv.dtype == table.dtype == kv_cache.dtype == torch.float32
+    assert qkv.dtype == kv_cache.dtype and table.dtype == torch.float32
     assert positions.is_contiguous() and positions.dtype == torch.int64 and len(positions) == num_rows
     assert slot_mapping.is_contiguous() and slot_mapping.dtype == torch.int64 and len(slot_mapping) == num_rows
-    _rotate_rows(
+    rows_rotation(ELEMENTS[qkv.dtype])(
         qkv.data_ptr(),
         table.data_ptr(),
         positions.data_ptr(),

@@ -37,6 +37,10 @@ def openmp() -> Any | None:
     return library
 
 
+# What compiled code asks where there is no OpenMP: the one thread that there is.
+_alone = tuple(ctypes.CFUNCTYPE(ctypes.c_int)(answer) for answer in (lambda: 0, lambda: 1))
+
+
 class ThreadedKernel:
     """A function of a pointer to its arguments that every thread runs; `thread_num()` tells it which one it is.
 
@@ -47,12 +51,15 @@ class ThreadedKernel:
         self._function = function
         self._compiled: Any = None
 
-    def __call__(self, arguments: Any, threads: int) -> bool:
-        """Run it with the arguments at this address; False: there are no threads of torch's to run it."""
+    def __call__(self, arguments: Any, threads: int) -> None:
+        """Run it with the arguments at this address, in so many threads; in one where torch has none to share."""
         library = openmp()
-        if library is None:
-            return False
         if self._compiled is None:
+            if library is None:
+                for name, answer in zip(SYMBOLS, _alone, strict=True):
+                    binding.add_symbol(name, ctypes.cast(answer, ctypes.c_void_p).value)
             self._compiled = compiled_for_c(self._function, (types.voidptr,))
-        library.GOMP_parallel(self._compiled.address, arguments, threads, 0)
-        return True
+        if library is None:
+            self._compiled.ctypes(arguments)
+        else:
+            library.GOMP_parallel(self._compiled.address, arguments, threads, 0)

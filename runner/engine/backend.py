@@ -6,6 +6,7 @@ import torch
 
 from kernels.cpu.panels import Weight
 
+COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 interprets_kernels = False  # tests set it: kernels on the CPU too, under Triton's interpreter
 
 
@@ -19,4 +20,4 @@ def runs_kernels(where: torch.Tensor | torch.device) -> bool:
 def is_compiled(where: Weight) -> bool:
     """Whether operations on this tensor, or beside these panels, have kernels in kernels/cpu, without gradients."""
     has_gradient = isinstance(where, torch.Tensor) and where.requires_grad and torch.is_grad_enabled()
-    return where.dtype == torch.float32 and where.device.type == "cpu" and not interprets_kernels and not has_gradient
+    return where.dtype in COMPILED and where.device.type == "cpu" and not interprets_kernels and not has_gradient

@@ -1,6 +1,6 @@
 """A decoder's operations, computed where their arguments are: by Triton kernels on a GPU, by torch elsewhere.
 
-On a CPU products, and in float32 all others, are compiled (kernels/cpu).
+On a CPU they are compiled where they can be (kernels/cpu).
 
 `tile` says how products are computed: None = as is fastest for the shape at hand, which need not be row-invariant.
 """
