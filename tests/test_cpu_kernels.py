@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from kernels.cpu import paged_attention as on_cpu
 from kernels.cpu import threads
+from kernels.cpu.compiled import compiled
+from kernels.cpu.elements import ELEMENTS, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.rms_norm import add_rms_norm as add_rms_norm_on_cpu
 from kernels.cpu.rms_norm import rms_norm as rms_norm_on_cpu
@@ -38,6 +41,8 @@ from tests.test_paged_attention_kernel import (
     random_queries,
 )
 
+HALVES = [torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, *HALVES]
 MODELS = {
     "three heads a group": PLAIN,
     "heads of 96": Model(num_heads=4, num_kv_heads=2, head_dim=96, value_dim=96),
@@ -66,32 +71,36 @@ def attention(
 ) -> Tensor:
     longest = max(own.end for own in rows)
     segments = launch(model, rows, how.get("max_context", longest), torch.device("cpu"), num_padding)
-    qkv = torch.cat((queries.flatten(1), torch.full((len(queries), 48), torch.nan)), dim=1)  # as the engine has them
+    qkv = torch.cat(
+        (queries.flatten(1), queries.new_full((len(queries), 48), torch.nan)), dim=1
+    )  # as the engine has them
     keys = {name: value for name, value in model.keys().items() if name != "sinks"}
     return on_cpu.paged_attention(qkv[:, :-48].view(queries.shape), cache, segments, **keys)
 
 
 @pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_ragged_launch_is_what_the_definition_says(name: str) -> None:
+def test_a_ragged_launch_is_what_the_definition_says(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
-    queries = random_queries(model, sum(own.size for own in RAGGED))
-    cache = filled_cache(model, RAGGED, torch.float32)
+    queries = random_queries(model, sum(own.size for own in RAGGED), dtype)
+    cache = filled_cache(model, RAGGED, dtype)
     found = attention(model, RAGGED, queries, cache, num_padding=2)
     exact, plain = (dense(model, RAGGED, queries, cache, kind) for kind in (torch.float64, torch.float32))
     assert_close(found, exact, plain)
 
 
 @pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["three heads a group", "window"])
-def test_a_row_keeps_its_bits_in_any_company(name: str) -> None:
+def test_a_row_keeps_its_bits_in_any_company(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
-    cache = filled_cache(model, [Rows(start=0, size=100, slots=slots) for slots in (LONG, OTHER)], torch.float32)
-    query = random_queries(model, 1, seed=7)
+    cache = filled_cache(model, [Rows(start=0, size=100, slots=slots) for slots in (LONG, OTHER)], dtype)
+    query = random_queries(model, 1, dtype, seed=7)
     alone = attention(model, [Rows(start=70, size=1, slots=LONG)], query, cache)[0]
     assert alone.isfinite().all()
     for company, (rows, place, how) in COMPANIES.items():
-        queries = random_queries(model, sum(own.size for own in rows), seed=8) * 3
+        queries = random_queries(model, sum(own.size for own in rows), dtype, seed=8) * 3
         queries[place] = query[0]
         assert torch.equal(attention(model, rows, queries, cache, **how)[place], alone), company
 
@@ -140,6 +149,74 @@ def test_rows_of_no_tile_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     new_empty = Tensor.new_empty  # unwritten memory may hold anything, and not only by chance zeros
     monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(torch.nan))
     assert not on_cpu.paged_attention(random_queries(PLAIN, 3), cache, segments, **keys)[1:].any()
+
+
+@compiled
+def round_all(values: Any, rounded: Any) -> None:
+    for index in range(len(values)):
+        rounded[index] = narrow(values[index], rounded[index])
+
+
+@compiled
+def widen_all(numbers: Any, values: Any) -> None:
+    for index in range(len(values)):
+        values[index] = widen(numbers[index])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40))
+def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype, numbers: list[float]) -> None:
+    """Ties, infinities and what is no number included; and they are read back as they are."""
+    values = torch.tensor(numbers)
+    bits = np.zeros(len(values), ELEMENTS[dtype])
+    round_all(values.numpy(), bits)
+    found = torch.from_numpy(bits.view(np.int16)).view(dtype)
+    torch.testing.assert_close(found, values.to(dtype), rtol=0, atol=0, equal_nan=True)
+    read = torch.empty(len(values))
+    widen_all(bits, read.numpy())
+    torch.testing.assert_close(read, found.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def assert_rounded(found: Tensor, exact: Tensor, roundings: int = 1) -> None:
+    """found, of 16 bits: exact with so many roundings, but for what float32 adds to them."""
+    eps = torch.finfo(found.dtype).eps
+    limit = exact.abs() * eps * 0.51 * roundings + torch.finfo(found.dtype).tiny
+    assert bool(((found.double() - exact.double()).abs() <= limit).all())
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_in_16_bits_results_are_those_of_float32_rounded_and_rows_their_own(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, residual, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((9, 100), (9, 100), (100,)))
+    eps = torch.tensor(1e-5)
+    normed, total = add_rms_norm_on_cpu(x, residual, weight, eps)
+    assert torch.equal(total, x + residual), "a sum has one rounding"
+    assert_rounded(normed, rms_norm_on_cpu(total.float(), weight.float(), eps))
+    gated = silu_and_mul_on_cpu(x)
+    assert_rounded(gated, silu_and_mul_on_cpu(x.float()))
+    for row in range(len(x)):
+        own = slice(row, row + 1)
+        assert torch.equal(rms_norm_on_cpu(total[own], weight, eps), normed[own])
+        assert torch.equal(silu_and_mul_on_cpu(x[own]), gated[own])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_rows_of_16_bits_are_rotated_as_those_of_float32_and_stored_as_they_are(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    rows, table = torch.randn(5, 4 * 16, generator=generator).to(dtype), torch.randn(40, 16, generator=generator)
+    positions, slots = torch.tensor([3, 39, 0, 7, 8]), torch.tensor([4, 9, 1, 2, 3])
+
+    def turn(rows: Tensor) -> tuple[Tensor, Tensor]:
+        found, cache = rows.clone(), torch.zeros(3, 4, 2 * 16, dtype=rows.dtype)
+        at = (table, positions[: len(rows)], slots[: len(rows)])
+        rope_and_write(found, *at, cache, num_heads=2, num_kv_heads=1, head_dim=16)
+        return found, cache.flatten(0, 1)[slots[: len(rows)]]
+
+    turned, kept = turn(rows)
+    exact = turn(rows.double().float())[0]
+    # A difference of products may be small beside them.
+    torch.testing.assert_close(turned.float(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    assert torch.equal(kept, turned[:, 2 * 16 :]) and torch.equal(turn(rows[:1])[0], turned[:1])
 
 
 @given(st.floats(-126, 127, width=32))
