@@ -57,7 +57,8 @@ class ThreadedKernel:
         if self._compiled is None:
             if library is None:
                 for name, answer in zip(SYMBOLS, _alone, strict=True):
-                    binding.add_symbol(name, ctypes.cast(answer, ctypes.c_void_p).value)
+                    if not binding.address_of_symbol(name):
+                        binding.add_symbol(name, ctypes.cast(answer, ctypes.c_void_p).value)
             self._compiled = compiled_for_c(self._function, (types.voidptr,))
         if library is None:
             self._compiled.ctypes(arguments)
