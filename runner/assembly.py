@@ -15,7 +15,6 @@ import torch
 from proposers.base import Proposer, ProposerContext, check_tap_layers, proposer_class
 from runner.cache_size import num_cache_blocks
 from runner.config import SpeculativeConfig, SuffixMethod
-from runner.engine.backend import runs_kernels
 from runner.engine.errors import UserError
 from runner.engine.grammar import GrammarCompiler
 from runner.engine.grammar_store import GrammarStore
@@ -69,7 +68,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
     source = info.source
     device = resolve_device(hardware.device)
     dtype = resolve_dtype(hardware.dtype, device, source)
-    captures_graphs = runs_kernels(device) and not hardware.enforce_eager
+    captures_graphs = not hardware.enforce_eager
     target = ModelRunner(
         info.model,
         block_size=hardware.block_size,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from proposers.base import Proposer
 from proposers.captured.drafter import CapturedDrafter, GoingOn
+from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch, DeviceRequests, SamplingFlags
 from runner.engine.download import Download
 from runner.engine.graphs import GraphStore
@@ -102,7 +103,7 @@ class WholeSteps:
         max_model_len: int,
     ) -> WholeSteps | InParts:
         """Or why the engine's steps need the host, whatever the requests are."""
-        if target.graphs is None:
+        if target.graphs is None or not runs_kernels(target.device):
             return InParts.UNCAPTURED
         if not target.is_paged:
             return InParts.TRANSFORMERS

@@ -13,8 +13,9 @@ from numba import carray  # type: ignore[attr-defined]
 from kernels.cpu.compiled import vectorized
 from kernels.cpu.elements import elements, narrow, widen
 from kernels.cpu.exp2 import exp2
-from kernels.cpu.native import floats, pointer
-from kernels.cpu.threads import ThreadedKernel, num_threads, thread_num
+from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.native import floats, integers, pointer
+from kernels.cpu.threads import num_threads, thread_num
 
 NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
 # Unsigned, as offsets and keys are: of a signed index numba asks whether it counts from the end.
@@ -82,7 +83,7 @@ def attend(
     output: Any,  # [num_rows, num_heads * head_dim] of kernels/cpu/elements.py, as the next two
     query: Any,  # [num_rows, >= num_heads * head_dim]
     kv: Any,  # [num_slots, 2 * num_kv_heads * head_dim], keys before values
-    segments: Any,  # [num_tiles] int32, and so on: PagedSegments
+    segments: Any,  # [num_tiles] int64, and so on: PagedSegments
     rows: Any,
     sizes: Any,
     positions: Any,
@@ -135,18 +136,18 @@ def attend(
                         output[row, column + d] = narrow(result[d] / total, output[row, column + d])
 
 
-ARGUMENTS = (
+Arguments = arguments_of(
     *("output", "query", "kv"),  # addresses, of the layer's
     *("segments", "rows", "sizes", "positions", "last_keys", "tables", "branch_starts", "branch_slots"),  # the launch's
     *("offsets", "floats"),  # and of every thread's room: [max_context] uint64, [max_context + 2 * head_dim] float32
     *("num_rows", "columns", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
     *("num_branch", "block_size", "num_kv_heads", "head_dim", "window", "is_causal", "max_context"),
+    "scale",  # the address of a float64
 )
-Arguments = np.dtype([*((name, np.int64) for name in ARGUMENTS), ("scale", np.float32)])
 
 
 @cache
-def attention(element: Any) -> ThreadedKernel:
+def attention(element: Any) -> Kernel:
     """`attend` with the Arguments at an address: the part of one thread."""
 
     def attend_in_thread(arguments: Any) -> None:
@@ -158,18 +159,18 @@ def attention(element: Any) -> ThreadedKernel:
             elements(a.output, a.num_rows, a.columns, element),
             elements(a.query, a.num_rows, a.query_stride, element),
             elements(a.kv, a.num_slots, a.width, element),
-            carray(pointer(a.segments), (tiles,), np.int32),
-            carray(pointer(a.rows), (tiles,), np.int32),
-            carray(pointer(a.sizes), (tiles,), np.int32),
-            carray(pointer(a.positions), (tiles,), np.int32),
-            carray(pointer(a.last_keys), (tiles,), np.int32),
-            carray(pointer(a.tables), (a.num_segments, a.num_blocks), np.int32),
-            carray(pointer(a.branch_starts), (a.num_segments,), np.int32),
-            carray(pointer(a.branch_slots), (a.num_segments, a.num_branch), np.int32),
+            integers(a.segments, tiles),
+            integers(a.rows, tiles),
+            integers(a.sizes, tiles),
+            integers(a.positions, tiles),
+            integers(a.last_keys, tiles),
+            integers(a.tables, a.num_segments * a.num_blocks).reshape(a.num_segments, a.num_blocks),
+            integers(a.branch_starts, a.num_segments),
+            integers(a.branch_slots, a.num_segments * a.num_branch).reshape(a.num_segments, a.num_branch),
             a.block_size,
             a.num_kv_heads,
             dim,
-            a.scale,
+            np.float32(carray(pointer(a.scale), 1, np.float64)[0]),
             a.window,
             a.is_causal != 0,
             carray(pointer(a.offsets + own), (keys,), np.uint64),
@@ -180,4 +181,4 @@ def attention(element: Any) -> ThreadedKernel:
             np.int64(num_threads()),
         )
 
-    return ThreadedKernel(attend_in_thread)
+    return Kernel(attend_in_thread, Arguments)

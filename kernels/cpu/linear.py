@@ -7,7 +7,6 @@ speed of memory; many take turns on parts of it that a core's own cache holds.
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from typing import Any
 
@@ -16,25 +15,28 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
+from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.multiply_add import add_products, kind_of, multiplies_pairs
 from kernels.cpu.native import floats
 from kernels.cpu.panels import LANES, Panels
-from kernels.cpu.threads import ThreadedKernel, num_threads, thread_num
+from kernels.cpu.recording import empty
+from kernels.cpu.rows import widened
+from kernels.cpu.threads import num_threads, thread_num
 
 TURN_ROWS = 6  # that share a panel's registers
 PART_BYTES = 1 << 18  # of a panel, for the turns of many rows: a quarter to an eighth of a core's second cache
 SERIAL_PRODUCTS = 1 << 16  # what one thread computes faster than others would wake up
 
-NAMES = (
-    *("out", "x", "panels", "zeros", "room"),  # addresses; room: [threads, TURN_ROWS, width] float32
+Arguments = arguments_of(
+    *("out", "totals", "bias", "x", "panels", "zeros", "room"),  # addresses; bias 0: there is none
     *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "part_steps", "row_step_bytes"),
 )
-Arguments = np.dtype([(name, np.int64) for name in NAMES])
 
 
 @cache
-def products(kind: int, num_vectors: int) -> ThreadedKernel:
-    """Of multiply_add's kind with panels of so many vectors."""
+def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Kernel:
+    """Of multiply_add's kind with panels of so many vectors; elements of the bias, and of the results."""
     width = LANES * num_vectors
 
     def multiply(arguments: Any) -> None:
@@ -54,7 +56,7 @@ def products(kind: int, num_vectors: int) -> ThreadedKernel:
                     first = a.num_rows * turn // num_turns
                     rows = a.num_rows * (turn + 1) // num_turns - first
                     x = a.x + first * row_bytes + part * a.row_step_bytes
-                    target = a.out + 4 * (first * a.out_features + panel * width)
+                    target = a.totals + 4 * (first * a.out_features + panel * width)
                     out = target if is_whole else a.room + 4 * thread * TURN_ROWS * width
                     start, start_bytes = (out, out_bytes) if part else (a.zeros, 0)
                     if rows == 1:
@@ -74,8 +76,18 @@ def products(kind: int, num_vectors: int) -> ThreadedKernel:
                         for row in range(rows):
                             for column in range(columns):
                                 rest[row, column] = done[row, column]
+            if a.bias or a.out != a.totals:
+                totals = floats(a.totals, a.num_rows, a.out_features)
+                results = elements(a.out, a.num_rows, a.out_features, out_element)
+                biases = elements(a.bias if a.bias else a.zeros, 1, a.out_features, element)[0]
+                for row in range(a.num_rows):
+                    for column in range(panel * width, panel * width + columns):
+                        total = totals[row, column]
+                        if a.bias:
+                            total += widen(biases[column])
+                        results[row, column] = narrow(total, results[row, column])
 
-    return ThreadedKernel(multiply)
+    return Kernel(multiply, Arguments)
 
 
 _zeros = torch.zeros(4 * LANES)
@@ -85,23 +97,25 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
     """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features], of x's dtype unless told."""
     out_features, in_features = weight.shape
     assert x.dtype == weight.dtype and x.shape[1] == in_features
+    assert bias is None or (bias.dtype == weight.dtype and bias.is_contiguous())
     numbers, num_rows, out_dtype = weight.numbers, len(x), out_dtype or x.dtype
     rows = x.contiguous()
     if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not multiplies_pairs()):
-        rows = rows.float()
+        rows = widened(rows)
     num_panels, steps, width, inputs = numbers.shape
     threads = torch.get_num_threads() if num_rows * out_features * in_features > SERIAL_PRODUCTS else 1
-    out = torch.empty(num_rows, out_features)
-    room = torch.empty(0 if out_features % width == 0 else threads * TURN_ROWS * width)
+    totals = empty(num_rows, out_features)
+    out = totals if out_dtype == torch.float32 else empty(num_rows, out_features, dtype=out_dtype)
+    # A recorded call runs in all threads.
+    room = empty(0 if out_features % width == 0 else torch.get_num_threads() * TURN_ROWS * width)
     step_bytes = width * inputs * numbers.element_size()
     part_steps = steps if num_rows <= TURN_ROWS else max(PART_BYTES // step_bytes, 1)
-    arguments = (ctypes.c_int64 * len(NAMES))(
-        *(out.data_ptr(), rows.data_ptr(), numbers.data_ptr(), _zeros.data_ptr(), room.data_ptr()),
+    multiply = products(kind_of(weight.dtype), width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype])
+    multiply(
+        *(out.data_ptr(), totals.data_ptr(), 0 if bias is None else bias.data_ptr()),
+        *(rows.data_ptr(), numbers.data_ptr(), _zeros.data_ptr(), room.data_ptr()),
         *(num_rows, in_features * rows.element_size(), out_features, num_panels, steps * step_bytes, steps, part_steps),
         inputs * rows.element_size(),
+        threads=threads,
     )
-    if num_rows > 0:
-        products(kind_of(weight.dtype), width // LANES)(ctypes.addressof(arguments), threads)
-    if bias is not None:
-        out += bias
-    return out.to(out_dtype)
+    return out

@@ -1,17 +1,15 @@
-"""Compiled functions called as C calls them: numba's own call looks at every array, and costs what they compute."""
+"""Memory as compiled functions see it: addresses, made arrays."""
 
 from __future__ import annotations
 
-import ctypes
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
-from kernels.cpu.compiled import compiled, compiled_for_c
+from kernels.cpu.compiled import compiled
 
 
 def _pointer(_context: Any, _address: Any) -> Any:
@@ -21,7 +19,18 @@ def _pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
+def _call(_context: Any, _function: Any, _arguments: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        anything = ir.IntType(8).as_pointer()
+        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [anything]).as_pointer())
+        builder.call(function, [builder.inttoptr(arguments[1], anything)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
 pointer: Any = intrinsic(_pointer)  # of an int64 address
+call: Any = intrinsic(_call)  # of a function at an address with a pointer to its arguments
 
 
 @compiled
@@ -34,19 +43,3 @@ def floats(address: int, num_rows: int, width: int) -> Any:
 def integers(address: int, count: int) -> Any:
     """[count] int64."""
     return carray(pointer(address), (count,), np.int64)
-
-
-class NativeKernel:
-    """A function of int64, addresses and sizes. It may not raise; what it allocates it has to free."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-        self._call: Callable[..., None] | None = None
-        self._keeps: Any = None  # the code that is called
-
-    def __call__(self, *numbers: int) -> None:
-        if self._call is None:
-            count = len(inspect.signature(self._function).parameters)
-            self._keeps = compiled_for_c(self._function, (types.int64,) * count)
-            self._call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(self._keeps.address)
-        self._call(*numbers)

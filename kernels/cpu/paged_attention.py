@@ -6,13 +6,17 @@ padded or masked, so a launch costs what its rows see.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.attend import Arguments, attention
+from kernels.cpu.attend import attention
 from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
+from kernels.cpu.recording import empty
+from kernels.cpu.rows import zeros
 from kernels.paged_segments import PagedSegments
 
 SERIAL_PRODUCTS = 1 << 18  # what one thread computes faster than others would wake up
@@ -38,32 +42,33 @@ class LayerLaunch:
         assert segments.num_shared_tiles == 0 and segments.segments_per_table == 1, "launches are laid out on the host"
         work = num_rows * num_heads * head_dim * max_context  # products, at most
         self._threads = torch.get_num_threads() if work > SERIAL_PRODUCTS else 1
-        self._offsets = torch.empty(self._threads, max_context, dtype=torch.int64)
-        self._floats = torch.empty(self._threads, max_context + 2 * head_dim)
-        self._tensors = segments.tensors
+        room = torch.get_num_threads()  # a recorded call runs in all of them
+        self._offsets = empty(room, max_context, dtype=torch.int64)
+        self._floats = empty(room, max_context + 2 * head_dim)
+        self._tensors = [tensor.long() for tensor in segments.tensors]
         assert all(tensor.is_contiguous() for tensor in self._tensors)
-        self._element = ELEMENTS[query.dtype]
-        self._arguments = np.array(
-            (
-                *(0, 0, 0),  # of the layer
-                *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats)),
-                *(num_rows, num_heads * head_dim, query.stride(0), num_blocks * block_size, width),
-                *(len(segments.tile_rows), *segments.block_tables.shape, segments.branch_slots.shape[1], block_size),
-                *(num_kv_heads, head_dim, sliding_window or 0, is_causal, max_context),
-                np.float32(scale) * LOG2_E,
-            ),
-            Arguments,
+        self._scale = kept_number(float(np.float32(scale) * LOG2_E))
+        self._numbers = (
+            *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats)),
+            *(num_rows, num_heads * head_dim, query.stride(0), num_blocks * block_size, width),
+            *(len(segments.tile_rows), *segments.block_tables.shape, segments.branch_slots.shape[1], block_size),
+            *(num_kv_heads, head_dim, sliding_window or 0, is_causal, max_context),
+            self._scale.data_ptr(),
         )
-        self._of_layer = np.frombuffer(self._arguments, np.int64, 3)
-        self._address = self._arguments.ctypes.data
+        self._attend = attention(ELEMENTS[query.dtype])
 
     def __call__(self, query: Tensor, kv_cache: Tensor) -> Tensor:
         num_rows, num_heads, head_dim = query.shape
-        output = query.new_zeros(num_rows, num_heads * head_dim)
-        of_layer = self._of_layer
-        of_layer[0], of_layer[1], of_layer[2] = output.data_ptr(), query.data_ptr(), kv_cache.data_ptr()
-        attention(self._element)(self._address, self._threads)
+        output = zeros(num_rows, num_heads * head_dim, dtype=query.dtype)
+        addresses = (output.data_ptr(), query.data_ptr(), kv_cache.data_ptr())
+        self._attend(*addresses, *self._numbers, threads=self._threads)
         return output
+
+
+@cache
+def kept_number(number: float) -> Tensor:
+    """[] float64, for good."""
+    return torch.tensor(number, dtype=torch.float64)
 
 
 def paged_attention(

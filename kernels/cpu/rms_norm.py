@@ -7,57 +7,123 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
-from kernels.cpu.native import NativeKernel, floats
+from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.native import floats, integers
+from kernels.cpu.recording import empty
+from kernels.cpu.threads import num_threads, thread_num
 
 NOTHING, ONE = np.float32(0.0), np.float32(1.0)
+Arguments = arguments_of(
+    *("normed", "total", "x", "rows", "residual", "weight", "eps"),  # addresses; rows of x: 0, each its own
+    *("normed_stride", "total_stride", "x_stride", "residual_stride"),  # elements from row to row
+    *("num_rows", "width", "x_rows"),
+)
 
 
 @cache
-def rows_norm(element: Any) -> NativeKernel:
+def rows_norm(element: Any) -> Kernel:
     """Of tensors of these elements."""
 
-    def norm_rows(
-        normed: int, total: int, x: int, residual: int, weight: int, eps: int, num_rows: int, width: int
-    ) -> None:
-        """Addresses; residual 0: there is none, and total is x."""
-        to, rows = elements(normed, num_rows, width, element), elements(x, num_rows, width, element)
-        sums, scales = elements(total, num_rows, width, element), elements(weight, 1, width, element)[0]
-        added = elements(residual if residual else x, num_rows, width, element)
-        for row in range(num_rows):
-            squares = NOTHING
-            if residual:
+    def norm_rows(arguments: Any) -> None:
+        """residual 0: there is none; total 0: nobody asks for the sum."""
+        a = carray(arguments, 1, Arguments)[0]
+        width, scales = a.width, elements(a.weight, 1, a.width, element)[0]
+        to = elements(a.normed, a.num_rows, a.normed_stride, element)
+        rows = elements(a.x, a.x_rows, a.x_stride, element)
+        added = elements(a.residual if a.residual else a.x, a.num_rows, a.residual_stride, element)
+        # Without a residual the rows of x are read, and nothing is written to a sum.
+        sums = elements(a.total if a.residual else a.x, a.num_rows, a.total_stride, element)
+        places = integers(a.rows if a.rows else a.x, a.num_rows)
+        for row in range(np.int64(thread_num()), a.num_rows, np.int64(num_threads())):
+            own, squares = rows[places[row] if a.rows else row], NOTHING
+            if a.residual:
                 for column in range(width):
-                    sums[row, column] = narrow(widen(rows[row, column]) + widen(added[row, column]), rows[row, column])
+                    sums[row, column] = narrow(widen(own[column]) + widen(added[row, column]), own[column])
+                own = sums[row]
             for column in range(width):
-                number = widen(sums[row, column])
+                number = widen(own[column])
                 squares += number * number
-            scale = ONE / np.sqrt(squares / np.float32(width) + floats(eps, 1, 1)[0, 0])
+            scale = ONE / np.sqrt(squares / np.float32(width) + floats(a.eps, 1, 1)[0, 0])
             for column in range(width):
-                number = widen(sums[row, column]) * scale * widen(scales[column])
-                to[row, column] = narrow(number, rows[row, column])
+                to[row, column] = narrow(widen(own[column]) * scale * widen(scales[column]), own[column])
 
-    return NativeKernel(norm_rows)
+    return Kernel(norm_rows, Arguments)
+
+
+def norm_into(
+    normed: Tensor,  # [num_rows, width], as all others of one dtype
+    x: Tensor,  # [num_rows, width]
+    weight: Tensor,  # [width]
+    eps: Tensor,  # [] float32
+    *,
+    rows: Tensor | None = None,  # [num_rows] int64: which of x; None: each its own
+    residual: Tensor | None = None,  # [num_rows, width]
+    total: Tensor | None = None,  # [num_rows, width]: gets the sum, where there is a residual
+) -> None:
+    """Rows may be strided."""
+    num_rows, width = normed.shape
+    assert (residual is None) == (total is None) and (rows is None or rows.dtype == torch.int64)
+    for own in (normed, x, weight.unsqueeze(0), *(own for own in (residual, total) if own is not None)):
+        assert own.dtype == x.dtype and own.shape[1] == width and own.stride(1) == 1
+    assert eps.dtype == torch.float32 and (rows is not None or len(x) == num_rows)
+    rows_norm(ELEMENTS[x.dtype])(
+        normed.data_ptr(),
+        0 if total is None else total.data_ptr(),
+        x.data_ptr(),
+        0 if rows is None else rows.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        eps.data_ptr(),
+        normed.stride(0),
+        width if total is None else total.stride(0),
+        x.stride(0),
+        width if residual is None else residual.stride(0),
+        num_rows,
+        width,
+        len(x),
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """x: [num_rows, hidden], weight: [hidden] of one dtype, eps: [] float32 -> [num_rows, hidden]."""
-    x = x.contiguous()
-    assert x.dtype == weight.dtype and eps.dtype == torch.float32 and weight.shape == x.shape[1:]
-    normed, rows, (num_rows, width) = torch.empty_like(x), x.data_ptr(), x.shape
-    norm = rows_norm(ELEMENTS[x.dtype])
-    norm(normed.data_ptr(), rows, rows, 0, weight.data_ptr(), eps.data_ptr(), num_rows, width)
+    """x: [num_rows, hidden], weight: [hidden], eps: [] float32 -> [num_rows, hidden]."""
+    normed = empty(*x.shape, dtype=x.dtype)
+    norm_into(normed, x, weight, eps)
     return normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), all [num_rows, hidden] of one dtype."""
-    x, residual, (num_rows, width) = x.contiguous(), residual.contiguous(), x.shape
-    assert x.dtype == residual.dtype == weight.dtype and eps.dtype == torch.float32
-    assert residual.shape == x.shape and weight.shape == x.shape[1:]
-    normed, total = torch.empty_like(x), torch.empty_like(x)
-    addresses = (normed.data_ptr(), total.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr())
-    rows_norm(ELEMENTS[x.dtype])(*addresses, eps.data_ptr(), num_rows, width)
+    """(norm(x + residual), x + residual), all [num_rows, hidden]."""
+    normed, total = empty(*x.shape, dtype=x.dtype), empty(*x.shape, dtype=x.dtype)
+    norm_into(normed, x, weight, eps, residual=residual, total=total)
     return normed, total
+
+
+def sum_beside_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]."""
+    both, width = empty(len(x), 2 * x.shape[1], dtype=x.dtype), x.shape[1]
+    norm_into(both[:, width:], x, weight, eps, residual=residual, total=both[:, :width])
+    return both
+
+
+def rms_norm_pair(
+    embeddings: Tensor,  # [vocab, hidden]; [num_rows, hidden] without token_ids
+    token_ids: Tensor | None,  # [num_rows] int64
+    states: Tensor,  # [num_rows, hidden]
+    embedding_weight: Tensor,  # [hidden]
+    state_weight: Tensor,  # [hidden]
+    eps: Tensor,  # [] float32
+    *,
+    states_first: bool = False,
+) -> Tensor:  # [num_rows, 2 * hidden]
+    """The norm of each token's embedding, and behind it that of its state, or the other way round."""
+    num_rows, width = states.shape
+    pair = empty(num_rows, 2 * width, dtype=states.dtype)
+    first, second = pair[:, :width], pair[:, width:]
+    of_tokens, of_states = (second, first) if states_first else (first, second)
+    norm_into(of_tokens, embeddings, embedding_weight, eps, rows=token_ids)
+    norm_into(of_states, states, state_weight, eps)
+    return pair

@@ -10,49 +10,50 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
-from kernels.cpu.native import NativeKernel, floats, integers
+from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.native import floats, integers
+from kernels.cpu.threads import num_threads, thread_num
 
 NOTHING, ONE = np.float32(0.0), np.float32(1.0)
+Arguments = arguments_of(
+    "qkv",  # addresses: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]
+    "table",  # [num_positions, head_dim] float32: cosines, then sines
+    "positions",  # [num_rows] int64
+    "slots",  # [num_rows] int64
+    "kv",  # [num_slots, 2 * num_kv_heads * head_dim]
+    "q_weight",  # [head_dim]; 0: no norm
+    "k_weight",
+    "eps",  # [] float32
+    *("num_rows", "num_positions", "num_slots", "num_heads", "num_kv_heads", "head_dim"),
+)
 
 
 @cache
-def rows_rotation(element: Any) -> NativeKernel:
+def rows_rotation(element: Any) -> Kernel:
     """Of tensors of these elements."""
 
-    def rotate_rows(
-        qkv: int,  # addresses: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]
-        table: int,  # [num_positions, head_dim] float32: cosines, then sines
-        positions: int,  # [num_rows] int64
-        slots: int,  # [num_rows] int64
-        kv: int,  # [num_slots, 2 * num_kv_heads * head_dim]
-        q_weight: int,  # [head_dim]; 0: no norm
-        k_weight: int,
-        eps: int,  # [] float32
-        num_rows: int,
-        num_positions: int,
-        num_slots: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-    ) -> None:
-        fresh, half = 2 * num_kv_heads * head_dim, head_dim // 2
-        rows = elements(qkv, num_rows, num_heads * head_dim + fresh, element)
-        turns, places = floats(table, num_positions, head_dim), integers(positions, num_rows)
-        kept, targets = elements(kv, num_slots, fresh, element), integers(slots, num_rows)
-        for row in range(num_rows):
+    def rotate_rows(arguments: Any) -> None:
+        a = carray(arguments, 1, Arguments)[0]
+        num_rows, num_heads, head_dim = a.num_rows, a.num_heads, a.head_dim
+        fresh, half = 2 * a.num_kv_heads * head_dim, head_dim // 2
+        rows = elements(a.qkv, num_rows, num_heads * head_dim + fresh, element)
+        turns, places = floats(a.table, a.num_positions, head_dim), integers(a.positions, num_rows)
+        kept, targets = elements(a.kv, a.num_slots, fresh, element), integers(a.slots, num_rows)
+        for row in range(np.int64(thread_num()), num_rows, np.int64(num_threads())):
             turn = turns[places[row]]
-            for head in range(num_heads + num_kv_heads):
+            for head in range(num_heads + a.num_kv_heads):
                 own = rows[row, head * head_dim : (head + 1) * head_dim]
-                weight = q_weight if head < num_heads else k_weight
+                weight = a.q_weight if head < num_heads else a.k_weight
                 if weight:
                     squares, scales = NOTHING, elements(weight, 1, head_dim, element)[0]
                     for column in range(head_dim):
                         number = widen(own[column])
                         squares += number * number
-                    scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(eps, 1, 1)[0, 0])
+                    scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(a.eps, 1, 1)[0, 0])
                     for column in range(head_dim):
                         own[column] = narrow(widen(own[column]) * (scale * widen(scales[column])), own[column])
                 for column in range(half):
@@ -63,7 +64,7 @@ def rows_rotation(element: Any) -> NativeKernel:
             for column in range(fresh):
                 kept[targets[row], column] = rows[row, num_heads * head_dim + column]
 
-    return NativeKernel(rotate_rows)
+    return Kernel(rotate_rows, Arguments)
 
 
 def rope_and_write(

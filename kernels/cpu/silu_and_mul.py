@@ -6,32 +6,42 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import LOG2_E, exp2
-from kernels.cpu.native import NativeKernel
+from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.recording import empty
+from kernels.cpu.threads import num_threads, thread_num
 
 ONE = np.float32(1.0)
+CHUNK = 64  # columns that a thread takes at a time
+Arguments = arguments_of("gated", "gate_up", "num_rows", "width")
 
 
 @cache
-def rows_gate(element: Any) -> NativeKernel:
+def rows_gate(element: Any) -> Kernel:
     """Of tensors of these elements."""
 
-    def gate_rows(gated: int, gate_up: int, num_rows: int, width: int) -> None:
-        to, rows = elements(gated, num_rows, width, element), elements(gate_up, num_rows, 2 * width, element)
+    def gate_rows(arguments: Any) -> None:
+        a = carray(arguments, 1, Arguments)[0]
+        num_rows, width, thread, threads = a.num_rows, a.width, np.int64(thread_num()), np.int64(num_threads())
+        to, rows = elements(a.gated, num_rows, width, element), elements(a.gate_up, num_rows, 2 * width, element)
+        chunks = (width + CHUNK - 1) // CHUNK
+        first = min(chunks * thread // threads * CHUNK, width)
+        end = min(chunks * (thread + 1) // threads * CHUNK, width)
         for row in range(num_rows):
-            for column in range(width):
+            for column in range(first, end):
                 gate, up = widen(rows[row, column]), widen(rows[row, width + column])
                 to[row, column] = narrow(gate / (ONE + exp2(-gate * LOG2_E)) * up, rows[row, column])
 
-    return NativeKernel(gate_rows)
+    return Kernel(gate_rows, Arguments)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[num_rows, 2 * intermediate], gate first -> [num_rows, intermediate]."""
     gate_up, num_rows, width = gate_up.contiguous(), len(gate_up), gate_up.shape[1] // 2
-    gated = gate_up.new_empty(num_rows, width)
+    gated = empty(num_rows, width, dtype=gate_up.dtype)
     rows_gate(ELEMENTS[gate_up.dtype])(gated.data_ptr(), gate_up.data_ptr(), num_rows, width)
     return gated

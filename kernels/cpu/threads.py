@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,11 +14,10 @@ import torch  # noqa: F401 - loads its OpenMP
 from llvmlite import binding
 from numba import types
 
-from kernels.cpu.compiled import compiled_for_c
-
-SYMBOLS = ("omp_get_thread_num", "omp_get_num_threads")
+SYMBOLS = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 thread_num: Any = types.ExternalFunction(SYMBOLS[0], types.int32())
 num_threads: Any = types.ExternalFunction(SYMBOLS[1], types.int32())
+barrier: Any = types.ExternalFunction(SYMBOLS[2], types.void())  # where every thread waits for the others
 
 
 @cache
@@ -37,30 +35,12 @@ def openmp() -> Any | None:
     return library
 
 
-# What compiled code asks where there is no OpenMP: the one thread that there is.
-_alone = tuple(ctypes.CFUNCTYPE(ctypes.c_int)(answer) for answer in (lambda: 0, lambda: 1))
+def link_threads() -> None:
+    """Let compiled code find the functions above; without OpenMP they speak of the one thread that there is."""
+    if openmp() is None:
+        for name, answer in zip(SYMBOLS, _alone, strict=True):
+            if not binding.address_of_symbol(name):
+                binding.add_symbol(name, ctypes.cast(answer, ctypes.c_void_p).value)
 
 
-class ThreadedKernel:
-    """A function of a pointer to its arguments that every thread runs; `thread_num()` tells it which one it is.
-
-    It may neither raise nor allocate.
-    """
-
-    def __init__(self, function: Callable[[Any], None]) -> None:
-        self._function = function
-        self._compiled: Any = None
-
-    def __call__(self, arguments: Any, threads: int) -> None:
-        """Run it with the arguments at this address, in so many threads; in one where torch has none to share."""
-        library = openmp()
-        if self._compiled is None:
-            if library is None:
-                for name, answer in zip(SYMBOLS, _alone, strict=True):
-                    if not binding.address_of_symbol(name):
-                        binding.add_symbol(name, ctypes.cast(answer, ctypes.c_void_p).value)
-            self._compiled = compiled_for_c(self._function, (types.voidptr,))
-        if library is None:
-            self._compiled.ctypes(arguments)
-        else:
-            library.GOMP_parallel(self._compiled.address, arguments, threads, 0)
+_alone = tuple(ctypes.CFUNCTYPE(ctypes.c_int)(answer) for answer in (lambda: 0, lambda: 1, lambda: 0))

@@ -17,7 +17,7 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer, RMSNorm
 from runner.engine.linear import Shard, WeightTarget
-from runner.engine.operations import head_logits
+from runner.engine.operations import head_logits, take_rows
 
 
 class Decoder:
@@ -72,7 +72,7 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_rows] int64 -> [num_rows, hidden]."""
-        return self.embed_tokens.index_select(0, token_ids)
+        return take_rows(self.embed_tokens, token_ids)
 
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""

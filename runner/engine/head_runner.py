@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
-from runner.engine.graphs import GraphStore
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes
 from runner.engine.layers import Attention
+from runner.engine.programs import can_record, graph_store
 from runner.engine.segment import Family, Segment
 from runner.engine.tile_shape import ANY_SHAPE_TILES
 from runner.engine.upload import to_device
@@ -53,20 +53,21 @@ class HeadRunner:
         batch_invariant: bool,
         captures_graphs: bool = False,
     ) -> None:
-        """captures_graphs: passes over generated tokens become CUDA graphs; else each kernel is launched alone."""
+        """captures_graphs: passes over generated tokens become graphs; else each kernel is launched alone."""
         self.head, self.block_size, self.device, self.dtype = head, block_size, device, dtype
-        self.graphs = GraphStore() if captures_graphs else None
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
         if head.attention is not None:
             weights = [head.attention.qkv_proj.weight, head.attention.o_proj.weight]
             if can_pack(weights):
                 head.pack()
+            captures_graphs = captures_graphs and can_record(head.attention.o_proj.weight)
             self.shapes = decoder_shapes(
                 head.attention,
                 batch_invariant=batch_invariant,
                 max_model_len=head.max_model_len,
                 is_bucketed=captures_graphs,
             )
+        self.graphs = graph_store(device) if captures_graphs else None
         self.cache: PagedKVCache | None = None
 
     @property
@@ -74,6 +75,8 @@ class HeadRunner:
         return sum(self.head.kv_widths) * self.block_size * self.dtype.itemsize
 
     def allocate_cache(self, num_blocks: int) -> None:
+        if self.graphs is not None:
+            self.graphs = graph_store(self.device)  # graphs of another cache would write there
         self.cache = PagedKVCache(self.head.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
 
     @torch.inference_mode()

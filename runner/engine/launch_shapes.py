@@ -42,14 +42,16 @@ def decoder_shapes(
             )
         return shapes
     sizes = CPU_TILES if batch_invariant else (ANY_SHAPE_TILES,)
-    return _cpu_shapes(attention, sizes[0], max_model_len)
+    return _cpu_shapes(attention, sizes[0], max_model_len, is_bucketed)
 
 
 CPU_TILES = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)  # to be tried in this order, the fastest first
 CPU_ROWS = 64  # of a tile of a compiled kernel's, which only share a walk over the block table
 
 
-def _cpu_shapes(attention: Attention, tiles: Mapping[Family, TileShape], max_model_len: int) -> Shapes:
+def _cpu_shapes(
+    attention: Attention, tiles: Mapping[Family, TileShape], max_model_len: int, is_bucketed: bool
+) -> Shapes:
     """The tiles, but products of any rows where weights are packed, and a kernel's attention where there is one."""
     is_packed = isinstance(attention.o_proj.weight, Panels)
     shapes: Shapes = {
@@ -58,7 +60,11 @@ def _cpu_shapes(attention: Attention, tiles: Mapping[Family, TileShape], max_mod
     }
     if is_compiled(attention.o_proj.weight):
         shapes["decode"] = PagedShape(
-            rows_per_tile=CPU_ROWS, split_keys=None, max_context=max_model_len, linear=shapes["decode"].linear
+            rows_per_tile=CPU_ROWS,
+            split_keys=None,
+            max_context=max_model_len,
+            linear=shapes["decode"].linear,
+            is_bucketed=is_bucketed,
         )
     return shapes
 
@@ -83,7 +89,9 @@ def row_invariant_shapes(shapes: Shapes, layer: DecoderLayer, lm_head: Weight, *
     """
     if runs_kernels(lm_head.device):
         return shapes if all(_kernels_keep_bits(shape, layer, lm_head) for shape in shapes.values()) else None
-    candidates = (_cpu_shapes(layer.attention, tiles, max_model_len) for tiles in CPU_TILES)
+    decode = shapes["decode"]
+    is_bucketed = isinstance(decode, PagedShape) and decode.is_bucketed
+    candidates = (_cpu_shapes(layer.attention, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
     return next(
         (tried for tried in candidates if all(_keeps_bits_on_cpu(shape, layer, lm_head) for shape in tried.values())),
         None,

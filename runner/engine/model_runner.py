@@ -14,12 +14,12 @@ import torch
 from runner.engine.backend import runs_kernels
 from runner.engine.decoder import Decoder
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
-from runner.engine.graphs import GraphStore
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
 from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes, row_invariant_shapes
 from runner.engine.paged_shape import PagedShape
+from runner.engine.programs import can_record, graph_store
 from runner.engine.tile_shape import ANY_SHAPE_TILES
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.upload import to_device
@@ -50,15 +50,16 @@ class ModelRunner:
         """
         Args:
             token_map: [vocabulary of the texts] int64, the model's own token for each; None where it is the same one.
-            captures_graphs: passes over generated tokens become CUDA graphs; else each kernel is launched alone.
+            captures_graphs: passes over generated tokens become graphs; else each kernel is launched alone.
         """
-        self.token_map, self.graphs = token_map, GraphStore() if captures_graphs else None
+        self.token_map = token_map
         self.model, self.block_size, self.device, self.dtype = model, block_size, device, dtype
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
         self.is_row_invariant = False
         if isinstance(model, Decoder):
             if can_pack([*model.layers[0].product_weights, model.lm_head]):
                 model.pack()
+            captures_graphs = captures_graphs and can_record(model.lm_head)
             self.shapes = decoder_shapes(
                 model.layers[0].attention,
                 batch_invariant=batch_invariant,
@@ -70,6 +71,7 @@ class ModelRunner:
                     self.shapes, model.layers[0], model.lm_head, max_model_len=model.max_model_len
                 )
                 self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
+        self.graphs = graph_store(device) if captures_graphs else None
         self.cache: PagedKVCache | None = None
 
     @property
@@ -82,6 +84,8 @@ class ModelRunner:
         return sum(self.model.kv_widths) * self.block_size * self.dtype.itemsize
 
     def allocate_cache(self, num_blocks: int) -> None:
+        if self.graphs is not None:
+            self.graphs = graph_store(self.device)  # graphs of another cache would write there
         self.cache = PagedKVCache(self.model.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
 
     def release_cache(self) -> None:

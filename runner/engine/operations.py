@@ -28,6 +28,15 @@ from runner.engine.rope import RopeRows
 NormWeights = tuple[torch.Tensor, torch.Tensor]  # weight [head_dim], eps [] float32
 
 
+def take_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[table_rows, width], contiguous, and [num_rows] int64 -> [num_rows, width]."""
+    if not is_compiled(table):
+        return table.index_select(0, rows)
+    from kernels.cpu.rows import take_rows as on_cpu
+
+    return on_cpu(table, rows)
+
+
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features]."""
     if isinstance(weight, Panels):
@@ -100,6 +109,10 @@ def sum_beside_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
 ) -> torch.Tensor:
     """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]."""
+    if is_compiled(x):
+        from kernels.cpu.rms_norm import sum_beside_rms_norm as on_cpu
+
+        return on_cpu(x, residual, weight, eps)
     if not runs_kernels(x):
         return sum_beside_rms_norm_in_torch(x, residual, weight, eps)
     from kernels.rms_norm import sum_beside_rms_norm as kernel
@@ -114,6 +127,10 @@ def rms_norm_pair(
     **norms: Any,  # keyword arguments of kernels/reference/rms_norm.py
 ) -> torch.Tensor:  # [num_rows, 2 * hidden]
     """The norm of each token's embedding beside that of its state."""
+    if is_compiled(states):
+        from kernels.cpu.rms_norm import rms_norm_pair as on_cpu
+
+        return on_cpu(embeddings, token_ids, states, **norms)
     if not runs_kernels(states):
         return rms_norm_pair_in_torch(embeddings, token_ids, states, **norms)
     from kernels.rms_norm import rms_norm_pair as kernel

@@ -15,6 +15,7 @@ import torch
 
 from kernels.paged_segments import PagedSegments
 from kernels.reference.tree_rows import NO_BRANCH
+from runner.engine.backend import runs_kernels
 from runner.engine.forward_batch import PlannedAttention
 from runner.engine.segment import Family, Segment
 
@@ -104,7 +105,9 @@ class PagedShape:
 
         def assemble(uploaded: Sequence[torch.Tensor]) -> PagedAttention:
             # Neighbours in one upload, so that one conversion does for all.
-            numbers = uploaded[0].as_strided((sum(sizes),), (1,)).to(torch.int32)
+            numbers = uploaded[0].as_strided((sum(sizes),), (1,))
+            if runs_kernels(numbers):
+                numbers = numbers.to(torch.int32)
             segments_, rows_, sizes_, positions_, last_keys_, tables_, starts_, slots_ = numbers.split_with_sizes(sizes)
             return PagedAttention(
                 segments=PagedSegments(

@@ -1,0 +1,114 @@
+"""Calls of kernels that are written down instead of made, to be made later, all of them in one call from Python.
+
+What a kernel takes microseconds to compute, Python takes as long to call. A recorded computation runs in one team of
+threads that meet after every kernel; it reads and writes where the recorded one would have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, types  # type: ignore[attr-defined]
+from torch import Tensor
+
+from kernels.cpu.compiled import compiled_for_c
+from kernels.cpu.native import call, pointer
+from kernels.cpu.threads import barrier, link_threads, openmp
+
+ALIGNMENT = 64  # bytes: a vector of AVX-512, and a line of every cache
+Calls = np.dtype([("count", np.int64), ("calls", np.int64)])  # the address of [count, 2]: functions and their arguments
+
+
+class Pool:
+    """Memory of recorded computations, which are never under way together: what nothing refers to is given again."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Tensor, int]] = []  # and how many refer to it when it is free
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = max(prod(shape) * dtype.itemsize, 1)
+        largest = 2 * size + 4096  # a larger one is left to those who need it
+        free = [own for own, uses in self._blocks if size <= len(own) <= largest and _uses(own) == uses]
+        block = min(free, key=len, default=None)
+        if block is None:
+            block = torch.empty(-(-size // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8)
+            self._blocks.append((block, _uses(block)))
+        return block[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+
+class Recording:
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.calls: list[tuple[int, Any]] = []  # a compiled function's address, and its arguments
+
+    def program(self) -> Program:
+        return Program(self)
+
+
+class Program:
+    """What a recording has written down. Whatever it reads must be where it was; only the pool's memory is kept."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._keeps = recording
+        self._threads = torch.get_num_threads()
+        calls = [(function, ctypes.addressof(arguments)) for function, arguments in recording.calls]
+        self._calls = np.array(calls, np.int64).reshape(-1, 2)
+        self._arguments = np.array((len(calls), self._calls.ctypes.data), Calls)
+        self._address = self._arguments.ctypes.data
+
+    def __call__(self) -> None:
+        library = openmp()
+        assert library is not None, "recorded only where torch has threads to share"
+        library.GOMP_parallel(_make_calls().address, self._address, self._threads, 0)
+
+
+@contextmanager
+def recording(pool: Pool) -> Iterator[Recording]:
+    """Until the end of it this thread's kernels are written down, and not run."""
+    own = Recording(pool)
+    assert current() is None, "a recording is under way"
+    _state.recording = own
+    try:
+        yield own
+    finally:
+        _state.recording = None
+
+
+def current() -> Recording | None:
+    return getattr(_state, "recording", None)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Room for a kernel's results."""
+    own = current()
+    return torch.empty(shape, dtype=dtype) if own is None else own.pool.empty(shape, dtype)
+
+
+def make_calls(arguments: Any) -> None:
+    a = carray(arguments, 1, Calls)[0]
+    calls = carray(pointer(a.calls), (a.count, 2), np.int64)
+    for index in range(a.count):
+        call(calls[index, 0], calls[index, 1])
+        barrier()
+
+
+@cache
+def _make_calls() -> Any:
+    link_threads()
+    return compiled_for_c(make_calls, (types.voidptr,))
+
+
+def _uses(block: Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(block.untyped_storage()._cdata)
+    return count
+
+
+_state = threading.local()
