@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -31,17 +32,39 @@ class Pool:
     """Memory of recorded computations, which are never under way together: what nothing refers to is given again."""
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[Tensor, int]] = []  # and how many refer to it when it is free
+        self._blocks = defaultdict[int, list[_Block]](list)  # by their size
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size = max(prod(shape) * dtype.itemsize, 1)
-        largest = 2 * size + 4096  # a larger one is left to those who need it
-        free = [own for own, uses in self._blocks if size <= len(own) <= largest and _uses(own) == uses]
-        block = min(free, key=len, default=None)
+        count = prod(shape)
+        blocks = self._blocks[_rounded(count * dtype.itemsize)]
+        block = next((own for own in blocks if own.is_free), None)
         if block is None:
-            block = torch.empty(-(-size // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8)
-            self._blocks.append((block, _uses(block)))
-        return block[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+            block = _Block(_rounded(count * dtype.itemsize))
+            blocks.append(block)
+        strides = [prod(shape[place + 1 :]) for place in range(len(shape))]
+        return block.tensor.view(dtype).as_strided(shape, strides)
+
+
+class _Block:
+    def __init__(self, size: int) -> None:
+        self.tensor = torch.empty(size, dtype=torch.uint8)
+        self._storage = self.tensor.untyped_storage()
+        self._uses = self._count()  # by itself alone
+
+    @property
+    def is_free(self) -> bool:
+        return self._count() == self._uses
+
+    def _count(self) -> int:
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return count
+
+
+def _rounded(size: int) -> int:
+    """Bytes of the block that holds so many: whole lines, and beyond the smallest at most a quarter more."""
+    size = max(size, 8 * ALIGNMENT)
+    step = 1 << (size - 1).bit_length() - 3
+    return -(-size // step) * step
 
 
 class Recording:
@@ -104,11 +127,6 @@ def make_calls(arguments: Any) -> None:
 def _make_calls() -> Any:
     link_threads()
     return compiled_for_c(make_calls, (types.voidptr,))
-
-
-def _uses(block: Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(block.untyped_storage()._cdata)
-    return count
 
 
 _state = threading.local()

@@ -46,8 +46,14 @@ class GraphStore:
         *,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
         max_graphs: int = MAX_GRAPHS,
+        at_once: bool = False,
     ) -> None:
-        """record: captures a call, which is not made by that; None: as a CUDA graph."""
+        """
+        Args:
+            record: captures a call, which is not made by that; None: as a CUDA graph.
+            at_once: a capture costs no more than a call, and compiles what is not compiled yet.
+        """
+        self._at_once = at_once
         self._record = record or record_cuda_graph
         self._max_output_bytes, self._max_graphs = max_output_bytes, max_graphs
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # the one that was used last comes last
@@ -56,13 +62,13 @@ class GraphStore:
     def __call__(self, key: Hashable, compute: Compute, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """compute(*inputs); calls of one key differ in what the inputs hold, and in nothing else.
 
-        The first call of a key is made kernel by kernel: it compiles what is not compiled yet, and a layout that never
-        comes again is not worth a capture. The outputs of a later one lie in the pool that all graphs share: they hold
-        until the next replay of any graph.
+        Unless captures are cheap, the first call of a key is made kernel by kernel: it compiles what is not compiled
+        yet, and a layout that never comes again is not worth a capture. The outputs of a captured one lie in memory
+        that all graphs share: they hold until the next replay of any graph.
         """
         graph = self._graphs.get(key)
         if graph is None:
-            if key not in self._seen:
+            if not self._at_once and key not in self._seen:
                 outputs = compute(*inputs)
                 self._seen.add(key)  # not before: an interrupt in it may leave kernels that are not compiled
                 return outputs

@@ -25,7 +25,7 @@ MAY_COPY = {_aten.contiguous, _aten.flatten, _aten.reshape, _aten.to}
 
 
 def graph_store(device: torch.device) -> GraphStore:
-    return GraphStore() if runs_kernels(device) else GraphStore(record_program)
+    return GraphStore() if runs_kernels(device) else GraphStore(record_program, at_once=True)
 
 
 def can_record(weight: Weight) -> bool:
@@ -63,11 +63,15 @@ def record_program(compute: Compute, inputs: Tensors) -> Graph:
 
 
 def _eager(compute: Compute, held: Tensors) -> Graph:
-    outputs = tuple(output.clone() for output in compute(*held))
+    outputs: list[torch.Tensor] = []
 
     def replay() -> None:
-        for output, computed in zip(outputs, compute(*held), strict=True):
-            output.copy_(computed)
+        computed = compute(*held)
+        if not outputs:
+            outputs.extend(computed)
+        for output, fresh in zip(outputs, computed, strict=True):
+            if output is not fresh:
+                output.copy_(fresh)
 
     return Graph(inputs=held, outputs=outputs, replay=replay)
 
