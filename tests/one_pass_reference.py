@@ -96,7 +96,7 @@ def passes_of_a_run(
     propose, all_logits, steps = proposer.propose, proposer.all_logits, count()
 
     def recording_all_logits(requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
-        seen.append(all_logits(requests, counts))
+        seen.append(all_logits(requests, counts).clone())  # the next replay overwrites them
         return seen[-1]
 
     def recording_propose(schedule: Schedule) -> DraftTokens:

@@ -333,7 +333,7 @@ def check_decode_launches(runner: ModelRunner, requests: list[Request], counts: 
     for request in requests:
         runner.run([part(request, 0, request.num_prompt_tokens)])
     parts = [part(request, request.num_prompt_tokens, request.num_tokens) for request in requests]
-    alone = torch.cat([runner.run([one]) for one in parts])
+    alone = torch.cat([runner.run([one]).clone() for one in parts])  # the next replay overwrites its results
     kept = [stored(runner, request) for request in requests]
     for count in counts:
         chosen = [(index * 5 + count) % len(requests) for index in range(count)]
@@ -361,7 +361,7 @@ def check_chunks(runner: ModelRunner, chunks: Sequence[Sequence[int]]) -> None:
     """Prompts and outputs of four requests, side by side in chunks of these sizes in turns, against each whole."""
     requests = requests_with_blocks(runner, [130, 1, 64, 33], 21)
     clear(runner)
-    whole = [runner.run([part(request, 0, request.num_tokens)]) for request in requests]
+    whole = [runner.run([part(request, 0, request.num_tokens)]).clone() for request in requests]
     kept = [stored(runner, request) for request in requests]
     for sizes in chunks:
         clear(runner)
@@ -396,7 +396,8 @@ def test_a_long_context_beside_short_ones(engines: Engines, dtype: torch.dtype) 
     alone = []
     for request in requests:
         first = request.num_prompt_tokens
-        alone.append(torch.cat([runner.run([part(request, first + i, first + i + 1)]) for i in range(24)]))
+        one_by_one = [runner.run([part(request, first + i, first + i + 1)]).clone() for i in range(24)]
+        alone.append(torch.cat(one_by_one))
     kept = [stored(runner, request) for request in requests]
     for size in (3, 5, 17):
         for start in range(0, 24, size):

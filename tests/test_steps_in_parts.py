@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts
 from runner.engine.device_requests import DeviceBatch
@@ -113,6 +114,7 @@ def test_a_step_in_which_a_request_arrives_is_blamed_on_nothing_else() -> None:
     ("target", "drafter", "rule", "reason"),
     [
         ({"graphs": None}, Drafter(4), Strict(), InParts.UNCAPTURED),
+        ({"device": torch.device("cpu")}, Drafter(4), Strict(), InParts.UNCAPTURED),
         ({"is_paged": False}, Drafter(4), Strict(), InParts.TRANSFORMERS),
         ({}, None, Strict(), InParts.HOST_DRAFTS),
         ({}, Drafter(4, tree_depth=2), Synthetic(conditional_rates=[0.5]), InParts.SYNTHETIC_TREES),
@@ -121,9 +123,10 @@ def test_a_step_in_which_a_request_arrives_is_blamed_on_nothing_else() -> None:
 def test_an_engine_whose_steps_are_never_whole_says_why(
     target: dict[str, Any], drafter: CapturedDrafter | None, rule: Any, reason: InParts
 ) -> None:
+    captured = {"graphs": object(), "is_paged": True, "device": torch.device("cuda")}
     found = WholeSteps.of(
         SimpleNamespace(captured_drafter=lambda _: drafter),  # type: ignore[arg-type]
-        target=SimpleNamespace(**{"graphs": object(), "is_paged": True, **target}),  # type: ignore[arg-type]
+        target=SimpleNamespace(**(captured | target)),  # type: ignore[arg-type]
         rule=rule,
         max_draft_tokens=4,
         max_num_seqs=8,

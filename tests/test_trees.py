@@ -6,6 +6,7 @@ tests/test_tree_rules.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -263,6 +264,7 @@ def test_every_path_of_a_tree_has_the_bits_of_a_chain(engines: Engines, model: s
         ]
         output = runner.forward(parts, drafts.token_ids, None, taps)
         assert output.hidden_states is not None
+        output = replace(output, logits=output.logits.clone())  # the next replay overwrites it
         shapes = [tree_shape(parents) for _, parents, *_ in batch]
         ends = [end for *_, end in batch]
         paths = [shape.paths[end] if end >= 0 else () for shape, end in zip(shapes, ends, strict=True)]
@@ -316,7 +318,7 @@ def test_a_level_behind_cached_levels_has_the_bits_of_a_chain(engines: Engines, 
             parent_indices=parents[:last],
             num_logits=last - first,
         )
-        rows.append(runner.run([level], torch.tensor(tokens[first:last])))
+        rows.append(runner.run([level], torch.tensor(tokens[first:last])).clone())
     logits = torch.cat(rows)
     for node, nodes in enumerate(tree_shape(parents).paths):
         chain = Part(request=request, start=end, end=end, num_draft_tokens=len(nodes), num_logits=1)

@@ -42,6 +42,7 @@ class Kernel:
         arguments, recording = self._type(*numbers), current()
         if recording is not None:
             recording.calls.append((self._compiled.address, arguments))
+            recording.threads = max(recording.threads, threads)
         elif threads == 1 or (library := openmp()) is None:
             self._call(ctypes.addressof(arguments))
         else:

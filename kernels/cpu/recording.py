@@ -71,6 +71,7 @@ class Recording:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.calls: list[tuple[int, Any]] = []  # a compiled function's address, and its arguments
+        self.threads = 1  # that any of them asked for
 
     def program(self) -> Program:
         return Program(self)
@@ -81,16 +82,17 @@ class Program:
 
     def __init__(self, recording: Recording) -> None:
         self._keeps = recording
-        self._threads = torch.get_num_threads()
         calls = [(function, ctypes.addressof(arguments)) for function, arguments in recording.calls]
         self._calls = np.array(calls, np.int64).reshape(-1, 2)
         self._arguments = np.array((len(calls), self._calls.ctypes.data), Calls)
         self._address = self._arguments.ctypes.data
 
     def __call__(self) -> None:
-        library = openmp()
-        assert library is not None, "recorded only where torch has threads to share"
-        library.GOMP_parallel(_make_calls().address, self._address, self._threads, 0)
+        make_calls, library = _make_calls(), openmp()
+        if library is None or self._keeps.threads == 1:
+            make_calls.ctypes(self._address)
+        else:
+            library.GOMP_parallel(make_calls.address, self._address, self._keeps.threads, 0)
 
 
 @contextmanager
