@@ -292,3 +292,33 @@ def test_help_says_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
         vllm.main(["--help"])
     shown = capsys.readouterr().out
     assert all(option in shown for option in ("--threads", "--methods", "--rounds", "--json", "eagle3"))
+
+
+def test_what_opens_an_engine_has_not_loaded_llvmlite() -> None:
+    """vLLM's build for CPUs looks through all modules that are loaded, and fails at llvmlite's."""
+    code = "import sys, runner.benchmarks.vllm; sys.exit('llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_another_model_is_compared_by_its_config_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 50, "max_position_embeddings": 64}')
+    for arguments, message in (
+        (["--model", str(tmp_path), "--methods", "ngram"], "--methods must be left out with --model"),
+        (["--model", str(tmp_path / "none")], "--model must be a directory with a config.json"),
+        (["--model", str(tmp_path), "--prompt-len", "64"], "must be 64 tokens together at most"),
+    ):
+        with pytest.raises(SystemExit):
+            vllm.main(arguments)
+        assert message in capsys.readouterr().err
+    opened: list[Any] = []
+    monkeypatch.setattr(vllm, "EngineProcess", partial(SameProcess, opened=opened))
+    monkeypatch.setattr(vllm, "BUILDERS", {THIS: open_echo, VLLM: open_echo})
+    monkeypatch.setattr(vllm, "_require_vllm", lambda: None)
+    monkeypatch.setattr(vllm, "PAUSE_SECONDS", 0.0)
+    assert vllm.main([*LENGTHS, "--model", str(tmp_path), "--dtype", "bfloat16", "--rounds", "1"]) == 0
+    for _, arguments, _ in opened:
+        asked = {key: arguments[key] for key in ("model", "dtype", "speculative_config", "max_model_len")}
+        assert asked == {"model": str(tmp_path), "dtype": "bfloat16", "speculative_config": None, "max_model_len": 7}
+    assert {PLAIN} == {method for method in vllm.METHODS if f"{method}, one at a time" in capsys.readouterr().out}

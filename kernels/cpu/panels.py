@@ -13,7 +13,6 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from llvmlite import binding
 from torch import Tensor
 
 LANES = 16  # outputs of one vector: one register of AVX-512, two of AVX2, four of NEON
@@ -104,4 +103,6 @@ def multiplies_and_adds() -> bool:
 @cache
 def has_feature(name: str) -> bool:
     """Of this CPU, by LLVM's name."""
+    from llvmlite import binding  # late: of no use on a GPU, and vLLM's build for CPUs fails where it came first
+
     return bool(binding.get_host_cpu_features().get(name))

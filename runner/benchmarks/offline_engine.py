@@ -18,7 +18,7 @@ from runner.tiny import TARGET_DIR
 
 CACHE_TOKENS = 16_384  # room for every request of a batch
 BLOCK_SIZE = 16  # tokens
-VLLM_CACHE_BYTES = 2**28  # more than CACHE_TOKENS of the tiny target
+VLLM_CACHE_BYTES = {True: 2**28, False: 2**31}  # is it the tiny target? More than CACHE_TOKENS of it
 # vLLM refuses to start on a device of which less is free, and several engines share it here.
 VLLM_MEMORY_SHARE = 0.05
 
@@ -52,7 +52,7 @@ class Answer:
 
 
 class OfflineEngine:
-    """An LLM on the tiny target and the class of its sampling parameters."""
+    """An LLM and the class of its sampling parameters."""
 
     def __init__(self, llm: Any, sampling_params: Any, device: str, *, counts_drafts: bool) -> None:
         self._llm, self._sampling_params, self._counts_drafts = llm, sampling_params, counts_drafts
@@ -96,13 +96,24 @@ class OfflineEngine:
 
 
 def open_this_engine(
-    *, speculative_config: Mapping[str, Any] | None, dtype: str, num_threads: int, counts_drafts: bool
+    *,
+    model: str | None,
+    max_model_len: int,
+    speculative_config: Mapping[str, Any] | None,
+    dtype: str,
+    num_threads: int,
+    counts_drafts: bool,
 ) -> OfflineEngine:
-    """counts_drafts: it always does."""
+    """
+    Args:
+        model: a directory whose config.json is read, for random weights of its shape; None: the tiny target.
+        counts_drafts: it always does.
+    """
     from runner.llm import LLM, SamplingParams
 
     llm = LLM(
-        str(TARGET_DIR),
+        **_weights(model),
+        max_model_len=max_model_len,
         speculative_config=speculative_config,
         dtype=dtype,
         num_threads=num_threads,
@@ -113,10 +124,17 @@ def open_this_engine(
 
 
 def open_vllm(
-    *, speculative_config: Mapping[str, Any] | None, dtype: str, num_threads: int, counts_drafts: bool
+    *,
+    model: str | None,
+    max_model_len: int,
+    speculative_config: Mapping[str, Any] | None,
+    dtype: str,
+    num_threads: int,
+    counts_drafts: bool,
 ) -> OfflineEngine:
     """
     Args:
+        model: as `open_this_engine` takes it.
         num_threads: has come by OMP_NUM_THREADS, vLLM takes it from nowhere else.
         counts_drafts: vLLM's statistics, off by default, which take up to 5 % of the tiny target's time.
     """
@@ -124,12 +142,18 @@ def open_vllm(
     from vllm.platforms import current_platform
 
     llm = LLM(
-        model=str(TARGET_DIR),
+        **_weights(model),
+        skip_tokenizer_init=model is not None,
+        max_model_len=max_model_len,
         speculative_config=speculative_config,
         dtype=dtype,
         enable_prefix_caching=False,
         disable_log_stats=not counts_drafts,
-        kv_cache_memory_bytes=VLLM_CACHE_BYTES,
+        kv_cache_memory_bytes=VLLM_CACHE_BYTES[model is None],
         gpu_memory_utilization=VLLM_MEMORY_SHARE,
     )
     return OfflineEngine(llm, SamplingParams, current_platform.device_type, counts_drafts=counts_drafts)
+
+
+def _weights(model: str | None) -> dict[str, str]:
+    return {"model": str(TARGET_DIR)} if model is None else {"model": model, "load_format": "dummy"}

