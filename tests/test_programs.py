@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,13 +13,14 @@ from torch import Tensor
 
 from kernels.cpu.linear import linear
 from kernels.cpu.panels import can_pack, pack
-from kernels.cpu.recording import Pool, empty, recording
+from kernels.cpu.recording import Pool, Program, current, empty, recording
 from kernels.cpu.rms_norm import add_rms_norm, rms_norm
 from kernels.cpu.silu_and_mul import silu_and_mul
-from runner.engine.graphs import GraphStore, Tensors
-from runner.engine.programs import record_program
+from runner.engine.graphs import Tensors
+from runner.engine.programs import graph_store, record_program
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
+from runner.tiny import HEAD_DIRS
 
 WIDTH = 512
 
@@ -49,7 +53,7 @@ def test_a_replay_has_the_bits_of_the_calls(dtype: torch.dtype, num_threads: int
     expected = [compute(rows_of(seed, dtype=dtype)) for seed in range(4)]
     torch.set_num_threads(num_threads)
     try:
-        graph = record_program(compute, (rows_of(0, dtype=dtype),))
+        graph = record_program(compute, (rows_of(0, dtype=dtype),), pool=Pool())
         for seed in (2, 0, 3, 1):
             graph.inputs[0].copy_(rows_of(seed, dtype=dtype))
             graph.replay()
@@ -69,18 +73,18 @@ def test_what_torch_computes_itself_is_computed_at_every_replay(how: str) -> Non
             rows = rows[:, ::2].contiguous().repeat(1, 2)
         return (rms_norm(linear(rows, panels)[:, :WIDTH] * 2, norm, eps),)
 
-    store = GraphStore(record_program, at_once=True)
+    store = graph_store(torch.device("cpu"))
     for seed in range(3):
         (found,) = store("one layout", compute, rows_of(seed))
         assert torch.equal(found, compute(rows_of(seed))[0])
 
 
 def test_recordings_share_what_none_of_them_gives_back() -> None:
-    """Outputs hold until the next replay of their own graph, at least; all between is one memory."""
+    """Outputs have memory of their own among the outputs, and hold until the next replay; all between is one memory."""
     norm, weight = block()
     panels, eps, pool = pack(weight), torch.tensor(1e-6), Pool()
     addresses: list[set[int]] = []
-    outputs = []
+    programs, outputs = [], []
     for _ in range(2):
         with recording(pool) as recorded:
             seen = [linear(rows_of(0), panels)]
@@ -88,14 +92,14 @@ def test_recordings_share_what_none_of_them_gives_back() -> None:
             seen[0] = silu_and_mul(seen[0])
             outputs.append(rms_norm(seen.pop(), norm, eps))
         assert len(recorded.calls) == 3
+        programs.append(recorded.program())
     assert addresses[0] == addresses[1]
     assert outputs[0].data_ptr() != outputs[1].data_ptr()
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 128, 1000, 5000])
 def test_the_pool_gives_room_of_any_size_aligned(count: int) -> None:
-    pool = Pool()
-    with recording(pool):
+    with recording(Pool()):
         first, second = (empty(count, 3) for _ in range(2))
         assert first.shape == (count, 3) and first.is_contiguous() and first.data_ptr() % 64 == 0
         if count:
@@ -106,14 +110,16 @@ def test_the_pool_gives_room_of_any_size_aligned(count: int) -> None:
 
 def test_an_interrupted_recording_leaves_nothing_behind() -> None:
     norm, _ = block()
+    eps = torch.tensor(1e-6)
+    expected = rms_norm(rows_of(0), norm, eps)
 
     def interrupted(rows: Tensor) -> Tensors:
+        rms_norm(rows, norm, eps)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        record_program(interrupted, (rows_of(0),))
-    eps = torch.tensor(1e-6)
-    assert bool(rms_norm(rows_of(0), norm, eps).isfinite().all()), "kernels run again"
+        record_program(interrupted, (rows_of(0),), pool=Pool())
+    assert current() is None and torch.equal(rms_norm(rows_of(0), norm, eps), expected), "kernels run again"
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
@@ -129,3 +135,58 @@ def test_a_run_says_the_same_with_recorded_passes_and_without(method: str | None
         assert (llm.engine.target.graphs is None) == enforce_eager
         texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
     assert texts[0] == texts[1]
+
+
+def test_memory_goes_with_the_programs_that_used_it() -> None:
+    norm, pool, eps = block()[0], Pool(), torch.tensor(1e-6)
+    graph = record_program(lambda rows: (rms_norm(rows, norm, eps),), (rows_of(0),), pool=pool)
+    blocks = [block for own in pool._blocks.values() for block in own]
+    assert len(blocks) == 1
+    gone = weakref.ref(blocks.pop())
+    graph.replay()
+    del graph
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_torch_prepares_once_keeps_no_layout_from_being_recorded() -> None:
+    """A table of rotations is made when it is first asked for."""
+    norm, eps, prepared = block()[0], torch.tensor(1e-6), list[Tensor]()
+
+    def compute(rows: Tensor) -> Tensors:
+        if not prepared:
+            prepared.append(norm * 2)
+        return (rms_norm(rows, prepared[0], eps),)
+
+    graph = record_program(compute, (rows_of(0),), pool=Pool())
+    assert isinstance(graph.replay, Program)
+    graph.replay()
+    assert torch.equal(graph.outputs[0], compute(rows_of(0))[0])
+
+
+@pytest.mark.parametrize("method", [method for method in HEAD_DIRS if method != "pard"])
+def test_passes_of_every_head_are_recorded(method: str) -> None:
+    """Nothing else would tell of an operation that is torch's: the pass would be computed as ever, and slower."""
+    config = {"method": method, "model": str(HEAD_DIRS[method]), "num_speculative_tokens": 2}
+    llm = LLM("tiny", speculative_config=config, num_gpu_blocks_override=64)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [1, 5, 9]}], params, use_tqdm=False)
+    runners = [llm.engine.target, getattr(llm.engine.proposer, "runner", None)]
+    graphs = [graph for own in runners if own is not None and own.graphs for graph in own.graphs._graphs.values()]
+    assert graphs and all(isinstance(graph.replay, Program) for graph in graphs)
+
+
+def test_engines_in_threads_of_their_own_say_what_they_say_alone() -> None:
+    """Bug told here: programs of two engines shared memory, and a compiled call lets other threads run."""
+    configs: list[dict[str, Any] | None] = [None, {"method": "ngram", "num_speculative_tokens": 3}]
+    engines = [LLM("tiny", speculative_config=config, num_gpu_blocks_override=64) for config in configs]
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    prompts: list[Any] = [{"prompt_token_ids": [1, 5, 9, 5, 9, 5]}]
+
+    def text(llm: LLM) -> list[int]:
+        return list(llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    alone = text(engines[0])
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(4):
+            assert list(pool.map(text, engines)) == [alone, alone]

@@ -12,7 +12,7 @@ from numba import carray  # type: ignore[attr-defined]
 
 from kernels.cpu.compiled import vectorized
 from kernels.cpu.elements import elements, narrow, widen
-from kernels.cpu.exp2 import exp2
+from kernels.cpu.exp2 import exp2, float_of_bits
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.threads import num_threads, thread_num
@@ -142,7 +142,7 @@ Arguments = arguments_of(
     *("offsets", "floats"),  # and of every thread's room: [max_context] uint64, [max_context + 2 * head_dim] float32
     *("num_rows", "columns", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
     *("num_branch", "block_size", "num_kv_heads", "head_dim", "window", "is_causal", "max_context"),
-    "scale",  # the address of a float64
+    "scale",  # the bits of a float32
 )
 
 
@@ -170,7 +170,7 @@ def attention(element: Any) -> Kernel:
             a.block_size,
             a.num_kv_heads,
             dim,
-            np.float32(carray(pointer(a.scale), 1, np.float64)[0]),
+            float_of_bits(np.int32(a.scale)),
             a.window,
             a.is_causal != 0,
             carray(pointer(a.offsets + own), (keys,), np.uint64),

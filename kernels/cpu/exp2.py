@@ -29,7 +29,7 @@ def _bitcast(_context: Any, _bits: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-_float_of_bits: Any = intrinsic(_bitcast)
+float_of_bits: Any = intrinsic(_bitcast)
 
 
 @vectorized
@@ -38,5 +38,5 @@ def exp2(x: Any) -> Any:
     whole = np.floor(x + HALF)
     f = x - whole
     power = ((((((P6 * f + P5) * f + P4) * f + P3) * f + P2) * f + P1) * f) + ONE
-    scale = _float_of_bits(np.int32((np.int32(whole) + BIAS) << MANTISSA))
+    scale = float_of_bits(np.int32((np.int32(whole) + BIAS) << MANTISSA))
     return power * scale

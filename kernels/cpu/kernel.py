@@ -29,21 +29,21 @@ class Kernel:
         self._function = function
         self._type = ctypes.c_int64 * len(arguments.names or ())
         self._count = len(arguments.names or ())
-        self._compiled: Any = None
-        self._call: Any = None
+        self._compiled: Any = None  # and its call from Python
 
     def __call__(self, *numbers: int, threads: int = 1) -> None:
         """Run in so many threads, in one where torch has none to share; or be written down (recording.py)."""
         if self._compiled is None:
             link_threads()
-            self._compiled = compiled_for_c(self._function, (types.voidptr,))
-            self._call = self._compiled.ctypes
+            compiled = compiled_for_c(self._function, (types.voidptr,))
+            self._compiled = compiled.address, compiled.ctypes
         assert len(numbers) == self._count
+        address, call = self._compiled
         arguments, recording = self._type(*numbers), current()
         if recording is not None:
-            recording.calls.append((self._compiled.address, arguments))
+            recording.calls.append((address, arguments))
             recording.threads = max(recording.threads, threads)
         elif threads == 1 or (library := openmp()) is None:
-            self._call(ctypes.addressof(arguments))
+            call(ctypes.addressof(arguments))
         else:
-            library.GOMP_parallel(self._compiled.address, arguments, threads, 0)
+            library.GOMP_parallel(address, arguments, threads, 0)

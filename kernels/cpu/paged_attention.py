@@ -6,8 +6,6 @@ padded or masked, so a launch costs what its rows see.
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,13 +45,12 @@ class LayerLaunch:
         self._floats = empty(room, max_context + 2 * head_dim)
         self._tensors = [tensor.long() for tensor in segments.tensors]
         assert all(tensor.is_contiguous() for tensor in self._tensors)
-        self._scale = kept_number(float(np.float32(scale) * LOG2_E))
         self._numbers = (
             *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats)),
             *(num_rows, num_heads * head_dim, query.stride(0), num_blocks * block_size, width),
             *(len(segments.tile_rows), *segments.block_tables.shape, segments.branch_slots.shape[1], block_size),
             *(num_kv_heads, head_dim, sliding_window or 0, is_causal, max_context),
-            self._scale.data_ptr(),
+            int((np.float32(scale) * LOG2_E).view(np.int32)),
         )
         self._attend = attention(ELEMENTS[query.dtype])
 
@@ -63,12 +60,6 @@ class LayerLaunch:
         addresses = (output.data_ptr(), query.data_ptr(), kv_cache.data_ptr())
         self._attend(*addresses, *self._numbers, threads=self._threads)
         return output
-
-
-@cache
-def kept_number(number: float) -> Tensor:
-    """[] float64, for good."""
-    return torch.tensor(number, dtype=torch.float64)
 
 
 def paged_attention(

@@ -56,16 +56,16 @@ def can_pack(weight: Weight) -> bool:
     return is_known and weight.device.type == "cpu" and multiplies_and_adds()
 
 
-def pack(weight: Weight) -> Panels:
-    """A copy of the weight as panels, or itself where it is one. It must be one of which `can_pack` is true."""
-    if isinstance(weight, Panels):
+def pack(weight: Weight) -> Weight:
+    """A copy of the weight as panels; itself where it is one, or where `can_pack` says no."""
+    if isinstance(weight, Panels) or not can_pack(weight):
         return weight
-    assert can_pack(weight), f"{weight.shape}, {weight.dtype} on {weight.device}"
     out_features, in_features = weight.shape
     width, inputs = panel_width(out_features), inputs_of_a_step(weight.dtype)
     rows = F.pad(weight, (0, 0, 0, -out_features % width)) if out_features % width else weight
-    numbers = rows.reshape(-1, width, in_features // inputs, inputs).permute(0, 2, 1, 3).contiguous()
-    return Panels(shape=weight.shape, numbers=numbers)
+    numbers = rows.reshape(-1, width, in_features // inputs, inputs).permute(0, 2, 1, 3)
+    # Vectors are read whole: a copy of its own begins on a line, as all that torch allocates.
+    return Panels(shape=weight.shape, numbers=numbers.clone(memory_format=torch.contiguous_format))
 
 
 def unpack(weight: Weight) -> Tensor:

@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from functools import cache
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from numba import carray, types  # type: ignore[attr-defined]
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels.cpu.compiled import compiled_for_c
 from kernels.cpu.native import call, pointer
@@ -28,26 +30,13 @@ ALIGNMENT = 64  # bytes: a vector of AVX-512, and a line of every cache
 Calls = np.dtype([("count", np.int64), ("calls", np.int64)])  # the address of [count, 2]: functions and their arguments
 
 
-class Pool:
-    """Memory of recorded computations, which are never under way together: what nothing refers to is given again."""
+class Block:
+    """Memory that recorded computations share, one after another."""
 
-    def __init__(self) -> None:
-        self._blocks = defaultdict[int, list[_Block]](list)  # by their size
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        count = prod(shape)
-        blocks = self._blocks[_rounded(count * dtype.itemsize)]
-        block = next((own for own in blocks if own.is_free), None)
-        if block is None:
-            block = _Block(_rounded(count * dtype.itemsize))
-            blocks.append(block)
-        strides = [prod(shape[place + 1 :]) for place in range(len(shape))]
-        return block.tensor.view(dtype).as_strided(shape, strides)
-
-
-class _Block:
     def __init__(self, size: int) -> None:
-        self.tensor = torch.empty(size, dtype=torch.uint8)
+        with _disable_current_modes():  # which may forbid what is not a kernel's
+            self.tensor = torch.empty(size, dtype=torch.uint8)
+        assert self.tensor.data_ptr() % ALIGNMENT == 0
         self._storage = self.tensor.untyped_storage()
         self._uses = self._count()  # by itself alone
 
@@ -60,8 +49,24 @@ class _Block:
         return count
 
 
+class Pool:
+    """The blocks of computations that are never under way together; a block lives as long as a program that uses it."""
+
+    def __init__(self) -> None:
+        self._blocks = defaultdict[int, WeakSet[Block]](WeakSet)  # by their size
+
+    def free_block(self, size: int) -> Block:
+        """To which nothing refers that is still to be read."""
+        blocks = self._blocks[_rounded(size)]
+        block = next((own for own in blocks if own.is_free), None)
+        if block is None:
+            block = Block(_rounded(size))
+            blocks.add(block)
+        return block
+
+
 def _rounded(size: int) -> int:
-    """Bytes of the block that holds so many: whole lines, and beyond the smallest at most a quarter more."""
+    """Bytes of the block that holds so many: beyond the smallest at most a quarter more."""
     size = max(size, 8 * ALIGNMENT)
     step = 1 << (size - 1).bit_length() - 3
     return -(-size // step) * step
@@ -69,16 +74,23 @@ def _rounded(size: int) -> int:
 
 class Recording:
     def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+        self._pool = pool
+        self._blocks = set[Block]()
         self.calls: list[tuple[int, Any]] = []  # a compiled function's address, and its arguments
         self.threads = 1  # that any of them asked for
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        block = self._pool.free_block(prod(shape) * dtype.itemsize)
+        self._blocks.add(block)
+        strides = [prod(shape[place + 1 :]) for place in range(len(shape))]
+        return block.tensor.view(dtype).as_strided(shape, strides)
 
     def program(self) -> Program:
         return Program(self)
 
 
 class Program:
-    """What a recording has written down. Whatever it reads must be where it was; only the pool's memory is kept."""
+    """What a recording has written down. Whatever it reads must be where it was; it keeps its own blocks alone."""
 
     def __init__(self, recording: Recording) -> None:
         self._keeps = recording
@@ -114,7 +126,7 @@ def current() -> Recording | None:
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Room for a kernel's results."""
     own = current()
-    return torch.empty(shape, dtype=dtype) if own is None else own.pool.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype) if own is None else own.empty(shape, dtype)
 
 
 def make_calls(arguments: Any) -> None:

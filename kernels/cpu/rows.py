@@ -1,4 +1,4 @@
-"""Rows of zeros, of a table, and in float32."""
+"""Rows of zeros, of a table, side by side, added up, and in float32."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from kernels.cpu.elements import ELEMENTS, elements, widen
+from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import num_threads, thread_num
 
-Taking = arguments_of("taken", "table", "rows", "num_rows", "table_rows", "width")
+Taking = arguments_of("taken", "table", "rows", "num_rows", "table_rows", "width", "taken_stride", "table_stride")
+Adding = arguments_of("sums", "first", "second", "num_rows", "width")
 Zeroing = arguments_of("out", "count")  # bytes
 Widening = arguments_of("wide", "rows", "num_rows", "width")
 WHOLE = {2: np.uint16, 4: np.float32, 8: np.int64}  # numbers of so many bytes that nobody computes with
@@ -26,12 +27,13 @@ WHOLE = {2: np.uint16, 4: np.float32, 8: np.int64}  # numbers of so many bytes t
 def rows_taking(element: Any) -> Kernel:
     def take(arguments: Any) -> None:
         a = carray(arguments, 1, Taking)[0]
-        taken = elements(a.taken, a.num_rows, a.width, element)
-        table = elements(a.table, a.table_rows, a.width, element)
-        rows = integers(a.rows, a.num_rows)
+        taken = elements(a.taken, a.num_rows, a.taken_stride, element)
+        table = elements(a.table, a.table_rows, a.table_stride, element)
+        rows = integers(a.rows if a.rows else a.table, a.num_rows)  # without rows: each its own
         for row in range(np.int64(thread_num()), a.num_rows, np.int64(num_threads())):
+            own = table[rows[row] if a.rows else row]
             for column in range(a.width):
-                taken[row, column] = table[rows[row], column]
+                taken[row, column] = own[column]
 
     return Kernel(take, Taking)
 
@@ -67,11 +69,48 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     """[table_rows, width], [num_rows] int64, each a row of the table -> [num_rows, width]."""
-    assert table.is_contiguous() and rows.is_contiguous() and rows.dtype == torch.int64
+    assert rows.is_contiguous() and rows.dtype == torch.int64
     taken = empty(len(rows), table.shape[1], dtype=table.dtype)
-    take = rows_taking(WHOLE[table.element_size()])
-    take(taken.data_ptr(), table.data_ptr(), rows.data_ptr(), len(rows), *table.shape)
+    _take(taken, table, rows)
     return taken
+
+
+def beside(first: Tensor, second: Tensor) -> Tensor:
+    """[num_rows, a] and [num_rows, b] of one dtype -> [num_rows, a + b]."""
+    both, width = empty(len(first), first.shape[1] + second.shape[1], dtype=first.dtype), first.shape[1]
+    _take(both[:, :width], first)
+    _take(both[:, width:], second)
+    return both
+
+
+def _take(taken: Tensor, table: Tensor, rows: Tensor | None = None) -> None:
+    assert taken.dtype == table.dtype and taken.stride(1) == table.stride(1) == 1
+    assert taken.shape[1] == table.shape[1] and (rows is not None or len(taken) == len(table))
+    addresses = (taken.data_ptr(), table.data_ptr(), 0 if rows is None else rows.data_ptr())
+    take = rows_taking(WHOLE[table.element_size()])
+    take(*addresses, len(taken), *table.shape, taken.stride(0), table.stride(0))
+
+
+@cache
+def rows_adding(element: Any) -> Kernel:
+    def add_rows(arguments: Any) -> None:
+        a = carray(arguments, 1, Adding)[0]
+        sums, first = elements(a.sums, a.num_rows, a.width, element), elements(a.first, a.num_rows, a.width, element)
+        second = elements(a.second, a.num_rows, a.width, element)
+        for row in range(np.int64(thread_num()), a.num_rows, np.int64(num_threads())):
+            for column in range(a.width):
+                sums[row, column] = narrow(widen(first[row, column]) + widen(second[row, column]), first[row, column])
+
+    return Kernel(add_rows, Adding)
+
+
+def add(first: Tensor, second: Tensor) -> Tensor:
+    """Both [num_rows, width], contiguous and of one dtype."""
+    assert first.is_contiguous() and second.is_contiguous() and first.dtype == second.dtype
+    assert first.shape == second.shape
+    sums = empty(*first.shape, dtype=first.dtype)
+    rows_adding(ELEMENTS[first.dtype])(sums.data_ptr(), first.data_ptr(), second.data_ptr(), *first.shape)
+    return sums
 
 
 def widened(rows: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.operations import head_logits
+from runner.engine.operations import add, beside, head_logits, take_rows
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -71,14 +71,15 @@ class EagleHead:
         return states
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
-        embeds = self.target.embed(batch.token_ids) if self.embed_tokens is None else self.embed_tokens[batch.token_ids]
-        residual = self.fc(torch.cat((embeds, hidden), dim=1), batch.linear_tile)
+        own, ids = self.embed_tokens, batch.token_ids
+        embeds = self.target.embed(ids) if own is None else take_rows(own, ids)
+        residual = self.fc(beside(embeds, hidden), batch.linear_tile)
         rope = self._rope(batch.positions, residual)
         output: torch.Tensor | None = None
         for layer in self.layers:
             output, residual = layer(output, residual, rope, batch, cache)
         assert output is not None
-        return residual + output
+        return add(residual, output)
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         if self.lm_head is None:

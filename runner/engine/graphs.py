@@ -1,4 +1,4 @@
-"""CUDA graphs of a computation: captured once for every layout of its inputs, then replayed.
+"""Graphs of a computation: captured once for every layout of its inputs, then replayed. CUDA's, or a CPU's programs.
 
 A computation that is launched kernel by kernel waits for Python between them; a replay is one call. Inputs are copied
 into the tensors that were captured, so a graph serves every launch that unpacks alike (PackedLaunch.key).

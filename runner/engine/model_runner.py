@@ -18,6 +18,7 @@ from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
 from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes, row_invariant_shapes
+from runner.engine.operations import take_rows
 from runner.engine.paged_shape import PagedShape
 from runner.engine.programs import can_record, graph_store
 from runner.engine.tile_shape import ANY_SHAPE_TILES
@@ -29,7 +30,7 @@ SCORED_ROWS = 240  # logits rows of prompt tokens at a time; whole tiles of eith
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOutput:
-    """What a pass over parts of requests yields, in the order of the parts."""
+    """What a pass over parts of requests yields, in the order of the parts; logits hold until the next pass."""
 
     logits: torch.Tensor  # [sum of num_logits, vocab] float32
     hidden_states: torch.Tensor | None  # [num tokens, num_taps * hidden], a row for every token; None without taps
@@ -89,6 +90,8 @@ class ModelRunner:
         self.cache = PagedKVCache(self.model.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
 
     def release_cache(self) -> None:
+        if self.graphs is not None:
+            self.graphs = graph_store(self.device)
         self.cache = None
 
     def run(
@@ -176,7 +179,7 @@ class ModelRunner:
         """A launch that is on the device: (normed hidden states of its rows, their tapped states)."""
         assert self.cache is not None, "allocate_cache comes first"
         if self.token_map is not None:
-            batch = replace(batch, token_ids=self.token_map.index_select(0, batch.token_ids))
+            batch = replace(batch, token_ids=take_rows(self.token_map.unsqueeze(1), batch.token_ids).squeeze(1))
         inner = tuple(tap for tap in tap_layers if tap != NORMED)
         hidden, taps = self.model(batch, self.cache, inner)
         by_layer = {NORMED: hidden, **dict(zip(inner, taps, strict=True))}

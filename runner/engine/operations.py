@@ -29,12 +29,30 @@ NormWeights = tuple[torch.Tensor, torch.Tensor]  # weight [head_dim], eps [] flo
 
 
 def take_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[table_rows, width], contiguous, and [num_rows] int64 -> [num_rows, width]."""
-    if not is_compiled(table):
+    """[table_rows, width] and [num_rows] int64 -> [num_rows, width]."""
+    if table.is_cuda or runs_kernels(table) or table.requires_grad:
         return table.index_select(0, rows)
     from kernels.cpu.rows import take_rows as on_cpu
 
     return on_cpu(table, rows)
+
+
+def beside(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """[num_rows, a] and [num_rows, b] -> [num_rows, a + b]."""
+    if not is_compiled(first):
+        return torch.cat((first, second), dim=1)
+    from kernels.cpu.rows import beside as on_cpu
+
+    return on_cpu(first, second)
+
+
+def add(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Both [num_rows, width]."""
+    if not is_compiled(first):
+        return first + second
+    from kernels.cpu.rows import add as on_cpu
+
+    return on_cpu(first, second)
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:

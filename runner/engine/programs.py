@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-from weakref import WeakValueDictionary
+import gc
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,10 +13,14 @@ from kernels.cpu.panels import Panels, Weight
 from runner.engine.backend import runs_kernels
 from runner.engine.graphs import Compute, Graph, GraphStore, Tensors
 
+if TYPE_CHECKING:
+    from kernels.cpu.recording import Pool
+
+MAX_OUTPUT_BYTES = 1 << 28  # of the graphs of a store
 _aten = torch.ops.aten
 # What a recording leaves out without harm: they make tensors of memory, and neither read nor write it;
 MAKE_TENSORS = {
-    *(_aten.alias, _aten.as_strided, _aten.chunk, _aten.detach, _aten.empty, _aten.expand, _aten.narrow, _aten.select),
+    *(_aten.alias, _aten.as_strided, _aten.chunk, _aten.detach, _aten.expand, _aten.narrow, _aten.select),
     *(_aten.slice, _aten.split, _aten.split_with_sizes, _aten.squeeze, _aten.t, _aten.transpose, _aten.unsqueeze),
     _aten.view,
 }
@@ -24,7 +29,12 @@ MAY_COPY = {_aten.contiguous, _aten.flatten, _aten.reshape, _aten.to}
 
 
 def graph_store(device: torch.device) -> GraphStore:
-    return GraphStore() if runs_kernels(device) else GraphStore(record_program, at_once=True)
+    """For one computation, whose calls follow one another."""
+    if runs_kernels(device):
+        return GraphStore()
+    from kernels.cpu.recording import Pool  # numba, of no use on a GPU
+
+    return GraphStore(partial(record_program, pool=Pool()), at_once=True, max_output_bytes=MAX_OUTPUT_BYTES)
 
 
 def can_record(weight: Weight) -> bool:
@@ -37,6 +47,8 @@ class NotRecordableError(Exception):
 
 
 class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what torch would compute. It sees neither `tolist` nor `numpy`, which read what is not there yet."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, kwargs = func.overloadpacket, kwargs or {}
         if kind in MAKE_TENSORS:
@@ -48,18 +60,33 @@ class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotRecordableError(str(func))
 
 
-def record_program(compute: Compute, inputs: Tensors) -> Graph:
-    """What torch computes a part of stays as it is: it is computed anew at each replay."""
-    from kernels.cpu.recording import Pool, recording  # numba, of no use on a GPU
+def record_program(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
+    """What torch computes a part of stays as it is: all of it is computed anew at each replay.
 
+    So does not a layout in which torch only prepared something that stays, a table of rotations say.
+    """
     held = tuple(tensor.clone() for tensor in inputs)
-    pool = _pools.get("shared") or Pool()
-    _pools["shared"] = pool
+    try:
+        return _recorded(compute, held, pool)
+    except NotRecordableError:
+        compute(*held)
+    try:
+        return _recorded(compute, held, pool)
+    except NotRecordableError:
+        return _eager(compute, held)
+
+
+def _recorded(compute: Compute, held: Tensors, pool: Pool) -> Graph:
+    from kernels.cpu.recording import recording
+
+    collects = gc.isenabled()
+    gc.disable()  # what it frees may be torch's to finish, and no kernel
     try:
         with recording(pool) as recorded, _KernelsOnly():  # type: ignore[no-untyped-call]
             outputs = compute(*held)
-    except NotRecordableError:
-        return _eager(compute, held)
+    finally:
+        if collects:
+            gc.enable()
     return Graph(inputs=held, outputs=outputs, replay=recorded.program())
 
 
@@ -75,6 +102,3 @@ def _eager(compute: Compute, held: Tensors) -> Graph:
                 output.copy_(fresh)
 
     return Graph(inputs=held, outputs=outputs, replay=replay)
-
-
-_pools: WeakValueDictionary[str, Any] = WeakValueDictionary()

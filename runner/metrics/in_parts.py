@@ -14,7 +14,7 @@ class InParts(StrEnum):
     # No note names these: they pass by themselves, or follow from the device and the method that were chosen.
     PROMPT = "prompt"  # a request arrives, or comes back, and its tokens are computed
     CATCH_UP = "catch_up"  # the drafter takes in what earlier steps committed
-    UNCAPTURED = "uncaptured"  # the engine captures no steps: on the CPU, or with hardware.enforce_eager
+    UNCAPTURED = "uncaptured"  # no whole steps are captured: on a CPU, or with hardware.enforce_eager
     HOST_DRAFTS = "host_drafts"  # the method drafts on the host
     # A note names these (`_NOTED` says what they are).
     TRANSFORMERS = "transformers"
