@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kernels.cpu.recording import Pool
 
 MAX_OUTPUT_BYTES = 1 << 28  # of the graphs of a store
+MAX_GRAPHS = 512  # of a store: one takes some ten kilobytes beside its outputs
 _aten = torch.ops.aten
 # What a recording leaves out without harm: they make tensors of memory, and neither read nor write it;
 MAKE_TENSORS = {
@@ -34,7 +35,8 @@ def graph_store(device: torch.device) -> GraphStore:
         return GraphStore()
     from kernels.cpu.recording import Pool  # numba, of no use on a GPU
 
-    return GraphStore(partial(record_program, pool=Pool()), at_once=True, max_output_bytes=MAX_OUTPUT_BYTES)
+    record = partial(record_program, pool=Pool())
+    return GraphStore(record, at_once=True, max_output_bytes=MAX_OUTPUT_BYTES, max_graphs=MAX_GRAPHS)
 
 
 def can_record(weight: Weight) -> bool:
