@@ -38,7 +38,7 @@ class ProposerContext:
     # The rule looks at drafts beyond its cut, so no step may draw with noise of an earlier one: the step's key is the
     # number of committed tokens at its start, Request.num_tokens.
     keys_by_draft_step: bool = False
-    captures_graphs: bool = False  # passes over generated tokens are captured as CUDA graphs
+    captures_graphs: bool = False  # passes over generated tokens are captured as graphs
     grammars: GrammarStore = field(default_factory=GrammarStore)  # a drafter with logits walks them
     target: LoadedModel | None = None  # draft heads share its embedding and its head
 

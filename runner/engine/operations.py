@@ -30,7 +30,7 @@ NormWeights = tuple[torch.Tensor, torch.Tensor]  # weight [head_dim], eps [] flo
 
 def take_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """[table_rows, width] and [num_rows] int64 -> [num_rows, width]."""
-    if table.is_cuda or runs_kernels(table) or table.requires_grad:
+    if runs_kernels(table) or table.requires_grad:
         return table.index_select(0, rows)
     from kernels.cpu.rows import take_rows as on_cpu
 

@@ -63,9 +63,9 @@ class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record_program(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
-    """What torch computes a part of stays as it is: all of it is computed anew at each replay.
+    """A computation of which torch does a part is not recorded: each replay computes it anew, kernel by kernel.
 
-    So does not a layout in which torch only prepared something that stays, a table of rotations say.
+    torch may prepare what stays, a table of rotations say: then a second attempt finds it there.
     """
     held = tuple(tensor.clone() for tensor in inputs)
     try:
