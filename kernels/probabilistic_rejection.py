@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kernels.philox import gumbel_block, log
 from kernels.reference.philox import Stream
-from kernels.rejection import Verified, accept_uniforms, empty_result, length_of_prefix, load_drafts, store_tokens
+from kernels.reference.rejection import Verified
+from kernels.rejection import accept_uniforms, empty_result, length_of_prefix, load_drafts, store_tokens
 from kernels.scores import check_rows, load_logits, ranks_of, token_of, value_of
 from kernels.truncation import TruncatedRows
 

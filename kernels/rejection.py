@@ -10,8 +10,6 @@ token -1) is padding: its tokens are -1 and its counts 0. Definitions: kernels/r
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,14 +17,9 @@ from torch import Tensor
 
 from kernels.philox import random_words, words_to_uniform
 from kernels.reference.philox import Stream
+from kernels.reference.rejection import Verified
 
 ACCEPT: tl.constexpr = tl.constexpr(int(Stream.ACCEPT))
-
-
-class Verified(NamedTuple):
-    token_ids: Tensor  # [num_requests, max_num_draft_tokens + 1] int64: accepted, recovered or bonus, then -1
-    num_accepted_tokens: Tensor  # [num_requests] int64
-    num_draft_tokens: Tensor  # [num_requests] int64: before a request's first -1
 
 
 @triton.jit

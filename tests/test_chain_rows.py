@@ -9,6 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cpu.chain_rows import chain_rows as chain_rows_on_cpu
+from kernels.cpu.fit_drafts import fit_drafts as fit_on_cpu
+from kernels.cpu.follow_verified import follow_verified as follow_on_cpu
 from kernels.reference.chain_rows import chain_rows as reference
 from kernels.reference.fit_drafts import fit_drafts as fit_reference
 from kernels.reference.follow_verified import follow_verified as follow_reference
@@ -20,6 +23,9 @@ pytest.importorskip("triton")
 from kernels.chain_rows import chain_rows
 from kernels.fit_drafts import fit_drafts
 from kernels.follow_verified import follow_verified
+
+FIT = {"definition": fit_reference, "kernel": fit_drafts, "compiled": fit_on_cpu}
+FOLLOW = {"definition": follow_reference, "kernel": follow_verified, "compiled": follow_on_cpu}
 
 
 @st.composite
@@ -52,6 +58,16 @@ def both_ways(case: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
 def test_the_kernel_says_what_the_definition_says(kernel_device: torch.device, case: dict[str, Any]) -> None:
     for expected, found in zip(*both_ways(case, kernel_device), strict=True):
         assert torch.equal(found, expected)
+
+
+@settings(max_examples=60)
+@given(chains(), st.integers(1, 3))
+def test_compiled_for_a_cpu_it_says_the_same_in_int64(case: dict[str, Any], table_stride: int) -> None:
+    lengths = torch.tensor(case["lengths"], dtype=torch.int64)
+    tables = torch.tensor(case["tables"]).repeat(1, table_stride)[:, : len(case["tables"][0])]  # rows apart
+    expected = reference(lengths, tables.to(torch.int32), **case["shape"])
+    for found, wanted in zip(chain_rows_on_cpu(lengths, tables, **case["shape"]), expected, strict=True):
+        assert found.dtype == torch.int64 and torch.equal(found, wanted.long())
 
 
 @settings(max_examples=60)
@@ -94,31 +110,31 @@ def test_rows_behind_the_last_block_of_a_table_go_to_the_null_block(kernel_devic
         assert found[1].tolist() == [14, 15, 0, 0]
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_drafts_that_could_not_be_committed_are_none(by_kernel: bool, kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("how", FIT)
+def test_drafts_that_could_not_be_committed_are_none(how: str, kernel_device: torch.device) -> None:
     """Room for all, for one of them, for none, and a request that has one draft from the start."""
     drafts = torch.tensor([[10, 11, 12], [13, 14, 15], [16, 17, 18], [19, -1, -1]])
     last = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])[:, 1]
     lengths, limits = torch.tensor([5, 8, 9, 3]), torch.tensor([9, 10, 10, 20])
-    device = kernel_device if by_kernel else torch.device("cpu")
+    device = kernel_device if how == "kernel" else torch.device("cpu")
     arguments = [t.to(device) for t in (drafts, last, lengths, limits)]
-    fitting, rows = (fit_drafts if by_kernel else fit_reference)(*arguments)
+    fitting, rows = FIT[how](*arguments)
     assert fitting.tolist() == [[10, 11, 12], [13, -1, -1], [-1, -1, -1], [19, -1, -1]]
     assert rows.tolist() == [[2, 10, 11, 12], [4, 13, 0, 0], [6, 0, 0, 0], [8, 19, 0, 0]]
-    nothing, rows = (fit_drafts if by_kernel else fit_reference)(arguments[0][:, :0].contiguous(), *arguments[1:])
+    nothing, rows = FIT[how](arguments[0][:, :0].contiguous(), *arguments[1:])
     assert nothing.shape == (4, 0) and rows.tolist() == [[2], [4], [6], [8]]
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_requests_move_on_by_what_was_verified(by_kernel: bool, kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("how", FOLLOW)
+def test_requests_move_on_by_what_was_verified(how: str, kernel_device: torch.device) -> None:
     """All drafts accepted, some, none, and a place without a request, whose tokens are padding."""
     lengths = torch.tensor([9, 5, 7, 0])
     last = torch.tensor([[1, 2], [3, 4], [5, 6], [0, 0]])
     token_ids = torch.tensor([[10, 11, 12], [13, 14, -1], [15, -1, -1], [-1, -1, -1]])
     num_accepted, num_drafts = torch.tensor([2, 1, 0, 0]), torch.tensor([2, 2, 1, 0])
-    device = kernel_device if by_kernel else torch.device("cpu")
+    device = kernel_device if how == "kernel" else torch.device("cpu")
     arguments = [t.to(device) for t in (lengths, last, token_ids, num_accepted, num_drafts)]
-    packed = (follow_verified if by_kernel else follow_reference)(*arguments)
+    packed = FOLLOW[how](*arguments)
     assert packed.tolist() == [[10, 11, 12, 2, 2], [13, 14, -1, 1, 2], [15, -1, -1, 0, 1], [-1, -1, -1, 0, 0]]
     assert arguments[0].tolist() == [12, 7, 8, 0]
     assert arguments[1].tolist() == [[11, 12], [13, 14], [6, 15], [0, 0]]

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from kernels.cpu import paged_attention as on_cpu
 from kernels.cpu import threads
-from kernels.cpu.compiled import compiled
+from kernels.cpu.compiled import compiled, exact, vectorized
 from kernels.cpu.elements import ELEMENTS, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.rms_norm import add_rms_norm as add_rms_norm_on_cpu
 from kernels.cpu.rms_norm import rms_norm as rms_norm_on_cpu
 from kernels.cpu.rope import rope_and_write
+from kernels.cpu.sampling import greedy
 from kernels.cpu.silu_and_mul import silu_and_mul as silu_and_mul_on_cpu
 from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rope import RopeTable, apply_rope
@@ -291,3 +292,23 @@ def test_gates_are_what_the_definition_says_and_rows_their_own(width: int) -> No
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-12)
     for row in range(len(gate_up)):
         assert torch.equal(silu_and_mul_on_cpu(gate_up[row : row + 1]), found[row : row + 1])
+
+
+@exact
+def _zero_of(x: Any) -> Any:
+    return x + np.float32(0.0)
+
+
+@vectorized
+def _zeros_of(xs: Any) -> None:
+    for place in range(len(xs)):
+        xs[place] = _zero_of(xs[place])
+
+
+def test_what_is_exact_stays_so_in_a_caller_that_is_not() -> None:
+    """numba gives a function its caller's licence, unless it wants none: -0 + 0 was -0, and no tie of 0."""
+    zeros = np.array([-0.0, 0.0], np.float32)
+    _zeros_of(zeros)
+    assert not np.signbit(zeros).any()
+    found = greedy(torch.tensor([[-1.0, -0.0, 0.0, -0.0]]), torch.tensor([3]))
+    assert found.tolist() == [1]

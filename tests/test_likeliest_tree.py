@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.cpu import likeliest_tree as on_cpu
 from kernels.reference import likeliest_tree as reference
 from proposers.trees.growth import DynamicGrowth
 from tests.no_readback import NoReadback
@@ -51,6 +52,23 @@ def test_the_kernels_grow_what_their_definition_grows(
             expected = grow(reference, seed, torch.device("cpu"))
         for own, other in zip(found, expected, strict=True):
             assert own.dtype == other.dtype and torch.equal(own.cpu(), other), seed
+
+
+def test_compiled_for_a_cpu_they_grow_the_same_trees() -> None:
+    for seed in range(60):
+        found, expected = (grow(ops, seed, torch.device("cpu")) for ops in (on_cpu, reference))
+        for own, other in zip(found, expected, strict=True):
+            assert own.dtype == other.dtype and torch.equal(own, other), seed
+
+
+@pytest.mark.parametrize("ops", [reference, on_cpu])
+def test_what_is_no_number_has_no_chance(ops: Any) -> None:
+    tree = reference.TreeCandidates.unwritten(1, 1, 3, torch.device("cpu"))
+    log_probs = torch.tensor([[float("nan"), -2.0, float("nan"), -1.0]])
+    following = ops.add_level(tree, 0, torch.tensor([[5, 6, 7, 8]]), log_probs, num_rows=1, num_next=3)
+    assert following.token_ids.tolist() == [8, 6, 5] and following.rows.tolist() == [0, 0, 0]
+    assert tree.scores.tolist() == [[[-1.0, -2.0, -float("inf")]]]
+    assert ops.likeliest_tree(tree, 3).token_ids.tolist() == [[8, 6, -1]]
 
 
 def paths(parents: list[int], token_ids: list[int]) -> list[tuple[int, ...]]:

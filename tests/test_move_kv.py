@@ -1,4 +1,4 @@
-"""Moving cached slots: the torch reference against a copy by hand, the Triton kernel against both."""
+"""Moving cached slots: the torch reference against a copy by hand, Triton's kernel and a CPU's against both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cpu.move_kv import move_kv as on_cpu
 from kernels.reference.move_kv import move_kv as reference
 from runner.engine.kv_cache import PagedKVCache
 
@@ -50,14 +51,15 @@ def test_every_slot_holds_what_was_moved_there_and_others_stay(
                 layer[target] = old[source]
     layout = torch.tensor([offsets, widths])
     slots = torch.tensor([case["sources"], case["targets"]])
-    by_reference, by_kernel = kv.clone(), kv.clone().to(kernel_device)
+    by_reference, by_cpu, by_kernel = kv.clone(), kv.clone(), kv.clone().to(kernel_device)
     reference(by_reference, layout[0], layout[1], slots[0], slots[1])
+    on_cpu(by_cpu, layout[0], layout[1], slots[0], slots[1], widest=max(widths))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_ops, "BLOCK", block)
         layout, slots = layout.to(kernel_device), slots.to(kernel_device)
         triton_ops.move_kv(by_kernel, layout[0], layout[1], slots[0], slots[1], widest=max(widths))
     wanted = torch.cat([layer.flatten() for layer in expected])
-    assert torch.equal(by_reference, wanted)
+    assert torch.equal(by_reference, wanted) and torch.equal(by_cpu, wanted)
     assert torch.equal(by_kernel.cpu(), wanted)
 
 
@@ -68,7 +70,21 @@ def test_nobody_and_nothing_to_move_are_fine(kernel_device: torch.device) -> Non
         nothing = torch.empty(shape, dtype=torch.int64, device=kernel_device)
         triton_ops.move_kv(kv, layout[0], layout[1], nothing, nothing, widest=2)
         reference(kv, layout[0], layout[1], nothing, nothing)
+        on_cpu(kv.cpu(), layout[0].cpu(), layout[1].cpu(), nothing.cpu(), nothing.cpu(), widest=2)
     assert kv.tolist() == list(range(12))
+
+
+def test_threads_of_a_cpu_move_all_that_there_is() -> None:
+    """More than one of them copies; a move reads what the one before it has left alone."""
+    num_slots, width, num_requests, before = 40, 600, 3, torch.get_num_threads()
+    kv = torch.randn(2 * num_slots * width, generator=torch.Generator().manual_seed(0))
+    sources = torch.arange(1, 1 + 12 * num_requests).view(num_requests, 12)[:, 1:]
+    layout, by_cpu = torch.tensor([[0, num_slots * width], [width, width]]), kv.clone()
+    torch.set_num_threads(3)
+    on_cpu(by_cpu, layout[0], layout[1], sources.contiguous(), (sources - 1).contiguous(), widest=width)
+    torch.set_num_threads(before)
+    reference(kv, layout[0], layout[1], sources, sources - 1)
+    assert torch.equal(by_cpu, kv)
 
 
 def test_a_cache_moves_slots_in_all_of_its_layers() -> None:

@@ -1,4 +1,4 @@
-"""Prompt lookup over rows of tokens: the torch reference against the definition, the Triton kernels against both."""
+"""Prompt lookup over rows of tokens: the reference against the definition, the kernels against both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cpu.ngram_match import ngram_match as on_cpu
 from kernels.reference.ngram_match import ngram_match as reference
 from proposers.lookup.ngram_definition import naive_lookup
 
@@ -42,12 +43,13 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("match", [reference, on_cpu])
 @settings(max_examples=300)
-@given(batches())
-def test_the_reference_finds_what_the_definition_finds(batch: dict[str, Any]) -> None:
+@given(batch=batches())
+def test_it_finds_what_the_definition_finds(match: Any, batch: dict[str, Any]) -> None:
     token_ids, lengths = rows_of(batch["texts"], batch["width"])
     keys = {key: batch[key] for key in ("min_n", "max_n", "num_tokens")}
-    drafts = reference(token_ids, lengths, torch.tensor(batch["slots"]), **keys)
+    drafts = match(token_ids, lengths, torch.tensor(batch["slots"]), **keys)
     assert drafts.dtype == torch.int64
     assert drafts.tolist() == expected(batch["texts"], batch["slots"], **keys)
 
@@ -83,14 +85,17 @@ def test_the_kernels_equal_the_reference_on_long_rows(
     keys = {"min_n": min_n, "max_n": max_n, "num_tokens": num_tokens}
     found = triton_ops.ngram_match(token_ids, lengths, slots, **keys)
     assert torch.equal(found, reference(token_ids, lengths, slots, **keys))
+    by_cpu = on_cpu(token_ids.cpu(), lengths.cpu(), slots.cpu(), **keys)
+    assert torch.equal(found.cpu(), by_cpu)
     if (min_n, num_kinds) == (2, 9):
         assert {True, False} == set((found[:, 0] >= 0).tolist())
 
 
-@pytest.mark.parametrize("match", [reference, triton_ops.ngram_match])
+@pytest.mark.parametrize("match", [reference, on_cpu, triton_ops.ngram_match])
 def test_a_batch_of_nobody_and_a_draft_of_nothing_are_empty(kernel_device: torch.device, match: Any) -> None:
-    token_ids, lengths = (tensor.to(kernel_device) for tensor in rows_of([[1, 1, 1]], 3))
-    nobody, somebody = (torch.tensor(slots, dtype=torch.int64, device=kernel_device) for slots in ([], [0]))
+    device = torch.device("cpu") if match is on_cpu else kernel_device
+    token_ids, lengths = (tensor.to(device) for tensor in rows_of([[1, 1, 1]], 3))
+    nobody, somebody = (torch.tensor(slots, dtype=torch.int64, device=device) for slots in ([], [0]))
     assert match(token_ids, lengths, nobody, min_n=1, max_n=2, num_tokens=4).shape == (0, 4)
     assert match(token_ids, lengths, somebody, min_n=1, max_n=2, num_tokens=0).shape == (1, 0)
 

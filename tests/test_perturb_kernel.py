@@ -1,10 +1,14 @@
-"""Logits with noise by a Triton kernel: the reference's, and the very noise that tokens are drawn with."""
+"""Logits with noise: by a Triton kernel the reference's, and the very noise that tokens are drawn with."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
+from kernels.cpu.perturb import perturb as on_cpu
+from kernels.cpu.truncation import truncate
 from kernels.reference.perturb import perturb as perturb_in_torch
 from kernels.reference.philox import Stream
 
@@ -35,3 +39,31 @@ def test_no_rows_have_no_noise(kernel_device: torch.device) -> None:
     nobody = torch.empty(0, dtype=torch.int64, device=kernel_device)
     logits = torch.empty(0, 7, device=kernel_device)
     assert kernel.perturb(logits, nobody, nobody, nobody, stream=0).shape == (0, 7)
+
+
+def test_compiled_for_a_cpu_rows_of_one_owner_share_its_parameters() -> None:
+    """Bit for bit what each row has alone; greedy owners' rows stay as they are."""
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    noise = {
+        "seeds": torch.tensor([3, -5, 2**62]),
+        "positions": torch.tensor([0, 9, 70_000]),
+        "draft_steps": torch.tensor([0, 2, 1]),
+        "is_greedy": torch.tensor([False, True, False]),
+    }
+    cuts = {
+        "is_greedy": noise["is_greedy"],
+        "temperatures": torch.tensor([0.5, 1.0, 2.0]),
+        "min_p": torch.tensor([0.1, 0.9, 0.0]),
+        "top_k": torch.tensor([50, 1, 0]),
+        "top_p": torch.tensor([1.0, 0.1, 0.7], dtype=torch.float64),
+    }
+    for found, alone in (
+        (on_cpu(logits, **noise, stream=1), on_cpu(logits, **_of_rows(noise), stream=1)),
+        (truncate(logits, **cuts), truncate(logits, **_of_rows(cuts))),
+    ):
+        assert torch.equal(found, alone) and torch.equal(found[2:4], logits[2:4])
+        assert not any(torch.equal(found[row], logits[row]) for row in (0, 1, 4, 5))
+
+
+def _of_rows(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.repeat_interleave(2) for name, value in values.items()}

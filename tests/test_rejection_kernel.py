@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu import rejection as compiled_ops
 from kernels.reference.sampling import fixed_point_weights, greedy_argmax
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows, sample_tokens
@@ -70,7 +71,15 @@ class Case:
         )
         return sampler(self.processed, drafts, self.rows)
 
-    def by_kernels(self, method: str, device: torch.device, *, has_probs: bool = True, num_padding: int = 0) -> Any:
+    def by_kernels(
+        self,
+        method: str,
+        device: torch.device,
+        *,
+        has_probs: bool = True,
+        num_padding: int = 0,
+        compiled: bool = False,  # for a CPU
+    ) -> Any:
         """Padding requests have rows of their own, of negative position, and no slots."""
 
         def padded(values: Tensor) -> Tensor:
@@ -95,10 +104,13 @@ class Case:
                 padded(self.logits), truncated, drafts, probs, cu, seeds, positions, **keys
             )
         targets = torch.where(positions < 0, -1, padded(sample_tokens(self.processed, self.rows)))
+        ops = triton_ops
+        if compiled:
+            ops, cu = compiled_ops, cu.long()
         if method == "strict":
-            return triton_ops.verify_strict(targets, drafts, cu, **keys)
+            return ops.verify_strict(targets, drafts, cu, **keys)
         rates = torch.tensor(RATES, dtype=torch.float64, device=device)
-        return triton_ops.verify_synthetic(targets, drafts, cu, seeds, positions, rates, **keys)
+        return ops.verify_synthetic(targets, drafts, cu, seeds, positions, rates, **keys)
 
 
 def assert_same(verified: Any, wanted: VerifyOutput, case: Case) -> None:
@@ -130,6 +142,9 @@ def test_decisions_and_tokens_are_the_rules(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probabilistic_ops, "BLOCK", 64 if has_probs else 32)
         assert_same(case.by_kernels(method, kernel_device, has_probs=has_probs, num_padding=2), wanted, case)
+    if method != "probabilistic":
+        on_cpu = case.by_kernels(method, torch.device("cpu"), num_padding=2, compiled=True)
+        assert_same(on_cpu, wanted, case)
     lengths = torch.tensor(case.cu).diff()
     fates = {(n, n == length) for n, length in zip(wanted.num_accepted_tokens.tolist(), lengths.tolist(), strict=True)}
     assert len(fates) >= 6

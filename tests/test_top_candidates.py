@@ -1,4 +1,4 @@
-"""Candidates of draft trees by a Triton kernel: the reference's, and the same however the rows are cut."""
+"""Candidates of draft trees by Triton's kernel and by a CPU's: the reference's, and the same however rows are cut."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.benchmarks.case import check_error
+from kernels.cpu import top_candidates as on_cpu
 from kernels.reference.philox import Stream
 from kernels.reference.top_candidates import top_candidates as reference
 from runner.engine.row_sampling import RowSampling
@@ -33,8 +34,10 @@ def logits(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torc
     return logits.to(kernel_device)[:, :VOCAB_SIZE]
 
 
-def test_candidates_are_the_references(logits: torch.Tensor) -> None:
-    found, expected = kernel.top_candidates(logits, WIDTH), reference(logits, WIDTH)
+@pytest.mark.parametrize("ops", [kernel, on_cpu])
+def test_candidates_are_the_references(ops: Any, logits: torch.Tensor) -> None:
+    logits = logits.cpu() if ops is on_cpu else logits
+    found, expected = ops.top_candidates(logits, WIDTH), reference(logits, WIDTH)
     assert torch.equal(found.token_ids, expected.token_ids)
     assert found.token_ids[1, :4].tolist() == [3, 64, 70, 149] and found.token_ids[3].tolist() == [
         *sorted(range(3), key=lambda token: -float(logits[3, token])), 3, 4,
@@ -46,6 +49,31 @@ def test_candidates_are_the_references(logits: torch.Tensor) -> None:
         check_error(log_probs[:3], by_torch, exact)
         assert bool((log_probs <= 0).all()) and float(log_probs[5, 0]) == 0.0
         assert bool((log_probs[3, :3] > -INFINITY).all() and (log_probs[3, 3:] == -INFINITY).all())
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 999, 1000])
+def test_compiled_for_a_cpu_any_number_of_candidates_are_the_references(width: int) -> None:
+    """With ties, zeros of both signs, and columns without a chance or a number, in vocabularies of any order."""
+    generator = torch.Generator().manual_seed(width)
+    logits = (torch.randn(5, 1003, generator=generator)[:, :1000] * 3).round()
+    logits[1, 40:900], logits[2, 5:700:3], logits[3] = -INFINITY, float("nan"), logits[3].sort().values
+    for token_ids in (None, torch.randperm(1400, generator=generator)[:1000]):
+        found, expected = on_cpu.top_candidates(logits, width, token_ids), reference(logits, width, token_ids=token_ids)
+        assert torch.equal(found.token_ids, expected.token_ids)
+        assert found.log_probs.dtype == torch.float32
+        torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-6, rtol=1e-6)
+
+
+def test_compiled_for_a_cpu_a_row_has_its_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(9, 700, generator=torch.Generator().manual_seed(0)) * 9
+    alone, before = [on_cpu.top_candidates(row, WIDTH) for row in logits.split(1)], torch.get_num_threads()
+    monkeypatch.setattr(on_cpu, "SERIAL_COLUMNS", 0)
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        together = on_cpu.top_candidates(logits, WIDTH)
+        torch.set_num_threads(before)
+        for own, of_rows in zip(together, zip(*alone, strict=True), strict=True):
+            assert torch.equal(own, torch.cat(of_rows)), count
 
 
 def sampled(device: torch.device) -> dict[str, Any]:

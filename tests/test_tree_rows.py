@@ -1,4 +1,4 @@
-"""Rows of draft trees on the device: the definition against the host's segments, the kernel against the definition."""
+"""Rows of draft trees on the device: the definition against the host's segments, the kernels against the definition."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cpu.tree_rows import tree_rows as on_cpu
 from kernels.reference.tree_rows import NO_BRANCH
 from kernels.reference.tree_rows import tree_rows as reference
 from runner.engine.draft_trees import tree_shape
@@ -73,6 +74,21 @@ def test_the_kernel_says_what_the_definition_says(kernel_device: torch.device, c
     expected, found = both_ways(case, kernel_device)
     for name, numbers in expected.items():
         assert found[name].dtype == numbers.dtype and torch.equal(found[name], numbers), name
+
+
+@given(trees())
+def test_compiled_for_a_cpu_it_says_the_same_in_int64(case: dict[str, Any]) -> None:
+    """Requests lie apart, as those of a cache's slots and of a growing tree do."""
+    case["shape"]["split_keys"] = None
+    lengths, *of_nodes = arguments(case)
+    found = on_cpu(lengths, *(apart(numbers) for numbers in of_nodes), **case["shape"])
+    for name, numbers in reference(lengths, *of_nodes, **case["shape"])._asdict().items():
+        assert torch.equal(getattr(found, name), numbers.long()), name
+
+
+def apart(numbers: torch.Tensor) -> torch.Tensor:
+    """The same, with columns of others behind each row."""
+    return torch.cat((numbers, torch.full((len(numbers), 3), 10**9)), dim=1)[:, : numbers.shape[1]]
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The strict rule over trees on the device: against the verifier's own walk, and the kernel against its definition."""
+"""The strict rule over trees on the device: against the verifier's walk, and the kernels against their definition."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kernels.cpu.walk_tree import walk_tree as on_cpu
 from kernels.reference.walk_tree import walk_tree as reference
 from runner.engine.draft_trees import tree_shape
 from runner.engine.request import DraftTokens, Request
@@ -84,6 +85,17 @@ def test_the_kernel_walks_where_the_definition_walks(kernel_device: torch.device
         assert found.dtype == torch.int64 and torch.equal(found, expected), name
 
 
+@given(batches(), st.integers(0, 3))
+def test_compiled_for_a_cpu_it_walks_where_the_definition_walks(case: dict[str, Any], gap: int) -> None:
+    """Requests may lie apart; of more places than a tree has nodes, the last one's slot is told."""
+    slots = 1 + torch.arange(len(case["trees"]) * (case["num_nodes"] + 1)).view(len(case["trees"]), -1).flip(0)
+    drawn, *of_nodes = (*padded(case), slots)
+    lying_apart = [torch.nn.functional.pad(numbers, (0, gap), value=1)[:, : numbers.shape[1]] for numbers in of_nodes]
+    found = on_cpu(drawn, *lying_apart, depth=case["depth"])
+    for name, expected in reference(drawn, *of_nodes, depth=case["depth"])._asdict().items():
+        assert torch.equal(getattr(found, name), expected), name
+
+
 @settings(max_examples=40)
 @given(batches())
 def test_the_walk_is_the_verifiers_and_moves_what_it_moves(case: dict[str, Any]) -> None:
@@ -137,16 +149,16 @@ def test_the_walk_is_the_verifiers_and_moves_what_it_moves(case: dict[str, Any])
         assert torch.equal(found[:, : paths.shape[1]], expected) and not found[:, paths.shape[1] :].any()
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_no_draft_is_never_accepted(by_kernel: bool, kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("walk", [reference, on_cpu, walk_tree])
+def test_no_draft_is_never_accepted(walk: Any, kernel_device: torch.device) -> None:
     """A branch, a chain that ends in no draft, and an absent request."""
     drawn = torch.tensor([[5, 8, 7, 6], [5, 6, 7, 8], [-1, -1, -1, -1]])
     drafts = torch.tensor([[4, 5, 7], [5, -1, 7], [-1, 5, -1]])
     parents = torch.tensor([[-1, -1, 1], [-1, 0, 1], [-1, 0, -1]])
     slots = torch.arange(10, 22).view(3, 4)
-    device = kernel_device if by_kernel else torch.device("cpu")
+    device = kernel_device if walk is walk_tree else torch.device("cpu")
     tensors = [numbers.to(device) for numbers in (drawn.flatten(), drafts, parents, slots)]
-    walked = (walk_tree if by_kernel else reference)(*tensors, depth=3)
+    walked = walk(*tensors, depth=3)
     assert walked.token_ids.tolist() == [[5, 7, 6, -1], [5, 6, -1, -1], [-1, -1, -1, -1]]
     assert walked.num_accepted_tokens.tolist() == [2, 1, 0]
     assert walked.num_draft_tokens.tolist() == [3, 2, 0]

@@ -16,7 +16,7 @@ from kernels.benchmarks.rejection import check_verified, request_seeds
 from kernels.benchmarks.sampling import VOCAB_SIZE
 from kernels.reference import rejection as reference
 from kernels.reference.philox import Stream, gumbel, uniform
-from kernels.rejection import Verified
+from kernels.reference.rejection import Verified
 from kernels.truncation import truncate_rows
 
 NUM_DRAFTS = 4

@@ -35,7 +35,7 @@ def request_seeds(setting: Setting, num_requests: int, rows_of_a_request: int) -
     return own.repeat_interleave(rows_of_a_request)
 
 
-def check_verified(verified: kernel.Verified, drafts: Tensor, accepted: Tensor, last_token_ids: Tensor) -> None:
+def check_verified(verified: reference.Verified, drafts: Tensor, accepted: Tensor, last_token_ids: Tensor) -> None:
     """verified is what accepted [num_requests, K] bool leaves of drafts [num_requests, K], then last_token_ids."""
     num_requests, num_drafts = drafts.shape
     counts = reference.count_accepted(accepted)
@@ -58,7 +58,7 @@ def _prepare(setting: Setting, rule: str, num_requests: int) -> Work:
     cu = torch.arange(num_requests + 1, device=setting.device, dtype=torch.int32) * num_drafts
     rates = torch.tensor(RATES, dtype=torch.float64, device=setting.device)
 
-    def verify(target_token_ids: Tensor, draft_token_ids: Tensor) -> kernel.Verified:
+    def verify(target_token_ids: Tensor, draft_token_ids: Tensor) -> reference.Verified:
         if rule == "strict":
             return kernel.verify_strict(target_token_ids, draft_token_ids, cu, max_num_draft_tokens=num_drafts)
         return kernel.verify_synthetic(

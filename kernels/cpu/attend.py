@@ -91,6 +91,7 @@ def attend(
     tables: Any,
     branch_starts: Any,
     branch_slots: Any,
+    per_table: int,
     block_size: int,
     num_kv_heads: int,
     head_dim: int,
@@ -108,9 +109,10 @@ def attend(
     by_head = len(rows) * num_kv_heads < num_threads
     for tile in range(len(rows)):
         segment, size, position, last_key = segments[tile], sizes[tile], positions[tile], last_keys[tile]
-        branch_start, num_keys = branch_starts[segment], last_key + 1 if size else 0
+        # Rows behind the context that was announced are nobody's any more: their requests have ended.
+        branch_start, num_keys = branch_starts[segment], min(last_key + 1, len(offsets)) if size else 0
         for start in range(0, min(num_keys, branch_start), block_size):
-            first_slot = tables[segment, start // block_size] * block_size
+            first_slot = tables[segment // per_table, start // block_size] * block_size
             for place in range(min(block_size, num_keys - start)):
                 offsets[start + place] = np.uint64((first_slot + place) * width)
         for apart in range(branch_start, num_keys):
@@ -122,7 +124,7 @@ def attend(
             for place in range(size):
                 row, own = rows[tile] + place, position + place
                 last = min(last_key, own if is_causal else (own + window - 1 if window else last_key))
-                first, end = np.uint64(max(0, own - window + 1) if window else 0), np.uint64(last + 1)
+                first, end = np.uint64(max(0, own - window + 1) if window else 0), np.uint64(min(last + 1, num_keys))
                 for head in range(kv_head * group, (kv_head + 1) * group):
                     if by_head and (row * num_kv_heads * group + head) % num_threads != thread:
                         continue
@@ -141,7 +143,16 @@ Arguments = arguments_of(
     *("segments", "rows", "sizes", "positions", "last_keys", "tables", "branch_starts", "branch_slots"),  # the launch's
     *("offsets", "floats"),  # and of every thread's room: [max_context] uint64, [max_context + 2 * head_dim] float32
     *("num_rows", "columns", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
-    *("num_branch", "block_size", "num_kv_heads", "head_dim", "window", "is_causal", "max_context"),
+    *(
+        "segments_per_table",
+        "num_branch",
+        "block_size",
+        "num_kv_heads",
+        "head_dim",
+        "window",
+        "is_causal",
+        "max_context",
+    ),
     "scale",  # the bits of a float32
 )
 
@@ -153,7 +164,7 @@ def attention(element: Any) -> Kernel:
     def attend_in_thread(arguments: Any) -> None:
         a = carray(arguments, 1, Arguments)[0]
         thread, tiles, dim, keys = np.int64(thread_num()), a.num_tiles, a.head_dim, a.max_context
-        own = np.int64(8) * thread * keys
+        own, num_tables = np.int64(8) * thread * keys, a.num_segments // a.segments_per_table
         room = floats(a.floats, np.int64(num_threads()), keys + 2 * dim)[thread]
         attend(
             elements(a.output, a.num_rows, a.columns, element),
@@ -164,9 +175,10 @@ def attention(element: Any) -> Kernel:
             integers(a.sizes, tiles),
             integers(a.positions, tiles),
             integers(a.last_keys, tiles),
-            integers(a.tables, a.num_segments * a.num_blocks).reshape(a.num_segments, a.num_blocks),
+            integers(a.tables, num_tables * a.num_blocks).reshape(num_tables, a.num_blocks),
             integers(a.branch_starts, a.num_segments),
             integers(a.branch_slots, a.num_segments * a.num_branch).reshape(a.num_segments, a.num_branch),
+            a.segments_per_table,
             a.block_size,
             a.num_kv_heads,
             dim,

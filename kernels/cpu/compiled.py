@@ -53,6 +53,11 @@ def vectorized(function: Function) -> Function:
     return compiled(function, **VECTORIZED)
 
 
+def exact(function: Function) -> Function:
+    """`compiled`, with every operation in its place, whatever it is a part of."""
+    return compiled(function, fastmath=False, error_model="numpy")  # unsaid, numba would take the caller's
+
+
 def compiled_for_c(function: Callable[..., None], argument_types: tuple[Any, ...]) -> Any:
     """`function`, `vectorized`, as C calls it: its `address`. As numba.cfunc, which has no place for our cache."""
     callback = CFunc(function, (argument_types, types.void), locals={}, options=dict(VECTORIZED))

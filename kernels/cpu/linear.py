@@ -99,22 +99,22 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
     assert x.dtype == weight.dtype and x.shape[1] == in_features
     assert bias is None or (bias.dtype == weight.dtype and bias.is_contiguous())
     numbers, num_rows, out_dtype = weight.numbers, len(x), out_dtype or x.dtype
-    rows = x.contiguous()
+    rows = x if x.stride(1) == 1 else x.contiguous()
     if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not multiplies_pairs()):
-        rows = widened(rows)
+        rows = widened(rows.contiguous())
     num_panels, steps, width, inputs = numbers.shape
     threads = torch.get_num_threads() if num_rows * out_features * in_features > SERIAL_PRODUCTS else 1
     totals = empty(num_rows, out_features)
     out = totals if out_dtype == torch.float32 else empty(num_rows, out_features, dtype=out_dtype)
     # A recorded call runs in all threads.
     room = empty(0 if out_features % width == 0 else torch.get_num_threads() * TURN_ROWS * width)
-    step_bytes = width * inputs * numbers.element_size()
+    step_bytes, row_bytes = width * inputs * numbers.element_size(), rows.stride(0) * rows.element_size()
     part_steps = steps if num_rows <= TURN_ROWS else max(PART_BYTES // step_bytes, 1)
     multiply = products(kind_of(weight.dtype), width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype])
     multiply(
         *(out.data_ptr(), totals.data_ptr(), 0 if bias is None else bias.data_ptr()),
         *(rows.data_ptr(), numbers.data_ptr(), _zeros.data_ptr(), room.data_ptr()),
-        *(num_rows, in_features * rows.element_size(), out_features, num_panels, steps * step_bytes, steps, part_steps),
+        *(num_rows, row_bytes, out_features, num_panels, steps * step_bytes, steps, part_steps),
         inputs * rows.element_size(),
         threads=threads,
     )

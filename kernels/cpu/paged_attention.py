@@ -37,7 +37,7 @@ class LayerLaunch:
         num_rows, num_heads, head_dim = query.shape
         num_blocks, block_size, width = kv_cache.shape
         max_context = segments.max_context
-        assert segments.num_shared_tiles == 0 and segments.segments_per_table == 1, "launches are laid out on the host"
+        assert segments.num_shared_tiles == 0, "what is split is shared"
         work = num_rows * num_heads * head_dim * max_context  # products, at most
         self._threads = torch.get_num_threads() if work > SERIAL_PRODUCTS else 1
         room = torch.get_num_threads()  # a recorded call runs in all of them
@@ -48,7 +48,8 @@ class LayerLaunch:
         self._numbers = (
             *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats)),
             *(num_rows, num_heads * head_dim, query.stride(0), num_blocks * block_size, width),
-            *(len(segments.tile_rows), *segments.block_tables.shape, segments.branch_slots.shape[1], block_size),
+            *(len(segments.tile_rows), len(segments.branch_starts), segments.block_tables.shape[1]),
+            *(segments.segments_per_table, segments.branch_slots.shape[1], block_size),
             *(num_kv_heads, head_dim, sliding_window or 0, is_causal, max_context),
             int((np.float32(scale) * LOG2_E).view(np.int32)),
         )

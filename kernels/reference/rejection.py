@@ -10,8 +10,16 @@ A draft token id of -1 stands for "no token"; the rules never accept it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Verified(NamedTuple):
+    token_ids: Tensor  # [num_requests, max_num_draft_tokens + 1] int64: accepted, recovered or bonus, then -1
+    num_accepted_tokens: Tensor  # [num_requests] int64
+    num_draft_tokens: Tensor  # [num_requests] int64: before a request's first -1
 
 
 def accept_strict(target_token_ids: Tensor, draft_token_ids: Tensor) -> Tensor:
