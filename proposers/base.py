@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
+from proposers.captured.host_drafts import HostDrafts
 from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
 from runner.engine.hidden_states import NORMED
@@ -50,6 +51,10 @@ class Proposer(ABC):
     finishes, and when it is preempted: it will then come back from its first token.
     """
 
+    # Whether `propose` gives chains without probs and needs the committed tokens alone: then steps run whole between
+    # its calls, of which some may be left out, and `update` is not called after those.
+    drafts_from_text: bool = False
+
     def __init__(self, *, num_speculative_tokens: int, context: ProposerContext) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.context = context
@@ -76,12 +81,26 @@ class Proposer(ABC):
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         """Its drafting as something that can be captured with a whole step; None: the host takes part in it.
 
-        Steps of that form call neither `propose` nor `update`. They may come and go with the load.
+        Steps of that form call neither `propose` nor `update`; those with `drafts_from_text` do call `propose`. They
+        may come and go with the load.
 
         Args:
             num_tokens: drafts of every request, at most num_speculative_tokens; 0 where the load allows none.
         """
-        return NoDrafts() if self.num_speculative_tokens == 0 else None
+        if self.num_speculative_tokens == 0 or (num_tokens == 0 and self.drafts_from_text):
+            return NoDrafts()
+        if not self.drafts_from_text:
+            return None
+
+        def propose(schedule: Schedule) -> DraftTokens:
+            drafts = self.propose(schedule)
+            check_drafts(self, schedule, drafts)
+            if drafts.probs is not None or drafts.has_branches:
+                rule = "draft chains without probs, as drafts_from_text says"
+                raise UserError(f"{self.name}.propose must {rule}, got {drafts}; mend the proposer")
+            return drafts
+
+        return HostDrafts(num_tokens, propose=propose, capacity=self.context.max_num_seqs, device=self.context.device)
 
     def set_learning(self, is_learning: bool) -> None:  # noqa: B027 - optional
         """Whether what requests said may be remembered after their release; a warm-up's must not be."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from proposers.base import ProposerContext
 from proposers.captured.dflash import CapturedDFlash
-from proposers.captured.drafter import CapturedDrafter, NoDrafts
+from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.drafting.ranked_trees import RankedTrees
@@ -83,9 +83,9 @@ class DFlashProposer(OnePassProposer):
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.head.config.max_draft_tokens, self.head.max_model_len - request.num_tokens))
 
-    def captured_drafter(self, num_tokens: int) -> CapturedDrafter:
-        if self.num_speculative_tokens == 0:
-            return NoDrafts()
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
+        if self.num_speculative_tokens == 0 or not self.runner.is_paged:
+            return super().captured_drafter(num_tokens)
         depths = None if self.trees is None else self.trees.depths(num_tokens)
 
         def chains(depth: int) -> CapturedChains:

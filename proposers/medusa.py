@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from proposers.base import ProposerContext
-from proposers.captured.drafter import CapturedDrafter, NoDrafts
+from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.last_state import CapturedLastState
 from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.from_last_state import LastStateProposer
@@ -53,9 +53,9 @@ class MedusaProposer(LastStateProposer):
             self.trees = RankedTrees(self, speculative_token_tree, max_depth=self.max_depth)
         self._rows = torch.empty(0)  # [active requests, hidden]
 
-    def captured_drafter(self, num_tokens: int) -> CapturedDrafter:
-        if self.num_speculative_tokens == 0:
-            return NoDrafts()
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
+        if not self.can_capture:
+            return super().captured_drafter(num_tokens)
 
         def chains(depth: int) -> CapturedChains:
             return _CapturedMedusa(self.heads, self.tile, **self.captured_arguments(depth))

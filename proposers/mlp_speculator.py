@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from proposers.base import ProposerContext
-from proposers.captured.drafter import CapturedDrafter, NoDrafts
+from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.last_state import CapturedLastState
 from proposers.drafting.from_last_state import LastStateProposer
 from proposers.heads.mlp_speculator import MlpSpeculator, load_mlp_speculator
@@ -45,9 +45,9 @@ class MlpSpeculatorProposer(LastStateProposer):
         )
         self._state = torch.empty(0)  # [active requests, width]
 
-    def captured_drafter(self, num_tokens: int) -> CapturedDrafter:
-        if self.num_speculative_tokens == 0:
-            return NoDrafts()
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
+        if not self.can_capture:
+            return super().captured_drafter(num_tokens)
         return _CapturedSpeculator(self.speculator, self.tile, **self.captured_arguments(num_tokens))
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from proposers.base import Proposer, ProposerContext
-from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.lookup.ngram_index import NgramIndex
 from runner.engine.request import DraftTokens
 from runner.engine.scheduler import Schedule
@@ -17,6 +16,8 @@ from runner.engine.upload import upload
 
 
 class NgramProposer(Proposer):
+    drafts_from_text = True
+
     def __init__(
         self, *, num_speculative_tokens: int, context: ProposerContext, prompt_lookup_min: int, prompt_lookup_max: int
     ) -> None:
@@ -43,10 +44,6 @@ class NgramProposer(Proposer):
             token_ids=upload(torch.from_numpy(drafts), self.context.device),
             cu_num_draft_tokens=cu_num_draft_tokens.tolist(),
         )
-
-    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
-        # `propose` takes in whatever was committed since it was last called.
-        return NoDrafts() if num_tokens == 0 else None
 
     def release(self, request_id: str) -> None:
         if request_id in self._sequences:

@@ -54,8 +54,7 @@ class NgramGpuProposer(Proposer):
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:
         decoding = len(schedule.decoding)  # the first rows of the output: each of them yields a token
         if decoding:
-            num_new_tokens = output.num_accepted_tokens[:decoding] + 1
-            self._tokens.append(self._rows_of(schedule), output.token_ids[:decoding], num_new_tokens)
+            self._tokens.append(self._rows_of(schedule), output.token_ids[:decoding])
 
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter:
         return CapturedNgram(
@@ -81,9 +80,9 @@ class NgramGpuProposer(Proposer):
 
 
 def ngram_match_on(device: torch.device) -> Callable[..., torch.Tensor]:
-    """The op for tensors on this device: Triton's on a GPU, elsewhere the reference."""
+    """The op for tensors on this device: Triton's on a GPU, elsewhere the one that is compiled for a CPU."""
     if runs_kernels(device):
         from kernels.ngram_match import ngram_match
     else:
-        from kernels.reference.ngram_match import ngram_match
+        from kernels.cpu.ngram_match import ngram_match
     return ngram_match

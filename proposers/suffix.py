@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
-from proposers.captured.drafter import CapturedDrafter, NoDrafts
+from proposers.captured.drafter import CapturedDrafter
 from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
 from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from runner.engine.request import DraftTokens, Request, RequestStatus
@@ -25,6 +25,8 @@ class SuffixProposer(Proposer):
         suffix_decoding_*: as in the configuration.
         corpus: token ids of earlier responses to start from, the oldest first; read at every start.
     """
+
+    drafts_from_text = True
 
     def __init__(
         self,
@@ -75,8 +77,7 @@ class SuffixProposer(Proposer):
         return draft_tokens_from_trees(trees, self.context.device)
 
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
-        # `propose` takes in whatever was committed since it was last called.
-        return NoDrafts() if num_tokens == 0 else None
+        return None if self._drafts_trees and num_tokens > 0 else super().captured_drafter(num_tokens)
 
     def release(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)

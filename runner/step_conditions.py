@@ -24,6 +24,8 @@ class StepConditions:
             return InParts.PROMPT
         if len(scheduled) < len(scheduler.running):
             return InParts.TOKEN_BUDGET
+        if self.drafter.max_requests is not None and len(scheduled) > self.drafter.max_requests:
+            return InParts.HOST_DRAFTS
         for item in scheduled:
             reason = self._unmet_by(item.request) or self._unmet_room(item, schedule, scheduler)
             if reason is not None:
@@ -41,7 +43,7 @@ class StepConditions:
         if self.greedy_only and not params.is_greedy:
             return InParts.SAMPLED
         asked = params.max_draft_tokens
-        if asked is not None and asked < self.drafter.num_tokens:
+        if asked is not None and asked < self.drafter.num_tokens and not self.drafter.drafts_on_host:
             return InParts.FEWER_DRAFTS
         reached = request.num_tokens + self.drafter.reach
         if reached > self.max_drafted_len:
@@ -50,7 +52,7 @@ class StepConditions:
 
     def _unmet_room(self, item: ScheduledRequest, schedule: Schedule, scheduler: Scheduler) -> InParts | None:
         """Whether the schedule left less room for drafts than the request has."""
-        if item.max_draft_tokens >= min(self.drafter.num_tokens, max(0, scheduler.draft_room(item.request))):
+        if item.max_draft_tokens >= min(self.drafter.num_tokens, scheduler.draft_room(item.request)):
             return None
         num_tokens = sum(each.num_reserved_tokens for each in schedule.scheduled)
         return InParts.TOKEN_BUDGET if num_tokens >= scheduler.max_num_batched_tokens else InParts.KV_CACHE

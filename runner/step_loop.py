@@ -31,6 +31,7 @@ class StepLoop:
         self._steps_by_load = engine.whole_steps.get(proposer)
         self._whole_steps: WholeSteps | None = None  # whose step is under way
         self._launched: LaunchedStep | None = None  # is under way, not read yet
+        self._committed: tuple[LaunchedStep, list[CommittedTokens]] | None = None  # where steps do not run ahead
 
     def step(self) -> list[CommittedTokens]:
         """Compute and commit one step, of every method, `none` included."""
@@ -39,6 +40,13 @@ class StepLoop:
             self._launched = None  # there is nobody to read it for
         if self._launched is not None:
             return self._whole(self._launched, started)
+        if self._committed is not None:
+            (launched, committed), self._committed = self._committed, None
+            assert self._whole_steps is not None
+            following = self._whole_steps.go_on(launched, self.scheduler)
+            if following is not None:
+                return self._whole(following, started)
+            self._whole_steps.stop(launched, committed)
         schedule = self.scheduler.schedule()
         for request in schedule.preempted:
             self.proposer.release(request.request_id)
@@ -87,15 +95,20 @@ class StepLoop:
     def _whole(self, launched: LaunchedStep, started: float) -> list[CommittedTokens]:
         """The step runs already; launch the next one, then read this one."""
         assert self._whole_steps is not None
-        self._launched = self._whole_steps.go_on(launched, self.scheduler)
+        runs_ahead = self._whole_steps.runs_ahead
+        if runs_ahead:
+            self._launched = self._whole_steps.go_on(launched, self.scheduler)
         drafts, output = launched.read()
         known = time.perf_counter()
         committed = self.scheduler.commit(launched.schedule, drafts, output)
         done = time.perf_counter()
-        if self._launched is None:
+        if not runs_ahead:
+            self._committed = launched, committed
+        elif self._launched is None:
             self._whole_steps.stop(launched, committed)
         self._release(committed)
-        seconds = {"whole_step": known - started, "schedule": done - known}
+        found = launched.seconds_to_find
+        seconds = {"propose": found, "whole_step": known - started - found, "schedule": done - known}
         return self._observe(committed, {}, seconds, started=started, done=done, is_decoding=True, in_parts=None)
 
     def _release(self, committed: list[CommittedTokens]) -> None:

@@ -1,11 +1,12 @@
-"""Whole steps as CUDA graphs: one replay drafts, runs the target and the rule, and advances the requests.
+"""Whole steps: one replay, of a CUDA graph or a CPU's program, drafts, runs target and rule, and moves the requests on.
 
-While the same requests decode, a step reads what the step before it left on the device. So the host launches the next
-one before it knows the last one's tokens, and its own work hides behind the device's.
+While the same requests decode, a step reads what the step before it left on the device. So with a GPU the host launches
+the next one before it knows the last one's tokens, and its own work hides behind the device's.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,11 +19,12 @@ from proposers.captured.drafter import CapturedDrafter, GoingOn
 from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch, DeviceRequests, SamplingFlags
 from runner.engine.download import Download
-from runner.engine.graphs import GraphStore
 from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import PagedShape, bucket
+from runner.engine.programs import step_graph_store
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
+from runner.engine.step_operations import follow_verified
 from runner.metrics import InParts
 from runner.step_conditions import StepConditions
 from verifier.captured import CapturedVerifier, captured_verifier
@@ -38,6 +40,7 @@ class LaunchedStep:
     schedule: Schedule
     places: list[int]  # of the scheduled requests in the batch; all other places are empty
     depth: int  # of the drafts
+    seconds_to_find: float  # drafts on the host, before it was launched
     packed: Download  # [count, depth + 3] int64, as kernels/follow_verified.py lays it out; then the parents of trees
 
     @property
@@ -85,7 +88,10 @@ class WholeSteps:
             max_drafted_len=min(max_model_len, drafter.max_model_len or max_model_len),
         )
         self.max_num_seqs = max_num_seqs
-        self._graphs = GraphStore()
+        # On a CPU a step is done when it is launched, so the next one waits until it is known who goes on; where the
+        # host drafts, until it is known what follows.
+        self.runs_ahead = runs_kernels(target.device) and not drafter.drafts_on_host
+        self._graphs = step_graph_store(target.device)
         self._on_device: DeviceRequests | None = None
         # Of the steps under way:
         self._sampling_flags = SamplingFlags.of([])
@@ -103,7 +109,7 @@ class WholeSteps:
         max_model_len: int,
     ) -> WholeSteps | InParts:
         """Or why the engine's steps need the host, whatever the requests are."""
-        if target.graphs is None or not runs_kernels(target.device):
+        if target.graphs is None:
             return InParts.UNCAPTURED
         if not target.is_paged:
             return InParts.TRANSFORMERS
@@ -133,7 +139,6 @@ class WholeSteps:
         if self._on_device is None:
             self._on_device = DeviceRequests(
                 capacity=self.max_num_seqs,
-                num_rows=self.drafter.num_tokens + 1,
                 max_model_len=self.conditions.max_model_len,
                 block_size=self.target.block_size,
                 device=self.target.device,
@@ -147,23 +152,27 @@ class WholeSteps:
         return self._launch(schedule, list(range(len(requests))), longest=longest)
 
     def go_on(self, launched: LaunchedStep, scheduler: Scheduler) -> LaunchedStep | None:
-        """Launch the next step before `launched` is read; None where `launched` has to be read first."""
+        """Launch the next step; None where the requests have to be looked at anew.
+
+        launched: the step before it, which is read and committed already unless steps run ahead.
+        """
         staying = [
             (place, item)
             for place, item in zip(launched.places, launched.schedule.scheduled, strict=True)
             if not item.request.is_finished
         ]
         requests = [item.request for _, item in staying]
-        most = self.drafter.depth + 1  # tokens that the step under way may bring
-        longest = max(request.num_tokens for request in requests) + most
+        most = self.drafter.depth + 1 if self.runs_ahead else 0  # tokens that the step under way may bring
+        longest = max((request.num_tokens for request in requests), default=0) + most
         if (
-            requests != scheduler.running
+            not requests
+            or requests != scheduler.running
             or scheduler.may_admit
             or len(requests) < SMALLEST_SHARE * self._count  # better to begin again with a smaller batch
             or scheduler.max_draft_tokens != self.max_draft_tokens
             or longest + self.drafter.reach > self.conditions.max_drafted_len
             # The step under way brings each request at least one token.
-            or all(len(r.output_token_ids) + 1 >= r.sampling_params.max_tokens for r in requests)
+            or (self.runs_ahead and all(len(r.output_token_ids) + 1 >= r.sampling_params.max_tokens for r in requests))
             or not scheduler.reserve_ahead(most + self.drafter.num_tokens)
         ):
             return None
@@ -172,7 +181,11 @@ class WholeSteps:
         if len(places) < len(launched.places):
             self._on_device.remove([place for place in launched.places if place not in places])
         self._on_device.extend_tables(places, requests)
-        schedule = replace(launched.schedule, scheduled=[item for _, item in staying])
+        items = [item for _, item in staying]
+        if self.drafter.drafts_on_host:
+            most = self.drafter.num_tokens
+            items = [replace(item, max_draft_tokens=min(most, scheduler.draft_room(item.request))) for item in items]
+        schedule = replace(launched.schedule, scheduled=items)
         return self._launch(schedule, places, longest=longest)
 
     def stop(self, launched: LaunchedStep, committed: Sequence[CommittedTokens]) -> None:
@@ -193,21 +206,28 @@ class WholeSteps:
         assert isinstance(shape, PagedShape)
         # Up to one split, contexts of any length are launched alike.
         max_context = shape.context_bucket(max(longest + self.drafter.reach, shape.split_keys or 0))
-        batch = self._on_device.batch(self._count, self._sampling_flags, max_context)
+        began = time.perf_counter()
+        num_tokens = self.drafter.find(schedule, places)
+        seconds_to_find = time.perf_counter() - began
+        batch = self._on_device.batch(self._count, self._sampling_flags, max_context, num_tokens + 1)
 
         def compute() -> tuple[Tensor]:
             return (self._step(batch),)
 
-        (packed,) = self._graphs((self._count, self._sampling_flags, max_context), compute)
-        return LaunchedStep(schedule=schedule, places=places, packed=Download(packed), depth=self.drafter.depth)
+        (packed,) = self._graphs((self._count, self._sampling_flags, max_context, num_tokens), compute)
+        return LaunchedStep(
+            schedule=schedule,
+            places=places,
+            packed=Download(packed),
+            depth=self.drafter.depth if self.drafter.drafts_trees else num_tokens,
+            seconds_to_find=seconds_to_find,
+        )
 
     def _step(self, batch: DeviceBatch) -> Tensor:
-        from kernels.follow_verified import follow_verified
-
         drafted = self.drafter.draft(batch)
         verified, taps = self.verifier(
             batch, drafted.token_ids, drafted.probs, drafted.parents, self.drafter.tap_layers
         )
         self.drafter.learn(batch, taps, verified.token_ids)
-        packed = follow_verified(batch.lengths, batch.last_token_ids, *verified)
+        packed = follow_verified(batch.lengths, batch.last_token_ids, verified)
         return packed if drafted.parents is None else torch.cat((packed, drafted.parents), dim=1)

@@ -84,7 +84,7 @@ def drafts_of_a_run(
 ) -> list[Draft]:
     """All drafts of greedy requests of different lengths, whose prompts are computed in chunks."""
     engine_args = {"max_num_seqs": 3, "max_num_batched_tokens": 23, **engine_args}
-    llm = LLM(str(target.directory), device="cpu", speculative_config=method, **engine_args)
+    llm = LLM(str(target.directory), device="cpu", enforce_eager=True, speculative_config=method, **engine_args)
     recorded: list[Draft] = []
     propose = llm.engine.proposer.propose
 

@@ -89,7 +89,7 @@ def passes_of_a_run(
     options = {"device": "cpu", **TIGHT, **engine_args}
     plain, _ = complete(LLM(str(target.directory), **{**options, "num_gpu_blocks_override": None}), PROMPTS, PARAMS)
     texts = {request.request_id: request.output_token_ids for request in plain}
-    llm = LLM(str(target.directory), speculative_config=method, **options)
+    llm = LLM(str(target.directory), enforce_eager=True, speculative_config=method, **options)
     proposer: Any = llm.engine.proposer
     passes: list[Pass] = []
     seen: list[torch.Tensor] = []

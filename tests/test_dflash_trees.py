@@ -41,7 +41,7 @@ def trees_of_a_run(
     options = {"device": "cpu", **TIGHT, "max_num_batched_tokens": 53, **engine_args}
     plain, _ = complete(LLM(str(target.directory), device="cpu"), PROMPTS, PARAMS)
     method = {"method": "dflash", "model": head, "num_speculative_tokens": num_nodes, "speculative_token_tree": tree}
-    llm = LLM(str(target.directory), speculative_config=method, **options)
+    llm = LLM(str(target.directory), enforce_eager=True, speculative_config=method, **options)
     recorded: list[Tree] = []
     propose = llm.engine.proposer.propose
 

@@ -46,7 +46,7 @@ class Drawing:
 
 def record(monkeypatch: pytest.MonkeyPatch, engines: Engines, **keys: Any) -> list[Drawing]:
     """All draft steps of a run over PROMPTS."""
-    llm = engines({"method": "draft_model", "num_speculative_tokens": 3, **keys})
+    llm = engines({"method": "draft_model", "num_speculative_tokens": 3, **keys}, enforce_eager=True)
     drawings: list[Drawing] = []
     num_tokens: dict[int, int] = {}
     seen: list[Tensor] = []

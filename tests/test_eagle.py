@@ -301,7 +301,7 @@ def test_every_draft_is_the_one_of_a_whole_recompute_in_float64(
     """First and following steps: after accepted and rejected drafts, chunks, preemption, and a time without drafts."""
     layout, (directory, model) = LAYOUTS[name], target
     head = make_head(layout, model, tmp_path / "head")
-    llm = engine(directory, tmp_path / "head", layout.method, **SCHEDULES[schedule])
+    llm = engine(directory, tmp_path / "head", layout.method, enforce_eager=True, **SCHEDULES[schedule])
     drafted, requests = record(llm, monkeypatch)()
     if schedule == "no drafts at first":
         last = [len(step.token_ids) for step in drafted if step.request is requests[-1]]
@@ -515,7 +515,7 @@ def test_a_head_that_drafts_in_one_pass_is_run_once_a_step(
     target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_head(LAYOUTS["P-EAGLE of speculators"], target[1], tmp_path)
-    llm = engine(target[0], tmp_path, "eagle3")
+    llm = engine(target[0], tmp_path, "eagle3", enforce_eager=True)
     proposer, num_runs = llm.engine.proposer, [0]
     run, propose = proposer.runner.run, proposer.propose
 

@@ -77,6 +77,7 @@ def test_the_nodes_are_those_of_a_whole_recompute_in_float64(
         speculative_config={"method": layout.method, "model": str(tmp_path), **TREES[tree]},
         device="cpu",
         dtype="float32",
+        enforce_eager=True,
         **SCHEDULES[schedule] | keys,
     )
     drafted: list[tuple[Request, list[int], set[Nodes]]] = []

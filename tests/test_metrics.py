@@ -194,7 +194,7 @@ def test_a_note_names_the_commonest_reasons_for_steps_in_parts_and_what_to_do_ab
     avoidable = {InParts.KV_CACHE: 7, InParts.LOGPROBS: 1200, InParts.PENALTIES: 3, InParts.MIN_TOKENS: 2}
     (note,) = in_parts_notes({**inevitable, **avoidable}, 2000)
     assert note == (
-        "1,212 of 2,000 decoding steps ran in parts, not as one CUDA graph: a request asked for logprobs (1,200), the "
+        "1,212 of 2,000 decoding steps ran in parts, not whole: a request asked for logprobs (1,200), the "
         "KV cache had too few free blocks for the drafts of all requests (7), a request asked for penalties (3), "
         "other reasons (2, see steps_in_parts in metrics.json); a request with such an option takes its whole batch "
         "along, so give these requests a run of their own"

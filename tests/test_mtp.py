@@ -99,7 +99,7 @@ def test_the_engine_drafts_what_the_layouts_own_forward_does_and_says_what_the_t
     method = {"method": "mtp", "num_speculative_tokens": NUM_STEPS}
     if found.head is not None:
         method["model"] = str(found.head)
-    llm = LLM(str(found.directory), speculative_config=method, **options)
+    llm = LLM(str(found.directory), enforce_eager=True, speculative_config=method, **options)
     seen = record_drafts(llm, monkeypatch)
     speculated = llm.generate(prompts, params)
     assert [out.outputs[0].token_ids for out in speculated] == [out.outputs[0].token_ids for out in plain]

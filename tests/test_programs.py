@@ -17,10 +17,11 @@ from kernels.cpu.recording import Pool, Program, current, empty, recording
 from kernels.cpu.rms_norm import add_rms_norm, rms_norm
 from kernels.cpu.silu_and_mul import silu_and_mul
 from runner.engine.graphs import Tensors
-from runner.engine.programs import graph_store, record_program
+from runner.engine.programs import graph_store, record_prepared, record_program
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.tiny import HEAD_DIRS
+from runner.whole_steps import WholeSteps
 
 WIDTH = 512
 
@@ -79,6 +80,54 @@ def test_what_torch_computes_itself_is_computed_at_every_replay(how: str) -> Non
         assert torch.equal(found, compute(rows_of(seed))[0])
 
 
+def test_calls_of_torch_take_turns_with_kernels_at_every_replay() -> None:
+    """Views, results in place, several results, values that choose rows, a state that goes on; and fresh memory."""
+    norm, weight = block()
+    panels, eps, state = pack(weight), torch.tensor(1e-6), torch.zeros(WIDTH)
+
+    def compute(rows: Tensor) -> Tensors:
+        made = linear(rms_norm(rows, norm, eps), panels)
+        largest, places = made.view(len(rows), -1, 2).flatten(1).max(dim=1)
+        chosen = made.index_select(1, places).clamp_(min=0.0)
+        state.add_(rms_norm(rows, norm, eps).sum(dim=0))
+        grown = torch.cat((chosen, torch.where(made[:, :3] > 0, made[:, :3], -1.0)), dim=1)
+        counts = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, places % len(rows), torch.ones_like(places))
+        return largest.double(), grown.t().contiguous(), counts, state[:5].clone(), torch.arange(4) + counts[0]
+
+    states, expected = list[Tensor](), list[Tensors]()
+    for seed in range(3):
+        expected.append(compute(rows_of(seed)))
+        states.append(state.clone())
+    state.zero_()
+    pool = Pool()
+    graph = record_prepared(compute, (rows_of(0),), pool=pool)
+    assert isinstance(graph.replay, Program) and not state.any(), "a recording computes nothing"
+    for seed in range(3):
+        graph.inputs[0].copy_(rows_of(seed))
+        graph.replay()
+        assert torch.equal(state, states[seed])
+        for found, wanted in zip(graph.outputs, expected[seed], strict=True):
+            assert found.dtype == wanted.dtype and found.stride() == wanted.stride() and torch.equal(found, wanted)
+    in_use = {id(own) for blocks in pool._blocks.values() for own in blocks if not own.is_free}
+    assert len(in_use) <= len(graph.outputs), "what torch's calls go between is free for the next recording"
+
+
+def test_what_reads_values_back_is_computed_anew_at_every_replay() -> None:
+    norm, _ = block()
+    eps = torch.tensor(1e-6)
+
+    def compute(rows: Tensor) -> Tensors:
+        normed = rms_norm(rows, norm, eps)
+        return (normed * 2 if float(normed[0, 0]) > 0 else normed,)
+
+    graph = record_prepared(compute, (rows_of(0),), pool=Pool())
+    assert not isinstance(graph.replay, Program)
+    for seed in range(4):
+        graph.inputs[0].copy_(rows_of(seed))
+        graph.replay()
+        assert torch.equal(graph.outputs[0], compute(rows_of(seed))[0])
+
+
 def test_recordings_share_what_none_of_them_gives_back() -> None:
     """Outputs have memory of their own among the outputs, and hold until the next replay; all between is one memory."""
     norm, weight = block()
@@ -91,7 +140,7 @@ def test_recordings_share_what_none_of_them_gives_back() -> None:
             addresses.append({seen[0].data_ptr()})
             seen[0] = silu_and_mul(seen[0])
             outputs.append(rms_norm(seen.pop(), norm, eps))
-        assert len(recorded.calls) == 3
+        assert recorded.num_kernels == 3
         programs.append(recorded.program())
     assert addresses[0] == addresses[1]
     assert outputs[0].data_ptr() != outputs[1].data_ptr()
@@ -172,8 +221,11 @@ def test_passes_of_every_head_are_recorded(method: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     llm.generate([{"prompt_token_ids": [1, 5, 9]}], params, use_tqdm=False)
     runners = [llm.engine.target, getattr(llm.engine.proposer, "runner", None)]
-    graphs = [graph for own in runners if own is not None and own.graphs for graph in own.graphs._graphs.values()]
-    assert graphs and all(isinstance(graph.replay, Program) for graph in graphs)
+    stores = [own.graphs for own in runners if own is not None and own.graphs]
+    steps = llm.engine.whole_steps[llm.engine.proposer](2)
+    assert isinstance(steps, WholeSteps) and steps._graphs._graphs, "steps run whole, and were recorded"
+    graphs = [graph for store in [*stores, steps._graphs] for graph in store._graphs.values()]
+    assert all(isinstance(graph.replay, Program) for graph in graphs)
 
 
 def test_engines_in_threads_of_their_own_say_what_they_say_alone() -> None:

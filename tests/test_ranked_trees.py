@@ -69,7 +69,7 @@ def trees_of_a_run(
     """All trees of greedy requests."""
     directory = save_head(tmp_path / "head", *LAYOUTS["FasterDecoding"])
     method = {"model": str(directory), **medusa(tree, num_nodes)}
-    llm = LLM(str(target.directory), device="cpu", speculative_config=method, max_num_seqs=3)
+    llm = LLM(str(target.directory), enforce_eager=True, device="cpu", speculative_config=method, max_num_seqs=3)
     recorded: list[Tree] = []
     propose = llm.engine.proposer.propose
 

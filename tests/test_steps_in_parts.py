@@ -114,7 +114,6 @@ def test_a_step_in_which_a_request_arrives_is_blamed_on_nothing_else() -> None:
     ("target", "drafter", "rule", "reason"),
     [
         ({"graphs": None}, Drafter(4), Strict(), InParts.UNCAPTURED),
-        ({"device": torch.device("cpu")}, Drafter(4), Strict(), InParts.UNCAPTURED),
         ({"is_paged": False}, Drafter(4), Strict(), InParts.TRANSFORMERS),
         ({}, None, Strict(), InParts.HOST_DRAFTS),
         ({}, Drafter(4, tree_depth=2), Synthetic(conditional_rates=[0.5]), InParts.SYNTHETIC_TREES),

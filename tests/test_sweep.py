@@ -243,7 +243,7 @@ def test_points_of_a_sweep_share_the_target_and_one_baseline_and_are_compared(
     assert main([*arguments, "workload.limit=1", "sampler.max_tokens=4", "hardware.num_gpu_blocks_override=320"]) == 0
     printed = capsys.readouterr()
     table = [line.split() for line in printed.out.splitlines() if line.strip()][-6:]
-    assert table[0][-2:] == ["speed-up", "identical"], table
+    assert table[0][-3:] == ["speed-up", "whole", "identical"], table
     assert [line[0] for line in table[2:]] == ["none", "ngram", "*", "on"], table
     none, ngram = (json.loads(path.read_text()) for path in sorted(tmp_path.rglob("metrics.json")))
     assert len(loaded) == 1 and "plain decoding" not in printed.err

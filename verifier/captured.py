@@ -1,4 +1,4 @@
-"""Verification without the host, so that a CUDA graph can capture it with the rest of its step.
+"""Verification without the host, so that it can be captured, or recorded, with the rest of its step.
 
 It runs the target over the drafts of a batch, then the rule. Every request has the same number of places for drafts.
 """
@@ -6,19 +6,19 @@ It runs the target over the drafts of a batch, then the rule. Every request has 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.reference.rejection import Verified
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.model_runner import ModelRunner
+from runner.engine.operations import take_rows
 from runner.engine.paged_shape import PagedShape
+from runner.engine.step_operations import chain_rows, fit_drafts, tree_rows, walk_tree
 from verifier.kernel_rules import ChainJudge
 from verifier.rules import Rule, Strict, Synthetic
-
-if TYPE_CHECKING:
-    from kernels.rejection import Verified
 
 
 class VerifiedBatch(NamedTuple):
@@ -30,7 +30,7 @@ class CapturedVerifier(ABC):
     def __init__(self, target: ModelRunner, *, num_tokens: int, greedy_only: bool) -> None:
         """
         Args:
-            num_tokens: drafts of each request.
+            num_tokens: drafts of each request, at most.
             greedy_only: it decides as the rule does for greedy requests only.
         """
         self.target, self.num_tokens, self.greedy_only = target, num_tokens, greedy_only
@@ -42,9 +42,9 @@ class CapturedVerifier(ABC):
     def __call__(
         self,
         batch: DeviceBatch,
-        draft_token_ids: Tensor,  # [count, num_tokens] int64, -1 where there is none
-        draft_probs: Tensor | None,  # [count * num_tokens, vocab] float32
-        parents: Tensor | None,  # [count, num_tokens] int64, of trees
+        draft_token_ids: Tensor,  # [count, batch.num_rows - 1] int64, -1 where there is none
+        draft_probs: Tensor | None,  # [count * (batch.num_rows - 1), vocab] float32
+        parents: Tensor | None,  # as draft_token_ids, of trees
         tap_layers: tuple[int, ...],
     ) -> VerifiedBatch:
         """Judge the drafts that requests have room for; the batch's lengths stay as they are."""
@@ -59,7 +59,7 @@ def captured_verifier(
             return None
         return TreeVerifier(target, num_tokens=num_tokens, depth=tree_depth, greedy_only=not isinstance(rule, Strict))
     # For greedy requests the rules without a kernel accept what the strict one accepts.
-    is_known = num_tokens == 0 or ChainJudge.knows(rule)
+    is_known = num_tokens == 0 or ChainJudge.knows(rule, target.device)
     judge = ChainJudge(rule if is_known else Strict(), target.device) if num_tokens > 0 else None
     return ChainVerifier(target, judge, num_tokens=num_tokens, max_num_seqs=max_num_seqs, greedy_only=not is_known)
 
@@ -71,7 +71,9 @@ class ChainVerifier(CapturedVerifier):
         """judge: None = nothing is drafted."""
         super().__init__(target, num_tokens=num_tokens, greedy_only=greedy_only)
         self._judge = judge
-        self._cu = torch.arange(max_num_seqs + 1, dtype=torch.int64, device=target.device) * num_tokens
+        counts = torch.arange(num_tokens + 1, device=target.device).unsqueeze(1)
+        # Of every number of drafts that a step may have for each request: [num_tokens + 1, max_num_seqs + 1] int64.
+        self._cu = counts * torch.arange(max_num_seqs + 1, device=target.device)
 
     def __call__(
         self,
@@ -81,27 +83,23 @@ class ChainVerifier(CapturedVerifier):
         parents: Tensor | None,
         tap_layers: tuple[int, ...],
     ) -> VerifiedBatch:
-        from kernels.fit_drafts import fit_drafts
-        from kernels.rejection import Verified
-
         drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.limits)
         launch, predicted = batch.launch(
             token_ids.flatten(),
             offset=-1,
-            num_rows=self.num_tokens + 1,
+            num_rows=batch.num_rows,
             shape=self.shape,
             block_size=self.target.block_size,
         )
         hidden, taps = self.target.compute(launch, tap_layers)
         logits = self.target.model.logits(hidden, self.shape.linear)
         rows = batch.sampling(predicted)
-        if self._judge is None:
-            none = torch.zeros_like(batch.lengths)
+        num_tokens = batch.num_rows - 1
+        if self._judge is None or num_tokens == 0:
+            none = self._cu[0, : batch.count]
             return VerifiedBatch(Verified(rows.draw(logits).unsqueeze(1), none, none), taps)
-        cu = self._cu[: batch.count + 1]
-        return VerifiedBatch(
-            self._judge(logits, rows, drafts.flatten(), draft_probs, cu, longest=self.num_tokens), taps
-        )
+        cu = self._cu[num_tokens, : batch.count + 1]
+        return VerifiedBatch(self._judge(logits, rows, drafts.flatten(), draft_probs, cu, longest=num_tokens), taps)
 
 
 class TreeVerifier(CapturedVerifier):
@@ -119,12 +117,6 @@ class TreeVerifier(CapturedVerifier):
         parents: Tensor | None,
         tap_layers: tuple[int, ...],
     ) -> VerifiedBatch:
-        from kernels.chain_rows import chain_rows
-        from kernels.fit_drafts import fit_drafts
-        from kernels.rejection import Verified
-        from kernels.tree_rows import tree_rows
-        from kernels.walk_tree import walk_tree
-
         assert parents is not None and self.target.cache is not None
         num_rows, block_size = self.num_tokens + 1, self.target.block_size
         drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.limits)
@@ -140,4 +132,4 @@ class TreeVerifier(CapturedVerifier):
         walked = walk_tree(drawn, drafts, parents, slots, depth=self.depth)
         self.target.cache.move(walked.source_slots, walked.target_slots)
         verified = Verified(walked.token_ids, walked.num_accepted_tokens, walked.num_draft_tokens)
-        return VerifiedBatch(verified, [tap.index_select(0, walked.rows) for tap in taps])
+        return VerifiedBatch(verified, [take_rows(tap, walked.rows) for tap in taps])

@@ -6,34 +6,32 @@ target's argmax, here inside the launch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from kernels.reference.rejection import Verified
+from runner.engine.backend import runs_kernels
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.row_sampling import RowSampling
 from runner.engine.sampling import SamplingRows, mask_and_penalise
+from runner.engine.step_operations import verify_strict, verify_synthetic
 from runner.engine.upload import to_device
 from verifier.rules import Probabilistic, Rule, Strict, Synthetic
-
-if TYPE_CHECKING:
-    from kernels.rejection import Verified
 
 
 class ChainJudge:
     """A rule's kernel, with what it needs on the device; reads nothing back and uploads nothing."""
 
     def __init__(self, rule: Rule, device: torch.device) -> None:
-        assert self.knows(rule)
+        assert self.knows(rule, device)
         self.rule = rule
         self._rates: Tensor | None = None
         if isinstance(rule, Synthetic):
             self._rates = to_device(rule.conditional_rates, torch.float64, device)
 
     @staticmethod
-    def knows(rule: Rule) -> bool:
-        return isinstance(rule, Strict | Synthetic | Probabilistic)
+    def knows(rule: Rule, device: torch.device) -> bool:
+        return isinstance(rule, Strict | Synthetic) or (isinstance(rule, Probabilistic) and runs_kernels(device))
 
     def __call__(
         self,
@@ -45,10 +43,9 @@ class ChainJudge:
         *,
         longest: int,  # draft of a request
     ) -> Verified:
-        from kernels.probabilistic_rejection import verify_probabilistic
-        from kernels.rejection import verify_strict, verify_synthetic
-
         if isinstance(self.rule, Probabilistic) and not rows.all_greedy:
+            from kernels.probabilistic_rejection import verify_probabilistic
+
             return verify_probabilistic(
                 logits,
                 rows.truncated(logits),
@@ -63,7 +60,7 @@ class ChainJudge:
             )
         drawn = rows.draw(logits)
         if self._rates is None:
-            return verify_strict(drawn, draft_token_ids, cu_num_draft_tokens, max_num_draft_tokens=longest)
+            return verify_strict(drawn, draft_token_ids, cu_num_draft_tokens, longest=longest)
         assert isinstance(self.rule, Synthetic)
         self.rule.check_depth(longest)
         return verify_synthetic(
@@ -73,7 +70,7 @@ class ChainJudge:
             rows.seeds,
             rows.positions,
             self._rates,
-            max_num_draft_tokens=longest,
+            longest=longest,
         )
 
 
@@ -82,7 +79,7 @@ def verify_chains(rule: Rule, logits: Tensor, drafts: DraftTokens, rows: Samplin
 
     logits: [num_drafts + num_requests, vocab], unprocessed, as RejectionSampler takes them.
     """
-    if not ChainJudge.knows(rule):
+    if not ChainJudge.knows(rule, logits.device):
         return None
     verified = ChainJudge(rule, logits.device)(
         mask_and_penalise(logits, rows),

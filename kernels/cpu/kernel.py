@@ -41,8 +41,7 @@ class Kernel:
         address, call = self._compiled
         arguments, recording = self._type(*numbers), current()
         if recording is not None:
-            recording.calls.append((address, arguments))
-            recording.threads = max(recording.threads, threads)
+            recording.add_kernel(address, arguments, threads)
         elif threads == 1 or (library := openmp()) is None:
             call(ctypes.addressof(arguments))
         else:

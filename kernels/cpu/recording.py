@@ -1,7 +1,7 @@
-"""Calls of kernels that are written down instead of made, to be made later, all of them in one call from Python.
+"""Calls of kernels that are written down instead of made, to be made later, many of them in one call from Python.
 
-What a kernel takes microseconds to compute, Python takes as long to call. A recorded computation runs in one team of
-threads that meet after every kernel; it reads and writes where the recorded one would have.
+What a kernel takes microseconds to compute, Python takes as long to call. Recorded kernels that follow one another run
+in one team of threads that meet after each; they read and write where the recorded computation would have.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
@@ -36,6 +36,7 @@ class Block:
     def __init__(self, size: int) -> None:
         with _disable_current_modes():  # which may forbid what is not a kernel's
             self.tensor = torch.empty(size, dtype=torch.uint8)
+            self._unseen = torch.from_numpy(self.tensor.numpy())  # the same memory, of which nobody keeps count
         assert self.tensor.data_ptr() % ALIGNMENT == 0
         self._storage = self.tensor.untyped_storage()
         self._uses = self._count()  # by itself alone
@@ -43,6 +44,11 @@ class Block:
     @property
     def is_free(self) -> bool:
         return self._count() == self._uses
+
+    def unseen(self, tensor: Tensor) -> Tensor:
+        """A tensor of this memory, as another that does not keep the memory from being free."""
+        typed = self._unseen.view(tensor.dtype)
+        return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _count(self) -> int:
         count: int = torch._C._storage_Use_Count(self._storage._cdata)
@@ -75,36 +81,79 @@ def _rounded(size: int) -> int:
 class Recording:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._blocks = set[Block]()
-        self.calls: list[tuple[int, Any]] = []  # a compiled function's address, and its arguments
-        self.threads = 1  # that any of them asked for
+        self._blocks = dict[int, Block]()  # by their storage
+        self._calls: list[tuple[int, Any]] = []  # a compiled function's address, and its arguments; since the last of:
+        self._parts: list[Callable[[], None]] = []
+        self._threads = 1  # that any of them asked for
+
+    @property
+    def num_kernels(self) -> int:
+        return len(self._calls) + sum(len(part) for part in self._parts if isinstance(part, Team))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         block = self._pool.free_block(prod(shape) * dtype.itemsize)
-        self._blocks.add(block)
+        self._blocks[block.tensor.untyped_storage()._cdata] = block
         strides = [prod(shape[place + 1 :]) for place in range(len(shape))]
         return block.tensor.view(dtype).as_strided(shape, strides)
 
+    def unseen(self, tensor: Tensor) -> Tensor:
+        """The tensor for a part to keep: where its memory is the pool's, that may be used again behind the part."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        return tensor if block is None else block.unseen(tensor)
+
+    def add_kernel(self, address: int, arguments: Any, threads: int) -> None:
+        self._calls.append((address, arguments))
+        self._threads = max(self._threads, threads)
+
+    def add_part(self, part: Callable[[], None]) -> None:
+        """What is no kernel, to be called between those before and those behind."""
+        self._end_team()
+        self._parts.append(part)
+
     def program(self) -> Program:
-        return Program(self)
+        self._end_team()
+        return Program(self._parts, set(self._blocks.values()))
+
+    def _end_team(self) -> None:
+        if self._calls:
+            self._parts.append(Team(self._calls, self._threads))
+        self._calls, self._threads = [], 1
+
+
+class Team:
+    """Kernels one after another in the same threads."""
+
+    def __init__(self, calls: Sequence[tuple[int, Any]], threads: int) -> None:
+        self._keeps, self._threads = [arguments for _, arguments in calls], threads
+        addresses = [(function, ctypes.addressof(arguments)) for function, arguments in calls]
+        self._calls = np.array(addresses, np.int64)
+        self._arguments = np.array((len(calls), self._calls.ctypes.data), Calls)
+        self._address = self._arguments.ctypes.data
+
+    def __len__(self) -> int:
+        return len(self._keeps)
+
+    def __call__(self) -> None:
+        make_calls, library = _make_calls(), openmp()
+        if library is None or self._threads == 1:
+            make_calls.ctypes(self._address)
+        else:
+            library.GOMP_parallel(make_calls.address, self._address, self._threads, 0)
 
 
 class Program:
     """What a recording has written down. Whatever it reads must be where it was; it keeps its own blocks alone."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._keeps = recording
-        calls = [(function, ctypes.addressof(arguments)) for function, arguments in recording.calls]
-        self._calls = np.array(calls, np.int64).reshape(-1, 2)
-        self._arguments = np.array((len(calls), self._calls.ctypes.data), Calls)
-        self._address = self._arguments.ctypes.data
+    def __init__(self, parts: Sequence[Callable[[], None]], blocks: set[Block]) -> None:
+        self._parts, self._keeps = parts, blocks
+
+    @property
+    def is_one_call(self) -> bool:
+        return all(isinstance(part, Team) for part in self._parts)
 
     def __call__(self) -> None:
-        make_calls, library = _make_calls(), openmp()
-        if library is None or self._keeps.threads == 1:
-            make_calls.ctypes(self._address)
-        else:
-            library.GOMP_parallel(make_calls.address, self._address, self._keeps.threads, 0)
+        for part in self._parts:
+            part()
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Drafting without the host, so that a CUDA graph can capture it with the rest of its step."""
+"""Drafting without the host, so that it can be captured, or recorded, with the rest of its step."""

@@ -1,4 +1,4 @@
-"""How a proposer drafts in whole steps, which are captured as CUDA graphs: with tensors on the device alone.
+"""How a proposer drafts in whole steps, which are captured (as CUDA graphs, on a CPU as programs): on the device alone.
 
 `draft` and `learn` are captured. They read and write tensors that stay in place, upload nothing, read nothing back, and
 give every request the same number of drafts. `start` takes what the proposer knows of the requests to the device, and
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import Request
+from runner.engine.scheduler import Schedule
 
 
 class CapturedDrafts(NamedTuple):
@@ -33,6 +34,8 @@ class GoingOn(NamedTuple):
 
 class CapturedDrafter(ABC):
     tap_layers: tuple[int, ...] = ()  # the target's hidden states that `learn` takes
+    max_requests: int | None = None  # of a batch that it drafts for; None: any number
+    drafts_on_host = False  # `find` does the drafting: a step begins when the one before it has been read
 
     def __init__(
         self,
@@ -60,6 +63,13 @@ class CapturedDrafter(ABC):
 
     def start(self, requests: Sequence[Request]) -> None:  # noqa: B027 - optional
         """Begin with these requests, in the first places of the batches to come; the places behind them are absent."""
+
+    def find(self, schedule: Schedule, places: Sequence[int]) -> int:
+        """What the host does before each step; places for drafts that every request has in it, at most num_tokens.
+
+        places: of the schedule's requests, which all decode, in the batch.
+        """
+        return self.num_tokens
 
     @abstractmethod
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:

@@ -21,7 +21,9 @@ from proposers.trees.choice_nodes import ChoiceNodes
 from proposers.trees.growth import StaticGrowth
 from proposers.trees.static import Choices, static_tree
 from runner.engine.device_requests import DeviceBatch
+from runner.engine.operations import take_rows
 from runner.engine.paged_shape import PagedShape
+from runner.engine.step_operations import add_level, likeliest_tree, tree_rows
 from runner.engine.upload import to_device
 
 
@@ -71,8 +73,6 @@ class CapturedGrownTrees(CapturedHead):
 
     def _level_logits(self, batch: DeviceBatch, following: NextRows, level: int) -> Tensor:
         """Feed the rows behind a level; logits [count * num_rows, known]."""
-        from kernels.tree_rows import tree_rows
-
         shape, cache, nodes = self.runner.shapes["decode"], self.runner.cache, self.fed(batch, level)
         assert isinstance(shape, PagedShape) and cache is not None
         rows = tree_rows(
@@ -85,7 +85,7 @@ class CapturedGrownTrees(CapturedHead):
             **shape.tree_tiles,
         )
         launch = batch.tree_launch(following.token_ids, rows, shape)
-        self._output = self.head(launch, self._output.index_select(0, following.rows), cache)
+        self._output = self.head(launch, take_rows(self._output, following.rows), cache)
         return self.head.logits(self._output, shape.linear)
 
 
@@ -108,8 +108,6 @@ class CapturedDynamicTrees(CapturedGrownTrees):
         return self.top_k
 
     def grow(self, level: int, candidates: Candidates) -> NextRows:
-        from kernels.likeliest_tree import add_level
-
         assert self._tree is not None
         num_rows = self.top_k if level else 1
         num_next = self.top_k if level + 1 < self.depth else 0
@@ -123,8 +121,6 @@ class CapturedDynamicTrees(CapturedGrownTrees):
         return NumberedNodes(slots, parents, first)
 
     def tree(self) -> Tree:
-        from kernels.likeliest_tree import likeliest_tree
-
         assert self._tree is not None
         candidates, self._tree = self._tree, None  # no reference to a graph's memory is kept
         return likeliest_tree(candidates, self.num_tokens)
@@ -169,7 +165,7 @@ class CapturedStaticTrees(CapturedGrownTrees):
     def grow(self, level: int, candidates: Candidates) -> NextRows:
         self._token_ids.append(candidates.token_ids.view(self._count, -1))
         going, rows = (own[level][: self._count].flatten() for own in (self._going, self._rows))
-        return NextRows(candidates.token_ids.flatten().index_select(0, going), rows)
+        return NextRows(take_rows(candidates.token_ids.view(-1, 1), going).flatten(), rows)
 
     def fed(self, batch: DeviceBatch, level: int) -> NumberedNodes:
         first, number = self._firsts[level], self._firsts[level + 1]

@@ -19,6 +19,7 @@ from proposers.drafting.known_states import KnownStates
 from proposers.heads.autoregressive import AutoregressiveHead
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.head_runner import HeadRunner
+from runner.engine.operations import take_rows
 from runner.engine.paged_shape import PagedShape
 from runner.engine.request import Request
 
@@ -63,7 +64,7 @@ class CapturedHead(CapturedChains):
 
     def first_logits(self, batch: DeviceBatch) -> Tensor:
         output = self._first_pass(batch)
-        self._output = output.index_select(0, self._fresh.last_rows(batch).flatten())
+        self._output = take_rows(output, self._fresh.last_rows(batch).flatten())
         return self.next_logits(batch, 0, batch.lengths)
 
     def follow(self, batch: DeviceBatch) -> None:

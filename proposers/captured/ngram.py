@@ -38,4 +38,4 @@ class CapturedNgram(CapturedDrafter):
         return CapturedDrafts(self.match(self._rows[: batch.count]))
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
-        self.tokens.append(self._rows[: batch.count], token_ids, (token_ids >= 0).sum(dim=1))
+        self.tokens.append(self._rows[: batch.count], token_ids)

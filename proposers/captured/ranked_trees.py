@@ -20,6 +20,7 @@ from proposers.trees.rank_tree import RankTree
 from proposers.trees.static import Choices
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import Request
+from runner.engine.step_operations import add_level, likeliest_tree
 
 
 class CapturedRankedTrees(CapturedDrafter):
@@ -67,8 +68,6 @@ class CapturedLikeliestTrees(CapturedRankedTrees):
         return self.num_tokens
 
     def choose(self, levels: Sequence[Candidates]) -> Tree:
-        from kernels.likeliest_tree import add_level, likeliest_tree
-
         token_ids = levels[0].token_ids
         tree = TreeCandidates.unwritten(len(token_ids), self.depth, self.num_tokens, token_ids.device)
         for level, candidates in enumerate(levels):

@@ -64,9 +64,7 @@ class CapturedChains(CapturedDrafter):
     def _draw(self, logits: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor | None]:
         """runner.engine.sampling.draft_tokens, where nothing masks or penalises."""
         if self.draft_sample_method == "greedy" or rows.all_greedy:
-            from kernels.sampling import greedy
-
-            return greedy(logits, rows.positions, self._known_ids), None
+            return rows.argmax(logits, self._known_ids), None
         stream = Stream.DRAFT if self.draft_sample_method == "probabilistic" else Stream.TARGET
         if not self.needs_draft_probs:
             return rows.draw(logits, stream, self._known_ids), None

@@ -98,7 +98,7 @@ class HeadProposer(LevelByLevelProposer):
         return max(0, min(limit, self.max_model_len - request.num_tokens))
 
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
-        if self.num_speculative_tokens == 0 or self.head.attention is None:
+        if self.num_speculative_tokens == 0 or not self.runner.is_paged:
             return super().captured_drafter(num_tokens)
         common: dict[str, Any] = {
             **self.captured_arguments(num_tokens),

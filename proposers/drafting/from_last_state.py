@@ -92,12 +92,17 @@ class LastStateProposer(TokenByTokenProposer):
         if last:  # copied: a view would keep the states of the whole step
             self._states.update(zip(last, torch.stack(list(last.values())), strict=True))
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether its products take any number of rows, as captured steps have them."""
+        return self.num_speculative_tokens > 0 and self.tile in (None, 1)
+
     def release(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
     def captured_arguments(self, num_tokens: int) -> dict[str, Any]:
         return {
-            **super().captured_arguments(num_tokens),
+            **super().captured_arguments(min(num_tokens, self.max_depth)),
             "states": self._states,
             "capacity": self.context.max_num_seqs,
             "max_model_len": self.max_model_len,

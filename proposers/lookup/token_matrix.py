@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from runner.engine.backend import runs_kernels
 from runner.engine.request import Request
 from runner.engine.upload import to_device
 
@@ -35,16 +36,20 @@ class TokenMatrix:
                 self.lengths[row].fill_(len(token_ids))
         return [self._rows[request.request_id] for request in requests]
 
-    def append(self, rows: Tensor, token_ids: Tensor, num_new_tokens: Tensor) -> None:
-        """Put the first num_new_tokens [num_rows] of token_ids [num_rows, width] behind the rows [num_rows], int64."""
-        rows = torch.where(rows == NOBODY, len(self.lengths) - 1, rows)
-        lengths = self.lengths[rows]
-        places = lengths.unsqueeze(1) + torch.arange(token_ids.shape[1], device=rows.device)
-        places.clamp_(max=self.token_ids.shape[1] - 1)
-        # What lies behind the new tokens lies behind the new length too, where nobody looks.
-        self.token_ids.index_put_((rows.unsqueeze(1), places), token_ids.to(torch.int32))
-        self.lengths.index_copy_(0, rows, lengths + num_new_tokens)
+    def append(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Put token_ids [num_rows, width], of which -1 and what lies behind it is none, behind the rows [num_rows]."""
+        append_tokens = append_tokens_on(self.device)
+        append_tokens(self.token_ids, self.lengths, rows, token_ids)
 
     def release(self, request_id: str) -> None:
         if request_id in self._rows:
             self._free_rows.append(self._rows.pop(request_id))
+
+
+def append_tokens_on(device: torch.device) -> Callable[..., None]:
+    """The op for tensors on this device: torch's on a GPU, elsewhere the one that is compiled for a CPU."""
+    if runs_kernels(device):
+        from kernels.reference.append_tokens import append_tokens
+    else:
+        from kernels.cpu.append_tokens import append_tokens
+    return append_tokens

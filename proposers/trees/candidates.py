@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.perturb import perturb as perturb_in_torch
 from kernels.reference.philox import Stream
 from kernels.reference.top_candidates import Candidates
-from kernels.reference.top_candidates import top_candidates as candidates_in_torch
 from runner.engine.backend import runs_kernels
 from runner.engine.sampling import SamplingRows, put_rows, take_rows
 
@@ -57,7 +55,9 @@ def perturbed(processed: Tensor, rows: SamplingRows, draft_sample_method: str, d
 def top_candidates(logits: Tensor, width: int) -> Candidates:
     """The `width` likeliest tokens of each row of logits [num_rows, vocab] float32; width is at most vocab."""
     if not runs_kernels(logits):
-        return candidates_in_torch(logits, width)
+        from kernels.cpu.top_candidates import top_candidates as on_cpu
+
+        return on_cpu(logits, width)
     from kernels.top_candidates import top_candidates as kernel
 
     return kernel(logits, width)
@@ -65,7 +65,9 @@ def top_candidates(logits: Tensor, width: int) -> Candidates:
 
 def _with_noise(processed: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, draft_steps: Tensor) -> Tensor:
     if not runs_kernels(processed):
-        return perturb_in_torch(processed, seeds, positions, draft_steps, stream=stream)
+        from kernels.cpu.perturb import perturb as on_cpu
+
+        return on_cpu(processed, seeds, positions, draft_steps, stream=stream)
     from kernels.perturb import perturb
 
     return perturb(processed, seeds, positions, draft_steps, stream=stream)

@@ -32,7 +32,7 @@ class HardwareConfig(Node):
     enable_chunked_prefill: bool = Field(
         default=True, description="split prompts over steps; without it a prompt must fit max_num_batched_tokens"
     )
-    enforce_eager: bool = Field(default=False, description="capture no CUDA graphs, record no passes on a CPU")
+    enforce_eager: bool = Field(default=False, description="capture no CUDA graphs; on a CPU, record nothing")
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="share of the device's memory for weights and KV cache, in (0, 1]"
     )

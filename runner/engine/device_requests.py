@@ -19,6 +19,7 @@ from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request
 from runner.engine.row_sampling import RowSampling
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.step_operations import chain_rows, place_dtype
 from runner.engine.upload import to_device
 
 
@@ -101,9 +102,9 @@ class DeviceBatch:
     limits: Tensor  # [count] int64: committed tokens that a request may come to
     num_prompt_tokens: Tensor  # [count] int64
     last_token_ids: Tensor  # [count, 2] int64: the last two committed tokens
-    block_tables: Tensor  # [count, max_blocks] int32
-    branch_starts: Tensor  # [count] int32
-    branch_slots: Tensor  # [count, 0] int32
+    block_tables: Tensor  # [count, max_blocks] of place_dtype, as the next two
+    branch_starts: Tensor  # [count]
+    branch_slots: Tensor  # [count, 0]
     sampling_flags: SamplingFlags
     max_context: int  # keys that any row sees lie before it
     of_requests: _Values
@@ -120,8 +121,6 @@ class DeviceBatch:
         lengths: Tensor | None = None,  # [count] int64, in place of the batch's; 0: absent
     ) -> tuple[ForwardBatch, Tensor]:
         """A launch of consecutive rows of every request, and the position that each row predicts, -1 for padding."""
-        from kernels.chain_rows import chain_rows
-
         rows = chain_rows(
             self.lengths if lengths is None else lengths,
             self.block_tables,
@@ -191,21 +190,21 @@ class DeviceBatch:
 
 
 class DeviceRequests:
-    def __init__(
-        self, *, capacity: int, num_rows: int, max_model_len: int, block_size: int, device: torch.device
-    ) -> None:
-        """num_rows: of each request in a verification."""
-        self.num_rows, self.max_model_len, self.device = num_rows, max_model_len, device
+    def __init__(self, *, capacity: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.capacity, self.max_model_len, self.device = capacity, max_model_len, device
         self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.limits = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.num_prompt_tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.last_token_ids = torch.zeros(capacity, 2, dtype=torch.int64, device=device)
         max_blocks = -(-max_model_len // block_size)
-        self.block_tables = torch.zeros(capacity, max_blocks, dtype=torch.int32, device=device)
-        self._branch_starts = torch.full((capacity,), NO_BRANCH, dtype=torch.int32, device=device)
-        self._branch_slots = torch.empty(capacity, 0, dtype=torch.int32, device=device)
+        dtype = place_dtype(device)
+        self.block_tables = torch.zeros(capacity, max_blocks, dtype=dtype, device=device)
+        self._branch_starts = torch.full((capacity,), NO_BRANCH, dtype=dtype, device=device)
+        self._branch_slots = torch.empty(capacity, 0, dtype=dtype, device=device)
         self._of_requests = _Values.empty(capacity, device)
-        self._of_rows = _Values.empty(capacity * num_rows, device)
+        self._of_rows: dict[int, _Values] = {}  # by the rows of each request in a verification
+        self._unfilled = set[int]()  # of these
+        self._loaded: tuple[Tensor, Tensor] | None = None  # sampling parameters, integers and floats, of each request
         self._num_blocks: list[int] = []  # of each request's table, here already
 
     def load(self, requests: Sequence[Request]) -> None:
@@ -245,8 +244,8 @@ class DeviceRequests:
         self.limits[: len(requests)].copy_(numbers[1])
         self.last_token_ids[: len(requests)].copy_(numbers[2:4].t())
         self.num_prompt_tokens[: len(requests)].copy_(numbers[4])
-        self._of_requests.fill(numbers[5:], floats, 1)
-        self._of_rows.fill(numbers[5:], floats, self.num_rows)
+        self._loaded, self._unfilled = (numbers[5:], floats), set(self._of_rows)
+        self._of_requests.fill(*self._loaded, 1)
         self.extend_tables(range(len(requests)), requests)
 
     def remove(self, places: Sequence[int]) -> None:
@@ -266,12 +265,20 @@ class DeviceRequests:
             self._num_blocks[row] = len(request.block_table)
         if blocks:
             index = to_device([rows, columns, blocks], torch.int64, self.device)
-            self.block_tables.index_put_((index[0], index[1]), index[2].to(torch.int32))
+            self.block_tables.index_put_((index[0], index[1]), index[2].to(self.block_tables.dtype))
 
-    def batch(self, count: int, sampling_flags: SamplingFlags, max_context: int) -> DeviceBatch:
+    def batch(self, count: int, sampling_flags: SamplingFlags, max_context: int, num_rows: int) -> DeviceBatch:
+        """num_rows: of each request in a verification."""
+        if num_rows not in self._of_rows:
+            self._of_rows[num_rows] = _Values.empty(self.capacity * num_rows, self.device)
+            self._unfilled.add(num_rows)
+        if num_rows in self._unfilled:
+            assert self._loaded is not None, "load comes first"
+            self._of_rows[num_rows].fill(*self._loaded, num_rows)
+            self._unfilled.remove(num_rows)
         return DeviceBatch(
             count=count,
-            num_rows=self.num_rows,
+            num_rows=num_rows,
             lengths=self.lengths[:count],
             limits=self.limits[:count],
             num_prompt_tokens=self.num_prompt_tokens[:count],
@@ -282,5 +289,5 @@ class DeviceRequests:
             sampling_flags=sampling_flags,
             max_context=max_context,
             of_requests=self._of_requests,
-            of_rows=self._of_rows,
+            of_rows=self._of_rows[num_rows],
         )

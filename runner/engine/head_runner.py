@@ -12,10 +12,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from runner.engine.backend import runs_kernels
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes
 from runner.engine.layers import Attention
+from runner.engine.paged_shape import PagedShape
 from runner.engine.programs import can_record, graph_store
 from runner.engine.segment import Family, Segment
 from runner.engine.tile_shape import ANY_SHAPE_TILES
@@ -69,6 +71,12 @@ class HeadRunner:
             )
         self.graphs = graph_store(device) if captures_graphs else None
         self.cache: PagedKVCache | None = None
+
+    @property
+    def is_paged(self) -> bool:
+        """As ModelRunner's."""
+        can_capture = runs_kernels(self.device) or self.graphs is not None
+        return isinstance(self.shapes["decode"], PagedShape) and can_capture
 
     @property
     def cache_bytes_per_block(self) -> int:

@@ -52,14 +52,12 @@ class PagedKVCache:
 
 
 def move_kv_on(device: torch.device, *, widest: int) -> Callable[..., None]:
-    """The op for a device: the Triton kernel on CUDA, the reference elsewhere."""
+    """The op for a device: the Triton kernel on CUDA, elsewhere the one that is compiled for a CPU."""
     if runs_kernels(device):
         from kernels.move_kv import move_kv
-
-        return partial(move_kv, widest=widest)
-    from kernels.reference.move_kv import move_kv as reference
-
-    return reference
+    else:
+        from kernels.cpu.move_kv import move_kv
+    return partial(move_kv, widest=widest)
 
 
 class BlockManager:

@@ -77,8 +77,9 @@ class ModelRunner:
 
     @property
     def is_paged(self) -> bool:
-        """Whether launches over generated tokens can be laid out on the device, which the host's own never are."""
-        return isinstance(self.shapes["decode"], PagedShape) and runs_kernels(self.device)
+        """Whether launches over generated tokens can be laid out on the device, and captured with a whole step."""
+        can_capture = runs_kernels(self.device) or self.graphs is not None
+        return isinstance(self.shapes["decode"], PagedShape) and can_capture
 
     @property
     def cache_bytes_per_block(self) -> int:

@@ -1,6 +1,6 @@
-"""The sampling parameters of logits rows as the Triton kernels take them: a value a row, None where no row asks for it.
+"""The sampling parameters of logits rows as kernels take them: a value a row, None where no row asks for it.
 
-Logits come as mask_and_penalise leaves them. Only where kernels run.
+Logits come as mask_and_penalise leaves them. Nothing is read back to the host.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kernels.reference.philox import Stream
+from runner.engine.backend import runs_kernels
 
 if TYPE_CHECKING:
     from kernels.reference.top_candidates import Candidates
@@ -43,14 +44,40 @@ class RowSampling:
 
         token_ids: [vocab] int64, the token of each column of a part of the vocabulary; None: a column's number is it.
         """
-        from kernels.sampling import greedy, sample
-
         if self.all_greedy:
+            return self.argmax(logits, token_ids)
+        if runs_kernels(logits):
+            from kernels.sampling import sample
+
+            values = self._parameters
+            return sample(logits, self.seeds, self.positions, stream=int(stream), token_ids=token_ids, **values)
+        from kernels.cpu.sampling import sample as on_cpu
+
+        temperatures = self.temperatures
+        if self._truncates:
+            logits, temperatures = self.processed(logits), None
+        return on_cpu(
+            logits,
+            self.seeds,
+            self.positions,
+            stream=int(stream),
+            is_greedy=self.is_greedy,
+            temperatures=temperatures,
+            token_ids=token_ids,
+        )
+
+    def argmax(self, logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """`draw` of greedy rows, whatever these are."""
+        if runs_kernels(logits):
+            from kernels.sampling import greedy
+
             return greedy(logits, self.positions, token_ids)
-        return sample(logits, self.seeds, self.positions, stream=int(stream), token_ids=token_ids, **self._parameters)
+        from kernels.cpu.sampling import greedy as on_cpu
+
+        return on_cpu(logits, self.positions, token_ids)
 
     def truncated(self, logits: Tensor, *, need_mass: bool = True) -> TruncatedRows:
-        """The rows as min_p, top_k and top_p truncate them, and the mass that normalises each."""
+        """The rows as min_p, top_k and top_p truncate them, and the mass that normalises each. Of Triton's kernels."""
         from kernels.truncation import truncate_rows
 
         assert not self.all_greedy, "greedy rows are not truncated"
@@ -64,12 +91,15 @@ class RowSampling:
         stream: None, and where all rows are greedy: by probability, nothing is drawn. logits: [num_rows * n, vocab]
         float32, n rows that share the parameters of one, whose positions must not be negative. token_ids: see `draw`.
         """
+        is_drawn = stream is not None and not self.all_greedy
+        if not runs_kernels(logits):
+            return self._candidates_on_cpu(logits, width, stream if is_drawn else None, token_ids)
         from kernels.top_candidates import top_candidates
 
         cuts = None
         if self._truncates:
             cuts = self._each(len(logits) // len(self.positions)).truncated(logits, need_mass=False).cuts
-        noise = () if stream is None or self.all_greedy else (self.seeds, self.positions)
+        noise = (self.seeds, self.positions) if is_drawn else ()
         return top_candidates(
             logits,
             width,
@@ -81,6 +111,18 @@ class RowSampling:
             token_ids=token_ids,
         )
 
+    def _candidates_on_cpu(
+        self, logits: Tensor, width: int, stream: Stream | None, token_ids: Tensor | None
+    ) -> Candidates:
+        from kernels.cpu.perturb import perturb
+        from kernels.cpu.top_candidates import top_candidates
+
+        scores = self.processed(logits)
+        if stream is not None:
+            shared = {"token_ids": token_ids, "is_greedy": self.is_greedy}
+            scores = perturb(scores, self.seeds, self.positions, stream=int(stream), **shared)
+        return top_candidates(scores, width, token_ids)
+
     @property
     def _truncates(self) -> bool:
         return self.min_p is not None or self.top_k is not None or self.top_p is not None
@@ -89,10 +131,16 @@ class RowSampling:
         """Each row so many times, in turn (torch's repeat_interleave may wait for the device)."""
         rows: dict[str, Any] = {"seeds": self.seeds, "positions": self.positions, **self._parameters}
         own = {name: row.unsqueeze(1).expand(-1, repeats).flatten() for name, row in rows.items() if row is not None}
+        own = {name: row.contiguous() for name, row in own.items()}  # those of one request are a view
         return replace(self, **own)
 
     def processed(self, logits: Tensor) -> Tensor:
         """Float32 logits to sample from: by their softmax, or by their argmax in a greedy row."""
+        if not runs_kernels(logits):
+            from kernels.cpu.truncation import truncate
+
+            nothing_asked = self.temperatures is None and not self._truncates
+            return logits if nothing_asked else truncate(logits, **self._parameters)
         cuts = None
         if self._truncates:
             cuts = self.truncated(logits, need_mass=False).cuts

@@ -35,20 +35,9 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
     Never changes its input; returns that very tensor when it is float32 and no row asks for anything.
     """
     logits = mask_and_penalise(logits, rows)
-    if runs_kernels(logits.device) and rows.has_cuts:
-        return rows.of_every_row().processed(logits)
-    if rows.temperatures is not None:
-        logits = logits / rows.temperatures.unsqueeze(1)
-    if (min_p := rows.min_p) is not None:
-        kept = ops.apply_min_p(take_rows(logits, min_p.row_idx), min_p.values)
-        logits = put_rows(logits, min_p.row_idx, kept)
-    if (top_k := rows.top_k) is not None:
-        kept = ops.apply_top_k(take_rows(logits, top_k.row_idx), top_k.values, max_top_k=rows.max_top_k)
-        logits = put_rows(logits, top_k.row_idx, kept)
-    if (top_p := rows.top_p) is not None:
-        kept = ops.apply_top_p(take_rows(logits, top_p.row_idx), top_p.values)
-        logits = put_rows(logits, top_p.row_idx, kept)
-    return logits
+    if rows.temperatures is None and not rows.has_cuts:
+        return logits
+    return rows.of_every_row().processed(logits)
 
 
 def mask_and_penalise(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -103,7 +92,7 @@ def sample_at(
     draft_step: int | Tensor = 0,
 ) -> Tensor:
     """`sample_tokens` with the keys given one by one, for rows picked out on the device."""
-    if runs_kernels(processed.device) and isinstance(stream, int):
+    if isinstance(stream, int) and (random_row_idx is None or len(random_row_idx)):
         return _sample_by_kernel(processed, seeds, positions, random_row_idx, stream, draft_step)
     if random_row_idx is None:
         return ops.gumbel_argmax(processed, seeds, positions, stream, draft_step)
@@ -128,12 +117,16 @@ def _sample_by_kernel(
     stream: int,
     draft_step: int | Tensor,
 ) -> Tensor:
-    from kernels.sampling import sample
-
     draft_steps = draft_step if isinstance(draft_step, Tensor) else None
     assert draft_steps is not None or draft_step == 0, "other keys come as a tensor"
     is_greedy = greedy_mask(random_row_idx, seeds)
-    return sample(processed, seeds, positions, stream=stream, draft_steps=draft_steps, is_greedy=is_greedy)
+    if runs_kernels(processed):
+        from kernels.sampling import sample
+
+        return sample(processed, seeds, positions, stream=stream, draft_steps=draft_steps, is_greedy=is_greedy)
+    from kernels.cpu.sampling import sample as on_cpu
+
+    return on_cpu(processed, seeds, positions, stream=stream, draft_steps=draft_steps, is_greedy=is_greedy)
 
 
 def draft_tokens(

@@ -66,7 +66,6 @@ class SamplingRows:
     temperatures: Tensor | None = None  # [num_rows] float32, 1 in greedy rows
     min_p: ValueRows | None = None
     top_k: ValueRows | None = None
-    max_top_k: int = 0
     top_p: ValueRows | None = None
 
     @property
@@ -157,7 +156,6 @@ class SamplingRows:
             temperatures=_temperatures(params, device),
             min_p=_value_rows(params, lambda p: p.min_p > 0.0, lambda p: p.min_p, torch.float32, device),
             top_k=top_k,
-            max_top_k=max((params[r].top_k for r in random_rows if params[r].top_k < vocab_size), default=0),
             top_p=_value_rows(params, lambda p: p.top_p < 1.0, lambda p: p.top_p, torch.float64, device),
         )
 

@@ -214,11 +214,11 @@ class Scheduler:
         return committed
 
     def draft_room(self, request: Request) -> int:
-        """The most drafts of a step that could be committed, with the token behind them."""
-        return min(
-            request.sampling_params.max_tokens - len(request.output_token_ids) - 1,
-            self.stop_rules.max_model_len - request.num_tokens - 1,
-        )
+        """The most drafts of a step that could be committed, with the token behind them, and that it asked for."""
+        params = request.sampling_params
+        of_request = params.max_tokens - len(request.output_token_ids)
+        room = min(of_request, self.stop_rules.max_model_len - request.num_tokens) - 1
+        return max(0, room if params.max_draft_tokens is None else min(room, params.max_draft_tokens))
 
     @property
     def may_admit(self) -> bool:
@@ -261,13 +261,8 @@ class Scheduler:
         if budget <= 0 or (pending > budget and not self.enable_chunked_prefill):
             return None
         num_new_tokens = min(pending, budget)
-        if not is_decoding:
-            max_draft_tokens = 0
-        else:
-            # Drafts beyond the last token that can be committed would be verified in vain.
-            room = min(self.draft_room(request), budget - 1)
-            asked = request.sampling_params.max_draft_tokens
-            max_draft_tokens = max(0, min(max_draft_tokens if asked is None else min(asked, max_draft_tokens), room))
+        # Drafts beyond the last token that can be committed would be verified in vain.
+        max_draft_tokens = min(max_draft_tokens, self.draft_room(request), budget - 1) if is_decoding else 0
         return ScheduledRequest(
             request=request,
             start=request.num_computed_tokens,

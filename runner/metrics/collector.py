@@ -114,8 +114,8 @@ class MetricsCollector:
         - conditional_acceptance_per_position[i]: the same / drafts that have a token i and all before it accepted.
         - acceptance_length_histogram: acceptance length (1 + accepted, as text) -> number of drafts.
         - num_decoding_steps: steps in which at least one request decodes; num_whole_steps: those of them that ran
-          whole, as one CUDA graph, without the host between drafts and verification.
-        - whole_step_share: num_whole_steps / num_decoding_steps; None where the engine captures no steps (on the CPU).
+          whole, without the host between drafts and verification.
+        - whole_step_share: num_whole_steps / num_decoding_steps; None where the engine captures no steps.
         - steps_in_parts: why the other decoding steps did not run whole (`InParts`) -> number of steps.
         - duration_s: time spent in steps; pauses between calls of generate, or until a request arrives, do not count.
         - output_tokens_per_second: output tokens / duration_s.

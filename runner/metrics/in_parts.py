@@ -1,4 +1,4 @@
-"""Why a decoding step runs in parts, with the host between drafts and verification, and not whole as one CUDA graph."""
+"""Why a decoding step runs in parts, with the host between drafts and verification, and not whole, in one call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class InParts(StrEnum):
     # No note names these: they pass by themselves, or follow from the device and the method that were chosen.
     PROMPT = "prompt"  # a request arrives, or comes back, and its tokens are computed
     CATCH_UP = "catch_up"  # the drafter takes in what earlier steps committed
-    UNCAPTURED = "uncaptured"  # no whole steps are captured: on a CPU, or with hardware.enforce_eager
-    HOST_DRAFTS = "host_drafts"  # the method drafts on the host
+    UNCAPTURED = "uncaptured"  # with hardware.enforce_eager, or on a CPU without what whole steps are compiled for
+    HOST_DRAFTS = "host_drafts"  # the method drafts on the host, and trees or for many requests
     # A note names these (`_NOTED` says what they are).
     TRANSFORMERS = "transformers"
     SYNTHETIC_TREES = "synthetic_trees"
@@ -83,6 +83,6 @@ def in_parts_notes(steps_in_parts: Mapping[InParts, int], num_decoding_steps: in
         reasons.append(f"other reasons ({others:,}, see steps_in_parts in metrics.json)")
     remedy = _NOTED[counts[0][1]][1]
     return [
-        f"{total:,} of {num_decoding_steps:,} decoding steps ran in parts, not as one CUDA graph: {', '.join(reasons)}"
+        f"{total:,} of {num_decoding_steps:,} decoding steps ran in parts, not whole: {', '.join(reasons)}"
         + (f"; {remedy}" if remedy else "")
     ]
