@@ -52,7 +52,7 @@ class Proposer(ABC):
     """
 
     # Whether `propose` gives chains without probs and needs the committed tokens alone: then steps run whole between
-    # its calls, of which some may be left out, and `update` is not called after those.
+    # its calls, of which some may be left out. Those of a class with an `update` of its own do not.
     drafts_from_text: bool = False
 
     def __init__(self, *, num_speculative_tokens: int, context: ProposerContext) -> None:
@@ -89,7 +89,7 @@ class Proposer(ABC):
         """
         if self.num_speculative_tokens == 0 or (num_tokens == 0 and self.drafts_from_text):
             return NoDrafts()
-        if not self.drafts_from_text:
+        if not self.drafts_from_text or type(self).update is not Proposer.update:
             return None
 
         def propose(schedule: Schedule) -> DraftTokens:

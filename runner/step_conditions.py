@@ -18,7 +18,7 @@ class StepConditions:
     max_drafted_len: int  # tokens of a request that target and drafter can see
 
     def unmet(self, schedule: Schedule, scheduler: Scheduler) -> InParts | None:
-        """Why a step must run in parts; None: every request decodes, and all draft the same number."""
+        """Why a step must run in parts; None: every request decodes, and all have the same places for drafts."""
         scheduled = schedule.scheduled
         if not scheduled or not scheduled[-1].is_decoding:  # those that decode come first
             return InParts.PROMPT

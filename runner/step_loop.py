@@ -1,7 +1,7 @@
 """Steps of one schedule and one proposer: the algorithm on one screen.
 
-A step is schedule, propose, verify, commit, update. Where all of it runs on the device (runner/whole_steps.py), the
-next step is launched before the last one is read, and the host has little left to do but to commit.
+A step is schedule, propose, verify, commit, update. Where it runs whole (runner/whole_steps.py), the host has little
+left to do but to commit; on a GPU the next step is launched before the last one is read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class StepLoop:
         )
 
     def _whole(self, launched: LaunchedStep, started: float) -> list[CommittedTokens]:
-        """The step runs already; launch the next one, then read this one."""
+        """The step runs already; read it, where steps run ahead with the next one launched."""
         assert self._whole_steps is not None
         runs_ahead = self._whole_steps.runs_ahead
         if runs_ahead:

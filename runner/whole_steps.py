@@ -23,7 +23,7 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import PagedShape, bucket
 from runner.engine.programs import step_graph_store
 from runner.engine.request import DraftTokens, Request, VerifyOutput
-from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
+from runner.engine.scheduler import CommittedTokens, Schedule, ScheduledRequest, Scheduler
 from runner.engine.step_operations import follow_verified
 from runner.metrics import InParts
 from runner.step_conditions import StepConditions
@@ -183,10 +183,14 @@ class WholeSteps:
         self._on_device.extend_tables(places, requests)
         items = [item for _, item in staying]
         if self.drafter.drafts_on_host:
-            most = self.drafter.num_tokens
-            items = [replace(item, max_draft_tokens=min(most, scheduler.draft_room(item.request))) for item in items]
-        schedule = replace(launched.schedule, scheduled=items)
+            items = [self._as_it_is_now(item, scheduler) for item in items]
+        schedule = replace(launched.schedule, scheduled=items, preempted=[])
         return self._launch(schedule, places, longest=longest)
+
+    def _as_it_is_now(self, item: ScheduledRequest, scheduler: Scheduler) -> ScheduledRequest:
+        """For the host to draft by."""
+        limit = min(self.drafter.num_tokens, scheduler.draft_room(item.request))
+        return replace(item, start=item.request.num_computed_tokens, max_draft_tokens=limit)
 
     def stop(self, launched: LaunchedStep, committed: Sequence[CommittedTokens]) -> None:
         """End the whole steps: `launched` was the last one, and committed these tokens."""

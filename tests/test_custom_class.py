@@ -312,3 +312,56 @@ def test_a_method_without_keys_of_its_own_is_one_file_and_one_yaml(
         Composer(config_dir=str(tmp_path)) as composer,
     ):
         composer.config(["method=shy"])
+
+
+class LastTokenAgainProposer(Proposer):
+    """Guesses that the last token comes again, and keeps what it was told."""
+
+    drafts_from_text = True
+    seen: ClassVar[list[tuple[int, int, int, int, int]]] = []
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        guesses = []
+        for item in schedule.decoding:
+            request = item.request
+            left = request.sampling_params.max_tokens - len(request.output_token_ids)
+            told = (item.start, request.num_computed_tokens, request.num_tokens, item.max_draft_tokens, left)
+            self.seen.append(told)
+            guesses.append(request.tokens_between(request.num_tokens - 1, request.num_tokens) * item.max_draft_tokens)
+        return draft_tokens_from_lists(guesses, self.context.device)
+
+
+class LearningProposer(LastTokenAgainProposer):
+    num_updates: ClassVar[int] = 0
+
+    def update(self, schedule: Schedule, output: VerifyOutput) -> None:
+        type(self).num_updates += 1
+
+
+class TreeProposer(LastTokenAgainProposer):
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        return replace(of_lists(*([[1, 2]] * len(schedule.decoding))), parent_indices=[-1, -1] * len(schedule.decoding))
+
+
+def test_steps_run_whole_around_drafts_from_the_text_and_the_schedule_is_of_the_step(engines: Engines) -> None:
+    """Bug told here: items said where the first of the whole steps began."""
+    params = [replace(PARAMS, max_tokens=14), replace(PARAMS, max_tokens=9)]
+    plain, _ = complete(engines(), PROMPTS, params)
+    LastTokenAgainProposer.seen.clear()
+    requests, metrics = complete(engines(custom("LastTokenAgainProposer")), PROMPTS, params)
+    assert [own.output_token_ids for own in requests] == [own.output_token_ids for own in plain]
+    assert metrics.steps_in_parts.total() == 0 and len(LastTokenAgainProposer.seen) > 10
+    for start, num_computed, num_tokens, limit, left in LastTokenAgainProposer.seen:
+        assert start == num_computed == num_tokens - 1
+        assert limit == min(3, left - 1)
+
+
+def test_a_class_that_learns_from_its_steps_has_them_in_parts(engines: Engines) -> None:
+    LearningProposer.num_updates = 0
+    _, metrics = complete(engines(custom("LearningProposer")), PROMPTS, [PARAMS] * 2)
+    assert metrics.steps_in_parts.total() == metrics.num_decoding_steps < LearningProposer.num_updates
+
+
+def test_a_class_whose_drafts_are_not_what_it_says_is_told(engines: Engines) -> None:
+    with pytest.raises(UserError, match="propose must draft chains without probs, as drafts_from_text says, got"):
+        complete(engines(custom("TreeProposer")), PROMPTS, [PARAMS] * 2)

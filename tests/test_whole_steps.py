@@ -1,7 +1,7 @@
 """Steps that run whole on the device say what steps in parts say, whatever comes, goes or runs out meanwhile.
 
-Over models that hash what they find (tests/hashing_models.py), with kernels replaced by their definitions. The kernels
-themselves run in tests/test_emulated_gpu.py.
+As on a GPU, over models that hash what they find (tests/hashing_models.py), with kernels replaced by their definitions
+(the kernels themselves run in tests/test_emulated_gpu.py); and as they are on a CPU.
 """
 
 from __future__ import annotations

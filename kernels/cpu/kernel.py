@@ -10,8 +10,8 @@ import numpy as np
 from numba import types
 
 from kernels.cpu.compiled import compiled_for_c
-from kernels.cpu.recording import current
 from kernels.cpu.threads import link_threads, openmp
+from kernels.cpu.under_way import current
 
 
 def arguments_of(*names: str) -> np.dtype[Any]:

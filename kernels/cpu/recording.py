@@ -7,7 +7,6 @@ in one team of threads that meet after each; they read and write where the recor
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from numba import carray, types  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from kernels.cpu import under_way
 from kernels.cpu.compiled import compiled_for_c
 from kernels.cpu.native import call, pointer
 from kernels.cpu.threads import barrier, link_threads, openmp
@@ -86,10 +86,6 @@ class Recording:
         self._parts: list[Callable[[], None]] = []
         self._threads = 1  # that any of them asked for
 
-    @property
-    def num_kernels(self) -> int:
-        return len(self._calls) + sum(len(part) for part in self._parts if isinstance(part, Team))
-
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         block = self._pool.free_block(prod(shape) * dtype.itemsize)
         self._blocks[block.tensor.untyped_storage()._cdata] = block
@@ -130,9 +126,6 @@ class Team:
         self._arguments = np.array((len(calls), self._calls.ctypes.data), Calls)
         self._address = self._arguments.ctypes.data
 
-    def __len__(self) -> int:
-        return len(self._keeps)
-
     def __call__(self) -> None:
         make_calls, library = _make_calls(), openmp()
         if library is None or self._threads == 1:
@@ -147,11 +140,8 @@ class Program:
     def __init__(self, parts: Sequence[Callable[[], None]], blocks: set[Block]) -> None:
         self._parts, self._keeps = parts, blocks
 
-    @property
-    def is_one_call(self) -> bool:
-        return all(isinstance(part, Team) for part in self._parts)
-
     def __call__(self) -> None:
+        """In the mode that it was recorded in: torch keeps what inference mode has made from being written outside."""
         for part in self._parts:
             part()
 
@@ -160,21 +150,16 @@ class Program:
 def recording(pool: Pool) -> Iterator[Recording]:
     """Until the end of it this thread's kernels are written down, and not run."""
     own = Recording(pool)
-    assert current() is None, "a recording is under way"
-    _state.recording = own
+    under_way.begin(own)
     try:
         yield own
     finally:
-        _state.recording = None
-
-
-def current() -> Recording | None:
-    return getattr(_state, "recording", None)
+        under_way.end()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Room for a kernel's results."""
-    own = current()
+    own = under_way.current()
     return torch.empty(shape, dtype=dtype) if own is None else own.empty(shape, dtype)
 
 
@@ -190,6 +175,3 @@ def make_calls(arguments: Any) -> None:
 def _make_calls() -> Any:
     link_threads()
     return compiled_for_c(make_calls, (types.voidptr,))
-
-
-_state = threading.local()

@@ -85,8 +85,8 @@ def add_noise_of(
 
 @exact
 def image_of(score: Any) -> Any:
-    """int32 in the order of float32; -0 as 0, and a NaN above all."""
-    bits = bits_of_float(score + NOTHING)
+    """int32 in the order of float32; -0 as 0, and a NaN above all, whatever its sign."""
+    bits = SIGNLESS if np.isnan(score) else bits_of_float(score + NOTHING)
     return bits ^ ((bits >> THIRTY_ONE) & SIGNLESS)
 
 

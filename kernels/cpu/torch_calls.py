@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kernels.cpu.recording import Recording
+from kernels.cpu.under_way import NotRecordableError
 
 _aten = torch.ops.aten
 # They leave what they make unwritten.
@@ -23,12 +24,11 @@ PLACES = ("dtype", "layout", "device", "pin_memory")
 UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 
 
-class NotRecordableError(Exception):
-    """torch computes something itself, which a program would not, or something that depends on values."""
-
-
 class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """It sees neither `tolist` nor `numpy`, which read what is not there yet."""
+    """It sees neither `tolist` nor `numpy`, which read what is not there yet, nor `from_numpy`.
+
+    A tensor that nobody holds behind the recording is gone at its replay; runner/engine/upload.py refuses to make one.
+    """
 
     def __init__(self, recorded: Recording, *, allowed: bool) -> None:
         """allowed: torch may compute, call by call; otherwise that is an error."""

@@ -1,8 +1,9 @@
 """How a proposer drafts in whole steps, which are captured (as CUDA graphs, on a CPU as programs): on the device alone.
 
 `draft` and `learn` are captured. They read and write tensors that stay in place, upload nothing, read nothing back, and
-give every request the same number of drafts. `start` takes what the proposer knows of the requests to the device, and
-`stop` gives it back; between `stop` and the next `start` the proposer drafts in its usual way.
+give every request as many places for drafts; `find` comes before each step, on the host. `start` takes what the
+proposer knows of the requests to the device, and `stop` gives it back; between `stop` and the next `start` the proposer
+drafts in its usual way.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.cpu.panels import Panels, Weight
+from kernels.cpu.under_way import NotRecordableError
 from runner.engine.backend import runs_kernels
 from runner.engine.graphs import Compute, Graph, GraphStore, Tensors
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_OUTPUT_BYTES = 1 << 28  # of the graphs of a store
 MAX_GRAPHS = 512  # of a store: one takes some ten kilobytes beside its outputs
+_one_at_a_time = threading.Lock()  # recordings of all threads: garbage is collected in none of them, or in all
 
 
 def graph_store(device: torch.device) -> GraphStore:
@@ -50,8 +53,6 @@ def record_program(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
 
     torch may prepare what stays, a table of rotations say: then a second attempt finds it there.
     """
-    from kernels.cpu.torch_calls import NotRecordableError
-
     held = tuple(tensor.clone() for tensor in inputs)
     try:
         return _recorded(compute, held, pool)
@@ -62,8 +63,6 @@ def record_program(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
 
 def record_prepared(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
     """Of a computation that has been made before: torch prepares nothing any more."""
-    from kernels.cpu.torch_calls import NotRecordableError
-
     held = tuple(tensor.clone() for tensor in inputs)
     try:
         return _recorded(compute, held, pool, calls_torch=True)
@@ -75,14 +74,15 @@ def _recorded(compute: Compute, held: Tensors, pool: Pool, *, calls_torch: bool 
     from kernels.cpu.recording import recording
     from kernels.cpu.torch_calls import TorchCalls
 
-    collects = gc.isenabled()
-    gc.disable()  # what it frees may be torch's to finish, and no kernel
-    try:
-        with recording(pool) as recorded, TorchCalls(recorded, allowed=calls_torch):
-            outputs = compute(*held)
-    finally:
-        if collects:
-            gc.enable()
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()  # what it frees may be torch's to finish, and no kernel
+        try:
+            with recording(pool) as recorded, TorchCalls(recorded, allowed=calls_torch):
+                outputs = compute(*held)
+        finally:
+            if collects:
+                gc.enable()
     return Graph(inputs=held, outputs=outputs, replay=recorded.program())
 
 

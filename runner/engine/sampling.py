@@ -92,7 +92,8 @@ def sample_at(
     draft_step: int | Tensor = 0,
 ) -> Tensor:
     """`sample_tokens` with the keys given one by one, for rows picked out on the device."""
-    if isinstance(stream, int) and (random_row_idx is None or len(random_row_idx)):
+    all_greedy = random_row_idx is not None and len(random_row_idx) == 0
+    if isinstance(stream, int) and (runs_kernels(processed) or not all_greedy):
         return _sample_by_kernel(processed, seeds, positions, random_row_idx, stream, draft_step)
     if random_row_idx is None:
         return ops.gumbel_argmax(processed, seeds, positions, stream, draft_step)

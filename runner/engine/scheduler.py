@@ -228,8 +228,8 @@ class Scheduler:
     def reserve_ahead(self, num_tokens: int) -> bool:
         """Blocks for this many tokens behind those committed of every running request.
 
-        For steps that draft for all of them alike, and are launched before the result of the last one is known. False:
-        there are too few; what could be had is kept.
+        For steps that draft for all of them alike, and may be launched before the result of the last one is known.
+        False: there are too few; what could be had is kept.
         """
         longest = self.stop_rules.max_model_len
         return all(

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu.under_way import NotRecordableError, current
+
 
 def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of host values on the device."""
@@ -16,8 +18,14 @@ def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on the device; the upload waits for nothing (pageable memory would)."""
+    """A tensor of the host's on the device; the upload waits for nothing (pageable memory would).
+
+    Raises:
+        NotRecordableError: a recording is under way: replays would have this one's values, from memory that is gone.
+    """
     if device.type != "cuda":
+        if current() is not None:
+            raise NotRecordableError("the host uploads something")
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
