@@ -345,7 +345,7 @@ class TreeProposer(LastTokenAgainProposer):
 
 def test_steps_run_whole_around_drafts_from_the_text_and_the_schedule_is_of_the_step(engines: Engines) -> None:
     """Bug told here: items said where the first of the whole steps began."""
-    params = [replace(PARAMS, max_tokens=14), replace(PARAMS, max_tokens=9)]
+    params = [replace(PARAMS, max_tokens=40), replace(PARAMS, max_tokens=30)]
     plain, _ = complete(engines(), PROMPTS, params)
     LastTokenAgainProposer.seen.clear()
     requests, metrics = complete(engines(custom("LastTokenAgainProposer")), PROMPTS, params)
