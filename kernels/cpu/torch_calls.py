@@ -19,8 +19,8 @@ from kernels.cpu.recording import Recording
 from kernels.cpu.under_way import NotRecordableError
 
 _aten = torch.ops.aten
+PLACES = ("dtype", "layout", "device", "pin_memory")  # arguments that say what is to be made
 # They leave what they make unwritten.
-PLACES = ("dtype", "layout", "device", "pin_memory")
 UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 
 

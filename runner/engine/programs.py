@@ -1,4 +1,4 @@
-"""A CPU's counterpart of a CUDA graph: a computation's kernels, recorded once and then made in one call."""
+"""A CPU's counterpart of a CUDA graph: a computation's kernels, recorded once and then made in few calls."""
 
 from __future__ import annotations
 
@@ -48,10 +48,8 @@ def can_record(weight: Weight) -> bool:
 
 
 def record_program(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
-    """A computation of which torch does a part is recorded with torch's calls in it; one that depends on values, which
-    a step reads back, is not: each replay computes it anew, kernel by kernel.
-
-    torch may prepare what stays, a table of rotations say: then a second attempt finds it there.
+    """Kernels alone become one call. Where torch does a part of it, the computation is first made once, for torch may
+    prepare what stays, a table of rotations say; then it is recorded with torch's calls between the kernels.
     """
     held = tuple(tensor.clone() for tensor in inputs)
     try:
@@ -62,7 +60,10 @@ def record_program(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
 
 
 def record_prepared(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
-    """Of a computation that has been made before: torch prepares nothing any more."""
+    """Of a computation that has been made before: torch prepares nothing any more.
+
+    One that reads values back, or takes some from the host, is not recorded: each replay computes it anew.
+    """
     held = tuple(tensor.clone() for tensor in inputs)
     try:
         return _recorded(compute, held, pool, calls_torch=True)
