@@ -42,6 +42,8 @@ CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
     "mlp_speculator": ({"method": "mlp_speculator", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "dflash": ({"method": "dflash", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "ngram_gpu": ({"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_min": 1}, [GREEDY, DRAWN]),
+    "ngram": ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}, [GREEDY, DRAWN]),
+    "suffix": ({"method": "suffix", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "custom_class": (free_guesses(2), [GREEDY, DRAWN]),
     "eagle3 tree": (
         {
