@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
+from kernels.cpu.bits import float_of_bits
 from kernels.cpu.compiled import vectorized
 from kernels.cpu.elements import elements, narrow, widen
-from kernels.cpu.exp2 import exp2, float_of_bits
+from kernels.cpu.exp2 import exp2
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.threads import num_threads, thread_num

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from kernels.cpu.bits import float_of_bits
 from kernels.cpu.compiled import vectorized
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -20,16 +18,6 @@ P6, P5, P4 = np.float32(1.535336188319500e-4), np.float32(1.339887440266574e-3),
 P3, P2, P1 = np.float32(5.550332471162809e-2), np.float32(2.402264791363012e-1), np.float32(6.931472028550421e-1)
 ONE = np.float32(1.0)
 BIAS, MANTISSA = np.int32(127), np.int32(23)  # of a float32's exponent, and the bits behind it
-
-
-def _bitcast(_context: Any, _bits: Any) -> Any:
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-float_of_bits: Any = intrinsic(_bitcast)
 
 
 @vectorized

@@ -8,10 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from kernels.cpu.bits import bits_of_double, double_of_bits
 from kernels.cpu.compiled import exact
 
 # Unsigned, all of them: a signed one beside an unsigned makes a float in numba.
@@ -31,24 +29,6 @@ LN2_HIGH, LN2_LOW = np.float64(0.693147180369123816490), np.float64(1.9082149292
 # log(m) = 2 s (1 + s^2 / 3 + s^4 / 5 + ...) for s = (m - 1) / (m + 1), at most 0.172 there: the rest is below 2^-58.
 TERMS = tuple(np.float64(1.0 / (2 * k + 1)) for k in range(1, 11))
 T1, T2, T3, T4, T5, T6, T7, T8, T9, T10 = TERMS
-
-
-def _bits(_context: Any, _value: Any) -> Any:
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(64))
-
-    return types.int64(types.float64), generate
-
-
-def _double(_context: Any, _bits: Any) -> Any:
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.DoubleType())
-
-    return types.float64(types.int64), generate
-
-
-bits_of_double: Any = intrinsic(_bits)
-double_of_bits: Any = intrinsic(_double)
 
 
 @exact

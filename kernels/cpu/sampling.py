@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
+from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu.bits import bits_of_float
 from kernels.cpu.compiled import exact
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
@@ -38,16 +37,6 @@ ZERO, TWO, FOUR = np.uint64(0), np.uint64(2), np.uint64(4)
 NOTHING, UNCHANGED = np.float32(0.0), np.float32(1.0)
 THIRTY_ONE, SIGNLESS, LOWEST = np.int32(31), np.int32(0x7FFFFFFF), np.int32(-(2**31))
 LAST_TOKEN, NO_TOKEN = np.int64(2**63 - 1), np.int64(-1)
-
-
-def _bits(_context: Any, _score: Any) -> Any:
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.int32(types.float32), generate
-
-
-bits_of_float: Any = intrinsic(_bits)
 
 
 @exact

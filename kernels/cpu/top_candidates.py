@@ -13,11 +13,11 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu.bits import double_of_bits, float_of_bits
 from kernels.cpu.compiled import exact, vectorized
-from kernels.cpu.exp2 import float_of_bits
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
-from kernels.cpu.philox import LN2_HIGH, LN2_LOW, double_of_bits, log
+from kernels.cpu.philox import LN2_HIGH, LN2_LOW, log
 from kernels.cpu.recording import empty
 from kernels.cpu.sampling import SIGNLESS, THIRTY_ONE, image_of, largest_image
 from kernels.cpu.threads import num_threads, thread_num

@@ -14,13 +14,12 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu.bits import bits_of_float, float_of_bits
 from kernels.cpu.compiled import exact
-from kernels.cpu.exp2 import float_of_bits
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.philox import log
 from kernels.cpu.recording import empty
-from kernels.cpu.sampling import bits_of_float
 from kernels.cpu.threads import num_threads, thread_num
 from kernels.reference.sampling import EXP2_COEFFICIENTS, LOG2_E
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from runner.engine.backend import runs_kernels
 from runner.engine.request import Request
+from runner.engine.step_operations import append_tokens
 from runner.engine.upload import to_device
 
 NOBODY = -1  # in place of a row
@@ -38,18 +38,8 @@ class TokenMatrix:
 
     def append(self, rows: Tensor, token_ids: Tensor) -> None:
         """Put token_ids [num_rows, width], of which -1 and what lies behind it is none, behind the rows [num_rows]."""
-        append_tokens = append_tokens_on(self.device)
         append_tokens(self.token_ids, self.lengths, rows, token_ids)
 
     def release(self, request_id: str) -> None:
         if request_id in self._rows:
             self._free_rows.append(self._rows.pop(request_id))
-
-
-def append_tokens_on(device: torch.device) -> Callable[..., None]:
-    """The op for tensors on this device: torch's on a GPU, elsewhere the one that is compiled for a CPU."""
-    if runs_kernels(device):
-        from kernels.reference.append_tokens import append_tokens
-    else:
-        from kernels.cpu.append_tokens import append_tokens
-    return append_tokens

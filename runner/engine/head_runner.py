@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from runner.engine.backend import runs_kernels
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes
@@ -75,8 +74,7 @@ class HeadRunner:
     @property
     def is_paged(self) -> bool:
         """As ModelRunner's."""
-        can_capture = runs_kernels(self.device) or self.graphs is not None
-        return isinstance(self.shapes["decode"], PagedShape) and can_capture
+        return self.graphs is not None and isinstance(self.shapes["decode"], PagedShape)
 
     @property
     def cache_bytes_per_block(self) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from runner.engine.backend import runs_kernels
 from runner.engine.decoder import Decoder
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.hidden_states import NORMED
@@ -78,8 +77,7 @@ class ModelRunner:
     @property
     def is_paged(self) -> bool:
         """Whether launches over generated tokens can be laid out on the device, and captured with a whole step."""
-        can_capture = runs_kernels(self.device) or self.graphs is not None
-        return isinstance(self.shapes["decode"], PagedShape) and can_capture
+        return self.graphs is not None and isinstance(self.shapes["decode"], PagedShape)
 
     @property
     def cache_bytes_per_block(self) -> int:

@@ -35,9 +35,9 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
     Never changes its input; returns that very tensor when it is float32 and no row asks for anything.
     """
     logits = mask_and_penalise(logits, rows)
-    if rows.temperatures is None and not rows.has_cuts:
-        return logits
-    return rows.of_every_row().processed(logits)
+    if rows.has_cuts:
+        return rows.of_every_row().processed(logits)
+    return logits if rows.temperatures is None else logits / rows.temperatures.unsqueeze(1)
 
 
 def mask_and_penalise(logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.reference.append_tokens import append_tokens as append_tokens_in_torch
 from kernels.reference.chain_rows import ChainRows
 from kernels.reference.likeliest_tree import NextRows, Tree, TreeCandidates
 from kernels.reference.rejection import Verified
@@ -134,3 +135,13 @@ def likeliest_tree(candidates: TreeCandidates, num_nodes: int) -> Tree:
     from kernels.cpu.likeliest_tree import likeliest_tree as on_cpu
 
     return on_cpu(candidates, num_nodes)
+
+
+def append_tokens(token_ids: Tensor, lengths: Tensor, slots: Tensor, new_token_ids: Tensor) -> None:
+    """kernels/reference/append_tokens.py, which a GPU computes as it is."""
+    if runs_kernels(token_ids):
+        append_tokens_in_torch(token_ids, lengths, slots, new_token_ids)
+        return
+    from kernels.cpu.append_tokens import append_tokens as on_cpu
+
+    on_cpu(token_ids, lengths, slots, new_token_ids)
