@@ -59,10 +59,10 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The claims hold whoever shares the work, and where torch has no OpenMP to share it with."""
     before = torch.get_num_threads()
     if request.param == "threads":
-        monkeypatch.setattr(on_cpu, "SERIAL_PRODUCTS", 0)
+        monkeypatch.setattr(on_cpu, "PART_PRODUCTS", 1)
         torch.set_num_threads(3)
     if request.param == "no OpenMP":
-        monkeypatch.setattr(threads, "openmp", lambda: None)
+        monkeypatch.setattr(threads, "has_openmp", lambda: False)
     yield
     torch.set_num_threads(before)
 
@@ -111,14 +111,14 @@ def test_any_number_of_threads_gives_the_same_bits(rows: list[Rows], monkeypatch
     model = MODELS["heads of 96"]
     queries, cache = random_queries(model, sum(own.size for own in rows)), filled_cache(model, rows, torch.float32)
     alone, before = attention(model, rows, queries, cache), torch.get_num_threads()
-    monkeypatch.setattr(on_cpu, "SERIAL_PRODUCTS", 0)
+    monkeypatch.setattr(on_cpu, "PART_PRODUCTS", 1)
     for count in (2, 3, 8):
         torch.set_num_threads(count)
         together = attention(model, rows, queries, cache)
         torch.set_num_threads(before)
         assert torch.equal(together, alone), count
-    assert threads.openmp() is not None, "Linux has it"
-    monkeypatch.setattr(threads, "openmp", lambda: None)
+    assert threads.has_openmp(), "Linux has it"
+    monkeypatch.setattr(threads, "has_openmp", lambda: False)
     torch.testing.assert_close(attention(model, rows, queries, cache), alone)  # compiled once more, for no threads
 
 

@@ -33,10 +33,10 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     before = torch.get_num_threads()
     if request.param == "three threads":
         torch.set_num_threads(3)
-        monkeypatch.setattr(drawing, "SERIAL_COLUMNS", 0)
-        monkeypatch.setattr(drawing, "SERIAL_GREEDY_COLUMNS", 0)
-        monkeypatch.setattr(perturbing, "SERIAL_COLUMNS", 0)
-        monkeypatch.setattr(truncation, "SERIAL_COLUMNS", 0)
+        monkeypatch.setattr(drawing, "PART_COLUMNS", 1)
+        monkeypatch.setattr(drawing, "GREEDY_PART_COLUMNS", 1)
+        monkeypatch.setattr(perturbing, "PART_COLUMNS", 1)
+        monkeypatch.setattr(truncation, "PART_COLUMNS", 1)
     yield
     torch.set_num_threads(before)
 

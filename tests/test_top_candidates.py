@@ -67,7 +67,7 @@ def test_compiled_for_a_cpu_any_number_of_candidates_are_the_references(width: i
 def test_compiled_for_a_cpu_a_row_has_its_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 700, generator=torch.Generator().manual_seed(0)) * 9
     alone, before = [on_cpu.top_candidates(row, WIDTH) for row in logits.split(1)], torch.get_num_threads()
-    monkeypatch.setattr(on_cpu, "SERIAL_COLUMNS", 0)
+    monkeypatch.setattr(on_cpu, "PART_COLUMNS", 1)
     for count in (1, 3):
         torch.set_num_threads(count)
         together = on_cpu.top_candidates(logits, WIDTH)

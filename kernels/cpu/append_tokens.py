@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import integers, pointer
-from kernels.cpu.threads import num_threads, thread_num
 
 Arguments = arguments_of(
     *("token_ids", "lengths", "slots", "new_token_ids"),
@@ -22,11 +21,11 @@ Arguments = arguments_of(
 
 @cache
 def appending() -> Kernel:
-    def append(arguments: Any) -> None:
+    def append(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         token_ids = carray(pointer(a.token_ids), (a.num_slots, a.width), np.int32)
         lengths, slots = integers(a.lengths, a.num_slots), integers(a.slots, a.num_rows)
-        for row in range(np.int64(thread_num()), a.num_rows, np.int64(num_threads())):
+        for row in range(part, a.num_rows, num_parts):
             new, slot, place = integers(a.new_token_ids + 8 * row * a.new_stride, a.number), slots[row], 0
             while slot >= 0 and place < a.number and new[place] >= 0:
                 token_ids[slot, min(lengths[slot], a.width - 1)] = np.int32(new[place])

@@ -16,7 +16,6 @@ from kernels.cpu.elements import elements, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
-from kernels.cpu.threads import num_threads, thread_num
 
 NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
 # Unsigned, as offsets and keys are: of a signed index numba asks whether it counts from the end.
@@ -80,118 +79,78 @@ def weigh(result: Any, weights: Any, flat: Any, offsets: Any, first: Any, end: A
 
 
 @vectorized
-def attend(
-    output: Any,  # [num_rows, num_heads * head_dim] of kernels/cpu/elements.py, as the next two
-    query: Any,  # [num_rows, >= num_heads * head_dim]
-    kv: Any,  # [num_slots, 2 * num_kv_heads * head_dim], keys before values
-    segments: Any,  # [num_tiles] int64, and so on: PagedSegments
-    rows: Any,
-    sizes: Any,
-    positions: Any,
-    last_keys: Any,
-    tables: Any,
-    branch_starts: Any,
-    branch_slots: Any,
-    per_table: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    scale: np.float32,  # of the logits, times log2(e)
-    window: int,  # 0: none
-    is_causal: bool,
-    offsets: Any,  # [max_context] uint64, and the same of weights, wanted, result: room for intermediate results
-    weights: Any,  # [max_context] float32
-    wanted: Any,  # [head_dim] float32
-    result: Any,  # [head_dim] float32
-    thread: int,  # of num_threads: it computes its share of the tiles' KV heads, or, where they are few, of rows' heads
-    num_threads: int,
-) -> None:
-    group, width, flat = output.shape[1] // head_dim // num_kv_heads, kv.shape[1], kv.reshape(-1)
-    by_head = len(rows) * num_kv_heads < num_threads
-    for tile in range(len(rows)):
-        segment, size, position, last_key = segments[tile], sizes[tile], positions[tile], last_keys[tile]
-        # Rows behind the context that was announced are nobody's any more: their requests have ended.
-        branch_start, num_keys = branch_starts[segment], min(last_key + 1, len(offsets)) if size else 0
-        for start in range(0, min(num_keys, branch_start), block_size):
-            first_slot = tables[segment // per_table, start // block_size] * block_size
-            for place in range(min(block_size, num_keys - start)):
-                offsets[start + place] = np.uint64((first_slot + place) * width)
-        for apart in range(branch_start, num_keys):
-            offsets[apart] = np.uint64(branch_slots[segment, apart - branch_start] * width)
-        for kv_head in range(num_kv_heads):
-            if not by_head and (tile * num_kv_heads + kv_head) % num_threads != thread:
-                continue
-            key_column, value_column = np.uint64(kv_head * head_dim), np.uint64((num_kv_heads + kv_head) * head_dim)
-            for place in range(size):
-                row, own = rows[tile] + place, position + place
-                last = min(last_key, own if is_causal else (own + window - 1 if window else last_key))
-                first, end = np.uint64(max(0, own - window + 1) if window else 0), np.uint64(min(last + 1, num_keys))
-                for head in range(kv_head * group, (kv_head + 1) * group):
-                    if by_head and (row * num_kv_heads * group + head) % num_threads != thread:
-                        continue
-                    column = head * head_dim
-                    for d in range(head_dim):
-                        wanted[d] = widen(query[row, column + d]) * scale
-                    score(weights, wanted, flat, offsets, first, end, key_column)
-                    total = exponentiate(weights, first, end)
-                    weigh(result, weights, flat, offsets, first, end, value_column)
-                    for d in range(head_dim):
-                        output[row, column + d] = narrow(result[d] / total, output[row, column + d])
+def offsets_into(offsets: Any, a: Any, segment: Any, start: Any, end: Any) -> None:
+    """Where in the cache the keys of a segment from `start` up to `end` lie; a: the Arguments."""
+    num_tables = a.num_segments // a.segments_per_table
+    tables = integers(a.tables, num_tables * a.num_blocks).reshape(num_tables, a.num_blocks)
+    branch_slots = integers(a.branch_slots, a.num_segments * a.num_branch).reshape(a.num_segments, a.num_branch)
+    branch_start, block_size, width = integers(a.branch_starts, a.num_segments)[segment], a.block_size, a.width
+    key, stop = start, min(end, branch_start)
+    while key < stop:
+        place = key % block_size
+        slot = tables[segment // a.segments_per_table, key // block_size] * block_size + place
+        for after in range(min(block_size - place, stop - key)):
+            offsets[key - start + after] = np.uint64((slot + after) * width)
+        key += block_size - place
+    for apart in range(max(start, branch_start), end):
+        offsets[apart - start] = np.uint64(branch_slots[segment, apart - branch_start] * width)
+
+
+@vectorized
+def keys_of(own: Any, last_key: Any, is_causal: Any, window: Any) -> Any:
+    """The first key that a row at a position sees, and the one behind the last; last_key: of its tile."""
+    last = own if is_causal else (own + window - 1 if window else last_key)
+    return max(own - window + 1, 0) if window else 0, min(last, last_key) + 1
 
 
 Arguments = arguments_of(
     *("output", "query", "kv"),  # addresses, of the layer's
     *("segments", "rows", "sizes", "positions", "last_keys", "tables", "branch_starts", "branch_slots"),  # the launch's
-    *("offsets", "floats"),  # and of every thread's room: [max_context] uint64, [max_context + 2 * head_dim] float32
+    *("offsets", "floats", "zeros"),  # the first two are room, of every thread thread_offsets uint64, and
+    *("thread_offsets", "thread_floats"),
     *("num_rows", "columns", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
-    *(
-        "segments_per_table",
-        "num_branch",
-        "block_size",
-        "num_kv_heads",
-        "head_dim",
-        "window",
-        "is_causal",
-        "max_context",
-    ),
-    "scale",  # the bits of a float32
+    *("segments_per_table", "num_branch", "block_size", "num_kv_heads", "head_dim", "window", "is_causal"),
+    "scale",  # of the logits, times log2(e): the bits of a float32
 )
 
 
 @cache
 def attention(element: Any) -> Kernel:
-    """`attend` with the Arguments at an address: the part of one thread."""
+    """Row by row, head by head, of tensors of these elements."""
 
-    def attend_in_thread(arguments: Any) -> None:
+    def attend_part(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        thread, tiles, dim, keys = np.int64(thread_num()), a.num_tiles, a.head_dim, a.max_context
-        own, num_tables = np.int64(8) * thread * keys, a.num_segments // a.segments_per_table
-        room = floats(a.floats, np.int64(num_threads()), keys + 2 * dim)[thread]
-        attend(
-            elements(a.output, a.num_rows, a.columns, element),
-            elements(a.query, a.num_rows, a.query_stride, element),
-            elements(a.kv, a.num_slots, a.width, element),
-            integers(a.segments, tiles),
-            integers(a.rows, tiles),
-            integers(a.sizes, tiles),
-            integers(a.positions, tiles),
-            integers(a.last_keys, tiles),
-            integers(a.tables, num_tables * a.num_blocks).reshape(num_tables, a.num_blocks),
-            integers(a.branch_starts, a.num_segments),
-            integers(a.branch_slots, a.num_segments * a.num_branch).reshape(a.num_segments, a.num_branch),
-            a.segments_per_table,
-            a.block_size,
-            a.num_kv_heads,
-            dim,
-            float_of_bits(np.int32(a.scale)),
-            a.window,
-            a.is_causal != 0,
-            carray(pointer(a.offsets + own), (keys,), np.uint64),
-            room[:keys],
-            room[keys : keys + dim],
-            room[keys + dim :],
-            thread,
-            np.int64(num_threads()),
-        )
+        dim, num_tiles, num_heads = a.head_dim, a.num_tiles, a.columns // a.head_dim
+        group = num_heads // a.num_kv_heads
+        output = elements(a.output, a.num_rows, a.columns, element)
+        query = elements(a.query, a.num_rows, a.query_stride, element)
+        flat = elements(a.kv, 1, a.num_slots * a.width, element)[0]
+        offsets = carray(pointer(a.offsets + 8 * thread * a.thread_offsets), (a.thread_offsets,), np.uint64)
+        # Room: a key's weight each, then the query and the result.
+        room = floats(a.floats, thread + 1, a.thread_floats)[thread]
+        weights, wanted = room[: a.thread_offsets], room[a.thread_offsets : a.thread_offsets + dim]
+        result, scale = room[a.thread_offsets + dim :][:dim], float_of_bits(np.int32(a.scale))
+        begin, end = num_tiles * num_heads * part // num_parts, num_tiles * num_heads * (part + 1) // num_parts
+        for tile in range(begin // num_heads, (end + num_heads - 1) // num_heads):
+            size, first_row = integers(a.sizes, num_tiles)[tile], integers(a.rows, num_tiles)[tile]
+            position, last_key = integers(a.positions, num_tiles)[tile], integers(a.last_keys, num_tiles)[tile]
+            # Rows behind the context that was announced are nobody's any more: their requests have ended.
+            num_keys = min(last_key + 1, a.thread_offsets) if size else 0
+            offsets_into(offsets, a, integers(a.segments, num_tiles)[tile], 0, num_keys)
+            first_head, end_head = max(begin - tile * num_heads, 0), min(end - tile * num_heads, num_heads)
+            for kv_head in range(first_head // group, (end_head + group - 1) // group):
+                key_column, value_column = np.uint64(kv_head * dim), np.uint64((a.num_kv_heads + kv_head) * dim)
+                for row in range(first_row, first_row + size):
+                    seen = keys_of(position + row - first_row, last_key, a.is_causal, a.window)
+                    first, behind = np.uint64(seen[0]), np.uint64(min(seen[1], num_keys))
+                    for head in range(max(kv_head * group, first_head), min((kv_head + 1) * group, end_head)):
+                        column = head * dim
+                        for d in range(dim):
+                            wanted[d] = widen(query[row, column + d]) * scale
+                        score(weights, wanted, flat, offsets, first, behind, key_column)
+                        total = exponentiate(weights, first, behind)
+                        weigh(result, weights, flat, offsets, first, behind, value_column)
+                        for d in range(dim):
+                            output[row, column + d] = narrow(result[d] / total, output[row, column + d])
 
-    return Kernel(attend_in_thread, Arguments)
+    return Kernel(attend_part, Arguments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import integers
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
 from kernels.reference.chain_rows import ChainRows
 
 Arguments = arguments_of(
@@ -24,12 +22,12 @@ Arguments = arguments_of(
 
 @cache
 def laying_out() -> Kernel:
-    def lay_out(arguments: Any) -> None:
+    def lay_out(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         all_rows, all_tiles = a.num_requests * a.num_rows, a.num_requests * a.num_tiles
         rows, tiles = integers(a.rows, 3 * all_rows), integers(a.tiles, 5 * all_tiles)
         lengths, tables = integers(a.lengths, a.num_requests), integers(a.tables, a.num_requests * a.table_stride)
-        for request in range(np.int64(thread_num()), a.num_requests, np.int64(num_threads())):
+        for request in range(part, a.num_requests, num_parts):
             is_here = lengths[request] > 0
             first = lengths[request] + a.offset if is_here else 0
             for place in range(a.num_rows):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import integers
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
 
 Arguments = arguments_of(
     *("fitting", "rows", "drafts", "last_token_ids", "lengths", "limits"),
@@ -23,13 +21,13 @@ Arguments = arguments_of(
 
 @cache
 def fitting() -> Kernel:
-    def fit(arguments: Any) -> None:
+    def fit(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         kept, rows = integers(a.fitting, a.num_requests * a.num_drafts), a.num_drafts + 1
         token_ids, drafts = integers(a.rows, a.num_requests * rows), integers(a.drafts, a.num_requests * a.draft_stride)
         last = integers(a.last_token_ids, a.num_requests * a.last_stride)
         lengths, limits = integers(a.lengths, a.num_requests), integers(a.limits, a.num_requests)
-        for request in range(np.int64(thread_num()), a.num_requests, np.int64(num_threads())):
+        for request in range(part, a.num_requests, num_parts):
             room = limits[request] - lengths[request] - 1
             token_ids[request * rows] = last[request * a.last_stride]
             for place in range(a.num_drafts):

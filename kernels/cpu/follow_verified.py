@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import integers
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
 
 Arguments = arguments_of(
     "packed", "lengths", "last_token_ids", "token_ids", "num_accepted", "num_draft_tokens", "num_requests", "width"
@@ -22,13 +20,13 @@ Arguments = arguments_of(
 
 @cache
 def following() -> Kernel:
-    def follow(arguments: Any) -> None:
+    def follow(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         packed, lengths = integers(a.packed, a.num_requests * (a.width + 2)), integers(a.lengths, a.num_requests)
         last, gained = integers(a.last_token_ids, a.num_requests * 2), integers(a.token_ids, a.num_requests * a.width)
         num_accepted = integers(a.num_accepted, a.num_requests)
         num_drafts = integers(a.num_draft_tokens, a.num_requests)
-        for request in range(np.int64(thread_num()), a.num_requests, np.int64(num_threads())):
+        for request in range(part, a.num_requests, num_parts):
             own, accepted, place = request * a.width, num_accepted[request], request * (a.width + 2)
             for step in range(a.width):
                 packed[place + step] = gained[own + step]

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numba import types
 
 from kernels.cpu.compiled import compiled_for_c
-from kernels.cpu.threads import link_threads, openmp
+from kernels.cpu.threads import Team
 from kernels.cpu.under_way import current
 
 
@@ -20,29 +21,29 @@ def arguments_of(*names: str) -> np.dtype[Any]:
 
 
 class Kernel:
-    """A function of a pointer to its arguments, addresses and sizes, that every thread runs to do its part.
+    """A function of a pointer to its arguments, addresses and sizes, that does one part of `num_parts`.
 
-    `thread_num()` tells it which one it is of `num_threads()`. It may neither raise nor allocate.
+    Parts are done in any order and by any thread, whose number tells which room for intermediate results is its own.
+    It may neither raise nor allocate.
     """
 
-    def __init__(self, function: Callable[[Any], None], arguments: np.dtype[Any]) -> None:
+    def __init__(self, function: Callable[[Any, int, int, int], None], arguments: np.dtype[Any]) -> None:
         self._function = function
         self._type = ctypes.c_int64 * len(arguments.names or ())
         self._count = len(arguments.names or ())
         self._compiled: Any = None  # and its call from Python
 
-    def __call__(self, *numbers: int, threads: int = 1) -> None:
-        """Run in so many threads, in one where torch has none to share; or be written down (recording.py)."""
+    def __call__(self, *numbers: int, parts: int = 1) -> None:
+        """Run in so many parts, or be written down (recording.py)."""
         if self._compiled is None:
-            link_threads()
-            compiled = compiled_for_c(self._function, (types.voidptr,))
+            compiled = compiled_for_c(self._function, (types.voidptr, *[types.int64] * 3))
             self._compiled = compiled.address, compiled.ctypes
         assert len(numbers) == self._count
         address, call = self._compiled
         arguments, recording = self._type(*numbers), current()
         if recording is not None:
-            recording.add_kernel(address, arguments, threads)
-        elif threads == 1 or (library := openmp()) is None:
-            call(ctypes.addressof(arguments))
+            recording.add_kernel(address, arguments, parts)
+        elif parts == 1:
+            call(ctypes.addressof(arguments), 0, 1, 0)
         else:
-            library.GOMP_parallel(address, arguments, threads, 0)
+            Team([(address, arguments, parts)])()

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
+from kernels.cpu.threads import parts_of
 from kernels.reference.likeliest_tree import NextRows, Tree, TreeCandidates
 
 Level = arguments_of(
@@ -24,14 +24,15 @@ Choice = arguments_of(
     *("token_ids", "parents", "tree_token_ids", "tree_scores", "tree_parents"),
     *("num_requests", "num_candidates", "num_nodes"),
 )
+PART_WORK = 1 << 12  # comparisons, made in some microseconds
 NEG_INF = np.float64("-inf")
 
 
 @cache
 def adding() -> Kernel:
-    def add(arguments: Any) -> None:
+    def add(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Level)[0]
-        for request in range(np.int64(thread_num()), a.num_requests, np.int64(num_threads())):
+        for request in range(part, a.num_requests, num_parts):
             first = 8 * (request * a.depth + a.level) * a.num_places  # the level's bytes, and those of the level before
             before = first - 8 * a.num_places
             tokens = integers(a.tree_token_ids + first, a.num_places)
@@ -72,9 +73,9 @@ def adding() -> Kernel:
 
 @cache
 def choosing() -> Kernel:
-    def choose(arguments: Any) -> None:
+    def choose(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Choice)[0]
-        for request in range(np.int64(thread_num()), a.num_requests, np.int64(num_threads())):
+        for request in range(part, a.num_requests, num_parts):
             first, own = 8 * request * a.num_candidates, 8 * request * a.num_nodes
             tokens = integers(a.tree_token_ids + first, a.num_candidates)
             all_parents = integers(a.tree_parents + first, a.num_candidates)
@@ -120,6 +121,7 @@ def add_level(
         *(tensor.data_ptr() for tensor in (*tree, *following, token_ids, log_probs)),
         *(num_requests, depth, num_places, level, len(token_ids) // num_requests, token_ids.shape[1]),
         *(num_rows, num_next),
+        parts=parts_of(token_ids.numel() * num_places, PART_WORK, num_requests),
     )
     return following
 
@@ -131,5 +133,6 @@ def likeliest_tree(candidates: TreeCandidates, num_nodes: int) -> Tree:
     choosing()(
         *(tensor.data_ptr() for tensor in (*tree, *candidates)),
         *(num_requests, depth * num_places, num_nodes),
+        parts=parts_of(candidates.scores.numel() * num_nodes, PART_WORK, num_requests),
     )
     return tree

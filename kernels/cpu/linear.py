@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
@@ -22,11 +21,11 @@ from kernels.cpu.native import floats
 from kernels.cpu.panels import LANES, Panels
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import widened
-from kernels.cpu.threads import num_threads, thread_num
+from kernels.cpu.threads import parts_of
 
 TURN_ROWS = 6  # that share a panel's registers
 PART_BYTES = 1 << 18  # of a panel, for the turns of many rows: a quarter to an eighth of a core's second cache
-SERIAL_PRODUCTS = 1 << 16  # what one thread computes faster than others would wake up
+PART_WORK = 1 << 17  # products of a part, and of TURN_ROWS more: as long as its weights may take from memory
 
 Arguments = arguments_of(
     *("out", "totals", "bias", "x", "panels", "zeros", "room"),  # addresses; bias 0: there is none
@@ -39,26 +38,25 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Ker
     """Of multiply_add's kind with panels of so many vectors; elements of the bias, and of the results."""
     width = LANES * num_vectors
 
-    def multiply(arguments: Any) -> None:
+    def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        thread, threads = np.int64(thread_num()), np.int64(num_threads())
         num_turns = (a.num_rows + TURN_ROWS - 1) // TURN_ROWS
         row_bytes, panel_step = a.row_bytes, a.panel_bytes // a.steps
-        for panel in range(a.num_panels * thread // threads, a.num_panels * (thread + 1) // threads):
+        for panel in range(a.num_panels * part // num_parts, a.num_panels * (part + 1) // num_parts):
             # The last panel may have more outputs than a row of `out` has room for.
             columns = min(width, a.out_features - panel * width)
             is_whole = columns == width
             part_steps = a.part_steps if is_whole else a.steps
             out_bytes = 4 * (a.out_features if is_whole else width)
-            for part in range(0, a.steps, part_steps):
-                steps, w = min(part_steps, a.steps - part), a.panels + panel * a.panel_bytes + part * panel_step
+            for begin in range(0, a.steps, part_steps):
+                steps, w = min(part_steps, a.steps - begin), a.panels + panel * a.panel_bytes + begin * panel_step
                 for turn in range(num_turns):
                     first = a.num_rows * turn // num_turns
                     rows = a.num_rows * (turn + 1) // num_turns - first
-                    x = a.x + first * row_bytes + part * a.row_step_bytes
+                    x = a.x + first * row_bytes + begin * a.row_step_bytes
                     target = a.totals + 4 * (first * a.out_features + panel * width)
                     out = target if is_whole else a.room + 4 * thread * TURN_ROWS * width
-                    start, start_bytes = (out, out_bytes) if part else (a.zeros, 0)
+                    start, start_bytes = (out, out_bytes) if begin else (a.zeros, 0)
                     if rows == 1:
                         add_products(kind, 1, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
                     elif rows == 2:
@@ -103,10 +101,9 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
     if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not multiplies_pairs()):
         rows = widened(rows.contiguous())
     num_panels, steps, width, inputs = numbers.shape
-    threads = torch.get_num_threads() if num_rows * out_features * in_features > SERIAL_PRODUCTS else 1
+    work = (num_rows + TURN_ROWS) * out_features * in_features
     totals = empty(num_rows, out_features)
     out = totals if out_dtype == torch.float32 else empty(num_rows, out_features, dtype=out_dtype)
-    # A recorded call runs in all threads.
     room = empty(0 if out_features % width == 0 else torch.get_num_threads() * TURN_ROWS * width)
     step_bytes, row_bytes = width * inputs * numbers.element_size(), rows.stride(0) * rows.element_size()
     part_steps = steps if num_rows <= TURN_ROWS else max(PART_BYTES // step_bytes, 1)
@@ -116,6 +113,6 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
         *(rows.data_ptr(), numbers.data_ptr(), _zeros.data_ptr(), room.data_ptr()),
         *(num_rows, row_bytes, out_features, num_panels, steps * step_bytes, steps, part_steps),
         inputs * rows.element_size(),
-        threads=threads,
+        parts=parts_of(work, PART_WORK, num_panels),
     )
     return out

@@ -6,15 +6,14 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import integers, pointer
-from kernels.cpu.threads import num_threads, thread_num
+from kernels.cpu.threads import parts_of
 
-SERIAL_BYTES = 1 << 16  # of all that may move, copied by one thread faster than others would wake up
+PART_BYTES = 1 << 16  # copied in some microseconds
 Arguments = arguments_of(
     *("kv", "layer_offsets", "layer_widths", "source_slots", "target_slots"),
     *("element_size", "num_layers", "num_requests", "num_moves"),
@@ -23,12 +22,12 @@ Arguments = arguments_of(
 
 @cache
 def moving() -> Kernel:
-    def move(arguments: Any) -> None:
+    def move(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         offsets, widths = integers(a.layer_offsets, a.num_layers), integers(a.layer_widths, a.num_layers)
         sources = integers(a.source_slots, a.num_requests * a.num_moves)
         targets = integers(a.target_slots, a.num_requests * a.num_moves)
-        for own in range(np.int64(thread_num()), a.num_layers * a.num_requests, np.int64(num_threads())):
+        for own in range(part, a.num_layers * a.num_requests, num_parts):
             layer, request = own // a.num_requests, own % a.num_requests
             first, size = a.kv + offsets[layer] * a.element_size, widths[layer] * a.element_size
             for move in range(request * a.num_moves, (request + 1) * a.num_moves):
@@ -56,5 +55,5 @@ def move_kv(
     moving()(
         *(value.data_ptr() for value in values),
         *(kv.element_size(), len(layer_widths), *source_slots.shape),
-        threads=torch.get_num_threads() if num_bytes > SERIAL_BYTES else 1,
+        parts=parts_of(num_bytes, PART_BYTES, len(layer_widths) * len(source_slots)),
     )

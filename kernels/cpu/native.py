@@ -19,18 +19,19 @@ def _pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-def _call(_context: Any, _function: Any, _arguments: Any) -> Any:
+def _call(_context: Any, _function: Any, _arguments: Any, _part: Any, _num_parts: Any, _thread: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        anything = ir.IntType(8).as_pointer()
-        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [anything]).as_pointer())
-        builder.call(function, [builder.inttoptr(arguments[1], anything)])
+        anything, number = ir.IntType(8).as_pointer(), ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [anything, number, number, number])
+        function = builder.inttoptr(arguments[0], kind.as_pointer())
+        builder.call(function, [builder.inttoptr(arguments[1], anything), *arguments[2:]])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), generate
+    return types.void(*[types.int64] * 5), generate
 
 
 pointer: Any = intrinsic(_pointer)  # of an int64 address
-call: Any = intrinsic(_call)  # of a function at an address with a pointer to its arguments
+call: Any = intrinsic(_call)  # of a kernel at an address: a pointer to its arguments, part, num_parts and thread
 
 
 @compiled

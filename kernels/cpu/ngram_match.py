@@ -13,8 +13,9 @@ from torch import Tensor
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import integers, pointer
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
+from kernels.cpu.threads import parts_of
 
+PART_TOKENS = 1 << 12  # searched in some microseconds
 Arguments = arguments_of(
     *("drafts", "token_ids", "lengths", "slots", "num_rows", "num_slots", "row_stride"),
     *("min_n", "max_n", "num_tokens"),
@@ -23,11 +24,11 @@ Arguments = arguments_of(
 
 @cache
 def matching() -> Kernel:
-    def match(arguments: Any) -> None:
+    def match(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         drafts, slots = integers(a.drafts, a.num_rows * a.num_tokens), integers(a.slots, a.num_rows)
         lengths = integers(a.lengths, a.num_slots)
-        for row in range(np.int64(thread_num()), a.num_rows, np.int64(num_threads())):
+        for row in range(part, a.num_rows, num_parts):
             slot = max(slots[row], np.int64(0))
             length = lengths[slot] if slots[row] >= 0 else 0
             text = carray(pointer(a.token_ids + 4 * slot * a.row_stride), (length,), np.int32)
@@ -62,5 +63,6 @@ def ngram_match(
     matching()(
         *(tensor.data_ptr() for tensor in (drafts, token_ids, lengths, slots)),
         *(len(slots), len(token_ids), token_ids.stride(0), min_n, max_n, num_tokens),
+        parts=parts_of(len(slots) * token_ids.shape[1], PART_TOKENS, len(slots)),
     )
     return drafts

@@ -1,7 +1,7 @@
-"""kernels/reference/paged_attention.py over PagedSegments: softmax row by row, head by head, key after key.
+"""kernels/reference/paged_attention.py over PagedSegments: row by row, or the rows of a tile together.
 
-A row's bits depend on its query and the keys that it sees alone, in the order of their positions. Nothing is gathered,
-padded or masked, so a launch costs what its rows see.
+A row's bits depend on its query and the keys that it sees alone, in the order of their positions; the two ways have
+different bits. Nothing is gathered, padded or masked, so a launch costs what its rows see.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attend import attention
+from kernels.cpu.attend_tiles import HEADS, KEYS, room_of, tile_attention, vectors_of
 from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
+from kernels.cpu.panels import LANES
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import zeros
+from kernels.cpu.threads import parts_of
 from kernels.paged_segments import PagedSegments
 
-SERIAL_PRODUCTS = 1 << 18  # what one thread computes faster than others would wake up
+PART_PRODUCTS, TOGETHER_PRODUCTS = 1 << 16, 1 << 19  # of queries and keys, at most, made in some microseconds
+_zeros = torch.zeros(4 * LANES)
 
 
 class LayerLaunch:
@@ -33,33 +37,42 @@ class LayerLaunch:
         scale: float,
         sliding_window: int | None,
         is_causal: bool,
+        together: bool,
     ) -> None:
         num_rows, num_heads, head_dim = query.shape
         num_blocks, block_size, width = kv_cache.shape
-        max_context = segments.max_context
+        max_context, group = segments.max_context, num_heads // num_kv_heads
         assert segments.num_shared_tiles == 0, "what is split is shared"
         work = num_rows * num_heads * head_dim * max_context  # products, at most
-        self._threads = torch.get_num_threads() if work > SERIAL_PRODUCTS else 1
-        room = torch.get_num_threads()  # a recorded call runs in all of them
-        self._offsets = empty(room, max_context, dtype=torch.int64)
-        self._floats = empty(room, max_context + 2 * head_dim)
+        if together:
+            units = len(segments.tile_rows) * num_kv_heads * -(-group // HEADS)
+            self._parts = parts_of(work, TOGETHER_PRODUCTS, units)
+            self._attend = tile_attention(ELEMENTS[query.dtype], vectors_of(head_dim))
+            num_offsets, num_floats = 2 * KEYS, room_of(segments.max_tile_size, group, head_dim)
+        else:
+            self._parts = parts_of(work, PART_PRODUCTS, len(segments.tile_rows) * num_heads)
+            self._attend = attention(ELEMENTS[query.dtype])
+            num_offsets, num_floats = max_context, max_context + 2 * head_dim
+        threads = torch.get_num_threads()
+        self._offsets = empty(threads * num_offsets, dtype=torch.int64)
+        self._floats = empty(threads * num_floats)
         self._tensors = [tensor.long() for tensor in segments.tensors]
         assert all(tensor.is_contiguous() for tensor in self._tensors)
         self._numbers = (
-            *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats)),
+            *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats, _zeros)),
+            *(num_offsets, num_floats),
             *(num_rows, num_heads * head_dim, query.stride(0), num_blocks * block_size, width),
             *(len(segments.tile_rows), len(segments.branch_starts), segments.block_tables.shape[1]),
             *(segments.segments_per_table, segments.branch_slots.shape[1], block_size),
-            *(num_kv_heads, head_dim, sliding_window or 0, is_causal, max_context),
+            *(num_kv_heads, head_dim, sliding_window or 0, is_causal),
             int((np.float32(scale) * LOG2_E).view(np.int32)),
         )
-        self._attend = attention(ELEMENTS[query.dtype])
 
     def __call__(self, query: Tensor, kv_cache: Tensor) -> Tensor:
         num_rows, num_heads, head_dim = query.shape
         output = zeros(num_rows, num_heads * head_dim, dtype=query.dtype)
         addresses = (output.data_ptr(), query.data_ptr(), kv_cache.data_ptr())
-        self._attend(*addresses, *self._numbers, threads=self._threads)
+        self._attend(*addresses, *self._numbers, parts=self._parts)
         return output
 
 
@@ -73,11 +86,12 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     is_causal: bool = True,  # False: a row sees up to its tile's last_keys
+    together: bool = False,  # the rows of a tile, for many of them
 ) -> Tensor:  # [num_rows, num_heads * head_dim]; zeros in rows of no tile
     """What kernels.reference.paged_attention.paged_attention says, computed in float32."""
     assert value_dim == query.shape[2] and query.stride()[1:] == (value_dim, 1) and kv_cache.is_contiguous()
     assert query.dtype == kv_cache.dtype and kv_cache.shape[2] == 2 * num_kv_heads * value_dim
-    shape = (*query.shape, query.stride(0), kv_cache.shape, num_kv_heads, scale, sliding_window, is_causal)
+    shape = (*query.shape, query.stride(0), kv_cache.shape, num_kv_heads, scale, sliding_window, is_causal, together)
     launch = segments.by_shape.get(shape)
     if launch is None:
         launch = segments.by_shape[shape] = LayerLaunch(
@@ -88,5 +102,6 @@ def paged_attention(
             scale=scale,
             sliding_window=sliding_window,
             is_causal=is_causal,
+            together=together,
         )
     return launch(query, kv_cache)

@@ -94,10 +94,10 @@ def panel_width(out_features: int) -> int:
 @cache
 def multiplies_and_adds() -> bool:
     """In one instruction, without which a compiler would call a function, and in threads that torch shares with us."""
-    from kernels.cpu.threads import openmp  # loads numba, which is of no use on a GPU
+    from kernels.cpu.threads import has_openmp  # loads numba, which is of no use on a GPU
 
     is_arm = platform.machine().lower() in ("aarch64", "arm64")
-    return (is_arm or has_feature("fma")) and openmp() is not None
+    return (is_arm or has_feature("fma")) and has_openmp()
 
 
 @cache

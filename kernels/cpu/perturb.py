@@ -13,8 +13,8 @@ from torch import Tensor
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.recording import empty
-from kernels.cpu.sampling import CHUNK, SERIAL_COLUMNS, add_noise, add_noise_of
-from kernels.cpu.threads import num_threads, thread_num
+from kernels.cpu.sampling import CHUNK, PART_COLUMNS, add_noise, add_noise_of
+from kernels.cpu.threads import parts_of
 
 Arguments = arguments_of(
     *("perturbed", "logits", "seeds", "positions", "draft_steps", "token_ids", "is_greedy"),  # 0: there is none
@@ -24,16 +24,16 @@ Arguments = arguments_of(
 
 @cache
 def perturbing() -> Kernel:
-    def add(arguments: Any) -> None:
+    def add(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        thread, num_chunks = np.int64(thread_num()), (a.vocab_size + CHUNK - 1) // CHUNK
+        num_chunks = (a.vocab_size + CHUNK - 1) // CHUNK
         perturbed, logits = floats(a.perturbed, a.num_rows, a.vocab_size), floats(a.logits, a.num_rows, a.row_stride)
         seeds, positions = integers(a.seeds, a.num_owners), integers(a.positions, a.num_owners)
         draft_steps, token_ids = integers(a.draft_steps, a.num_owners), integers(a.token_ids, a.vocab_size)
         is_greedy = carray(pointer(a.is_greedy), (a.num_owners,), np.uint8)
         scores = floats(a.room + thread * 4 * CHUNK, 1, CHUNK)[0]
         words = carray(pointer(a.words + thread * 8 * CHUNK), (CHUNK,), np.uint64)
-        for own in range(thread, a.num_rows * num_chunks, np.int64(num_threads())):
+        for own in range(part, a.num_rows * num_chunks, num_parts):
             row, first = own // num_chunks, own % num_chunks * CHUNK
             owner = row // (a.num_rows // a.num_owners)
             count = min(CHUNK, a.vocab_size - first)
@@ -73,6 +73,6 @@ def perturb(
         *(perturbed.data_ptr(), logits.data_ptr()),
         *(0 if value is None else value.data_ptr() for value in values),
         *(room.data_ptr(), words.data_ptr(), num_rows, len(seeds), logits.stride(0), vocab_size, int(stream)),
-        threads=torch.get_num_threads() if num_rows * vocab_size > SERIAL_COLUMNS else 1,
+        parts=parts_of(num_rows * vocab_size, PART_COLUMNS, num_rows * vocab_size),
     )
     return perturbed

@@ -6,28 +6,21 @@ in one team of threads that meet after each; they read and write where the recor
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from math import prod
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 import torch
-from numba import carray, types  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels.cpu import under_way
-from kernels.cpu.compiled import compiled_for_c
-from kernels.cpu.native import call, pointer
-from kernels.cpu.threads import barrier, link_threads, openmp
+from kernels.cpu.threads import Team
 
 ALIGNMENT = 64  # bytes: a vector of AVX-512, and a line of every cache
-Calls = np.dtype([("count", np.int64), ("calls", np.int64)])  # the address of [count, 2]: functions and their arguments
 
 
 class Block:
@@ -82,9 +75,8 @@ class Recording:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._blocks = dict[int, Block]()  # by their storage
-        self._calls: list[tuple[int, Any]] = []  # a compiled function's address, and its arguments; since the last of:
+        self._calls: list[tuple[int, Any, int]] = []  # as Team has them; since the last of:
         self._parts: list[Callable[[], None]] = []
-        self._threads = 1  # that any of them asked for
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         block = self._pool.free_block(prod(shape) * dtype.itemsize)
@@ -97,9 +89,8 @@ class Recording:
         block = self._blocks.get(tensor.untyped_storage()._cdata)
         return tensor if block is None else block.unseen(tensor)
 
-    def add_kernel(self, address: int, arguments: Any, threads: int) -> None:
-        self._calls.append((address, arguments))
-        self._threads = max(self._threads, threads)
+    def add_kernel(self, address: int, arguments: Any, parts: int) -> None:
+        self._calls.append((address, arguments, parts))
 
     def add_part(self, part: Callable[[], None]) -> None:
         """What is no kernel, to be called between those before and those behind."""
@@ -112,26 +103,8 @@ class Recording:
 
     def _end_team(self) -> None:
         if self._calls:
-            self._parts.append(Team(self._calls, self._threads))
-        self._calls, self._threads = [], 1
-
-
-class Team:
-    """Kernels one after another in the same threads."""
-
-    def __init__(self, calls: Sequence[tuple[int, Any]], threads: int) -> None:
-        self._keeps, self._threads = [arguments for _, arguments in calls], threads
-        addresses = [(function, ctypes.addressof(arguments)) for function, arguments in calls]
-        self._calls = np.array(addresses, np.int64)
-        self._arguments = np.array((len(calls), self._calls.ctypes.data), Calls)
-        self._address = self._arguments.ctypes.data
-
-    def __call__(self) -> None:
-        make_calls, library = _make_calls(), openmp()
-        if library is None or self._threads == 1:
-            make_calls.ctypes(self._address)
-        else:
-            library.GOMP_parallel(make_calls.address, self._address, self._threads, 0)
+            self._parts.append(Team(self._calls))
+        self._calls = []
 
 
 class Program:
@@ -161,17 +134,3 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Room for a kernel's results."""
     own = under_way.current()
     return torch.empty(shape, dtype=dtype) if own is None else own.empty(shape, dtype)
-
-
-def make_calls(arguments: Any) -> None:
-    a = carray(arguments, 1, Calls)[0]
-    calls = carray(pointer(a.calls), (a.count, 2), np.int64)
-    for index in range(a.count):
-        call(calls[index, 0], calls[index, 1])
-        barrier()
-
-
-@cache
-def _make_calls() -> Any:
-    link_threads()
-    return compiled_for_c(make_calls, (types.voidptr,))

@@ -14,7 +14,6 @@ from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import integers, pointer
 from kernels.cpu.philox import random_words, uniform_of
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
 from kernels.reference.philox import Stream
 from kernels.reference.rejection import Verified
 
@@ -28,14 +27,14 @@ ACCEPT, NOTHING = np.uint64(int(Stream.ACCEPT)), np.uint64(0)
 
 @cache
 def verifying() -> Kernel:
-    def verify(arguments: Any) -> None:
+    def verify(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         token_ids, targets = integers(a.token_ids, a.num_requests * a.width), integers(a.target_token_ids, a.num_rows)
         accepted_counts, draft_counts = integers(a.num_accepted, a.num_requests), integers(a.num_drafts, a.num_requests)
         drafts, cu = integers(a.draft_token_ids, a.num_rows), integers(a.cu, a.num_requests + 1)
         seeds, positions = integers(a.seeds, a.num_rows), integers(a.positions, a.num_rows)
         rates = carray(pointer(a.rates), (a.width,), np.float64)
-        for request in range(np.int64(thread_num()), a.num_requests, np.int64(num_threads())):
+        for request in range(part, a.num_requests, num_parts):
             first, own = cu[request], request * a.width
             row, num_drafts, num_accepted = first + request, 0, 0
             is_here = targets[row] >= 0

@@ -14,23 +14,24 @@ from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
+from kernels.cpu.threads import parts_of
 
 Taking = arguments_of("taken", "table", "rows", "num_rows", "table_rows", "width", "taken_stride", "table_stride")
 Adding = arguments_of("sums", "first", "second", "num_rows", "width")
 Zeroing = arguments_of("out", "count")  # bytes
 Widening = arguments_of("wide", "rows", "num_rows", "width")
+PART_NUMBERS = 1 << 14  # moved in some microseconds
 WHOLE = {2: np.uint16, 4: np.float32, 8: np.int64}  # numbers of so many bytes that nobody computes with
 
 
 @cache
 def rows_taking(element: Any) -> Kernel:
-    def take(arguments: Any) -> None:
+    def take(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Taking)[0]
         taken = elements(a.taken, a.num_rows, a.taken_stride, element)
         table = elements(a.table, a.table_rows, a.table_stride, element)
         rows = integers(a.rows if a.rows else a.table, a.num_rows)  # without rows: each its own
-        for row in range(np.int64(thread_num()), a.num_rows, np.int64(num_threads())):
+        for row in range(part, a.num_rows, num_parts):
             own = table[rows[row] if a.rows else row]
             for column in range(a.width):
                 taken[row, column] = own[column]
@@ -40,10 +41,10 @@ def rows_taking(element: Any) -> Kernel:
 
 @cache
 def rows_widening(element: Any) -> Kernel:
-    def widen_rows(arguments: Any) -> None:
+    def widen_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Widening)[0]
         wide, rows = floats(a.wide, a.num_rows, a.width), elements(a.rows, a.num_rows, a.width, element)
-        for row in range(np.int64(thread_num()), a.num_rows, np.int64(num_threads())):
+        for row in range(part, a.num_rows, num_parts):
             for column in range(a.width):
                 wide[row, column] = widen(rows[row, column])
 
@@ -52,10 +53,10 @@ def rows_widening(element: Any) -> Kernel:
 
 @cache
 def zeroing() -> Kernel:
-    def zero(arguments: Any) -> None:
+    def zero(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Zeroing)[0]
         numbers = carray(pointer(a.out), (a.count,), np.uint8)
-        for place in range(a.count * thread_num() // num_threads(), a.count * (thread_num() + 1) // num_threads()):
+        for place in range(a.count * part // num_parts, a.count * (part + 1) // num_parts):
             numbers[place] = np.uint8(0)
 
     return Kernel(zero, Zeroing)
@@ -63,7 +64,7 @@ def zeroing() -> Kernel:
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     out = empty(*shape, dtype=dtype)
-    zeroing()(out.data_ptr(), out.nbytes)
+    zeroing()(out.data_ptr(), out.nbytes, parts=parts_of(out.nbytes, 4 * PART_NUMBERS, out.nbytes))
     return out
 
 
@@ -88,16 +89,17 @@ def _take(taken: Tensor, table: Tensor, rows: Tensor | None = None) -> None:
     assert taken.shape[1] == table.shape[1] and (rows is not None or len(taken) == len(table))
     addresses = (taken.data_ptr(), table.data_ptr(), 0 if rows is None else rows.data_ptr())
     take = rows_taking(WHOLE[table.element_size()])
-    take(*addresses, len(taken), *table.shape, taken.stride(0), table.stride(0))
+    parts = parts_of(taken.numel(), PART_NUMBERS, len(taken))
+    take(*addresses, len(taken), *table.shape, taken.stride(0), table.stride(0), parts=parts)
 
 
 @cache
 def rows_adding(element: Any) -> Kernel:
-    def add_rows(arguments: Any) -> None:
+    def add_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Adding)[0]
         sums, first = elements(a.sums, a.num_rows, a.width, element), elements(a.first, a.num_rows, a.width, element)
         second = elements(a.second, a.num_rows, a.width, element)
-        for row in range(np.int64(thread_num()), a.num_rows, np.int64(num_threads())):
+        for row in range(part, a.num_rows, num_parts):
             for column in range(a.width):
                 sums[row, column] = narrow(widen(first[row, column]) + widen(second[row, column]), first[row, column])
 
@@ -109,12 +111,14 @@ def add(first: Tensor, second: Tensor) -> Tensor:
     assert first.is_contiguous() and second.is_contiguous() and first.dtype == second.dtype
     assert first.shape == second.shape
     sums = empty(*first.shape, dtype=first.dtype)
-    rows_adding(ELEMENTS[first.dtype])(sums.data_ptr(), first.data_ptr(), second.data_ptr(), *first.shape)
+    parts = parts_of(first.numel(), PART_NUMBERS, len(first))
+    rows_adding(ELEMENTS[first.dtype])(sums.data_ptr(), first.data_ptr(), second.data_ptr(), *first.shape, parts=parts)
     return sums
 
 
 def widened(rows: Tensor) -> Tensor:
     """[num_rows, width] of 16 bits, contiguous -> float32."""
     wide = empty(*rows.shape)
-    rows_widening(ELEMENTS[rows.dtype])(wide.data_ptr(), rows.data_ptr(), *rows.shape)
+    parts = parts_of(rows.numel(), PART_NUMBERS, len(rows))
+    rows_widening(ELEMENTS[rows.dtype])(wide.data_ptr(), rows.data_ptr(), *rows.shape, parts=parts)
     return wide

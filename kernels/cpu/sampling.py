@@ -20,12 +20,11 @@ from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.philox import gumbel_of, random_words
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
+from kernels.cpu.threads import parts_of
 
 SPLIT = 4096  # columns that one thread goes over
 CHUNK = 256  # columns whose noise is made at a time
-SERIAL_COLUMNS = 1 << 12  # of all rows, drawn by one thread faster than others would wake up
-SERIAL_GREEDY_COLUMNS = 1 << 15
+PART_COLUMNS, GREEDY_PART_COLUMNS = 1 << 11, 1 << 14  # drawn in some microseconds
 
 Arguments = arguments_of(
     *("images", "tokens", "logits"),  # the first two [num_rows, num_splits] int64: of the best
@@ -101,9 +100,9 @@ def token_with(image: Any, scores: Any, count: Any, first: Any, token_ids: Any, 
 def drawing() -> Kernel:
     """The best token of each split, with its image."""
 
-    def draw(arguments: Any) -> None:
+    def draw(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        thread, num_splits = np.int64(thread_num()), (a.vocab_size + SPLIT - 1) // SPLIT
+        num_splits = (a.vocab_size + SPLIT - 1) // SPLIT
         images = integers(a.images, a.num_rows * num_splits)
         tokens, positions = integers(a.tokens, a.num_rows * num_splits), integers(a.positions, a.num_rows)
         logits, room = floats(a.logits, a.num_rows, a.row_stride), floats(a.room + thread * 4 * CHUNK, 1, CHUNK)[0]
@@ -113,7 +112,7 @@ def drawing() -> Kernel:
         is_greedy = carray(pointer(a.is_greedy), (a.num_rows,), np.uint8)
         temperatures = floats(a.temperatures, 1, a.num_rows)[0]
         token_ids = integers(a.token_ids, a.vocab_size)
-        for own in range(thread, a.num_rows * num_splits, np.int64(num_threads())):
+        for own in range(part, a.num_rows * num_splits, num_parts):
             row, start = own // num_splits, own % num_splits * SPLIT
             best, token = LOWEST, LAST_TOKEN
             draws = a.seeds != 0 and not (a.is_greedy != 0 and is_greedy[row] != 0)
@@ -143,12 +142,12 @@ def drawing() -> Kernel:
 
 @cache
 def choosing() -> Kernel:
-    def choose(arguments: Any) -> None:
+    def choose(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Choosing)[0]
         drawn, positions = integers(a.drawn, a.num_rows), integers(a.positions, a.num_rows)
         images = integers(a.images, a.num_rows * a.num_splits)
         tokens = integers(a.tokens, a.num_rows * a.num_splits)
-        for row in range(np.int64(thread_num()), a.num_rows, np.int64(num_threads())):
+        for row in range(part, a.num_rows, num_parts):
             place = row * a.num_splits
             for other in range(place + 1, (row + 1) * a.num_splits):
                 is_lower = images[other] == images[place] and tokens[other] < tokens[place]
@@ -196,16 +195,15 @@ def _draw(
     num_splits = -(-vocab_size // SPLIT)
     images, tokens = empty(num_rows * num_splits, dtype=torch.int64), empty(num_rows * num_splits, dtype=torch.int64)
     drawn = empty(num_rows, dtype=torch.int64)
-    room_size = torch.get_num_threads() * CHUNK  # a recorded call runs in all threads
+    room_size = torch.get_num_threads() * CHUNK
     room, words = empty(room_size), empty(room_size, dtype=torch.int64)
-    serial = SERIAL_COLUMNS if seeds is not None else SERIAL_GREEDY_COLUMNS
-    threads = torch.get_num_threads() if num_rows * vocab_size > serial else 1
+    grain = PART_COLUMNS if seeds is not None else GREEDY_PART_COLUMNS
     drawing()(
         *(images.data_ptr(), tokens.data_ptr(), logits.data_ptr()),
         *(0 if value is None else value.data_ptr() for value in values),
         *(room.data_ptr(), words.data_ptr()),
         *(num_rows, logits.stride(0), vocab_size, stream),
-        threads=threads,
+        parts=parts_of(num_rows * vocab_size, grain, num_rows * num_splits),
     )
     choosing()(
         *(drawn.data_ptr(), images.data_ptr(), tokens.data_ptr(), positions.data_ptr(), num_rows, num_splits),

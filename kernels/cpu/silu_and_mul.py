@@ -13,10 +13,11 @@ from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import LOG2_E, exp2
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
+from kernels.cpu.threads import parts_of
 
 ONE = np.float32(1.0)
 CHUNK = 64  # columns that a thread takes at a time
+PART_WORK = 1 << 12  # numbers, gated in some microseconds
 Arguments = arguments_of("gated", "gate_up", "num_rows", "width")
 
 
@@ -24,13 +25,13 @@ Arguments = arguments_of("gated", "gate_up", "num_rows", "width")
 def rows_gate(element: Any) -> Kernel:
     """Of tensors of these elements."""
 
-    def gate_rows(arguments: Any) -> None:
+    def gate_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        num_rows, width, thread, threads = a.num_rows, a.width, np.int64(thread_num()), np.int64(num_threads())
+        num_rows, width = a.num_rows, a.width
         to, rows = elements(a.gated, num_rows, width, element), elements(a.gate_up, num_rows, 2 * width, element)
         chunks = (width + CHUNK - 1) // CHUNK
-        first = min(chunks * thread // threads * CHUNK, width)
-        end = min(chunks * (thread + 1) // threads * CHUNK, width)
+        first = min(chunks * part // num_parts * CHUNK, width)
+        end = min(chunks * (part + 1) // num_parts * CHUNK, width)
         for row in range(num_rows):
             for column in range(first, end):
                 gate, up = widen(rows[row, column]), widen(rows[row, width + column])
@@ -43,5 +44,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[num_rows, 2 * intermediate], gate first -> [num_rows, intermediate]."""
     gate_up, num_rows, width = gate_up.contiguous(), len(gate_up), gate_up.shape[1] // 2
     gated = empty(num_rows, width, dtype=gate_up.dtype)
-    rows_gate(ELEMENTS[gate_up.dtype])(gated.data_ptr(), gate_up.data_ptr(), num_rows, width)
+    parts = parts_of(num_rows * width, PART_WORK, -(-width // CHUNK))
+    rows_gate(ELEMENTS[gate_up.dtype])(gated.data_ptr(), gate_up.data_ptr(), num_rows, width, parts=parts)
     return gated

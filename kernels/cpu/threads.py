@@ -1,46 +1,191 @@
-"""torch's own OpenMP threads for compiled kernels: a second pool on the same cores would stand in the way of the first.
+"""torch's own OpenMP threads for compiled kernels: whoever is free does the next part of the kernel under way.
 
-torch's threads go on looking for work a while after each operation, so others would get their cores only by halves.
+A second pool of threads would stand in the way of torch's, which go on looking for work a while after each operation.
+OpenMP's way, a share for each thread and a barrier behind every kernel, has all of them wait for one whose core has
+gone to another process, kernel after kernel. Here the thread that calls goes on as long as there are parts: it waits
+for those that others have begun, and once behind the last kernel. Where that took long it goes on alone for a while.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import time
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import torch  # noqa: F401 - loads its OpenMP
+import numpy as np
+import torch
 from llvmlite import binding
-from numba import types
+from numba import carray, types  # type: ignore[attr-defined]
 
-SYMBOLS = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
-thread_num: Any = types.ExternalFunction(SYMBOLS[0], types.int32())
-num_threads: Any = types.ExternalFunction(SYMBOLS[1], types.int32())
-barrier: Any = types.ExternalFunction(SYMBOLS[2], types.void())  # where every thread waits for the others
+from kernels.cpu.atomics import compare_and_swap, fetch_add, load, pause, store
+from kernels.cpu.compiled import compiled, compiled_for_c
+from kernels.cpu.native import call, pointer
+
+PATIENCE = 1_000  # looks for the end of others' parts, before the system is asked for the time
+LATE = 200_000  # nanoseconds that others may take longer than the caller has worked
+# The caller goes on alone for as long as it has waited; if that is so soon after, for twice as many times as before.
+AGAIN, MAX_TIMES, MAX_ALONE = 50_000_000, 32, 100_000_000  # the first and the last in nanoseconds
+LONG, MAX_ROUNDS = 8, 8  # grains of a part where a thread has several; how many it has at most
+
+LINE = 128  # bytes: of a cache, and the one that is fetched with it
+OPENED, CLAIMED, DONE, CALLER = (LINE * index for index in range(4))  # of a team's state: the last is the caller's
+FUNCTION, ARGUMENTS, FIRST, PARTS = (OPENED + 8 * index for index in range(1, 5))
+WAITED, ENDED, SECONDS, NANOSECONDS = (CALLER + 8 * index for index in range(4))
+NO_MORE = -1  # of OPENED
+ALONE_UNTIL, TIMES = 0, 8  # of what all teams share
+
+Calls = np.dtype([(name, np.int64) for name in ("state", "busy", "share", "calls", "count", "threads")])
+
+SYSTEM = ("omp_get_thread_num", "GOMP_parallel", "sched_yield", "clock_gettime")
+thread_num: Any = types.ExternalFunction(SYSTEM[0], types.int32())
+parallel: Any = types.ExternalFunction(SYSTEM[1], types.void(types.voidptr, types.voidptr, types.uint32, types.uint32))
+sched_yield: Any = types.ExternalFunction(SYSTEM[2], types.int32())
+clock_gettime: Any = types.ExternalFunction(SYSTEM[3], types.int32(types.int32, types.voidptr))
+MONOTONIC = np.int32(getattr(time, "CLOCK_MONOTONIC", 1))
 
 
 @cache
-def openmp() -> Any | None:
-    """The OpenMP library that torch computes with; None where there is none that runs a function as GNU's does."""
-    if sys.platform == "win32":
-        return None
-    library = ctypes.CDLL(None)  # what is loaded, in the order in which torch finds it: a preloaded library comes first
-    if not all(hasattr(library, name) for name in (*SYMBOLS, "GOMP_parallel")):
-        return None
-    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    library.GOMP_parallel.restype = None
-    for name in SYMBOLS:
-        binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-    return library
+def has_openmp() -> bool:
+    """Whether torch computes with an OpenMP library that runs a function as GNU's does; it is linked."""
+    # What is loaded, in the order in which torch finds it: a preloaded library comes first.
+    library = None if sys.platform == "win32" else ctypes.CDLL(None)
+    found = [getattr(library, name, None) for name in SYSTEM]
+    is_there = all(function is not None for function in found)
+    for name, function in zip(SYSTEM, found, strict=True):
+        address = ctypes.cast(function if is_there else _nothing, ctypes.c_void_p).value
+        binding.add_symbol(name, address)
+    return is_there
 
 
-def link_threads() -> None:
-    """Let compiled code find the functions above; without OpenMP they speak of the one thread that there is."""
-    if openmp() is None:
-        for name, answer in zip(SYMBOLS, _alone, strict=True):
-            if not binding.address_of_symbol(name):
-                binding.add_symbol(name, ctypes.cast(answer, ctypes.c_void_p).value)
+_nothing = ctypes.CFUNCTYPE(None)(lambda: None)  # stands for what one thread alone does not call
 
 
-_alone = tuple(ctypes.CFUNCTYPE(ctypes.c_int)(answer) for answer in (lambda: 0, lambda: 1, lambda: 0))
+def parts_of(work: int, grain: int, most: int) -> int:
+    """Of so much work: one for each thread, none smaller than a grain; of much work more of them, to end level."""
+    threads = min(torch.get_num_threads(), work // grain)
+    rounds = min(work // max(threads * grain * LONG, 1), MAX_ROUNDS)
+    return max(min(threads * max(rounds, 1), most), 1)
+
+
+@compiled
+def now(state: Any) -> Any:
+    """Nanoseconds; asked by the caller alone."""
+    clock_gettime(MONOTONIC, pointer(state + SECONDS))
+    return load(state + SECONDS) * 1_000_000_000 + load(state + NANOSECONDS)
+
+
+@compiled
+def take_part(state: Any, opened: Any, thread: Any) -> Any:
+    """Whether there may be more of what has been opened."""
+    claimed = load(state + CLAIMED)
+    if claimed >= opened:
+        return False
+    # Once a part has been taken its kernel stays the one under way until the part is done.
+    if compare_and_swap(state + CLAIMED, claimed, claimed + 1):
+        part = claimed - load(state + FIRST)
+        call(load(state + FUNCTION), load(state + ARGUMENTS), part, load(state + PARTS), thread)
+        fetch_add(state + DONE, 1)
+    return True
+
+
+@compiled
+def wait_for_others(state: Any, opened: Any, started: Any) -> None:
+    """Until every part is done. started: when the caller began with its own."""
+    looks = 0
+    while load(state + DONE) < opened and looks < PATIENCE:
+        looks += 1
+        pause()
+    if load(state + DONE) < opened:
+        since = now(state)
+        while load(state + DONE) < opened:
+            sched_yield()
+        waited = now(state) - since
+        if waited > since - started + LATE:
+            store(state + WAITED, load(state + WAITED) + waited)
+
+
+def share_calls(arguments: Any) -> None:
+    """What every thread does: the first opens kernel after kernel, and all take parts."""
+    a = carray(arguments, 1, Calls)[0]
+    state, thread, opened = a.state, np.int64(thread_num()), np.int64(0)
+    if thread == 0:
+        calls = carray(pointer(a.calls), (a.count, 3), np.int64)
+        for index in range(a.count):
+            function, values, parts = calls[index, 0], calls[index, 1], calls[index, 2]
+            if parts == 1:
+                call(function, values, 0, 1, 0)
+                continue
+            started = now(state)
+            store(state + FUNCTION, function)
+            store(state + ARGUMENTS, values)
+            store(state + FIRST, opened)
+            store(state + PARTS, parts)
+            opened += parts
+            store(state + OPENED, opened)
+            while take_part(state, opened, thread):
+                pass
+            wait_for_others(state, opened, started)
+        store(state + OPENED, NO_MORE)
+        store(state + ENDED, now(state))
+        return
+    while opened != NO_MORE:
+        current = load(state + OPENED)
+        if current == opened:
+            pause()
+        elif current == NO_MORE or not take_part(state, current, thread):
+            opened = current
+
+
+def make_calls(arguments: Any) -> None:
+    """Kernels one after another."""
+    a = carray(arguments, 1, Calls)[0]
+    state, busy = a.state, a.busy
+    alone_until = load(busy + ALONE_UNTIL)
+    if a.threads == 1 or (alone_until != 0 and now(state) < alone_until):
+        calls = carray(pointer(a.calls), (a.count, 3), np.int64)
+        for index in range(a.count):
+            for part in range(calls[index, 2]):
+                call(calls[index, 0], calls[index, 1], part, calls[index, 2], 0)
+        return
+    for place in (OPENED, CLAIMED, DONE, WAITED):
+        store(state + place, 0)
+    parallel(pointer(a.share), arguments, np.uint32(a.threads), np.uint32(0))
+    ended, after = load(state + ENDED), now(state)
+    waited = load(state + WAITED) + (after - ended if after - ended > LATE else 0)
+    if waited > 0:
+        is_again = after - waited < alone_until + AGAIN
+        times = min(2 * load(busy + TIMES), MAX_TIMES) if is_again else np.int64(1)
+        store(busy + TIMES, times)
+        store(busy + ALONE_UNTIL, after + min(waited * times, MAX_ALONE))
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    return compiled_for_c(function, (types.voidptr,))
+
+
+_busy = torch.zeros(2, dtype=torch.int64)
+
+
+class Team:
+    """Kernels one after another, each shared by torch's threads."""
+
+    def __init__(self, calls: Sequence[tuple[int, Any, int]]) -> None:
+        """calls: of each the function's address, its arguments, and the number of its parts."""
+        threads = torch.get_num_threads() if has_openmp() and any(parts > 1 for *_, parts in calls) else 1
+        self._state = torch.zeros(4 * LINE, dtype=torch.uint8)
+        self._keeps = [arguments for _, arguments, _ in calls]
+        flat = [value for own, arguments, parts in calls for value in (own, ctypes.addressof(arguments), parts)]
+        self._calls = (ctypes.c_int64 * len(flat))(*flat)
+        self._run = _compiled(make_calls).ctypes
+        self._arguments = (ctypes.c_int64 * len(Calls.names or ()))(
+            *(self._state.data_ptr(), _busy.data_ptr(), _compiled(share_calls).address),
+            *(ctypes.addressof(self._calls), len(calls), threads),
+        )
+        self._address = ctypes.addressof(self._arguments)
+
+    def __call__(self) -> None:
+        self._run(self._address)

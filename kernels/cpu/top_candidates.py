@@ -20,11 +20,11 @@ from kernels.cpu.native import floats, integers
 from kernels.cpu.philox import LN2_HIGH, LN2_LOW, log
 from kernels.cpu.recording import empty
 from kernels.cpu.sampling import SIGNLESS, THIRTY_ONE, image_of, largest_image
-from kernels.cpu.threads import num_threads, thread_num
+from kernels.cpu.threads import parts_of
 from kernels.reference.top_candidates import Candidates
 
 CHUNK = 256  # columns that are passed over together where none of them can be a candidate
-SERIAL_COLUMNS = 1 << 12  # of all rows, searched by one thread faster than others would wake up
+PART_COLUMNS = 1 << 11  # searched in some microseconds
 Arguments = arguments_of(
     *("candidates", "log_probs", "logits", "token_ids"),  # the last 0: a column's number is its token
     *("num_rows", "row_stride", "vocab_size", "width"),
@@ -111,11 +111,11 @@ def select(keys: Any, row: Any, token_ids: Any, has_ids: Any) -> None:
 
 @cache
 def finding() -> Kernel:
-    def find(arguments: Any) -> None:
+    def find(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         logits, log_probs = floats(a.logits, a.num_rows, a.row_stride), floats(a.log_probs, a.num_rows, a.width)
         token_ids = integers(a.token_ids, a.vocab_size)  # never read where there are none
-        for row in range(np.int64(thread_num()), a.num_rows, np.int64(num_threads())):
+        for row in range(part, a.num_rows, num_parts):
             own, keys = logits[row, : a.vocab_size], integers(a.candidates + 8 * row * a.width, a.width)
             select(keys, own, token_ids, a.token_ids != 0)
             highest = np.float64(score_of(keys[0]))
@@ -142,6 +142,6 @@ def top_candidates(
         *(tensor.data_ptr() for tensor in (*found, logits)),
         0 if token_ids is None else token_ids.data_ptr(),
         *(num_rows, logits.stride(0), vocab_size, width),
-        threads=torch.get_num_threads() if num_rows > 1 and num_rows * vocab_size > SERIAL_COLUMNS else 1,
+        parts=parts_of(num_rows * vocab_size, PART_COLUMNS, num_rows),
     )
     return found

@@ -13,7 +13,6 @@ from torch import Tensor
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import integers
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
 from kernels.reference.tree_rows import NO_BRANCH, TreeRows
 
 NUM_COLUMNS = len(TreeRows._fields) - 1  # of one number a row: all but the branches' slots
@@ -25,12 +24,12 @@ Arguments = arguments_of(
 
 @cache
 def laying_out() -> Kernel:
-    def lay_out(arguments: Any) -> None:
+    def lay_out(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         all_rows, num_columns = a.num_requests * a.num_rows, a.first + a.num_rows
         rows, branches = integers(a.rows, NUM_COLUMNS * all_rows), integers(a.branches, all_rows * a.depth)
         lengths = integers(a.lengths, a.num_requests)
-        for request in range(np.int64(thread_num()), a.num_requests, np.int64(num_threads())):
+        for request in range(part, a.num_requests, num_parts):
             slots = integers(a.slots + 8 * request * a.slot_stride, num_columns)
             parents = integers(a.parents + 8 * request * a.parent_stride, num_columns)
             is_here, pending = lengths[request] > 0, lengths[request] + a.offset

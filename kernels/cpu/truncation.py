@@ -20,11 +20,11 @@ from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.philox import log
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
+from kernels.cpu.threads import parts_of
 from kernels.reference.sampling import EXP2_COEFFICIENTS, LOG2_E
 
 BINS, LEVELS = 256, 4
-SERIAL_COLUMNS = 1 << 12  # of all rows, truncated by one thread faster than others would wake up
+PART_COLUMNS = 1 << 11  # truncated in some microseconds
 Arguments = arguments_of(
     *("processed", "logits", "is_greedy", "temperatures", "min_p", "top_k", "top_p"),  # 0: there is none
     *("bins", "num_rows", "num_owners", "row_stride", "vocab_size"),
@@ -92,16 +92,16 @@ def drop_below(row: Any, cut: Any) -> None:
 
 @cache
 def truncating() -> Kernel:
-    def truncate(arguments: Any) -> None:
+    def truncate(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        thread, vocab_size = np.int64(thread_num()), a.vocab_size
+        vocab_size = a.vocab_size
         processed, logits = floats(a.processed, a.num_rows, vocab_size), floats(a.logits, a.num_rows, a.row_stride)
         bins = integers(a.bins + 8 * BINS * thread, BINS)
         # What there is none of is never read.
         is_greedy = carray(pointer(a.is_greedy), (a.num_owners,), np.uint8)
         temperatures, min_p = floats(a.temperatures, 1, a.num_owners)[0], floats(a.min_p, 1, a.num_owners)[0]
         top_k, top_p = integers(a.top_k, a.num_owners), carray(pointer(a.top_p), (a.num_owners,), np.float64)
-        for index in range(thread, a.num_rows, np.int64(num_threads())):
+        for index in range(part, a.num_rows, num_parts):
             row, maximum, owner = processed[index], NEG_INF, index // (a.num_rows // a.num_owners)
             is_drawn = not (a.is_greedy != 0 and is_greedy[owner] != 0)
             divides = is_drawn and a.temperatures != 0
@@ -144,11 +144,11 @@ def truncate(
     num_owners = len(next((value for value in values if value is not None), logits))
     assert vocab_size < 1 << 19, "fixed-point mass of more tokens may overflow"
     processed = empty(num_rows, vocab_size)
-    bins = empty(torch.get_num_threads() * BINS, dtype=torch.int64)  # a recorded call runs in all threads
+    bins = empty(torch.get_num_threads() * BINS, dtype=torch.int64)
     truncating()(
         *(processed.data_ptr(), logits.data_ptr()),
         *(0 if value is None else value.data_ptr() for value in values),
         *(bins.data_ptr(), num_rows, num_owners, logits.stride(0), vocab_size),
-        threads=torch.get_num_threads() if num_rows > 1 and num_rows * vocab_size > SERIAL_COLUMNS else 1,
+        parts=parts_of(num_rows * vocab_size, PART_COLUMNS, num_rows),
     )
     return processed

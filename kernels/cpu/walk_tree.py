@@ -13,7 +13,6 @@ from torch import Tensor
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import integers
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import num_threads, thread_num
 from kernels.reference.walk_tree import WalkedTree
 
 Arguments = arguments_of(
@@ -25,7 +24,7 @@ Arguments = arguments_of(
 
 @cache
 def walking() -> Kernel:
-    def walk(arguments: Any) -> None:
+    def walk(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         num_rows, width = a.num_nodes + 1, a.depth + 1
         token_ids, rows = integers(a.token_ids, a.num_requests * width), integers(a.rows, a.num_requests * width)
@@ -33,7 +32,7 @@ def walking() -> Kernel:
         sources = integers(a.source_slots, a.num_requests * a.depth)
         targets = integers(a.target_slots, a.num_requests * a.depth)
         all_drawn = integers(a.drawn, a.num_requests * num_rows)
-        for request in range(np.int64(thread_num()), a.num_requests, np.int64(num_threads())):
+        for request in range(part, a.num_requests, num_parts):
             drafts = integers(a.draft_token_ids + 8 * request * a.draft_stride, a.num_nodes)
             parents = integers(a.parents + 8 * request * a.parent_stride, a.num_nodes)
             slots = integers(a.slots + 8 * request * a.slot_stride, num_rows)

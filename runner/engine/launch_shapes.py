@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.cpu.panels import Panels, Weight, unpacked
+from kernels.cpu.panels import Panels, Weight, multiplies_and_adds, unpacked
 from kernels.cpu.panels import can_pack as can_pack_weight
 from kernels.linear_plan import WIDE_ROWS
 from kernels.reference.linear import rows_keep_their_bits
@@ -66,6 +66,14 @@ def _cpu_shapes(
             linear=shapes["decode"].linear,
             is_bucketed=is_bucketed,
         )
+        if multiplies_and_adds():
+            shapes["prefill"] = PagedShape(
+                rows_per_tile=CPU_ROWS,
+                split_keys=None,
+                max_context=max_model_len,
+                linear=shapes["prefill"].linear,
+                together=True,
+            )
     return shapes
 
 

@@ -26,6 +26,7 @@ class PagedAttention:
 
     segments: PagedSegments
     split_keys: int | None
+    together: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class PagedShape:
     split_keys: int | None  # keys of one split, at absolute positions; None = one program goes over all keys
     max_context: int  # positions there can be
     is_bucketed: bool = False  # launches are padded to few sizes, so that few graphs serve them all
+    together: bool = False  # rows of a tile look at keys together: another kernel on a CPU, another arithmetic
     linear: int | None = 1  # rows of one product; 1: it gives a row the same bits whatever its number of rows
 
     @property
@@ -123,6 +125,7 @@ class PagedShape:
                     max_tile_size=tile_size,
                 ),
                 split_keys=self.split_keys,
+                together=self.together,
             )
 
         key: Hashable = (num_tiles, tile_size, num_segments, width, branch_width, context)
