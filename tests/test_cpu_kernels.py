@@ -54,12 +54,15 @@ MODELS = {
 }
 
 
+TOGETHER = pytest.mark.parametrize("together", [False, True], ids=["row by row", "together"])
+
+
 @pytest.fixture(params=["one thread", "threads", "no OpenMP"])
 def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The claims hold whoever shares the work, and where torch has no OpenMP to share it with."""
     before = torch.get_num_threads()
     if request.param == "threads":
-        monkeypatch.setattr(on_cpu, "PART_PRODUCTS", 1)
+        share_all(monkeypatch)
         torch.set_num_threads(3)
     if request.param == "no OpenMP":
         monkeypatch.setattr(threads, "has_openmp", lambda: False)
@@ -67,8 +70,20 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     torch.set_num_threads(before)
 
 
+def share_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among all threads, however little it is."""
+    for name in ("PART_PRODUCTS", "TOGETHER_PRODUCTS"):
+        monkeypatch.setattr(on_cpu, name, 1)
+
+
 def attention(
-    model: Model, rows: Sequence[Rows], queries: Tensor, cache: Tensor, num_padding: int = 0, **how: int
+    model: Model,
+    rows: Sequence[Rows],
+    queries: Tensor,
+    cache: Tensor,
+    num_padding: int = 0,
+    together: bool = False,
+    **how: int,
 ) -> Tensor:
     longest = max(own.end for own in rows)
     segments = launch(model, rows, how.get("max_context", longest), torch.device("cpu"), num_padding)
@@ -76,17 +91,18 @@ def attention(
         (queries.flatten(1), queries.new_full((len(queries), 48), torch.nan)), dim=1
     )  # as the engine has them
     keys = {name: value for name, value in model.keys().items() if name != "sinks"}
-    return on_cpu.paged_attention(qkv[:, :-48].view(queries.shape), cache, segments, **keys)
+    return on_cpu.paged_attention(qkv[:, :-48].view(queries.shape), cache, segments, together=together, **keys)
 
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_ragged_launch_is_what_the_definition_says(name: str, dtype: torch.dtype) -> None:
+@TOGETHER
+def test_a_ragged_launch_is_what_the_definition_says(together: bool, name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
     queries = random_queries(model, sum(own.size for own in RAGGED), dtype)
     cache = filled_cache(model, RAGGED, dtype)
-    found = attention(model, RAGGED, queries, cache, num_padding=2)
+    found = attention(model, RAGGED, queries, cache, num_padding=2, together=together)
     exact, plain = (dense(model, RAGGED, queries, cache, kind) for kind in (torch.float64, torch.float32))
     assert_close(found, exact, plain)
 
@@ -94,36 +110,42 @@ def test_a_ragged_launch_is_what_the_definition_says(name: str, dtype: torch.dty
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["three heads a group", "window"])
-def test_a_row_keeps_its_bits_in_any_company(name: str, dtype: torch.dtype) -> None:
+@TOGETHER
+def test_a_row_keeps_its_bits_in_any_company(together: bool, name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
     cache = filled_cache(model, [Rows(start=0, size=100, slots=slots) for slots in (LONG, OTHER)], dtype)
     query = random_queries(model, 1, dtype, seed=7)
-    alone = attention(model, [Rows(start=70, size=1, slots=LONG)], query, cache)[0]
+    alone = attention(model, [Rows(start=70, size=1, slots=LONG)], query, cache, together=together)[0]
     assert alone.isfinite().all()
     for company, (rows, place, how) in COMPANIES.items():
         queries = random_queries(model, sum(own.size for own in rows), dtype, seed=8) * 3
         queries[place] = query[0]
-        assert torch.equal(attention(model, rows, queries, cache, **how)[place], alone), company
+        found = attention(model, rows, queries, cache, together=together, **how)
+        assert torch.equal(found[place], alone), company
 
 
 @pytest.mark.parametrize("rows", [RAGGED, RAGGED[2:3]], ids=["more KV heads than threads", "fewer"])
-def test_any_number_of_threads_gives_the_same_bits(rows: list[Rows], monkeypatch: pytest.MonkeyPatch) -> None:
+@TOGETHER
+def test_any_number_of_threads_gives_the_same_bits(
+    together: bool, rows: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = MODELS["heads of 96"]
     queries, cache = random_queries(model, sum(own.size for own in rows)), filled_cache(model, rows, torch.float32)
-    alone, before = attention(model, rows, queries, cache), torch.get_num_threads()
-    monkeypatch.setattr(on_cpu, "PART_PRODUCTS", 1)
+    alone, before = attention(model, rows, queries, cache, together=together), torch.get_num_threads()
+    share_all(monkeypatch)
     for count in (2, 3, 8):
         torch.set_num_threads(count)
-        together = attention(model, rows, queries, cache)
+        shared = attention(model, rows, queries, cache, together=together)
         torch.set_num_threads(before)
-        assert torch.equal(together, alone), count
+        assert torch.equal(shared, alone), count
     assert threads.has_openmp(), "Linux has it"
     monkeypatch.setattr(threads, "has_openmp", lambda: False)
-    torch.testing.assert_close(attention(model, rows, queries, cache), alone)  # compiled once more, for no threads
+    assert torch.equal(attention(model, rows, queries, cache, together=together), alone)
 
 
 @pytest.mark.usefixtures("_threads")
-def test_a_branch_of_a_tree_has_the_bits_of_a_chain() -> None:
+@TOGETHER
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain(together: bool) -> None:
     """Two paths over one prefix; keys of the second lie behind those of the first, out of order."""
     chain = in_order(70, 0)
     tree = [
@@ -132,12 +154,13 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain() -> None:
     ]
     content = torch.randn(80, PLAIN.width, generator=torch.Generator().manual_seed(5))
     queries = random_queries(PLAIN, 8)
-    found = attention(PLAIN, tree, queries, content.view(-1, BLOCK_SIZE, PLAIN.width))
+    found = attention(PLAIN, tree, queries, content.view(-1, BLOCK_SIZE, PLAIN.width), together=together)
     for path, rows in zip(tree, (slice(0, 5), slice(5, 8)), strict=True):
         laid_out = torch.full_like(content, torch.nan)
         laid_out[: path.end] = content[list(path.slots[: path.end])]
         straight = Rows(start=path.start, size=path.size, slots=chain)
-        expected = attention(PLAIN, [straight], queries[rows], laid_out.view(-1, BLOCK_SIZE, PLAIN.width))
+        cache = laid_out.view(-1, BLOCK_SIZE, PLAIN.width)
+        expected = attention(PLAIN, [straight], queries[rows], cache, together=together)
         assert torch.equal(found[rows], expected)
 
 

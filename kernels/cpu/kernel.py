@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from numba import types
 
 from kernels.cpu.compiled import compiled_for_c

@@ -13,6 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from kernels.cpu.native import call_llvm
 from kernels.cpu.panels import LANES, has_feature
 
 INT, WORD, FLOAT, HALF, BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.HalfType(), ir.IntType(8)
@@ -23,13 +24,6 @@ AHEAD = 1024  # bytes of a panel that are asked for before they are read
 
 def number(value: int, kind: Any = INT) -> Any:
     return ir.Constant(kind, value)
-
-
-def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    """Of one of LLVM's own functions."""
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    return builder.call(function, arguments)
 
 
 def every_lane(builder: Any, scalar: Any) -> Any:
@@ -45,7 +39,7 @@ def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
 
 
 def fused_multiply_add(builder: Any, factor: Any, factors: Any, total: Any) -> Any:
-    return call(builder, f"llvm.fma.v{LANES}f32", FLOATS, [every_lane(builder, factor), factors, total])
+    return call_llvm(builder, f"llvm.fma.v{LANES}f32", FLOATS, [every_lane(builder, factor), factors, total])
 
 
 class Float32:
@@ -93,7 +87,7 @@ class BFloat16Pairs(Float32):
 
     def add(self, builder: Any, row: Any, weights: list[Any], total: Any) -> Any:
         pair = every_lane(builder, load(builder, row, WORD, 4))
-        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, pair, *weights])
+        return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, pair, *weights])
 
 
 KINDS = (Float32(), Float16(), BFloat16(), BFloat16Pairs())
@@ -168,7 +162,7 @@ class Sums:
 def prefetch(builder: Any, address: Any) -> None:
     read, kept, data = 0, 3, 1
     hints = [number(value, WORD) for value in (read, kept, data)]
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.inttoptr(address, BYTE.as_pointer()), *hints])
+    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.inttoptr(address, BYTE.as_pointer()), *hints])
 
 
 def _add_products(

@@ -1,4 +1,4 @@
-"""Memory as compiled functions see it: addresses, made arrays."""
+"""What lies outside compiled functions: memory and functions at addresses, and LLVM's own."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def _call(_context: Any, _function: Any, _arguments: Any, _part: Any, _num_parts
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
+
+
+def call_llvm(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """Of one of LLVM's own functions, in what an intrinsic generates."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, arguments)
 
 
 pointer: Any = intrinsic(_pointer)  # of an int64 address

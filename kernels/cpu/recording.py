@@ -1,7 +1,7 @@
 """Calls of kernels that are written down instead of made, to be made later, many of them in one call from Python.
 
 What a kernel takes microseconds to compute, Python takes as long to call. Recorded kernels that follow one another run
-in one team of threads that meet after each; they read and write where the recorded computation would have.
+in one team of threads (kernels/cpu/threads.py); they read and write where the recorded computation would have.
 """
 
 from __future__ import annotations

@@ -52,11 +52,10 @@ def has_openmp() -> bool:
     """Whether torch computes with an OpenMP library that runs a function as GNU's does; it is linked."""
     # What is loaded, in the order in which torch finds it: a preloaded library comes first.
     library = None if sys.platform == "win32" else ctypes.CDLL(None)
-    found = [getattr(library, name, None) for name in SYSTEM]
-    is_there = all(function is not None for function in found)
-    for name, function in zip(SYSTEM, found, strict=True):
-        address = ctypes.cast(function if is_there else _nothing, ctypes.c_void_p).value
-        binding.add_symbol(name, address)
+    is_there = all(hasattr(library, name) for name in SYSTEM)
+    for name in SYSTEM:
+        function = getattr(library, name) if is_there else _nothing
+        binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
     return is_there
 
 
