@@ -73,7 +73,7 @@ class StepLoop:
         drafts, bitmask = engine.grammars.constrain(schedule, drafts)
         output = engine.verifier.verify(schedule, drafts, bitmask, proposer.tap_layers)
         verified = time.perf_counter()
-        committed = scheduler.commit(schedule, drafts, output)
+        committed = scheduler.commit(schedule, output.read(drafts))
         failures = engine.grammars.commit(committed)
         for gain in committed:
             if gain.request.request_id in failures:
@@ -98,9 +98,9 @@ class StepLoop:
         runs_ahead = self._whole_steps.runs_ahead
         if runs_ahead:
             self._launched = self._whole_steps.go_on(launched, self.scheduler)
-        drafts, output = launched.read()
+        outcome = launched.read()
         known = time.perf_counter()
-        committed = self.scheduler.commit(launched.schedule, drafts, output)
+        committed = self.scheduler.commit(launched.schedule, outcome)
         done = time.perf_counter()
         if not runs_ahead:
             self._committed = launched, committed

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,10 +18,11 @@ from proposers.captured.drafter import CapturedDrafter, GoingOn
 from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch, DeviceRequests, SamplingFlags
 from runner.engine.download import Download
+from runner.engine.draft_trees import tree_shape
 from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import PagedShape, bucket
 from runner.engine.programs import step_graph_store
-from runner.engine.request import DraftTokens, Request, VerifyOutput
+from runner.engine.request import Request, StepOutcome
 from runner.engine.scheduler import CommittedTokens, Schedule, ScheduledRequest, Scheduler
 from runner.engine.step_operations import follow_verified
 from runner.metrics import InParts
@@ -47,18 +47,18 @@ class LaunchedStep:
     def requests(self) -> list[Request]:
         return [item.request for item in self.schedule.scheduled]
 
-    def read(self) -> tuple[DraftTokens, VerifyOutput]:
-        """The step's drafts and their verification; waits for the step."""
-        width = self.depth + 1
-        packed = self.packed.read()[self.places]
-        num_drafts, parents = packed[:, width + 1].tolist(), packed[:, width + 2 :].tolist()
-        drafts = DraftTokens(
-            token_ids=packed[:0, 0],
-            cu_num_draft_tokens=[0, *accumulate(num_drafts)],
-            parent_indices=[parent for own, count in zip(parents, num_drafts, strict=True) for parent in own[:count]]
-            or None,
+    def read(self) -> StepOutcome:
+        """Waits for the step."""
+        packed, width = self.packed.read().tolist(), self.depth + 1
+        rows = [packed[place] for place in self.places]
+        num_drafts = [row[width + 1] for row in rows]
+        trees = [row[width + 2 : width + 2 + count] for row, count in zip(rows, num_drafts, strict=True)]
+        return StepOutcome(
+            token_ids=rows,
+            num_accepted_tokens=[row[width] for row in rows],
+            num_draft_tokens=num_drafts,
+            draft_depths=[tree_shape(parents).depth for parents in trees] if any(trees) else num_drafts,
         )
-        return drafts, VerifyOutput(token_ids=packed[:, :width], num_accepted_tokens=packed[:, width])
 
 
 class WholeSteps:
@@ -213,12 +213,13 @@ class WholeSteps:
         began = time.perf_counter()
         num_tokens = self.drafter.find(schedule, places)
         seconds_to_find = time.perf_counter() - began
-        batch = self._on_device.batch(self._count, self._sampling_flags, max_context, num_tokens + 1)
+        on_device, layout = self._on_device, (self._count, self._sampling_flags, max_context, num_tokens)
+        on_device.fill_rows(num_tokens + 1)
 
         def compute() -> tuple[Tensor]:
-            return (self._step(batch),)
+            return (self._step(on_device.batch(self._count, self._sampling_flags, max_context, num_tokens + 1)),)
 
-        (packed,) = self._graphs((self._count, self._sampling_flags, max_context, num_tokens), compute)
+        (packed,) = self._graphs(layout, compute)
         return LaunchedStep(
             schedule=schedule,
             places=places,

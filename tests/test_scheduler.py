@@ -101,7 +101,7 @@ class Traffic:
                 accepted = self.generator.randint(0, drafted.get(item.request.request_id, 0))
                 rows.append([self.generator.choice(self.tokens) for _ in range(accepted + 1)])
         num_tokens = {item.request.request_id: item.request.num_tokens for item in schedule.scheduled}
-        committed = self.scheduler.commit(schedule, drafts_of(counts), verdict(rows))
+        committed = self.scheduler.commit(schedule, verdict(rows).read(drafts_of(counts)))
         for item in schedule.scheduled:
             request = item.request
             if item.yields_token:  # all but the last token are in the cache, wherever the step was cut
@@ -271,7 +271,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
     for counts, rows in (([], [[1], [1]]), ([4, 4], [[1] * 5, [1]]), ([0, 4], [[1], [1]])):
         schedule = scheduler.schedule()
         assert [item.request for item in schedule.scheduled] == [first, second]
-        scheduler.commit(schedule, drafts_of(counts), verdict(rows))
+        scheduler.commit(schedule, verdict(rows).read(drafts_of(counts)))
     schedule = scheduler.schedule()
     assert schedule.preempted == [second]
     assert [item.request for item in schedule.scheduled] == [first]
@@ -364,8 +364,8 @@ def test_commit_counts_what_stays(case: str) -> None:
     scheduler = make_scheduler(num_speculative_tokens=4)
     request = make_request(6, max_tokens=max_tokens)
     scheduler.add(request)
-    scheduler.commit(scheduler.schedule(), DraftTokens.empty(0), verdict([[3]]))
-    (gain,) = scheduler.commit(scheduler.schedule(), drafts_of([4]), verdict([row]))
+    scheduler.commit(scheduler.schedule(), verdict([[3]]).read(DraftTokens.empty(0)))
+    (gain,) = scheduler.commit(scheduler.schedule(), verdict([row]).read(drafts_of([4])))
     assert gain.token_ids == row[:num_kept]
     assert (gain.num_draft_tokens, gain.num_accepted_tokens) == (4, num_accepted)
     assert request.output_token_ids == [3, *row[:num_kept]]
@@ -380,7 +380,7 @@ def test_a_step_of_chunks_alone_commits_no_token() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
     request = make_request(10)
     scheduler.add(request)
-    assert scheduler.commit(scheduler.schedule(), DraftTokens.empty(0), verdict([])) == []
+    assert scheduler.commit(scheduler.schedule(), verdict([]).read(DraftTokens.empty(0))) == []
     assert (request.num_computed_tokens, request.output_token_ids) == (4, [])
 
 

@@ -35,7 +35,7 @@ def decoding(scheduler: Scheduler, *asked: dict[str, Any]) -> Schedule:
         assert scheduler.refusal(request) is None
         scheduler.add(request)
     prompts = scheduler.schedule()
-    scheduler.commit(prompts, drafts_of([]), verdict([[5]] * len(asked)))
+    scheduler.commit(prompts, verdict([[5]] * len(asked)).read(drafts_of([])))
     return scheduler.schedule()
 
 
@@ -105,7 +105,7 @@ def test_a_drafter_that_has_to_catch_up_hides_no_lasting_reason() -> None:
 
 def test_a_step_in_which_a_request_arrives_is_blamed_on_nothing_else() -> None:
     scheduler = make_scheduler()
-    scheduler.commit(decoding(scheduler, {"logprobs": 0}), drafts_of([4]), verdict([[5]]))
+    scheduler.commit(decoding(scheduler, {"logprobs": 0}), verdict([[5]]).read(drafts_of([4])))
     scheduler.add(make_request(1, request_id="late"))
     assert conditions().unmet(scheduler.schedule(), scheduler) is InParts.PROMPT
 

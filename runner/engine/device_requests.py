@@ -267,8 +267,8 @@ class DeviceRequests:
             index = to_device([rows, columns, blocks], torch.int64, self.device)
             self.block_tables.index_put_((index[0], index[1]), index[2].to(self.block_tables.dtype))
 
-    def batch(self, count: int, sampling_flags: SamplingFlags, max_context: int, num_rows: int) -> DeviceBatch:
-        """num_rows: of each request in a verification."""
+    def fill_rows(self, num_rows: int) -> None:
+        """What every row of a verification takes from its request, if that is not there yet; num_rows: of each."""
         if num_rows not in self._of_rows:
             self._of_rows[num_rows] = _Values.empty(self.capacity * num_rows, self.device)
             self._unfilled.add(num_rows)
@@ -276,6 +276,9 @@ class DeviceRequests:
             assert self._loaded is not None, "load comes first"
             self._of_rows[num_rows].fill(*self._loaded, num_rows)
             self._unfilled.remove(num_rows)
+
+    def batch(self, count: int, sampling_flags: SamplingFlags, max_context: int, num_rows: int) -> DeviceBatch:
+        """num_rows: of each request in a verification, and filled."""
         return DeviceBatch(
             count=count,
             num_rows=num_rows,

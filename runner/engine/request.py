@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -164,10 +164,31 @@ class VerifyOutput:
     path: torch.Tensor | None = None
     hidden_states: HiddenStates | None = None  # of every scheduled request's tokens; None when no proposer asked
 
-    def read(self) -> tuple[list[list[int]], list[int], list[int] | None]:
-        """token_ids, num_accepted_tokens and num_draft_tokens on the host, in one copy."""
+    def read(self, drafts: DraftTokens) -> StepOutcome:
+        """What the step decided of these drafts; one copy to the host, and another where logprobs were asked for."""
         columns = [self.num_accepted_tokens, *([] if self.num_draft_tokens is None else [self.num_draft_tokens])]
         rows = torch.cat([self.token_ids, torch.stack(columns, dim=1)], dim=1).tolist()
-        width = self.token_ids.shape[1]
-        num_draft_tokens = None if self.num_draft_tokens is None else [row[width + 1] for row in rows]
-        return [row[:width] for row in rows], [row[width] for row in rows], num_draft_tokens
+        width, without = self.token_ids.shape[1], [0] * (len(rows) - len(drafts.num_draft_tokens))
+        num_drafts, depths = [*drafts.num_draft_tokens, *without], [*drafts.depths, *without]
+        if self.num_draft_tokens is not None:  # of the slots, those that held a draft
+            num_drafts = [min(count, row[width + 1]) for count, row in zip(num_drafts, rows, strict=True)]
+            depths = num_drafts
+        return StepOutcome(
+            token_ids=rows,
+            num_accepted_tokens=[row[width] for row in rows],
+            num_draft_tokens=num_drafts,
+            draft_depths=depths,
+            logprobs={} if self.logprobs is None else self.logprobs.read(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What a step decided, on the host: a row for every scheduled request that yields a token, in order."""
+
+    token_ids: Sequence[list[int]]  # [B, ...]: accepted drafts, the token behind them, and what is nobody's
+    num_accepted_tokens: Sequence[int]  # [B]: before stop conditions
+    num_draft_tokens: Sequence[int]  # [B]
+    draft_depths: Sequence[int]  # [B]: the most drafts that can be accepted; for a chain, all of them
+    # By request, of those that asked: of the prompt's tokens, and of the row's
+    logprobs: Mapping[str, tuple[Sequence[TokenLogprobs], Sequence[TokenLogprobs]]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Which requests run in a step, with how many tokens each, and what becomes of the result.
 
 Continuous batching with chunked prefill under a token budget (Yu et al., Orca; Agrawal et al., arXiv 2308.16369)
-and preemption by recompute. `commit` is the one writer of a Request's state. Knows no tensor but VerifyOutput.
+and preemption by recompute. `commit` is the one writer of a Request's state. Knows no tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from runner.engine.draft_budget import DraftBudget
 from runner.engine.kv_cache import BlockManager
-from runner.engine.request import DraftTokens, Request, RequestStatus, VerifyOutput
+from runner.engine.request import Request, RequestStatus, StepOutcome
 from runner.engine.stopping import StopRules
 
 
@@ -166,31 +166,23 @@ class Scheduler:
         scheduled.sort(key=lambda item: not item.is_decoding)
         return Schedule(scheduled=scheduled, preempted=preempted)
 
-    def commit(self, schedule: Schedule, drafts: DraftTokens, output: VerifyOutput) -> list[CommittedTokens]:
-        """Write the step's result into its requests; the step's one read from the device.
-
-        output has a row for every scheduled request that yields a token, in order.
-        """
-        told = {} if output.logprobs is None else output.logprobs.read()
-        token_rows, num_accepted, num_verified = output.read()
-        drafted = zip(drafts.num_draft_tokens, drafts.depths, strict=True)
+    def commit(self, schedule: Schedule, outcome: StepOutcome) -> list[CommittedTokens]:
+        """Write what the step decided into its requests."""
         committed = []
         row = 0
         for item in schedule.scheduled:
             request = item.request
-            num_draft_tokens, draft_depth = next(drafted) if item.is_decoding else (0, 0)
             if request.is_finished:  # it ended while this step was under way
                 row += item.yields_token
                 continue
             request.num_computed_tokens += item.num_new_tokens
-            prompt_logprobs, logprobs = told.get(request.request_id, ((), ()))
+            prompt_logprobs, logprobs = outcome.logprobs.get(request.request_id, ((), ()))
             request.prompt_logprobs.extend(prompt_logprobs)
             if not item.yields_token:
                 continue
-            accepted = num_accepted[row]
-            if num_verified is not None:  # of the slots, those that held a draft
-                num_draft_tokens = draft_depth = min(num_draft_tokens, num_verified[row])
-            new_token_ids = token_rows[row][: accepted + 1]
+            accepted = outcome.num_accepted_tokens[row]
+            num_draft_tokens, draft_depth = outcome.num_draft_tokens[row], outcome.draft_depths[row]
+            new_token_ids = outcome.token_ids[row][: accepted + 1]
             row += 1
             stop = self.stop_rules.apply(request, new_token_ids)
             kept = new_token_ids[: stop.num_tokens]
