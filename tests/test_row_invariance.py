@@ -27,7 +27,7 @@ from runner.engine import launch_shapes
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.launch import Part
 from runner.engine.model_runner import ModelOutput, ModelRunner
-from runner.engine.request import DraftTokens, Request, VerifyOutput
+from runner.engine.request import Request, StepOutcome
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
 from runner.engine.segment import Family, Segment
@@ -448,11 +448,11 @@ class Recorder:
             last_logits = output.logits
             return output
 
-        def recorded_commit(schedule: Schedule, drafts: DraftTokens, output: VerifyOutput) -> list[CommittedTokens]:
+        def recorded_commit(schedule: Schedule, outcome: StepOutcome) -> list[CommittedTokens]:
             nonlocal last_logits
-            self._record(schedule, drafts, output, last_logits)
+            self._record(schedule, outcome, last_logits)
             last_logits = None
-            return commit(schedule, drafts, output)
+            return commit(schedule, outcome)
 
         requests = make_requests(prompts, params, engine.tokenizer, 0)
         for request in requests:
@@ -467,24 +467,20 @@ class Recorder:
         engine.block_manager.check_integrity([])
         return requests
 
-    def _record(
-        self, schedule: Schedule, drafts: DraftTokens, output: VerifyOutput, logits: torch.Tensor | None
-    ) -> None:
+    def _record(self, schedule: Schedule, outcome: StepOutcome, logits: torch.Tensor | None) -> None:
         cache = self.llm.engine.target.cache
         assert cache is not None
-        num_drafts = [*drafts.num_draft_tokens, *[0] * len(schedule.scheduled)]
-        num_accepted = output.num_accepted_tokens.tolist()
         row = yielding = 0
-        for item, count in zip(schedule.scheduled, num_drafts, strict=False):
+        for item in schedule.scheduled:
             request = item.request
             start, end = request.num_computed_tokens, request.num_computed_tokens + item.num_new_tokens
             if item.yields_token:
-                accepted = num_accepted[yielding]
+                accepted = outcome.num_accepted_tokens[yielding]
                 for place in range(accepted + 1 if logits is not None else 0):
                     assert logits is not None
                     self._keep(self.logits, (request.request_id, end + place), logits[row + place])
                 end += accepted
-                row, yielding = row + count + 1, yielding + 1
+                row, yielding = row + outcome.num_draft_tokens[yielding] + 1, yielding + 1
             block_size = self.llm.engine.block_manager.block_size
             positions = torch.arange(start, end)
             slots = torch.tensor(request.block_table)[positions // block_size] * block_size + positions % block_size

@@ -1,4 +1,4 @@
-"""Softmax attention of rows over a paged cache, key after key: what kernels/cpu/paged_attention.py runs."""
+"""Softmax attention over a paged cache row by row, key after key: what generated tokens are computed with."""
 
 # mypy: disable-error-code="arg-type"
 

@@ -2,7 +2,8 @@
 
 Keys lie at their absolute positions, and a row takes them in from the first on, with a running maximum (Milakov and
 Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): the bits of a row depend on its query and the keys that
-it sees alone, whatever rows share its tile. Products are those of kernels/cpu/multiply_add.py, in float32.
+it sees alone, whatever rows share its tile, as long as values are finite: those of keys that only its neighbours see
+count nothing. Products are those of kernels/cpu/multiply_add.py, in float32.
 """
 
 # mypy: disable-error-code="arg-type"
@@ -21,13 +22,12 @@ from kernels.cpu.compiled import vectorized
 from kernels.cpu.elements import elements, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.kernel import Kernel
-from kernels.cpu.multiply_add import add_products
+from kernels.cpu.multiply_add import TURN_ROWS, add_products
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.panels import LANES, has_feature
 
 KEYS = 64  # that are taken in at a time
 HEADS = 4  # of one KV head, at most, whose rows share the keys that have been laid out
-TURN_ROWS = 6  # that share a panel's registers
 FLOAT32 = 0  # of multiply_add's kinds
 
 
@@ -69,7 +69,7 @@ def lay_out(panel: Any, values: Any, flat: Any, offsets: Any, first_key: Any, en
 
 
 @vectorized
-def weigh(scores: Any, first: Any, end: Any, largest: Any) -> Any:
+def exponentiate_seen(scores: Any, first: Any, end: Any, largest: Any) -> Any:
     """Scores of keys in [first, end) become their weights, others nothing; the largest score so far, and the sum."""
     total = NOTHING
     for key in range(first, end):
@@ -99,6 +99,7 @@ def tile_attention(element: Any, vectors: int) -> Kernel:
         offsets = carray(pointer(a.offsets + 8 * thread * a.thread_offsets), (2, KEYS), np.uint64)
         room, scale = a.floats + 4 * thread * a.thread_floats, float_of_bits(np.int32(a.scale))
         units = num_tiles * a.num_kv_heads * blocks
+        part = num_parts - 1 - part  # the last rows of a prompt see most: who is free late gets little to do
         for unit in range(units * part // num_parts, units * (part + 1) // num_parts):
             tile, kv_head = unit // (a.num_kv_heads * blocks), unit // blocks % a.num_kv_heads
             first_head = kv_head * group + unit % blocks * HEADS
@@ -149,11 +150,12 @@ def tile_attention(element: Any, vectors: int) -> Kernel:
                             4 * wide,
                             dim,
                         )
+                    most = np.int64(0)  # keys that any row of the turn sees
                     for row in range(first, first + TURN_ROWS):
                         low, high = keys_of(position + row % size, last_key, a.is_causal, a.window)
                         high = max(min(high - start, count), 0)
-                        low = min(max(low - start, 0), high)
-                        largest, total = weigh(scores[row], low, high, totals[0, row])
+                        low, most = min(max(low - start, 0), high), max(most, high)
+                        largest, total = exponentiate_seen(scores[row], low, high, totals[0, row])
                         kept = exp2(totals[0, row] - largest)
                         totals[0, row], totals[1, row] = largest, totals[1, row] * kept + total
                         for d in range(wide):
@@ -170,7 +172,7 @@ def tile_attention(element: Any, vectors: int) -> Kernel:
                             4 * wide,
                             4 * wide,
                             4 * KEYS,
-                            count,
+                            most,
                         )
                 start += KEYS
             for row in range(heads * size):

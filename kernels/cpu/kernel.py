@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numba import types
 
 from kernels.cpu.compiled import compiled_for_c
@@ -45,4 +46,4 @@ class Kernel:
         elif parts == 1:
             call(ctypes.addressof(arguments), 0, 1, 0)
         else:
-            Team([(address, arguments, parts)])()
+            Team([(address, arguments, parts)], torch.get_num_threads())()

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.multiply_add import add_products, kind_of, multiplies_pairs
+from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of, multiplies_pairs
 from kernels.cpu.native import floats
 from kernels.cpu.panels import LANES, Panels
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import widened
 from kernels.cpu.threads import parts_of
 
-TURN_ROWS = 6  # that share a panel's registers
 PART_BYTES = 1 << 18  # of a panel, for the turns of many rows: a quarter to an eighth of a core's second cache
-PART_WORK = 1 << 17  # products of a part, and of TURN_ROWS more: as long as its weights may take from memory
+PART_WORK = 1 << 17  # products, made in some microseconds; reading a weight takes as long as TURN_ROWS of them
 
 Arguments = arguments_of(
     *("out", "totals", "bias", "x", "panels", "zeros", "room"),  # addresses; bias 0: there is none
@@ -88,7 +87,7 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Ker
     return Kernel(multiply, Arguments)
 
 
-_zeros = torch.zeros(4 * LANES)
+ZEROS = torch.zeros(4 * LANES)  # what sums begin with
 
 
 def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -110,7 +109,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
     multiply = products(kind_of(weight.dtype), width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype])
     multiply(
         *(out.data_ptr(), totals.data_ptr(), 0 if bias is None else bias.data_ptr()),
-        *(rows.data_ptr(), numbers.data_ptr(), _zeros.data_ptr(), room.data_ptr()),
+        *(rows.data_ptr(), numbers.data_ptr(), ZEROS.data_ptr(), room.data_ptr()),
         *(num_rows, row_bytes, out_features, num_panels, steps * step_bytes, steps, part_steps),
         inputs * rows.element_size(),
         parts=parts_of(work, PART_WORK, num_panels),

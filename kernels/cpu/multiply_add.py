@@ -1,4 +1,4 @@
-"""Sums of products in vector lanes, as LLVM writes them: what kernels/cpu/linear.py is made of.
+"""Sums of products in vector lanes, as LLVM writes them: what products of weights are made of, and prompts' attention.
 
 A lane adds up one output of one row, from the first input to the last, by fused multiply-adds (bfloat16: by AVX-512's
 instruction for pairs, where there is one). How many rows and outputs a call computes changes nothing of that.
@@ -18,6 +18,7 @@ from kernels.cpu.panels import LANES, has_feature
 
 INT, WORD, FLOAT, HALF, BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.HalfType(), ir.IntType(8)
 FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF))
+TURN_ROWS = 6  # that share a panel's registers
 UNROLLED = 4  # steps
 AHEAD = 1024  # bytes of a panel that are asked for before they are read
 

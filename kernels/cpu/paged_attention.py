@@ -14,14 +14,13 @@ from kernels.cpu.attend import attention
 from kernels.cpu.attend_tiles import HEADS, KEYS, room_of, tile_attention, vectors_of
 from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
-from kernels.cpu.panels import LANES
+from kernels.cpu.linear import ZEROS
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import zeros
 from kernels.cpu.threads import parts_of
 from kernels.paged_segments import PagedSegments
 
 PART_PRODUCTS, TOGETHER_PRODUCTS = 1 << 16, 1 << 19  # of queries and keys, at most, made in some microseconds
-_zeros = torch.zeros(4 * LANES)
 
 
 class LayerLaunch:
@@ -59,7 +58,7 @@ class LayerLaunch:
         self._tensors = [tensor.long() for tensor in segments.tensors]
         assert all(tensor.is_contiguous() for tensor in self._tensors)
         self._numbers = (
-            *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats, _zeros)),
+            *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats, ZEROS)),
             *(num_offsets, num_floats),
             *(num_rows, num_heads * head_dim, query.stride(0), num_blocks * block_size, width),
             *(len(segments.tile_rows), len(segments.branch_starts), segments.block_tables.shape[1]),
@@ -92,9 +91,9 @@ def paged_attention(
     assert value_dim == query.shape[2] and query.stride()[1:] == (value_dim, 1) and kv_cache.is_contiguous()
     assert query.dtype == kv_cache.dtype and kv_cache.shape[2] == 2 * num_kv_heads * value_dim
     shape = (*query.shape, query.stride(0), kv_cache.shape, num_kv_heads, scale, sliding_window, is_causal, together)
-    launch = segments.by_shape.get(shape)
+    launch = segments.by_shape.get((shape, torch.get_num_threads()))  # each has its room
     if launch is None:
-        launch = segments.by_shape[shape] = LayerLaunch(
+        launch = segments.by_shape[shape, torch.get_num_threads()] = LayerLaunch(
             segments,
             query,
             kv_cache,

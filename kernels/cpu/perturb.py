@@ -73,6 +73,6 @@ def perturb(
         *(perturbed.data_ptr(), logits.data_ptr()),
         *(0 if value is None else value.data_ptr() for value in values),
         *(room.data_ptr(), words.data_ptr(), num_rows, len(seeds), logits.stride(0), vocab_size, int(stream)),
-        parts=parts_of(num_rows * vocab_size, PART_COLUMNS, num_rows * vocab_size),
+        parts=parts_of(num_rows * vocab_size, PART_COLUMNS, num_rows * -(-vocab_size // CHUNK)),
     )
     return perturbed

@@ -77,6 +77,7 @@ class Recording:
         self._blocks = dict[int, Block]()  # by their storage
         self._calls: list[tuple[int, Any, int]] = []  # as Team has them; since the last of:
         self._parts: list[Callable[[], None]] = []
+        self._threads = torch.get_num_threads()  # for which kernels make room
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         block = self._pool.free_block(prod(shape) * dtype.itemsize)
@@ -103,7 +104,7 @@ class Recording:
 
     def _end_team(self) -> None:
         if self._calls:
-            self._parts.append(Team(self._calls))
+            self._parts.append(Team(self._calls, self._threads))
         self._calls = []
 
 

@@ -24,27 +24,30 @@ from kernels.cpu.atomics import compare_and_swap, fetch_add, load, pause, store
 from kernels.cpu.compiled import compiled, compiled_for_c
 from kernels.cpu.native import call, pointer
 
-PATIENCE = 1_000  # looks for the end of others' parts, before the system is asked for the time
-LATE = 200_000  # nanoseconds that others may take longer than the caller has worked
+PATIENCE = 1_000  # looks for what another thread does, before others get the core
+LATE = 200_000  # nanoseconds that the caller may wait for a thread that has lost its core
 # The caller goes on alone for as long as it has waited; if that is so soon after, for twice as many times as before.
 AGAIN, MAX_TIMES, MAX_ALONE = 50_000_000, 32, 100_000_000  # the first and the last in nanoseconds
 LONG, MAX_ROUNDS = 8, 8  # grains of a part where a thread has several; how many it has at most
 
 LINE = 128  # bytes: of a cache, and the one that is fetched with it
-OPENED, CLAIMED, DONE, CALLER = (LINE * index for index in range(4))  # of a team's state: the last is the caller's
+OPENED, CLAIMED, DONE, CALLER, LOST, THREADS = (LINE * index for index in range(6))  # of a team's state
 FUNCTION, ARGUMENTS, FIRST, PARTS = (OPENED + 8 * index for index in range(1, 5))
-WAITED, ENDED, SECONDS, NANOSECONDS = (CALLER + 8 * index for index in range(4))
+WAITED, ENDED = CALLER, CALLER + 8
+SECONDS, NANOSECONDS, USAGE = 0, 8, 16  # of a thread's two lines; the last is a struct rusage, of which:
+VOLUNTARY, INVOLUNTARY = USAGE + 16 * 8, USAGE + 17 * 8
 NO_MORE = -1  # of OPENED
 ALONE_UNTIL, TIMES = 0, 8  # of what all teams share
 
 Calls = np.dtype([(name, np.int64) for name in ("state", "busy", "share", "calls", "count", "threads")])
 
-SYSTEM = ("omp_get_thread_num", "GOMP_parallel", "sched_yield", "clock_gettime")
+SYSTEM = ("omp_get_thread_num", "GOMP_parallel", "sched_yield", "clock_gettime", "getrusage")
 thread_num: Any = types.ExternalFunction(SYSTEM[0], types.int32())
 parallel: Any = types.ExternalFunction(SYSTEM[1], types.void(types.voidptr, types.voidptr, types.uint32, types.uint32))
 sched_yield: Any = types.ExternalFunction(SYSTEM[2], types.int32())
 clock_gettime: Any = types.ExternalFunction(SYSTEM[3], types.int32(types.int32, types.voidptr))
-MONOTONIC = np.int32(getattr(time, "CLOCK_MONOTONIC", 1))
+getrusage: Any = types.ExternalFunction(SYSTEM[4], types.int32(types.int32, types.voidptr))
+MONOTONIC, OF_THREAD = np.int32(getattr(time, "CLOCK_MONOTONIC", 1)), np.int32(1)
 
 
 @cache
@@ -70,72 +73,104 @@ def parts_of(work: int, grain: int, most: int) -> int:
 
 
 @compiled
-def now(state: Any) -> Any:
-    """Nanoseconds; asked by the caller alone."""
-    clock_gettime(MONOTONIC, pointer(state + SECONDS))
-    return load(state + SECONDS) * 1_000_000_000 + load(state + NANOSECONDS)
+def now(own: Any) -> Any:
+    """Nanoseconds. own: the lines of the thread that asks."""
+    clock_gettime(MONOTONIC, pointer(own + SECONDS))
+    return load(own + SECONDS) * 1_000_000_000 + load(own + NANOSECONDS)
 
 
 @compiled
-def take_part(state: Any, opened: Any, thread: Any) -> Any:
-    """Whether there may be more of what has been opened."""
+def times_switched(own: Any) -> Any:
+    """How often another has got this thread's core."""
+    getrusage(OF_THREAD, pointer(own + USAGE))
+    return load(own + VOLUNTARY) + load(own + INVOLUNTARY)
+
+
+@compiled
+def do_part(state: Any, claimed: Any, thread: Any) -> None:
+    """One that this thread has taken: its kernel stays the one under way until it is done."""
+    part = claimed - load(state + FIRST)
+    call(load(state + FUNCTION), load(state + ARGUMENTS), part, load(state + PARTS), thread)
+
+
+@compiled
+def take_parts(state: Any, opened: Any) -> None:
+    """The caller's, as long as any are left."""
     claimed = load(state + CLAIMED)
-    if claimed >= opened:
-        return False
-    # Once a part has been taken its kernel stays the one under way until the part is done.
-    if compare_and_swap(state + CLAIMED, claimed, claimed + 1):
-        part = claimed - load(state + FIRST)
-        call(load(state + FUNCTION), load(state + ARGUMENTS), part, load(state + PARTS), thread)
-        fetch_add(state + DONE, 1)
-    return True
+    while claimed < opened:
+        if compare_and_swap(state + CLAIMED, claimed, claimed + 1):
+            do_part(state, claimed, 0)
+            fetch_add(state + DONE, 1)
+        claimed = load(state + CLAIMED)
 
 
 @compiled
-def wait_for_others(state: Any, opened: Any, started: Any) -> None:
-    """Until every part is done. started: when the caller began with its own."""
-    looks = 0
+def wait_for_others(state: Any, opened: Any) -> None:
+    """Until every part is done."""
+    looks, own = 0, state + THREADS
     while load(state + DONE) < opened and looks < PATIENCE:
         looks += 1
         pause()
     if load(state + DONE) < opened:
-        since = now(state)
+        since = now(own)
         while load(state + DONE) < opened:
             sched_yield()
-        waited = now(state) - since
-        if waited > since - started + LATE:
+        waited = now(own) - since
+        if waited > LATE and load(state + LOST) != 0:  # not only for a part that is long
             store(state + WAITED, load(state + WAITED) + waited)
+        store(state + LOST, 0)
+
+
+@compiled
+def help_caller(state: Any, thread: Any) -> None:
+    """What the other threads do, until no kernel follows."""
+    own = state + THREADS + 2 * LINE * thread
+    opened, looks, switched = np.int64(0), 0, times_switched(own)
+    while opened != NO_MORE:
+        current, claimed = load(state + OPENED), load(state + CLAIMED)
+        # Parts below a number that was opened are of the kernel under way, or taken: then the swap fails.
+        if current != opened and claimed < current:
+            if compare_and_swap(state + CLAIMED, claimed, claimed + 1):
+                began = now(own)
+                do_part(state, claimed, thread)
+                if now(own) - began > LATE:
+                    before, switched = switched, times_switched(own)
+                    if switched != before:
+                        store(state + LOST, 1)
+                fetch_add(state + DONE, 1)
+            looks = 0
+        elif current != opened:
+            opened = current
+        elif looks < PATIENCE:
+            looks += 1
+            pause()
+        else:
+            sched_yield()
 
 
 def share_calls(arguments: Any) -> None:
     """What every thread does: the first opens kernel after kernel, and all take parts."""
     a = carray(arguments, 1, Calls)[0]
     state, thread, opened = a.state, np.int64(thread_num()), np.int64(0)
-    if thread == 0:
+    if thread != 0:
+        help_caller(state, thread)
+    else:
         calls = carray(pointer(a.calls), (a.count, 3), np.int64)
         for index in range(a.count):
             function, values, parts = calls[index, 0], calls[index, 1], calls[index, 2]
             if parts == 1:
                 call(function, values, 0, 1, 0)
                 continue
-            started = now(state)
             store(state + FUNCTION, function)
             store(state + ARGUMENTS, values)
             store(state + FIRST, opened)
             store(state + PARTS, parts)
             opened += parts
             store(state + OPENED, opened)
-            while take_part(state, opened, thread):
-                pass
-            wait_for_others(state, opened, started)
+            take_parts(state, opened)
+            wait_for_others(state, opened)
         store(state + OPENED, NO_MORE)
-        store(state + ENDED, now(state))
-        return
-    while opened != NO_MORE:
-        current = load(state + OPENED)
-        if current == opened:
-            pause()
-        elif current == NO_MORE or not take_part(state, current, thread):
-            opened = current
+        store(state + ENDED, now(state + THREADS))
 
 
 def make_calls(arguments: Any) -> None:
@@ -143,16 +178,16 @@ def make_calls(arguments: Any) -> None:
     a = carray(arguments, 1, Calls)[0]
     state, busy = a.state, a.busy
     alone_until = load(busy + ALONE_UNTIL)
-    if a.threads == 1 or (alone_until != 0 and now(state) < alone_until):
+    if a.threads == 1 or (alone_until != 0 and now(state + THREADS) < alone_until):
         calls = carray(pointer(a.calls), (a.count, 3), np.int64)
         for index in range(a.count):
             for part in range(calls[index, 2]):
                 call(calls[index, 0], calls[index, 1], part, calls[index, 2], 0)
         return
-    for place in (OPENED, CLAIMED, DONE, WAITED):
+    for place in (OPENED, CLAIMED, DONE, WAITED, LOST):
         store(state + place, 0)
     parallel(pointer(a.share), arguments, np.uint32(a.threads), np.uint32(0))
-    ended, after = load(state + ENDED), now(state)
+    ended, after = load(state + ENDED), now(state + THREADS)
     waited = load(state + WAITED) + (after - ended if after - ended > LATE else 0)
     if waited > 0:
         is_again = after - waited < alone_until + AGAIN
@@ -172,10 +207,14 @@ _busy = torch.zeros(2, dtype=torch.int64)
 class Team:
     """Kernels one after another, each shared by torch's threads."""
 
-    def __init__(self, calls: Sequence[tuple[int, Any, int]]) -> None:
-        """calls: of each the function's address, its arguments, and the number of its parts."""
-        threads = torch.get_num_threads() if has_openmp() and any(parts > 1 for *_, parts in calls) else 1
-        self._state = torch.zeros(4 * LINE, dtype=torch.uint8)
+    def __init__(self, calls: Sequence[tuple[int, Any, int]], threads: int) -> None:
+        """
+        Args:
+            calls: of each the function's address, its arguments, and the number of its parts.
+            threads: at most, that its kernels have room for.
+        """
+        threads = threads if has_openmp() and any(parts > 1 for *_, parts in calls) else 1
+        self._state = torch.zeros(THREADS + 2 * LINE * threads, dtype=torch.uint8)
         self._keeps = [arguments for _, arguments, _ in calls]
         flat = [value for own, arguments, parts in calls for value in (own, ctypes.addressof(arguments), parts)]
         self._calls = (ctypes.c_int64 * len(flat))(*flat)

@@ -31,7 +31,10 @@ class PagedAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedShape:
-    """Shapes of the kernels; linear and, on a GPU, rows_per_tile and split_keys are part of a token's arithmetic."""
+    """Shapes of the kernels.
+
+    linear, together and, on a GPU, rows_per_tile and split_keys are part of a token's arithmetic.
+    """
 
     rows_per_tile: int  # launch rows that share an attention tile
     split_keys: int | None  # keys of one split, at absolute positions; None = one program goes over all keys
@@ -39,6 +42,9 @@ class PagedShape:
     is_bucketed: bool = False  # launches are padded to few sizes, so that few graphs serve them all
     together: bool = False  # rows of a tile look at keys together: another kernel on a CPU, another arithmetic
     linear: int | None = 1  # rows of one product; 1: it gives a row the same bits whatever its number of rows
+
+    def __post_init__(self) -> None:
+        assert not (self.together and self.is_bucketed), "the kernel trusts the context that was announced"
 
     @property
     def tree_tiles(self) -> dict[str, Any]:
