@@ -3,7 +3,8 @@
 A second pool of threads would stand in the way of torch's, which go on looking for work a while after each operation.
 OpenMP's way, a share for each thread and a barrier behind every kernel, has all of them wait for one whose core has
 gone to another process, kernel after kernel. Here the thread that calls goes on as long as there are parts: it waits
-for those that others have begun, and once behind the last kernel. Where that took long it goes on alone for a while.
+for those that others have begun, and once behind the last kernel. Where one of them had lost its core it then goes on
+alone for a while.
 """
 
 from __future__ import annotations
@@ -55,11 +56,9 @@ def has_openmp() -> bool:
     """Whether torch computes with an OpenMP library that runs a function as GNU's does; it is linked."""
     # What is loaded, in the order in which torch finds it: a preloaded library comes first.
     library = None if sys.platform == "win32" else ctypes.CDLL(None)
-    is_there = all(hasattr(library, name) for name in SYSTEM)
     for name in SYSTEM:
-        function = getattr(library, name) if is_there else _nothing
-        binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
-    return is_there
+        binding.add_symbol(name, ctypes.cast(getattr(library, name, _nothing), ctypes.c_void_p).value)
+    return all(hasattr(library, name) for name in SYSTEM)
 
 
 _nothing = ctypes.CFUNCTYPE(None)(lambda: None)  # stands for what one thread alone does not call
