@@ -29,7 +29,7 @@ PATIENCE = 1_000  # looks for what another thread does, before others get the co
 LATE = 200_000  # nanoseconds that the caller may wait for a thread that has lost its core
 # The caller goes on alone for as long as it has waited; if that is so soon after, for twice as many times as before.
 AGAIN, MAX_TIMES, MAX_ALONE = 50_000_000, 32, 100_000_000  # the first and the last in nanoseconds
-LONG, MAX_ROUNDS = 8, 8  # grains of a part where a thread has several; how many it has at most
+LONG, MAX_ROUNDS = 32, 8  # grains of a part where a thread has several; how many it has at most
 
 LINE = 128  # bytes: of a cache, and the one that is fetched with it
 OPENED, CLAIMED, DONE, CALLER, LOST, THREADS = (LINE * index for index in range(6))  # of a team's state
