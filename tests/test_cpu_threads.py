@@ -127,8 +127,12 @@ def test_who_was_kept_waiting_goes_on_alone_for_as_long(busy: Tensor) -> None:
     with recording(Pool()) as recorded:
         LATE(took.data_ptr(), parts=NUM_PARTS)
     program = recorded.program()
-    assert wait_once(program, busy) > SLEEP // 2 * 1000
-    assert took.any(), "another thread was late"
+    alone = [0]
+    while alone[-1] <= SLEEP // 2 * 1000:  # on a busy machine one may be late that has taken nothing
+        assert len(alone) < TRIES
+        busy[0] = 0
+        alone.append(wait_once(program, busy))
+    assert took.any(), "another thread has taken a part"
     counts, told = torch.zeros(2, NUM_PARTS, dtype=torch.int64)
     busy[0] = time.monotonic_ns() + 10**10
     program()
@@ -141,13 +145,14 @@ def test_who_is_kept_waiting_soon_again_goes_on_alone_for_longer(busy: Tensor) -
     took = torch.zeros(NUM_PARTS, dtype=torch.int64)
     with recording(Pool()) as recorded:
         LATE(took.data_ptr(), parts=NUM_PARTS)
-    program, times = recorded.program(), []
-    for _ in range(7):
+    program, times = recorded.program(), [1]
+    while times[-2:] != [threads.MAX_TIMES] * 2:
+        assert len(times) < TRIES
         busy[0] = time.monotonic_ns()
-        alone = wait_once(program, busy)
+        assert wait_once(program, busy) <= threads.MAX_ALONE
         times.append(int(busy[1]))
-        assert alone <= threads.MAX_ALONE
-    assert times == [2, 4, 8, 16, 32, 32, 32]
+        # On a busy machine the caller itself may have been away, so long that the last time is forgotten.
+        assert times[-1] in (1, min(2 * times[-2], threads.MAX_TIMES))
     busy[0] = 1  # long ago
     wait_once(program, busy)
     assert busy[1] == 1
