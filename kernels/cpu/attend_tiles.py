@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numba import carray  # type: ignore[attr-defined]
 
 from kernels.cpu.attend import LOWEST, NOTHING, Arguments, keys_of, offsets_into
@@ -22,13 +23,12 @@ from kernels.cpu.compiled import vectorized
 from kernels.cpu.elements import elements, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.kernel import Kernel
-from kernels.cpu.multiply_add import TURN_ROWS, add_products
+from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.panels import LANES, has_feature
 
 KEYS = 64  # that are taken in at a time
 HEADS = 4  # of one KV head, at most, whose rows share the keys that have been laid out
-FLOAT32 = 0  # of multiply_add's kinds
 
 
 def vectors_of(head_dim: int) -> int:
@@ -87,7 +87,7 @@ def exponentiate_seen(scores: Any, first: Any, end: Any, largest: Any) -> Any:
 @cache
 def tile_attention(element: Any, vectors: int) -> Kernel:
     """Of tensors of these elements, in panels of so many vectors."""
-    lanes = LANES * vectors
+    lanes, kind = LANES * vectors, kind_of(torch.float32)
 
     def attend_part(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
@@ -138,7 +138,7 @@ def tile_attention(element: Any, vectors: int) -> Kernel:
                     first = turn * TURN_ROWS
                     for neighbour in range(0, KEYS, lanes):
                         add_products(
-                            FLOAT32,
+                            kind,
                             TURN_ROWS,
                             vectors,
                             scores_at + 4 * (first * KEYS + neighbour),
@@ -162,7 +162,7 @@ def tile_attention(element: Any, vectors: int) -> Kernel:
                             results[row, d] *= kept
                     for column in range(0, wide, lanes):
                         add_products(
-                            FLOAT32,
+                            kind,
                             TURN_ROWS,
                             vectors,
                             results_at + 4 * (first * wide + column),
