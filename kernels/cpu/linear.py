@@ -14,6 +14,7 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu import linear_amx
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of, multiplies_pairs
@@ -96,6 +97,8 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
     assert x.dtype == weight.dtype and x.shape[1] == in_features
     assert bias is None or (bias.dtype == weight.dtype and bias.is_contiguous())
     numbers, num_rows, out_dtype = weight.numbers, len(x), out_dtype or x.dtype
+    if linear_amx.multiplies_tiles(weight):
+        return linear_amx.linear(x, weight, bias, out_dtype)
     rows = x if x.stride(1) == 1 else x.contiguous()
     if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not multiplies_pairs()):
         rows = widened(rows.contiguous())

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cpu.huge_pages import in_huge_pages
+
 LANES = 16  # outputs of one vector: one register of AVX-512, two of AVX2, four of NEON
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,9 +65,10 @@ def pack(weight: Weight) -> Weight:
     out_features, in_features = weight.shape
     width, inputs = panel_width(out_features), inputs_of_a_step(weight.dtype)
     rows = F.pad(weight, (0, 0, 0, -out_features % width)) if out_features % width else weight
-    numbers = rows.reshape(-1, width, in_features // inputs, inputs).permute(0, 2, 1, 3)
+    columns = rows.reshape(-1, width, in_features // inputs, inputs).permute(0, 2, 1, 3)
     # Vectors are read whole: a copy of its own begins on a line, as all that torch allocates.
-    return Panels(shape=weight.shape, numbers=numbers.clone(memory_format=torch.contiguous_format))
+    numbers = in_huge_pages(torch.empty(columns.shape, dtype=weight.dtype)).copy_(columns)
+    return Panels(shape=weight.shape, numbers=numbers)
 
 
 def unpack(weight: Weight) -> Tensor:

@@ -57,13 +57,14 @@ def rows_rotation(element: Any) -> Kernel:
                     scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(a.eps, 1, 1)[0, 0])
                     for column in range(head_dim):
                         own[column] = narrow(widen(own[column]) * (scale * widen(scales[column])), own[column])
+                lows, highs, cosines, sines = own[:half], own[half:], turn[:half], turn[half:]
                 for column in range(half):
-                    low, high = widen(own[column]), widen(own[half + column])
-                    cos, sin = turn[column], turn[half + column]
-                    own[column] = narrow(low * cos - high * sin, own[column])
-                    own[half + column] = narrow(high * cos + low * sin, own[column])
+                    low, high, cos, sin = widen(lows[column]), widen(highs[column]), cosines[column], sines[column]
+                    lows[column] = narrow(low * cos - high * sin, lows[column])
+                    highs[column] = narrow(high * cos + low * sin, lows[column])
+            target, source = kept[targets[row]], rows[row, num_heads * head_dim :]
             for column in range(fresh):
-                kept[targets[row], column] = rows[row, num_heads * head_dim + column]
+                target[column] = source[column]
 
     return Kernel(rotate_rows, Arguments)
 

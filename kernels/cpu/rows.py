@@ -56,8 +56,7 @@ def zeroing() -> Kernel:
     def zero(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Zeroing)[0]
         numbers = carray(pointer(a.out), (a.count,), np.uint8)
-        for place in range(a.count * part // num_parts, a.count * (part + 1) // num_parts):
-            numbers[place] = np.uint8(0)
+        numbers[a.count * part // num_parts : a.count * (part + 1) // num_parts] = np.uint8(0)
 
     return Kernel(zero, Zeroing)
 

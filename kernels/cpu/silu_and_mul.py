@@ -33,9 +33,10 @@ def rows_gate(element: Any) -> Kernel:
         first = min(chunks * part // num_parts * CHUNK, width)
         end = min(chunks * (part + 1) // num_parts * CHUNK, width)
         for row in range(num_rows):
-            for column in range(first, end):
-                gate, up = widen(rows[row, column]), widen(rows[row, width + column])
-                to[row, column] = narrow(gate / (ONE + exp2(-gate * LOG2_E)) * up, rows[row, column])
+            out, gates, ups = to[row, first:end], rows[row, first:end], rows[row, width + first : width + end]
+            for column in range(end - first):
+                gate = widen(gates[column])
+                out[column] = narrow(gate / (ONE + exp2(-gate * LOG2_E)) * widen(ups[column]), gates[column])
 
     return Kernel(gate_rows, Arguments)
 

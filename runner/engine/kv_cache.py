@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from kernels.cpu.huge_pages import in_huge_pages
 from runner.engine.backend import runs_kernels
 
 
@@ -28,7 +29,7 @@ class PagedKVCache:
     ) -> None:
         # Zeroed: a masked key contributes 0 * value, which is 0 for every finite value and NaN for garbage.
         sizes = [num_blocks * block_size * width for width in layer_widths]
-        self._kv = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self._kv = in_huge_pages(torch.empty(sum(sizes), dtype=dtype, device=device)).zero_()
         self.layers = [
             part.view(num_blocks, block_size, width)
             for part, width in zip(self._kv.split_with_sizes(sizes), layer_widths, strict=True)

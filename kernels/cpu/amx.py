@@ -1,0 +1,122 @@
+"""AMX, the matrix unit of newer x86 CPUs: sums of products of bfloat16 in registers that hold a tile each.
+
+An output is one sum over its inputs, 32 of them at a time, in an order that the instruction fixes (TDPBF16PS in Intel's
+Intrinsics Guide), for one row as for sixteen: a row's bits are its own here too. They are others than those of vector
+lanes (kernels/cpu/multiply_add.py), so a machine that has the unit uses it for any number of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kernels.cpu.multiply_add import BYTE, INT, number, prefetch
+from kernels.cpu.native import call_llvm
+from kernels.cpu.panels import LANES, has_feature
+
+ROWS, PAIRS = 16, 16  # of a tile: rows of a launch, or of their sums; pairs of inputs
+INPUTS = 2 * PAIRS  # of a step
+LINE = 4 * LANES  # bytes of every row of a tile: INPUTS of a row, or a pair of each of LANES outputs, or sums
+SUMS, INPUTS_AT, WEIGHTS = 4, 4, (5, 6, 7)  # tiles: of sums, which are the first, of a step's inputs, and of its weights
+AHEAD = 8192  # bytes of a panel that are asked for before they are read
+VOID = ir.VoidType()
+
+
+@cache
+def has_amx() -> bool:
+    """Whether the CPU multiplies tiles of bfloat16, and Linux lets this process: their registers are lent on request."""
+    if not (sys.platform == "linux" and platform.machine() == "x86_64" and has_feature("amx-bf16")):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+def _configuration(num_rows: int) -> list[int]:
+    """What LDTILECFG reads: a palette, and of every tile its rows' bytes (two each) and their number."""
+    rows = [*[num_rows] * (SUMS + 1), *[PAIRS] * len(WEIGHTS)]
+    widths = [byte for _ in rows for byte in (LINE, 0)]
+    return [1, *[0] * 15, *widths, *[0] * 16, *rows, *[0] * 8]
+
+
+CONFIGURATIONS = torch.tensor([_configuration(num_rows) for num_rows in range(1, ROWS + 1)], dtype=torch.uint8)
+
+
+def _tiles(builder: Any, name: str, *arguments: Any) -> None:
+    """An instruction on tiles, whose numbers are constants."""
+    numbers = [number(value, BYTE) if isinstance(value, int) else value for value in arguments]
+    call_llvm(builder, f"llvm.x86.{name}", VOID, numbers)
+
+
+def _address(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, BYTE.as_pointer())
+
+
+def _configure(_context: Any, _configuration: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        _tiles(builder, "ldtilecfg", _address(builder, arguments[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def _release(_context: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        _tiles(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _multiply(
+    _context: Any,
+    num_vectors: Any,  # of LANES outputs, at most SUMS; a constant
+    out: Any,  # addresses, as the next two
+    rows: Any,  # as many as configured
+    panel: Any,
+    row_bytes: Any,  # from row to row
+    steps: Any,  # of INPUTS
+) -> Any:
+    """out[row, output] = the products of the rows with a panel of num_vectors vectors of outputs, float32."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        out, rows, panel, row_bytes, steps = arguments[1:]
+        vectors, width, add = range(num_vectors.literal_value), LINE * num_vectors.literal_value, builder.add
+        for vector in vectors:
+            _tiles(builder, "tilezero", vector)
+        before = builder.block
+        body, behind = builder.append_basic_block("steps"), builder.append_basic_block("behind")
+        builder.branch(body)
+        builder.position_at_end(body)
+        places = step, inputs, weights = [builder.phi(INT) for _ in range(3)]
+        _tiles(builder, "tileloadd64", INPUTS_AT, _address(builder, inputs), row_bytes)
+        for vector in vectors:
+            line, loaded = add(weights, number(LINE * vector)), WEIGHTS[vector % len(WEIGHTS)]
+            _tiles(builder, "tileloadd64", loaded, _address(builder, line), number(width))
+            for pair in range(PAIRS):
+                prefetch(builder, add(line, number(AHEAD + width * pair)))
+            _tiles(builder, "tdpbf16ps", vector, INPUTS_AT, loaded)
+        following = [add(place, number(length)) for place, length in zip(places, (1, LINE, width * PAIRS), strict=True)]
+        for place, first, later in zip(places, (number(0), rows, panel), following, strict=True):
+            place.add_incoming(first, before)
+            place.add_incoming(later, body)
+        builder.cbranch(builder.icmp_signed("<", following[0], steps), body, behind)
+        builder.position_at_end(behind)
+        for vector in vectors:
+            address = _address(builder, add(out, number(LINE * vector)))
+            _tiles(builder, "tilestored64", vector, address, number(width))
+        return context.get_dummy_value()
+
+    return types.void(num_vectors, *[types.int64] * 5), generate
+
+
+configure: Any = intrinsic(_configure)  # a thread's tiles, by one of CONFIGURATIONS
+release: Any = intrinsic(_release)  # them: a thread that has none is cheaper to suspend
+multiply_tiles: Any = intrinsic(prefer_literal=True)(_multiply)

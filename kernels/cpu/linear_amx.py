@@ -1,0 +1,86 @@
+"""y = x W^T + b from panels of bfloat16 by a CPU's matrix unit (kernels/cpu/amx.py), to be read beside linear.py.
+
+16 rows at a time: up to so many take as long as one does, which is what reading the weights takes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from numba import carray  # type: ignore[attr-defined]
+from torch import Tensor
+
+from kernels.cpu.amx import CONFIGURATIONS, INPUTS, LINE, ROWS, configure, has_amx, multiply_tiles, release
+from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
+from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.native import floats
+from kernels.cpu.panels import LANES, Panels
+from kernels.cpu.recording import empty
+from kernels.cpu.threads import parts_of
+
+PART_WORK = 1 << 17  # products of ROWS rows, which take as long as to read a weight
+
+Arguments = arguments_of(
+    *("out", "bias", "x", "panels", "room", "configurations"),  # addresses; bias 0: there is none
+    *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps"),
+)
+
+
+def multiplies_tiles(weight: Panels) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % INPUTS == 0 and has_amx()
+
+
+@cache
+def products(num_vectors: int, out_element: Any) -> Kernel:
+    """Of panels of so many vectors; elements of the results."""
+    width, bfloat16 = LANES * num_vectors, ELEMENTS[torch.bfloat16]
+
+    def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
+        a = carray(arguments, 1, Arguments)[0]
+        num_turns, configured = (a.num_rows + ROWS - 1) // ROWS, 0
+        sums_at = a.room + 4 * thread * ROWS * width
+        sums = floats(sums_at, ROWS, width)
+        results = elements(a.out, a.num_rows, a.out_features, out_element)
+        for panel in range(a.num_panels * part // num_parts, a.num_panels * (part + 1) // num_parts):
+            # The last panel may have more outputs than a row of `out` has room for.
+            begin, end = panel * width, min((panel + 1) * width, a.out_features)
+            for turn in range(num_turns):
+                first = a.num_rows * turn // num_turns
+                rows = a.num_rows * (turn + 1) // num_turns - first
+                if rows != configured:
+                    configure(a.configurations + LINE * (rows - 1))
+                    configured = rows
+                x, weights = a.x + first * a.row_bytes, a.panels + panel * a.panel_bytes
+                multiply_tiles(num_vectors, sums_at, x, weights, a.row_bytes, a.steps)
+                for row in range(rows):
+                    own, result = sums[row], results[first + row, begin:end]
+                    if a.bias:
+                        bias = elements(a.bias, 1, a.out_features, bfloat16)[0, begin:end]
+                        for column in range(end - begin):
+                            result[column] = narrow(own[column] + widen(bias[column]), result[column])
+                    else:
+                        for column in range(end - begin):
+                            result[column] = narrow(own[column], result[column])
+        release()
+
+    return Kernel(multiply, Arguments)
+
+
+def linear(x: Tensor, weight: Panels, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features] where `multiplies_tiles`."""
+    out_features, in_features = weight.shape
+    numbers, num_rows = weight.numbers, len(x)
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    num_panels, _, width, _ = numbers.shape
+    out = empty(num_rows, out_features, dtype=out_dtype)
+    room = empty(torch.get_num_threads() * ROWS * width)
+    products(width // LANES, ELEMENTS[out_dtype])(
+        *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
+        *(rows.data_ptr(), numbers.data_ptr(), room.data_ptr(), CONFIGURATIONS.data_ptr()),
+        *(num_rows, rows.stride(0) * rows.element_size(), out_features, num_panels),
+        *(in_features * width * numbers.element_size(), in_features // INPUTS),
+        parts=parts_of((num_rows + ROWS) * out_features * in_features // ROWS, PART_WORK, num_panels),
+    )
+    return out
