@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.cpu import attend_amx, threads
 from kernels.cpu import paged_attention as on_cpu
-from kernels.cpu import threads
 from kernels.cpu.compiled import compiled, exact, vectorized
 from kernels.cpu.elements import ELEMENTS, narrow, widen
 from kernels.cpu.exp2 import exp2
@@ -47,6 +47,11 @@ DTYPES = [torch.float32, *HALVES]
 MODELS = {
     "three heads a group": PLAIN,
     "heads of 96": Model(num_heads=4, num_kv_heads=2, head_dim=96, value_dim=96),
+    "five heads of 32 a group": Model(num_heads=10, num_kv_heads=2, head_dim=32, value_dim=32),
+    "heads of 64, window": Model(head_dim=64, value_dim=64, options={"sliding_window": 21}),
+    "heads of 32, not causal, window": Model(
+        head_dim=32, value_dim=32, options={"is_causal": False, "sliding_window": 9}
+    ),
     "heads of 10": Model(num_heads=2, num_kv_heads=2, head_dim=10, value_dim=10),
     "window": Model(options={"sliding_window": 21}),
     "not causal": Model(options={"is_causal": False}),
@@ -70,9 +75,18 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=[*DTYPES, "bfloat16 in vector lanes"], ids=str)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """bfloat16 as this machine attends to it, on its matrix unit if it has one, and as others do."""
+    if isinstance(request.param, torch.dtype):
+        return request.param
+    monkeypatch.setattr(attend_amx, "has_amx", lambda: False)
+    return torch.bfloat16
+
+
 def share_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among all threads, however little it is."""
-    for name in ("PART_PRODUCTS", "TOGETHER_PRODUCTS"):
+    for name in ("PART_PRODUCTS", "TOGETHER_PRODUCTS", "AMX_PRODUCTS"):
         monkeypatch.setattr(on_cpu, name, 1)
 
 
@@ -95,7 +109,6 @@ def attention(
 
 
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @TOGETHER
 def test_a_ragged_launch_is_what_the_definition_says(together: bool, name: str, dtype: torch.dtype) -> None:
@@ -104,12 +117,12 @@ def test_a_ragged_launch_is_what_the_definition_says(together: bool, name: str, 
     cache = filled_cache(model, RAGGED, dtype)
     found = attention(model, RAGGED, queries, cache, num_padding=2, together=together)
     exact, plain = (dense(model, RAGGED, queries, cache, kind) for kind in (torch.float64, torch.float32))
-    assert_close(found, exact, plain)
+    # Two in float32: how near plain torch comes to the truth is up to the machine's BLAS.
+    assert_close(found, exact, plain, ulps=2 if dtype == torch.float32 else 1)
 
 
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["three heads a group", "window"])
+@pytest.mark.parametrize("name", ["three heads a group", "window", "five heads of 32 a group", "heads of 64, window"])
 @TOGETHER
 def test_a_row_keeps_its_bits_in_any_company(together: bool, name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
@@ -127,10 +140,10 @@ def test_a_row_keeps_its_bits_in_any_company(together: bool, name: str, dtype: t
 @pytest.mark.parametrize("rows", [RAGGED, RAGGED[2:3]], ids=["more KV heads than threads", "fewer"])
 @TOGETHER
 def test_any_number_of_threads_gives_the_same_bits(
-    together: bool, rows: list[Rows], monkeypatch: pytest.MonkeyPatch
+    together: bool, dtype: torch.dtype, rows: list[Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MODELS["heads of 96"]
-    queries, cache = random_queries(model, sum(own.size for own in rows)), filled_cache(model, rows, torch.float32)
+    queries, cache = random_queries(model, sum(own.size for own in rows), dtype), filled_cache(model, rows, dtype)
     alone, before = attention(model, rows, queries, cache, together=together), torch.get_num_threads()
     share_all(monkeypatch)
     for count in (2, 3, 8):
@@ -145,22 +158,23 @@ def test_any_number_of_threads_gives_the_same_bits(
 
 @pytest.mark.usefixtures("_threads")
 @TOGETHER
-def test_a_branch_of_a_tree_has_the_bits_of_a_chain(together: bool) -> None:
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain(together: bool, dtype: torch.dtype) -> None:
     """Two paths over one prefix; keys of the second lie behind those of the first, out of order."""
     chain = in_order(70, 0)
     tree = [
         Rows(start=60, size=5, slots=chain, branch_start=60),
         Rows(start=62, size=3, slots=[*chain[:62], 74, 68, 75], branch_start=62),
     ]
-    content = torch.randn(80, PLAIN.width, generator=torch.Generator().manual_seed(5))
-    queries = random_queries(PLAIN, 8)
-    found = attention(PLAIN, tree, queries, content.view(-1, BLOCK_SIZE, PLAIN.width), together=together)
+    model = MODELS["five heads of 32 a group"]
+    content = torch.randn(80, model.width, generator=torch.Generator().manual_seed(5)).to(dtype)
+    queries = random_queries(model, 8, dtype)
+    found = attention(model, tree, queries, content.view(-1, BLOCK_SIZE, model.width), together=together)
     for path, rows in zip(tree, (slice(0, 5), slice(5, 8)), strict=True):
         laid_out = torch.full_like(content, torch.nan)
         laid_out[: path.end] = content[list(path.slots[: path.end])]
         straight = Rows(start=path.start, size=path.size, slots=chain)
-        cache = laid_out.view(-1, BLOCK_SIZE, PLAIN.width)
-        expected = attention(PLAIN, [straight], queries[rows], cache, together=together)
+        cache = laid_out.view(-1, BLOCK_SIZE, model.width)
+        expected = attention(model, [straight], queries[rows], cache, together=together)
         assert torch.equal(found[rows], expected)
 
 

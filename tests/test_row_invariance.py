@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kernels.cpu import linear as linear_on_cpu
-from kernels.cpu import multiply_add, panels
+from kernels.cpu import linear_amx, multiply_add, panels
 from kernels.cpu.linear import linear as linear_from_panels
 from kernels.cpu.panels import can_pack, pack, unpack
 from kernels.reference.linear import linear, rows_keep_their_bits
@@ -87,7 +87,15 @@ def test_linear(num_threads: int, size: str, family: Family, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 def test_linear_from_panels(num_threads: int, dtype: torch.dtype) -> None:
     """In launches of 1 to 130 rows, forwards and backwards, in parts of panels and whole; and it is the product."""
-    for in_features, out_features in ((48, 80), (50, 33), (384, 128), (2050, 256), (2050, 1000)):
+    for in_features, out_features in (
+        (48, 80),
+        (50, 33),
+        (96, 50),
+        (384, 128),
+        (2048, 1000),
+        (2050, 256),
+        (2050, 1000),
+    ):
         weight, bias = randn(out_features, in_features, dtype=dtype), randn(out_features, dtype=dtype, seed=1)
         if not can_pack(weight):
             pytest.skip("this machine has no panels")
@@ -122,7 +130,13 @@ def test_panels_of_every_width_give_the_same_bits(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+def test_bfloat16_without_a_matrix_unit_is_the_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_amx, "has_amx", lambda: False)
+    test_linear_from_panels(2, torch.bfloat16)
+
+
 def test_bfloat16_without_an_instruction_for_pairs_is_the_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_amx, "has_amx", lambda: False)
     monkeypatch.setattr(multiply_add, "multiplies_pairs", lambda: False)
     monkeypatch.setattr(linear_on_cpu, "multiplies_pairs", lambda: False)
     test_linear_from_panels(2, torch.bfloat16)

@@ -13,40 +13,35 @@ import sys
 from functools import cache
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.multiply_add import BYTE, INT, number, prefetch
+from kernels.cpu.multiply_add import BYTE, INT, WORD, number, prefetch
 from kernels.cpu.native import call_llvm
 from kernels.cpu.panels import LANES, has_feature
 
 ROWS, PAIRS = 16, 16  # of a tile: rows of a launch, or of their sums; pairs of inputs
 INPUTS = 2 * PAIRS  # of a step
 LINE = 4 * LANES  # bytes of every row of a tile: INPUTS of a row, or a pair of each of LANES outputs, or sums
-SUMS, INPUTS_AT, WEIGHTS = 4, 4, (5, 6, 7)  # tiles: of sums, which are the first, of a step's inputs, and of its weights
+SUMS, INPUTS_AT, WEIGHTS = (
+    4,
+    4,
+    (5, 6, 7),
+)  # tiles: of sums, which are the first, of a step's inputs, and of its weights
 AHEAD = 8192  # bytes of a panel that are asked for before they are read
 VOID = ir.VoidType()
 
 
 @cache
 def has_amx() -> bool:
-    """Whether the CPU multiplies tiles of bfloat16, and Linux lets this process: their registers are lent on request."""
+    """Whether the CPU multiplies tiles of bfloat16 and Linux lets this process: it lends their registers on request."""
     if not (sys.platform == "linux" and platform.machine() == "x86_64" and has_feature("amx-bf16")):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
-
-
-def _configuration(num_rows: int) -> list[int]:
-    """What LDTILECFG reads: a palette, and of every tile its rows' bytes (two each) and their number."""
-    rows = [*[num_rows] * (SUMS + 1), *[PAIRS] * len(WEIGHTS)]
-    widths = [byte for _ in rows for byte in (LINE, 0)]
-    return [1, *[0] * 15, *widths, *[0] * 16, *rows, *[0] * 8]
-
-
-CONFIGURATIONS = torch.tensor([_configuration(num_rows) for num_rows in range(1, ROWS + 1)], dtype=torch.uint8)
+    refused: int = ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data)
+    return not refused
 
 
 def _tiles(builder: Any, name: str, *arguments: Any) -> None:
@@ -59,9 +54,21 @@ def _address(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, BYTE.as_pointer())
 
 
-def _configure(_context: Any, _configuration: Any) -> Any:
+def _configure(_context: Any, _num_rows: Any) -> Any:
+    """Has this thread's tiles hold so many rows (those of weights PAIRS), as LDTILECFG reads it from memory."""
+
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _tiles(builder, "ldtilecfg", _address(builder, arguments[0]))
+        palette, widths, rows_of_tiles = [1, *[0] * 15], [LINE, 0] * 8, 48
+        numbers = [*palette, *widths, *[0] * 16, *[0] * SUMS, 0, *[PAIRS] * len(WEIGHTS), *[0] * 8]
+        kind = ir.ArrayType(BYTE, len(numbers))
+        place: Any = cgutils.alloca_once_value(  # type: ignore[no-untyped-call]
+            builder, ir.Constant(kind, bytearray(numbers))
+        )
+        rows = builder.trunc(arguments[0], BYTE)
+        for tile in (*range(SUMS), INPUTS_AT):
+            at = builder.gep(place, [number(0, WORD), number(rows_of_tiles + tile, WORD)])
+            builder.store(rows, at)
+        _tiles(builder, "ldtilecfg", builder.bitcast(place, BYTE.as_pointer()))
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -77,25 +84,33 @@ def _release(_context: Any) -> Any:
 
 def _multiply(
     _context: Any,
-    num_vectors: Any,  # of LANES outputs, at most SUMS; a constant
+    is_added: Any,  # to what `out` holds; a constant, as the next
+    num_vectors: Any,  # of LANES outputs, at most SUMS
     out: Any,  # addresses, as the next two
     rows: Any,  # as many as configured
     panel: Any,
     row_bytes: Any,  # from row to row
     steps: Any,  # of INPUTS
 ) -> Any:
-    """out[row, output] = the products of the rows with a panel of num_vectors vectors of outputs, float32."""
+    """out[row, output] = the products of the rows with a panel of num_vectors vectors of outputs, float32.
+
+    Rows and the panel's inputs are bfloat16; `out` has as many columns as the panel has outputs.
+    """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        out, rows, panel, row_bytes, steps = arguments[1:]
+        out, rows, panel, row_bytes, steps = arguments[2:]
         vectors, width, add = range(num_vectors.literal_value), LINE * num_vectors.literal_value, builder.add
+        sums = [_address(builder, add(out, number(LINE * vector))) for vector in vectors]
         for vector in vectors:
-            _tiles(builder, "tilezero", vector)
+            if is_added.literal_value:
+                _tiles(builder, "tileloadd64", vector, sums[vector], number(width))
+            else:
+                _tiles(builder, "tilezero", vector)
         before = builder.block
         body, behind = builder.append_basic_block("steps"), builder.append_basic_block("behind")
         builder.branch(body)
         builder.position_at_end(body)
-        places = step, inputs, weights = [builder.phi(INT) for _ in range(3)]
+        places = _step, inputs, weights = [builder.phi(INT) for _ in range(3)]
         _tiles(builder, "tileloadd64", INPUTS_AT, _address(builder, inputs), row_bytes)
         for vector in vectors:
             line, loaded = add(weights, number(LINE * vector)), WEIGHTS[vector % len(WEIGHTS)]
@@ -110,13 +125,12 @@ def _multiply(
         builder.cbranch(builder.icmp_signed("<", following[0], steps), body, behind)
         builder.position_at_end(behind)
         for vector in vectors:
-            address = _address(builder, add(out, number(LINE * vector)))
-            _tiles(builder, "tilestored64", vector, address, number(width))
+            _tiles(builder, "tilestored64", vector, sums[vector], number(width))
         return context.get_dummy_value()
 
-    return types.void(num_vectors, *[types.int64] * 5), generate
+    return types.void(is_added, num_vectors, *[types.int64] * 5), generate
 
 
-configure: Any = intrinsic(_configure)  # a thread's tiles, by one of CONFIGURATIONS
+configure: Any = intrinsic(_configure)
 release: Any = intrinsic(_release)  # them: a thread that has none is cheaper to suspend
 multiply_tiles: Any = intrinsic(prefer_literal=True)(_multiply)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from kernels.cpu.bits import float_of_bits
+from kernels.cpu.bits import float_of_bits, largest_of
 from kernels.cpu.compiled import vectorized
 from kernels.cpu.elements import elements, narrow, widen
 from kernels.cpu.exp2 import exp2
@@ -48,12 +48,11 @@ def score(weights: Any, wanted: Any, flat: Any, offsets: Any, first: Any, end: A
 @vectorized
 def exponentiate(weights: Any, first: Any, end: Any) -> Any:
     """weights[key] = 2 ** (itself - the largest); their sum."""
-    largest, total = LOWEST, NOTHING
-    for key in range(first, end):
-        largest = max(largest, weights[key])
-    for key in range(first, end):
-        weights[key] = exp2(weights[key] - largest)
-        total += weights[key]
+    seen, total = weights[first:end], NOTHING
+    largest = largest_of(seen, LOWEST)
+    for key in range(len(seen)):
+        seen[key] = exp2(seen[key] - largest)
+        total += seen[key]
     return total
 
 
@@ -110,6 +109,7 @@ Arguments = arguments_of(
     *("thread_offsets", "thread_floats"),
     *("num_rows", "columns", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
     *("segments_per_table", "num_branch", "block_size", "num_kv_heads", "head_dim", "window", "is_causal"),
+    "max_context",  # no key from here on is read
     "scale",  # of the logits, times log2(e): the bits of a float32
 )
 
@@ -135,7 +135,7 @@ def attention(element: Any) -> Kernel:
             size, first_row = integers(a.sizes, num_tiles)[tile], integers(a.rows, num_tiles)[tile]
             position, last_key = integers(a.positions, num_tiles)[tile], integers(a.last_keys, num_tiles)[tile]
             # Rows behind the context that was announced are nobody's any more: their requests have ended.
-            num_keys = min(last_key + 1, a.thread_offsets) if size else 0
+            num_keys = min(last_key + 1, a.max_context) if size else 0
             offsets_into(offsets, a, integers(a.segments, num_tiles)[tile], 0, num_keys)
             first_head, end_head = max(begin - tile * num_heads, 0), min(end - tile * num_heads, num_heads)
             for kv_head in range(first_head // group, (end_head + group - 1) // group):

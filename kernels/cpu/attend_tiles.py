@@ -18,7 +18,7 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 
 from kernels.cpu.attend import LOWEST, NOTHING, Arguments, keys_of, offsets_into
-from kernels.cpu.bits import float_of_bits
+from kernels.cpu.bits import float_of_bits, largest_of
 from kernels.cpu.compiled import vectorized
 from kernels.cpu.elements import elements, narrow, widen
 from kernels.cpu.exp2 import exp2
@@ -71,12 +71,11 @@ def lay_out(panel: Any, values: Any, flat: Any, offsets: Any, first_key: Any, en
 @vectorized
 def exponentiate_seen(scores: Any, first: Any, end: Any, largest: Any) -> Any:
     """Scores of keys in [first, end) become their weights, others nothing; the largest score so far, and the sum."""
-    total = NOTHING
-    for key in range(first, end):
-        largest = max(largest, scores[key])
-    for key in range(first, end):
-        scores[key] = exp2(scores[key] - largest)
-        total += scores[key]
+    seen, total = scores[first:end], NOTHING
+    largest = largest_of(seen, largest)
+    for key in range(len(seen)):
+        seen[key] = exp2(seen[key] - largest)
+        total += seen[key]
     for key in range(first):
         scores[key] = NOTHING
     for key in range(end, KEYS):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from kernels.cpu.compiled import compiled
 
 
 def _reading_as(wanted: Any, given: Any, kind: ir.Type) -> Any:
@@ -25,3 +28,21 @@ bits_of_float: Any = _reading_as(types.int32, types.float32, ir.IntType(32))
 float_of_bits: Any = _reading_as(types.float32, types.int32, ir.FloatType())
 bits_of_double: Any = _reading_as(types.int64, types.float64, ir.IntType(64))
 double_of_bits: Any = _reading_as(types.float64, types.int64, ir.DoubleType())
+
+SIGN, OTHERS = np.int32(31), np.int32(0x7FFFFFFF)
+
+
+@compiled
+def ordered(bits: Any) -> Any:
+    """A float32's bits as an integer that is the larger the larger the number is; and back."""
+    return np.int32(bits ^ ((bits >> SIGN) & OTHERS))
+
+
+@compiled
+def largest_of(numbers: Any, least: Any) -> Any:
+    """The largest of float32 numbers and `least`, in vector lanes: as integers, of which none is not a number."""
+    found = ordered(bits_of_float(least))
+    for index in range(len(numbers)):
+        own = ordered(bits_of_float(numbers[index]))
+        found = own if own > found else found
+    return float_of_bits(ordered(found))

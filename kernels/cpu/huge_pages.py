@@ -1,7 +1,7 @@
-"""Large memory in large pages: what a step reads from end to end, it then reads without a page's address every 4 KiB.
+"""Large memory in large pages: what a step reads from end to end is then not looked up anew every 4 KiB.
 
-Linux gives a process pages of 2 MiB where it is asked for them (many distributions' setting, "madvise"), always or never.
-On a virtual machine, whose addresses are looked up twice, weights were read a quarter faster from them.
+Linux gives a process pages of 2 MiB always, never, or, as many distributions set it, where it asks for them. On a
+virtual machine, whose addresses are looked up twice, a product of few rows read its weights a quarter faster so.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from kernels.cpu.amx import CONFIGURATIONS, INPUTS, LINE, ROWS, configure, has_amx, multiply_tiles, release
+from kernels.cpu.amx import INPUTS, ROWS, configure, has_amx, multiply_tiles, release
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats
@@ -23,7 +23,7 @@ from kernels.cpu.threads import parts_of
 PART_WORK = 1 << 17  # products of ROWS rows, which take as long as to read a weight
 
 Arguments = arguments_of(
-    *("out", "bias", "x", "panels", "room", "configurations"),  # addresses; bias 0: there is none
+    *("out", "bias", "x", "panels", "room"),  # addresses; bias 0: there is none
     *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps"),
 )
 
@@ -50,10 +50,10 @@ def products(num_vectors: int, out_element: Any) -> Kernel:
                 first = a.num_rows * turn // num_turns
                 rows = a.num_rows * (turn + 1) // num_turns - first
                 if rows != configured:
-                    configure(a.configurations + LINE * (rows - 1))
+                    configure(rows)
                     configured = rows
                 x, weights = a.x + first * a.row_bytes, a.panels + panel * a.panel_bytes
-                multiply_tiles(num_vectors, sums_at, x, weights, a.row_bytes, a.steps)
+                multiply_tiles(0, num_vectors, sums_at, x, weights, a.row_bytes, a.steps)
                 for row in range(rows):
                     own, result = sums[row], results[first + row, begin:end]
                     if a.bias:
@@ -78,7 +78,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, out_dtype: torch.dtyp
     room = empty(torch.get_num_threads() * ROWS * width)
     products(width // LANES, ELEMENTS[out_dtype])(
         *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
-        *(rows.data_ptr(), numbers.data_ptr(), room.data_ptr(), CONFIGURATIONS.data_ptr()),
+        *(rows.data_ptr(), numbers.data_ptr(), room.data_ptr()),
         *(num_rows, rows.stride(0) * rows.element_size(), out_features, num_panels),
         *(in_features * width * numbers.element_size(), in_features // INPUTS),
         parts=parts_of((num_rows + ROWS) * out_features * in_features // ROWS, PART_WORK, num_panels),

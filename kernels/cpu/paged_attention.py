@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu import attend_amx, attend_tiles
 from kernels.cpu.attend import attention
-from kernels.cpu.attend_tiles import HEADS, KEYS, room_of, tile_attention, vectors_of
+from kernels.cpu.attend_amx import attends_on_amx, attention_on_amx
+from kernels.cpu.attend_tiles import HEADS, KEYS, tile_attention, vectors_of
 from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
 from kernels.cpu.linear import ZEROS
@@ -20,7 +22,11 @@ from kernels.cpu.rows import zeros
 from kernels.cpu.threads import parts_of
 from kernels.paged_segments import PagedSegments
 
-PART_PRODUCTS, TOGETHER_PRODUCTS = 1 << 16, 1 << 19  # of queries and keys, at most, made in some microseconds
+PART_PRODUCTS, TOGETHER_PRODUCTS, AMX_PRODUCTS = (
+    1 << 16,
+    1 << 19,
+    1 << 18,
+)  # of queries and keys, at most, made in some microseconds
 
 
 class LayerLaunch:
@@ -43,11 +49,18 @@ class LayerLaunch:
         max_context, group = segments.max_context, num_heads // num_kv_heads
         assert segments.num_shared_tiles == 0, "what is split is shared"
         work = num_rows * num_heads * head_dim * max_context  # products, at most
-        if together:
-            units = len(segments.tile_rows) * num_kv_heads * -(-group // HEADS)
+        units = len(segments.tile_rows) * num_kv_heads * -(-group // HEADS)
+        if attends_on_amx(query.dtype, head_dim):
+            self._parts = parts_of(work, AMX_PRODUCTS, units)
+            self._attend = attention_on_amx(vectors_of(head_dim))
+            num_offsets, num_floats = (
+                attend_amx.OFFSETS * KEYS,
+                attend_amx.room_of(segments.max_tile_size, group, head_dim),
+            )
+        elif together:
             self._parts = parts_of(work, TOGETHER_PRODUCTS, units)
             self._attend = tile_attention(ELEMENTS[query.dtype], vectors_of(head_dim))
-            num_offsets, num_floats = 2 * KEYS, room_of(segments.max_tile_size, group, head_dim)
+            num_offsets, num_floats = 2 * KEYS, attend_tiles.room_of(segments.max_tile_size, group, head_dim)
         else:
             self._parts = parts_of(work, PART_PRODUCTS, len(segments.tile_rows) * num_heads)
             self._attend = attention(ELEMENTS[query.dtype])
@@ -63,7 +76,7 @@ class LayerLaunch:
             *(num_rows, num_heads * head_dim, query.stride(0), num_blocks * block_size, width),
             *(len(segments.tile_rows), len(segments.branch_starts), segments.block_tables.shape[1]),
             *(segments.segments_per_table, segments.branch_slots.shape[1], block_size),
-            *(num_kv_heads, head_dim, sliding_window or 0, is_causal),
+            *(num_kv_heads, head_dim, sliding_window or 0, is_causal, max_context),
             int((np.float32(scale) * LOG2_E).view(np.int32)),
         )
 
