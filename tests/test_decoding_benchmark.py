@@ -64,6 +64,16 @@ def test_a_whole_run_writes_every_case(model: str, tmp_path: Path, capsys: pytes
     assert "batch 64" in table and "goal" not in table
 
 
+def test_a_cpu_is_timed_in_the_dtype_that_is_asked_for(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "decoding.json"
+    assert (
+        run(model, "--dtype", "bfloat16", "--cases", "identical", "verify", "--rounds", "1", "--json", str(file)) == 0
+    )
+    found = json.loads(file.read_text())
+    assert found["conditions"]["dtype"] == "bfloat16"
+    assert all(counts["identical"] == NUM_TEXTS for counts in found["cases"]["identical"].values())
+
+
 def test_synthetic_acceptance_makes_the_tokens_a_step_that_the_label_says(target: SharedTarget) -> None:
     """100 steps of 3.9 tokens: the mean's standard deviation is 0.03."""
     found = [CASES["free"].measure(target, seed)["tokens_per_step"] for seed in (1, 2)]

@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompt_tokens=options.prompt_tokens,
             new_tokens=options.new_tokens,
             max_batch_size=BATCH_SIZE,
+            dtype=options.dtype,
         )
         _measure(target, options, found)
         status = 0
@@ -110,7 +111,9 @@ def _has_goals(options: argparse.Namespace) -> bool:
     """Whether these are the conditions that the goals are for."""
     if not torch.cuda.is_available() or options.device == "cpu" or GOAL_GPU not in torch.cuda.get_device_name():
         return False
-    return all(getattr(options, name) == value for name, value in DEFAULTS.items())
+    return options.dtype in (None, "bfloat16") and all(
+        getattr(options, name) == value for name, value in DEFAULTS.items()
+    )
 
 
 def _print_table(found: Found, target: SharedTarget, options: argparse.Namespace, has_goals: bool) -> None:
@@ -210,8 +213,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="shape of the target: an option of conf/model (llama8b, qwen3_8b, ...; tiny to try it on a CPU), a "
         "directory or a hub id, whose config.json is all that is read (default: %(default)s)",
     )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU, if any)")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="bfloat16 on a GPU, float32 on the CPU"
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of weights and KV (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     parser.add_argument("--cases", nargs="+", choices=CASE_NAMES, default=CASE_NAMES, metavar="CASE", help="see below")
     parser.add_argument("--rounds", type=at_least(1), default=5, help="timed, after those that warm up (default: 5)")

@@ -42,17 +42,27 @@ class StartTimes:
 
 
 class SharedTarget:
-    def __init__(self, model: str, *, device: str, prompt_tokens: int, new_tokens: int, max_batch_size: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str,
+        prompt_tokens: int,
+        new_tokens: int,
+        max_batch_size: int,
+        dtype: str | None = None,
+    ) -> None:
         """
         Args:
             model: an option of conf/model, a directory or a hub id; only its config is read.
             device: auto, cpu or cuda.
+            dtype: of the weights and of KV; None: bfloat16 on a GPU, float32 on a CPU.
 
         Raises:
             UserError: no such model or device.
         """
         self.device = resolve_device(device)
-        self.dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
         self.prompt_tokens, self.new_tokens, self.max_batch_size = prompt_tokens, new_tokens, max_batch_size
         self.model = _with_random_weights(_read_model(model))
         self._engines: dict[str, LLM] = {}
