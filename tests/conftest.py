@@ -158,7 +158,7 @@ def _no_waits() -> Iterator[None]:
 def unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay as they were loaded, as on a CPU that computes no products from panels."""
     monkeypatch.setattr(launch_shapes, "can_pack_weight", lambda weight: False)
-    monkeypatch.setattr(launch_shapes, "multiplies_and_adds", lambda: False)  # so prompts attend in torch's tiles
+    monkeypatch.setattr(launch_shapes, "multiplies_and_adds", lambda: False)  # so rows attend in torch's tiles
 
 
 @pytest.fixture(scope="session")

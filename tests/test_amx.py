@@ -25,10 +25,11 @@ needs_amx = pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX for bf
 CROSS_COMPILE = """
 import numpy as np
 from numba import types
-from kernels.cpu.attend_amx import attention_on_amx
+from kernels.cpu.attend import attention
 from kernels.cpu.compiled import compiled_for_c
 from kernels.cpu.linear_amx import products
-for kernel in (products(4, np.uint16), products(1, np.float32), attention_on_amx(4), attention_on_amx(2)):
+attentions = (attention(np.uint16, vectors, 4, True) for vectors in (4, 2))
+for kernel in (products(4, np.uint16), products(1, np.float32), *attentions):
     compiled = compiled_for_c(kernel._function, (types.voidptr, *[types.int64] * 3))
     code = compiled._library.get_asm_str()
     print(all(name in code for name in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease")))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu import attend_amx, threads
+from kernels.cpu import attend, threads
 from kernels.cpu import paged_attention as on_cpu
 from kernels.cpu.compiled import compiled, exact, vectorized
 from kernels.cpu.elements import ELEMENTS, narrow, widen
@@ -59,9 +59,6 @@ MODELS = {
 }
 
 
-TOGETHER = pytest.mark.parametrize("together", [False, True], ids=["row by row", "together"])
-
-
 @pytest.fixture(params=["one thread", "threads", "no OpenMP"])
 def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The claims hold whoever shares the work, and where torch has no OpenMP to share it with."""
@@ -80,13 +77,13 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     """bfloat16 as this machine attends to it, on its matrix unit if it has one, and as others do."""
     if isinstance(request.param, torch.dtype):
         return request.param
-    monkeypatch.setattr(attend_amx, "has_amx", lambda: False)
+    monkeypatch.setattr(attend, "has_amx", lambda: False)
     return torch.bfloat16
 
 
 def share_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among all threads, however little it is."""
-    for name in ("PART_PRODUCTS", "TOGETHER_PRODUCTS", "AMX_PRODUCTS"):
+    for name in ("PART_PRODUCTS", "AMX_PRODUCTS"):
         monkeypatch.setattr(on_cpu, name, 1)
 
 
@@ -96,7 +93,6 @@ def attention(
     queries: Tensor,
     cache: Tensor,
     num_padding: int = 0,
-    together: bool = False,
     **how: int,
 ) -> Tensor:
     longest = max(own.end for own in rows)
@@ -105,17 +101,16 @@ def attention(
         (queries.flatten(1), queries.new_full((len(queries), 48), torch.nan)), dim=1
     )  # as the engine has them
     keys = {name: value for name, value in model.keys().items() if name != "sinks"}
-    return on_cpu.paged_attention(qkv[:, :-48].view(queries.shape), cache, segments, together=together, **keys)
+    return on_cpu.paged_attention(qkv[:, :-48].view(queries.shape), cache, segments, **keys)
 
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("name", MODELS)
-@TOGETHER
-def test_a_ragged_launch_is_what_the_definition_says(together: bool, name: str, dtype: torch.dtype) -> None:
+def test_a_ragged_launch_is_what_the_definition_says(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
     queries = random_queries(model, sum(own.size for own in RAGGED), dtype)
     cache = filled_cache(model, RAGGED, dtype)
-    found = attention(model, RAGGED, queries, cache, num_padding=2, together=together)
+    found = attention(model, RAGGED, queries, cache, num_padding=2)
     exact, plain = (dense(model, RAGGED, queries, cache, kind) for kind in (torch.float64, torch.float32))
     # Two in float32: how near plain torch comes to the truth is up to the machine's BLAS.
     assert_close(found, exact, plain, ulps=2 if dtype == torch.float32 else 1)
@@ -123,42 +118,39 @@ def test_a_ragged_launch_is_what_the_definition_says(together: bool, name: str, 
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("name", ["three heads a group", "window", "five heads of 32 a group", "heads of 64, window"])
-@TOGETHER
-def test_a_row_keeps_its_bits_in_any_company(together: bool, name: str, dtype: torch.dtype) -> None:
+def test_a_row_keeps_its_bits_in_any_company(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
     cache = filled_cache(model, [Rows(start=0, size=100, slots=slots) for slots in (LONG, OTHER)], dtype)
     query = random_queries(model, 1, dtype, seed=7)
-    alone = attention(model, [Rows(start=70, size=1, slots=LONG)], query, cache, together=together)[0]
+    alone = attention(model, [Rows(start=70, size=1, slots=LONG)], query, cache)[0]
     assert alone.isfinite().all()
     for company, (rows, place, how) in COMPANIES.items():
         queries = random_queries(model, sum(own.size for own in rows), dtype, seed=8) * 3
         queries[place] = query[0]
-        found = attention(model, rows, queries, cache, together=together, **how)
+        found = attention(model, rows, queries, cache, **how)
         assert torch.equal(found[place], alone), company
 
 
 @pytest.mark.parametrize("rows", [RAGGED, RAGGED[2:3]], ids=["more KV heads than threads", "fewer"])
-@TOGETHER
 def test_any_number_of_threads_gives_the_same_bits(
-    together: bool, dtype: torch.dtype, rows: list[Rows], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rows: list[Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MODELS["heads of 96"]
     queries, cache = random_queries(model, sum(own.size for own in rows), dtype), filled_cache(model, rows, dtype)
-    alone, before = attention(model, rows, queries, cache, together=together), torch.get_num_threads()
+    alone, before = attention(model, rows, queries, cache), torch.get_num_threads()
     share_all(monkeypatch)
     for count in (2, 3, 8):
         torch.set_num_threads(count)
-        shared = attention(model, rows, queries, cache, together=together)
+        shared = attention(model, rows, queries, cache)
         torch.set_num_threads(before)
         assert torch.equal(shared, alone), count
     assert threads.has_openmp(), "Linux has it"
     monkeypatch.setattr(threads, "has_openmp", lambda: False)
-    assert torch.equal(attention(model, rows, queries, cache, together=together), alone)
+    assert torch.equal(attention(model, rows, queries, cache), alone)
 
 
 @pytest.mark.usefixtures("_threads")
-@TOGETHER
-def test_a_branch_of_a_tree_has_the_bits_of_a_chain(together: bool, dtype: torch.dtype) -> None:
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain(dtype: torch.dtype) -> None:
     """Two paths over one prefix; keys of the second lie behind those of the first, out of order."""
     chain = in_order(70, 0)
     tree = [
@@ -168,13 +160,13 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(together: bool, dtype: torch
     model = MODELS["five heads of 32 a group"]
     content = torch.randn(80, model.width, generator=torch.Generator().manual_seed(5)).to(dtype)
     queries = random_queries(model, 8, dtype)
-    found = attention(model, tree, queries, content.view(-1, BLOCK_SIZE, model.width), together=together)
+    found = attention(model, tree, queries, content.view(-1, BLOCK_SIZE, model.width))
     for path, rows in zip(tree, (slice(0, 5), slice(5, 8)), strict=True):
         laid_out = torch.full_like(content, torch.nan)
         laid_out[: path.end] = content[list(path.slots[: path.end])]
         straight = Rows(start=path.start, size=path.size, slots=chain)
         cache = laid_out.view(-1, BLOCK_SIZE, model.width)
-        expected = attention(model, [straight], queries[rows], cache, together=together)
+        expected = attention(model, [straight], queries[rows], cache)
         assert torch.equal(found[rows], expected)
 
 

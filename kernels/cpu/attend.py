@@ -1,4 +1,15 @@
-"""Softmax attention over a paged cache row by row, key after key: what generated tokens are computed with."""
+"""Softmax attention over a paged cache: the rows and heads of a tile that share keys together, KEYS keys at a time.
+
+So rows that verify guesses cost little more than one: keys are laid out once for all (kernels/cpu/key_panels.py). Keys
+lie at their absolute positions, and a row takes them in from the first on, with a running maximum (Milakov and
+Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): the bits of a row depend on its query and the keys that it
+sees alone, whatever rows share its tile, as long as values are finite: those of keys that only its neighbours see count
+nothing.
+
+Products are those of kernels/cpu/multiply_add.py, in float32, or, of bfloat16, those of a matrix unit
+(kernels/cpu/amx.py): there products of queries and keys are exact, sums float32, and weights are rounded to bfloat16
+for their products with values, as flash attention does on a GPU.
+"""
 
 # mypy: disable-error-code="arg-type"
 
@@ -8,80 +19,60 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numba import carray  # type: ignore[attr-defined]
 
-from kernels.cpu.bits import float_of_bits, largest_of
-from kernels.cpu.compiled import vectorized
-from kernels.cpu.elements import elements, narrow, widen
+from kernels.cpu.amx import INPUTS, ROWS, configure, has_amx, multiply_tiles, release
+from kernels.cpu.bits import bits_of_float, float_of_bits, ordered
+from kernels.cpu.compiled import compiled, vectorized
+from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.key_panels import KEYS, ask_for_keys, pair_keys, pair_values, spread_keys, spread_values
+from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of
 from kernels.cpu.native import floats, integers, pointer
+from kernels.cpu.panels import LANES, has_feature
 
+HEADS = 4  # of one KV head, at most, that are a unit of work
+TURNS = 8  # of neighbouring units that take keys in together, as these lie in memory
+OFFSETS = 3  # of every key: where it lies, its own words, and its values
 NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
-# Unsigned, as offsets and keys are: of a signed index numba asks whether it counts from the end.
-ONE, TWO, THREE, FOUR = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
+SMALLEST = np.float32(2.0**-126)  # normal number: a matrix unit takes smaller ones for zero
+KEY_VECTORS = KEYS // LANES
+
+Arguments = arguments_of(
+    *("output", "query", "kv"),  # addresses, of the layer's
+    *("segments", "rows", "sizes", "positions", "last_keys", "tables", "branch_starts", "branch_slots"),  # the launch's
+    *("offsets", "room", "zeros"),  # the first two of every thread, OFFSETS * KEYS uint64, and
+    "thread_floats",
+    *("num_rows", "columns", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
+    *("segments_per_table", "num_branch", "block_size", "num_kv_heads", "head_dim", "window", "is_causal"),
+    "max_context",  # no key from here on is read
+    "scale",  # of the logits, times log2(e): the bits of a float32
+)
 
 
-@vectorized
-def score(weights: Any, wanted: Any, flat: Any, offsets: Any, first: Any, end: Any, column: Any) -> None:
-    """weights[key] = wanted times the key, four at once, so that their sums do not wait for one another."""
-    dim, key = np.uint64(len(wanted)), first
-    while key + FOUR <= end:
-        k0, k1 = offsets[key] + column, offsets[key + ONE] + column
-        k2, k3 = offsets[key + TWO] + column, offsets[key + THREE] + column
-        x0, x1, x2, x3 = NOTHING, NOTHING, NOTHING, NOTHING
-        for d in range(dim):
-            x0 += wanted[d] * widen(flat[k0 + d])
-            x1 += wanted[d] * widen(flat[k1 + d])
-            x2 += wanted[d] * widen(flat[k2 + d])
-            x3 += wanted[d] * widen(flat[k3 + d])
-        weights[key], weights[key + ONE], weights[key + TWO], weights[key + THREE] = x0, x1, x2, x3
-        key += FOUR
-    while key < end:
-        k0, x0 = offsets[key] + column, NOTHING
-        for d in range(dim):
-            x0 += wanted[d] * widen(flat[k0 + d])
-        weights[key] = x0
-        key += ONE
+def attends_on_amx(dtype: torch.dtype, head_dim: int) -> bool:
+    return dtype == torch.bfloat16 and head_dim % INPUTS == 0 and has_amx()
 
 
-@vectorized
-def exponentiate(weights: Any, first: Any, end: Any) -> Any:
-    """weights[key] = 2 ** (itself - the largest); their sum."""
-    seen, total = weights[first:end], NOTHING
-    largest = largest_of(seen, LOWEST)
-    for key in range(len(seen)):
-        seen[key] = exp2(seen[key] - largest)
-        total += seen[key]
-    return total
+def vectors_of(head_dim: int) -> int:
+    """Of sums that a row has registers for, and into which a value can be cut."""
+    vectors = -(-head_dim // LANES)
+    return (4 if vectors % 4 == 0 else 2 if vectors % 2 == 0 else 1) if has_feature("avx512f") else 1
 
 
-@vectorized
-def weigh(result: Any, weights: Any, flat: Any, offsets: Any, first: Any, end: Any, column: Any) -> None:
-    """result = the sum of the values times their weights, four at once: the result is written once for them."""
-    dim, key = np.uint64(len(result)), first
-    for d in range(dim):
-        result[d] = NOTHING
-    while key + FOUR <= end:
-        v0, v1 = offsets[key] + column, offsets[key + ONE] + column
-        v2, v3 = offsets[key + TWO] + column, offsets[key + THREE] + column
-        w0, w1, w2, w3 = weights[key], weights[key + ONE], weights[key + TWO], weights[key + THREE]
-        for d in range(dim):
-            first_two = w0 * widen(flat[v0 + d]) + w1 * widen(flat[v1 + d])
-            result[d] += first_two + w2 * widen(flat[v2 + d]) + w3 * widen(flat[v3 + d])
-        key += FOUR
-    while key < end:
-        v0, w0 = offsets[key] + column, weights[key]
-        for d in range(dim):
-            result[d] += w0 * widen(flat[v0 + d])
-        key += ONE
+def room_of(tile_size: int, group: int, head_dim: int) -> int:
+    """float32 that a thread needs for tiles of so many rows."""
+    wide = -(-head_dim // LANES) * LANES
+    rows = max(tile_size * min(group, HEADS), TURNS * ROWS) + ROWS
+    return 2 * KEYS * wide + 2 * ROWS * KEYS + rows * (2 * wide + 2)
 
 
 @vectorized
 def offsets_into(offsets: Any, a: Any, segment: Any, start: Any, end: Any) -> None:
-    """Where in the cache the keys of a segment from `start` up to `end` lie; a: the Arguments."""
-    num_tables = a.num_segments // a.segments_per_table
-    tables = integers(a.tables, num_tables * a.num_blocks).reshape(num_tables, a.num_blocks)
+    """offsets[key - start] = where the key lies in the flat cache, for the segment's keys in [start, end)."""
+    tables = integers(a.tables, a.num_segments // a.segments_per_table * a.num_blocks).reshape(-1, a.num_blocks)
     branch_slots = integers(a.branch_slots, a.num_segments * a.num_branch).reshape(a.num_segments, a.num_branch)
     branch_start, block_size, width = integers(a.branch_starts, a.num_segments)[segment], a.block_size, a.width
     key, stop = start, min(end, branch_start)
@@ -102,55 +93,186 @@ def keys_of(own: Any, last_key: Any, is_causal: Any, window: Any) -> Any:
     return max(own - window + 1, 0) if window else 0, min(last, last_key) + 1
 
 
-Arguments = arguments_of(
-    *("output", "query", "kv"),  # addresses, of the layer's
-    *("segments", "rows", "sizes", "positions", "last_keys", "tables", "branch_starts", "branch_slots"),  # the launch's
-    *("offsets", "floats", "zeros"),  # the first two are room, of every thread thread_offsets uint64, and
-    *("thread_offsets", "thread_floats"),
-    *("num_rows", "columns", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
-    *("segments_per_table", "num_branch", "block_size", "num_kv_heads", "head_dim", "window", "is_causal"),
-    "max_context",  # no key from here on is read
-    "scale",  # of the logits, times log2(e): the bits of a float32
-)
+@vectorized
+def weigh(weights: Any, scores: Any, largest: Any, scale: Any, count: Any) -> Any:
+    """Weights of as many keys; the largest score so far, and the sum of the weights."""
+    total, found = NOTHING, ordered(bits_of_float(largest))
+    for key in range(count):
+        scores[key] *= scale
+        own = ordered(bits_of_float(scores[key]))
+        found = own if own > found else found
+    largest = float_of_bits(ordered(found))
+    for key in range(count):
+        weight = exp2(scores[key] - largest)
+        weights[key] = narrow(weight, weights[key])
+        total += weight
+    return largest, total
+
+
+@vectorized
+def weigh_seen(weights: Any, scores: Any, first: Any, end: Any, largest: Any, scale: Any) -> Any:
+    """Keys in [first, end); others have no weight."""
+    if first == 0 and end == KEYS:
+        return weigh(weights, scores, largest, scale, KEYS)  # a number that the compiler knows
+    nothing = narrow(NOTHING, weights[0])
+    weights[:first] = nothing
+    weights[end:] = nothing
+    return weigh(weights[first:end], scores[first:end], largest, scale, end - first)
+
+
+@vectorized
+def lessen(results: Any, row: Any, kept: Any) -> None:
+    """results: [columns, rows, lanes] of a turn."""
+    for column in range(results.shape[0]):
+        own = results[column, row]
+        for d in range(results.shape[2]):
+            own[d] *= kept
+
+
+@compiled
+def heads_of(unit: Any, group: Any, blocks: Any) -> Any:
+    """A unit's first head, and their number."""
+    kv_head, block = unit // blocks, unit % blocks
+    return kv_head * group + block * HEADS, min(group - block * HEADS, HEADS)
 
 
 @cache
-def attention(element: Any) -> Kernel:
-    """Row by row, head by head, of tensors of these elements."""
+def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Kernel:
+    """Of tensors of these elements, with values and keys in panels of so many vectors."""
+    lanes, key_lanes, turn_rows = LANES * vectors, LANES * key_vectors, ROWS if on_amx else TURN_ROWS
+    factor, factor_bytes = (ELEMENTS[torch.bfloat16], 2) if on_amx else (np.float32, 4)  # of products
+    size_of, kind = np.dtype(element).itemsize, kind_of(torch.float32)
 
     def attend_part(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        dim, num_tiles, num_heads = a.head_dim, a.num_tiles, a.columns // a.head_dim
-        group = num_heads // a.num_kv_heads
+        dim, num_tiles, group = a.head_dim, a.num_tiles, a.columns // a.head_dim // a.num_kv_heads
+        columns, blocks = (dim + lanes - 1) // lanes, (group + HEADS - 1) // HEADS
         output = elements(a.output, a.num_rows, a.columns, element)
-        query = elements(a.query, a.num_rows, a.query_stride, element)
+        queries = elements(a.query, a.num_rows, a.query_stride, element)
         flat = elements(a.kv, 1, a.num_slots * a.width, element)[0]
-        offsets = carray(pointer(a.offsets + 8 * thread * a.thread_offsets), (a.thread_offsets,), np.uint64)
-        # Room: a key's weight each, then the query and the result.
-        room = floats(a.floats, thread + 1, a.thread_floats)[thread]
-        weights, wanted = room[: a.thread_offsets], room[a.thread_offsets : a.thread_offsets + dim]
-        result, scale = room[a.thread_offsets + dim :][:dim], float_of_bits(np.int32(a.scale))
-        begin, end = num_tiles * num_heads * part // num_parts, num_tiles * num_heads * (part + 1) // num_parts
-        for tile in range(begin // num_heads, (end + num_heads - 1) // num_heads):
+        offsets_at = a.offsets + 8 * thread * OFFSETS * KEYS
+        offsets = carray(pointer(offsets_at), (OFFSETS, KEYS), np.uint64)
+        keys_at, scale = a.room + 4 * thread * a.thread_floats, float_of_bits(np.int32(a.scale))
+        values_at = keys_at + 4 * KEYS * columns * lanes
+        scores_at = values_at + 4 * KEYS * columns * lanes
+        weights_at = scores_at + 4 * ROWS * KEYS
+        results_at = weights_at + 4 * ROWS * KEYS
+        scores, weights = floats(scores_at, turn_rows, KEYS), elements(weights_at, turn_rows, KEYS, factor)
+        of_tile = a.num_kv_heads * blocks  # units: heads of one KV head
+        # The last rows of a prompt see most: they come first, so that who is free late gets little to do.
+        units, part = num_tiles * of_tile, num_parts - 1 - part
+        unit, end = units * part // num_parts, units * (part + 1) // num_parts
+        configured = 0
+        while unit < end:
+            tile, first_unit = unit // of_tile, unit % of_tile
             size, first_row = integers(a.sizes, num_tiles)[tile], integers(a.rows, num_tiles)[tile]
             position, last_key = integers(a.positions, num_tiles)[tile], integers(a.last_keys, num_tiles)[tile]
+            segment = integers(a.segments, num_tiles)[tile]
+            turns = (size * min(group, HEADS) + turn_rows - 1) // turn_rows
+            members = min(end - unit, of_tile - first_unit, max(TURNS // max(turns, 1), 1))
+            wanted_at = results_at + 4 * members * turns * turn_rows * columns * lanes
+            totals_at = wanted_at + factor_bytes * members * turns * turn_rows * dim
+            results = carray(pointer(results_at), (members * turns, columns, turn_rows, lanes), np.float32)
+            wanted = elements(wanted_at, members * turns * turn_rows, dim, factor)
+            totals = floats(totals_at, 2, members * turns * turn_rows)
+            results[:] = NOTHING
+            for member in range(members):
+                first_head, heads = heads_of(first_unit + member, group, blocks)
+                for row in range(heads * size):
+                    place, column = member * turns * turn_rows + row, (first_head + row // size) * dim
+                    totals[0, place], totals[1, place] = LOWEST, NOTHING
+                    own, query = wanted[place], queries[first_row + row % size, column : column + dim]
+                    for d in range(dim):
+                        own[d] = narrow(widen(query[d]), own[d])
             # Rows behind the context that was announced are nobody's any more: their requests have ended.
             num_keys = min(last_key + 1, a.max_context) if size else 0
-            offsets_into(offsets, a, integers(a.segments, num_tiles)[tile], 0, num_keys)
-            first_head, end_head = max(begin - tile * num_heads, 0), min(end - tile * num_heads, num_heads)
-            for kv_head in range(first_head // group, (end_head + group - 1) // group):
-                key_column, value_column = np.uint64(kv_head * dim), np.uint64((a.num_kv_heads + kv_head) * dim)
-                for row in range(first_row, first_row + size):
-                    seen = keys_of(position + row - first_row, last_key, a.is_causal, a.window)
-                    first, behind = np.uint64(seen[0]), np.uint64(min(seen[1], num_keys))
-                    for head in range(max(kv_head * group, first_head), min((kv_head + 1) * group, end_head)):
-                        column = head * dim
-                        for d in range(dim):
-                            wanted[d] = widen(query[row, column + d]) * scale
-                        score(weights, wanted, flat, offsets, first, behind, key_column)
-                        total = exponentiate(weights, first, behind)
-                        weigh(result, weights, flat, offsets, first, behind, value_column)
-                        for d in range(dim):
-                            output[row, column + d] = narrow(result[d] / total, output[row, column + d])
+            first_key = keys_of(position, last_key, a.is_causal, a.window)[0]
+            start = first_key // KEYS * KEYS
+            while start < num_keys:
+                count, seen_from = min(num_keys - start, KEYS), max(first_key - start, 0)
+                offsets_into(offsets[0], a, segment, start, start + count)
+                for member in range(members):
+                    kv_head = (first_unit + member) // blocks
+                    key_column, value_column = kv_head * dim, (a.num_kv_heads + kv_head) * dim
+                    if member == 0 or (first_unit + member) % blocks == 0:
+                        for key in range(KEYS):  # what lies behind the last is the last one again
+                            offset = offsets[0, min(key, count - 1)]
+                            offsets[1, key] = offset + np.uint64(key_column)
+                            offsets[2, key] = offset + np.uint64(value_column)
+                        if member + 1 < members:
+                            next_head, beside = a.kv + size_of * (key_column + dim), size_of * a.num_kv_heads * dim
+                            ask_for_keys(next_head, beside, offsets[0], count, size_of, dim)
+                        if on_amx:
+                            pair_keys(keys_at, a.kv, offsets_at + 8 * KEYS, count, dim)
+                            pair_values(values_at, a.kv, offsets[2], seen_from, count, a.zeros, dim, lanes)
+                        else:
+                            spread_keys(keys_at, a.kv, flat, offsets[1], offsets_at + 8 * KEYS, count, dim, key_lanes)
+                            spread_values(values_at, flat, offsets[2], seen_from, count, dim, lanes)
+                    num_rows = heads_of(first_unit + member, group, blocks)[1] * size
+                    for turn in range((num_rows + turn_rows - 1) // turn_rows):
+                        own = member * turns + turn
+                        first, rows = own * turn_rows, min(num_rows - turn * turn_rows, turn_rows)
+                        queries_at = wanted_at + factor_bytes * first * dim
+                        if on_amx:
+                            if rows != configured:
+                                configure(rows)
+                                configured = rows
+                            multiply_tiles(0, KEY_VECTORS, scores_at, queries_at, keys_at, 2 * dim, dim // INPUTS)
+                        else:
+                            for key in range(0, count, key_lanes):
+                                out, panel = scores_at + 4 * key, keys_at + 4 * key * dim
+                                add_products(
+                                    kind, key_vectors, rows, out, a.zeros, queries_at, panel, 4 * KEYS, 0, 4 * dim, dim
+                                )
+                        most = np.int64(0)  # keys that any row of the turn sees
+                        for row in range(rows):
+                            row_position = position + (turn * turn_rows + row) % size
+                            low, high = keys_of(row_position, last_key, a.is_causal, a.window)
+                            high = max(min(high - start, count), 0)
+                            low, most = min(max(low - start, 0), high), max(most, high)
+                            before = totals[0, first + row]
+                            largest, total = weigh_seen(weights[row], scores[row], low, high, before, scale)
+                            if largest != before:
+                                kept = exp2(before - largest)
+                                lessen(results[own], row, kept)
+                                totals[0, first + row], totals[1, first + row] = largest, totals[1, first + row] * kept
+                            totals[1, first + row] += total
+                        for column in range(columns if most else 0):
+                            sums_at = results_at + 4 * (own * columns + column) * turn_rows * lanes
+                            panel = values_at + factor_bytes * column * KEYS * lanes
+                            if on_amx:
+                                steps = (most + INPUTS - 1) // INPUTS
+                                multiply_tiles(1, vectors, sums_at, weights_at, panel, 2 * KEYS, steps)
+                            else:
+                                out_bytes, row_bytes = 4 * lanes, 4 * KEYS
+                                add_products(
+                                    kind,
+                                    vectors,
+                                    rows,
+                                    sums_at,
+                                    sums_at,
+                                    weights_at,
+                                    panel,
+                                    out_bytes,
+                                    out_bytes,
+                                    row_bytes,
+                                    most,
+                                )
+                start += KEYS
+            for member in range(members):
+                first_head, heads = heads_of(first_unit + member, group, blocks)
+                for row in range(heads * size):
+                    own, total = member * turns + row // turn_rows, totals[1, member * turns * turn_rows + row]
+                    for column in range(columns):
+                        begin, result = (first_head + row // size) * dim, results[own, column, row % turn_rows]
+                        out = output[
+                            first_row + row % size, begin + column * lanes : begin + min((column + 1) * lanes, dim)
+                        ]
+                        for d in range(len(out)):
+                            number = result[d] if abs(result[d]) >= SMALLEST else NOTHING
+                            out[d] = narrow(number / total, out[d])
+            unit += members
+        if on_amx:
+            release()
 
     return Kernel(attend_part, Arguments)

@@ -57,18 +57,7 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Ker
                     target = a.totals + 4 * (first * a.out_features + panel * width)
                     out = target if is_whole else a.room + 4 * thread * TURN_ROWS * width
                     start, start_bytes = (out, out_bytes) if begin else (a.zeros, 0)
-                    if rows == 1:
-                        add_products(kind, 1, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
-                    elif rows == 2:
-                        add_products(kind, 2, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
-                    elif rows == 3:
-                        add_products(kind, 3, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
-                    elif rows == 4:
-                        add_products(kind, 4, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
-                    elif rows == 5:
-                        add_products(kind, 5, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
-                    else:
-                        add_products(kind, 6, num_vectors, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
+                    add_products(kind, num_vectors, rows, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
                     if not is_whole:
                         done, rest = floats(out, rows, width), floats(target, rows, a.out_features)
                         for row in range(rows):

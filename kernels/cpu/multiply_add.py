@@ -168,9 +168,9 @@ def prefetch(builder: Any, address: Any) -> None:
 
 def _add_products(
     _context: Any,
-    kind: Any,  # an index of KINDS; as the next two a constant
-    num_rows: Any,
+    kind: Any,  # an index of KINDS; a constant, as the next
     num_vectors: Any,
+    num_rows: Any,  # 1 to TURN_ROWS
     out: Any,  # addresses, as the next three
     start: Any,
     rows: Any,
@@ -183,16 +183,24 @@ def _add_products(
     """out[row] = start[row] + the products of the row with a panel of LANES * num_vectors outputs, float32."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        out, start, rows, panel, out_bytes, start_bytes, row_bytes, steps = arguments[3:]
-        sums = Sums(builder, KINDS[kind.literal_value], num_rows.literal_value, num_vectors.literal_value)
-        bases = [builder.add(rows, builder.mul(row_bytes, number(row))) for row in sums.rows]
-        sums.start(start, start_bytes)
-        reached = sums.steps(number(0), steps, UNROLLED, bases, panel)
-        sums.steps(reached, steps, 1, bases, panel)
-        sums.store(out, out_bytes)
+        num_rows, out, start, rows, panel, out_bytes, start_bytes, row_bytes, steps = arguments[2:]
+        behind = builder.append_basic_block("added")
+        cases = [builder.append_basic_block("rows") for _ in range(TURN_ROWS)]
+        switch = builder.switch(num_rows, cases[-1])
+        for count, case in enumerate(cases, start=1):
+            switch.add_case(number(count), case)
+            builder.position_at_end(case)
+            sums = Sums(builder, KINDS[kind.literal_value], count, num_vectors.literal_value)
+            bases = [builder.add(rows, builder.mul(row_bytes, number(row))) for row in sums.rows]
+            sums.start(start, start_bytes)
+            reached = sums.steps(number(0), steps, UNROLLED, bases, panel)
+            sums.steps(reached, steps, 1, bases, panel)
+            sums.store(out, out_bytes)
+            builder.branch(behind)
+        builder.position_at_end(behind)
         return context.get_dummy_value()
 
-    return types.void(kind, num_rows, num_vectors, *[types.int64] * 8), generate
+    return types.void(kind, num_vectors, *[types.int64] * 9), generate
 
 
 add_products: Any = intrinsic(prefer_literal=True)(_add_products)

@@ -1,7 +1,7 @@
-"""kernels/reference/paged_attention.py over PagedSegments: row by row, or the rows of a tile together.
+"""kernels/reference/paged_attention.py over PagedSegments, by kernels/cpu/attend.py.
 
-A row's bits depend on its query and the keys that it sees alone, in the order of their positions; the two ways have
-different bits. Nothing is gathered, padded or masked, so a launch costs what its rows see.
+A row's bits depend on its query and the keys that it sees alone, in the order of their positions. Nothing is gathered,
+padded or masked, so a launch costs what its rows see.
 """
 
 from __future__ import annotations
@@ -10,23 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import attend_amx, attend_tiles
-from kernels.cpu.attend import attention
-from kernels.cpu.attend_amx import attends_on_amx, attention_on_amx
-from kernels.cpu.attend_tiles import HEADS, KEYS, tile_attention, vectors_of
+from kernels.cpu.attend import HEADS, OFFSETS, attends_on_amx, attention, room_of, vectors_of
 from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
+from kernels.cpu.key_panels import KEYS
 from kernels.cpu.linear import ZEROS
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import zeros
 from kernels.cpu.threads import parts_of
 from kernels.paged_segments import PagedSegments
 
-PART_PRODUCTS, TOGETHER_PRODUCTS, AMX_PRODUCTS = (
-    1 << 16,
-    1 << 19,
-    1 << 18,
-)  # of queries and keys, at most, made in some microseconds
+PART_PRODUCTS, AMX_PRODUCTS = 1 << 17, 1 << 18  # of queries and keys, at most, made in some microseconds
 
 
 class LayerLaunch:
@@ -42,37 +36,25 @@ class LayerLaunch:
         scale: float,
         sliding_window: int | None,
         is_causal: bool,
-        together: bool,
     ) -> None:
         num_rows, num_heads, head_dim = query.shape
         num_blocks, block_size, width = kv_cache.shape
         max_context, group = segments.max_context, num_heads // num_kv_heads
         assert segments.num_shared_tiles == 0, "what is split is shared"
         work = num_rows * num_heads * head_dim * max_context  # products, at most
+        on_amx = attends_on_amx(query.dtype, head_dim)
         units = len(segments.tile_rows) * num_kv_heads * -(-group // HEADS)
-        if attends_on_amx(query.dtype, head_dim):
-            self._parts = parts_of(work, AMX_PRODUCTS, units)
-            self._attend = attention_on_amx(vectors_of(head_dim))
-            num_offsets, num_floats = (
-                attend_amx.OFFSETS * KEYS,
-                attend_amx.room_of(segments.max_tile_size, group, head_dim),
-            )
-        elif together:
-            self._parts = parts_of(work, TOGETHER_PRODUCTS, units)
-            self._attend = tile_attention(ELEMENTS[query.dtype], vectors_of(head_dim))
-            num_offsets, num_floats = 2 * KEYS, attend_tiles.room_of(segments.max_tile_size, group, head_dim)
-        else:
-            self._parts = parts_of(work, PART_PRODUCTS, len(segments.tile_rows) * num_heads)
-            self._attend = attention(ELEMENTS[query.dtype])
-            num_offsets, num_floats = max_context, max_context + 2 * head_dim
+        self._parts = parts_of(work, AMX_PRODUCTS if on_amx else PART_PRODUCTS, units)
+        self._attend = attention(ELEMENTS[query.dtype], vectors_of(head_dim), vectors_of(KEYS), on_amx)
+        num_floats = room_of(segments.max_tile_size, group, head_dim)
         threads = torch.get_num_threads()
-        self._offsets = empty(threads * num_offsets, dtype=torch.int64)
+        self._offsets = empty(threads * OFFSETS * KEYS, dtype=torch.int64)
         self._floats = empty(threads * num_floats)
         self._tensors = [tensor.long() for tensor in segments.tensors]
         assert all(tensor.is_contiguous() for tensor in self._tensors)
         self._numbers = (
             *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats, ZEROS)),
-            *(num_offsets, num_floats),
+            num_floats,
             *(num_rows, num_heads * head_dim, query.stride(0), num_blocks * block_size, width),
             *(len(segments.tile_rows), len(segments.branch_starts), segments.block_tables.shape[1]),
             *(segments.segments_per_table, segments.branch_slots.shape[1], block_size),
@@ -98,12 +80,11 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     is_causal: bool = True,  # False: a row sees up to its tile's last_keys
-    together: bool = False,  # the rows of a tile, for many of them
 ) -> Tensor:  # [num_rows, num_heads * head_dim]; zeros in rows of no tile
     """What kernels.reference.paged_attention.paged_attention says, computed in float32."""
     assert value_dim == query.shape[2] and query.stride()[1:] == (value_dim, 1) and kv_cache.is_contiguous()
     assert query.dtype == kv_cache.dtype and kv_cache.shape[2] == 2 * num_kv_heads * value_dim
-    shape = (*query.shape, query.stride(0), kv_cache.shape, num_kv_heads, scale, sliding_window, is_causal, together)
+    shape = (*query.shape, query.stride(0), kv_cache.shape, num_kv_heads, scale, sliding_window, is_causal)
     launch = segments.by_shape.get((shape, torch.get_num_threads()))  # each has its room
     if launch is None:
         launch = segments.by_shape[shape, torch.get_num_threads()] = LayerLaunch(
@@ -114,6 +95,5 @@ def paged_attention(
             scale=scale,
             sliding_window=sliding_window,
             is_causal=is_causal,
-            together=together,
         )
     return launch(query, kv_cache)

@@ -8,8 +8,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu.multiply_add import INT, WORDS, load, number, prefetch
+from kernels.cpu.elements import BFLOAT16, FLOAT16, SHORT
+from kernels.cpu.multiply_add import FLOATS, HALVES, INT, WORDS, load, number, prefetch
 from kernels.cpu.panels import LANES
+
+SHORTS = ir.VectorType(SHORT, LANES)
 
 
 def _swap(builder: Any, vectors: list[Any], distance: int) -> list[Any]:
@@ -24,21 +27,37 @@ def _swap(builder: Any, vectors: list[Any], distance: int) -> list[Any]:
     return swapped
 
 
-def _transpose(_context: Any, _target: Any, _target_bytes: Any, _words: Any, _offsets: Any) -> Any:
+def _widened(builder: Any, words: Any, like: Any) -> list[Any]:
+    """The numbers in words, the first of each, then the second, in float32; words of other types as they are."""
+    if like not in (BFLOAT16, FLOAT16):
+        return [words]
+    half = ir.Constant(WORDS, [16] * LANES)
+    if like == BFLOAT16:
+        high = ir.Constant(WORDS, [0xFFFF0000] * LANES)
+        return [builder.bitcast(own, FLOATS) for own in (builder.shl(words, half), builder.and_(words, high))]
+    shorts = [builder.trunc(own, SHORTS) for own in (words, builder.lshr(words, half))]
+    return [builder.fpext(builder.bitcast(own, HALVES), FLOATS) for own in shorts]
+
+
+def _transpose(
+    _context: Any, target: Any, target_bytes: Any, rows: Any, offsets: Any, offset_bytes: Any, like: Any
+) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        target, target_bytes, words, offsets = arguments
+        target, target_bytes, rows, offsets, offset_bytes, _ = arguments
         vectors = []
         for index in range(LANES):
             offset = load(builder, builder.add(offsets, number(8 * index)), INT, 8)
-            vectors.append(load(builder, builder.add(words, builder.shl(offset, number(2))), WORDS, 4))
+            place = builder.add(rows, builder.mul(offset, offset_bytes))
+            vectors.append(load(builder, place, WORDS, 2))
         for distance in (8, 4, 2, 1):
             vectors = _swap(builder, vectors, distance)
-        for index, vector in enumerate(vectors):
+        widened = [own for vector in vectors for own in _widened(builder, vector, like)]
+        for index, vector in enumerate(widened):
             place = builder.add(target, builder.mul(target_bytes, number(index)))
-            builder.store(vector, builder.inttoptr(place, WORDS.as_pointer())).align = 4
+            builder.store(vector, builder.inttoptr(place, vector.type.as_pointer())).align = 4
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), generate
+    return types.void(*[types.int64] * 5, like), generate
 
 
 def _interleave(_context: Any, _target: Any, _low: Any, _high: Any) -> Any:
@@ -64,8 +83,9 @@ def _ask_for(_context: Any, _address: Any) -> Any:
     return types.void(types.int64), generate
 
 
-# target[word, row] = words[offsets[row] + word], of LANES words each of LANES rows: addresses of the target, whose rows
-# lie target_bytes apart, of words of 32 bits, and of int64 offsets, counted in words.
+# target[d, row] = rows[offsets[row] + d], of LANES words of LANES rows each, in float32 if `like` is of 16 bits, else as
+# they are: addresses of the target, whose rows lie target_bytes apart, of the rows, and of their int64 offsets, in
+# units of offset_bytes.
 transpose: Any = intrinsic(_transpose)
 interleave: Any = intrinsic(_interleave)  # target[i] = low[i], high[i] for 2 * LANES numbers of 16 bits: addresses
 ask_for: Any = intrinsic(_ask_for)  # the line of a cache at an address, which is to be read soon

@@ -58,21 +58,14 @@ def _cpu_shapes(
         family: replace(shape, linear=1) if is_packed and shape.linear is not None else shape
         for family, shape in tiles.items()
     }
-    if is_compiled(attention.o_proj.weight):
-        shapes["decode"] = PagedShape(
-            rows_per_tile=CPU_ROWS,
-            split_keys=None,
-            max_context=max_model_len,
-            linear=shapes["decode"].linear,
-            is_bucketed=is_bucketed,
-        )
-        if multiplies_and_adds():
-            shapes["prefill"] = PagedShape(
+    if is_compiled(attention.o_proj.weight) and multiplies_and_adds():
+        for family in shapes:
+            shapes[family] = PagedShape(
                 rows_per_tile=CPU_ROWS,
                 split_keys=None,
                 max_context=max_model_len,
-                linear=shapes["prefill"].linear,
-                together=True,
+                linear=shapes[family].linear,
+                is_bucketed=is_bucketed and family == "decode",
             )
     return shapes
 

@@ -216,7 +216,7 @@ def paged_attention(
     if is_compiled(query):
         from kernels.cpu.paged_attention import paged_attention as on_cpu
 
-        return on_cpu(query, kv_cache, plan.segments, together=plan.together, **layer)
+        return on_cpu(query, kv_cache, plan.segments, **layer)
     from kernels.paged_attention import paged_attention as kernel
 
     return kernel(query, kv_cache, plan.segments, split_keys=plan.split_keys, **layer)

@@ -26,25 +26,20 @@ class PagedAttention:
 
     segments: PagedSegments
     split_keys: int | None
-    together: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedShape:
     """Shapes of the kernels.
 
-    linear, together and, on a GPU, rows_per_tile and split_keys are part of a token's arithmetic.
+    linear and, on a GPU, rows_per_tile and split_keys are part of a token's arithmetic.
     """
 
     rows_per_tile: int  # launch rows that share an attention tile
     split_keys: int | None  # keys of one split, at absolute positions; None = one program goes over all keys
     max_context: int  # positions there can be
     is_bucketed: bool = False  # launches are padded to few sizes, so that few graphs serve them all
-    together: bool = False  # rows of a tile look at keys together: another kernel on a CPU, another arithmetic
     linear: int | None = 1  # rows of one product; 1: it gives a row the same bits whatever its number of rows
-
-    def __post_init__(self) -> None:
-        assert not (self.together and self.is_bucketed), "the kernel trusts the context that was announced"
 
     @property
     def tree_tiles(self) -> dict[str, Any]:
@@ -131,7 +126,6 @@ class PagedShape:
                     max_tile_size=tile_size,
                 ),
                 split_keys=self.split_keys,
-                together=self.together,
             )
 
         key: Hashable = (num_tiles, tile_size, num_segments, width, branch_width, context)

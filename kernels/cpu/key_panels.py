@@ -1,0 +1,89 @@
+"""Keys and values of a part of a context, laid out side by side as the products of kernels/cpu/attend.py take them.
+
+For vector lanes, in float32: of keys a dimension after another, of values a key after another. For a matrix unit, in
+bfloat16: of keys a pair of dimensions after another, of values a pair of keys.
+"""
+
+# mypy: disable-error-code="arg-type"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kernels.cpu.compiled import vectorized
+from kernels.cpu.elements import widen
+from kernels.cpu.native import floats
+from kernels.cpu.panels import LANES
+from kernels.cpu.shuffles import ask_for, interleave, transpose
+
+KEYS = 64  # that are taken in at a time
+CACHE_LINE = 64
+NOTHING = np.float32(0.0)
+UNWIDENED = np.uint32(0)  # words that shuffles.transpose leaves as they are
+
+
+@vectorized
+def spread_keys(
+    panel: Any, kv: Any, flat: Any, offsets: Any, offsets_at: Any, count: Any, dim: Any, lanes: Any
+) -> None:
+    """Panels of `lanes` keys. offsets: in numbers, of all keys that share a vector with those that count."""
+    size = flat.itemsize
+    if dim % (4 * LANES // size) == 0:
+        for key in range(0, count, LANES):
+            own = panel + 4 * (key // lanes * lanes * dim + key % lanes)
+            for d in range(0, dim, 4 * LANES // size):
+                transpose(own + 4 * d * lanes, 4 * lanes, kv + size * d, offsets_at + 8 * key, size, flat[0])
+    else:
+        rows = floats(panel, KEYS // lanes * dim, lanes)
+        for key in range(count):
+            source = flat[offsets[key] : offsets[key] + np.uint64(dim)]
+            for d in range(dim):
+                rows[key // lanes * dim + d, key % lanes] = widen(source[d])
+
+
+@vectorized
+def spread_values(panel: Any, flat: Any, offsets: Any, first: Any, end: Any, dim: Any, lanes: Any) -> None:
+    """Panels of `lanes` dimensions. Keys before the first are read, and weigh nothing."""
+    rows = floats(panel, (dim + lanes - 1) // lanes * KEYS, lanes)
+    for key in range(end):
+        for column in range((dim + lanes - 1) // lanes):
+            own, begin = rows[column * KEYS + key], offsets[key] + np.uint64(column * lanes)
+            source = flat[begin : begin + np.uint64(min(lanes, dim - column * lanes))]
+            if key < first:
+                own[:] = NOTHING
+            else:
+                for d in range(len(source)):
+                    own[d] = widen(source[d])
+
+
+@vectorized
+def pair_keys(panel: Any, kv: Any, offsets_at: Any, count: Any, dim: Any) -> None:
+    """One panel of KEYS keys."""
+    for key in range(0, count, LANES):
+        for d in range(0, dim, 2 * LANES):
+            own = panel + 2 * d * KEYS + 4 * key
+            transpose(own, 4 * KEYS, kv + 2 * d, offsets_at + 8 * key, 2, UNWIDENED)
+
+
+@vectorized
+def pair_values(panel: Any, kv: Any, offsets: Any, first: Any, end: Any, zeros: Any, dim: Any, lanes: Any) -> None:
+    """Panels of `lanes` dimensions; zeros, which are at an address, where a key is not in [first, end)."""
+    for low in range(0, KEYS, 2):
+        sees_low, sees_high = first <= low < end, first <= low + 1 < end
+        for column in range(0, dim, lanes):
+            for begin in range(column, column + lanes, 2 * LANES):
+                lows = kv + 2 * (np.int64(offsets[low]) + begin) if sees_low else zeros
+                highs = kv + 2 * (np.int64(offsets[low + 1]) + begin) if sees_high else zeros
+                interleave(panel + 2 * (column * KEYS + low * lanes + 2 * (begin - column)), lows, highs)
+
+
+@vectorized
+def ask_for_keys(rows: Any, beside: Any, offsets: Any, count: Any, size: Any, dim: Any) -> None:
+    """The keys of a head, and its values so many bytes beside them, before they are read. size: of a number."""
+    for key in range(count):
+        place = rows + size * np.int64(offsets[key])
+        for line in range(0, size * dim, CACHE_LINE):
+            ask_for(place + line)
+            ask_for(place + beside + line)
