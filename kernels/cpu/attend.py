@@ -35,7 +35,7 @@ from kernels.cpu.panels import LANES, has_feature
 
 HEADS = 4  # of one KV head, at most, that are a unit of work
 TURNS = 8  # of neighbouring units that take keys in together, as these lie in memory
-OFFSETS = 3  # of every key: where it lies, its own words, and its values
+OFFSETS = 3  # of every key: where it lies in the cache, its own numbers, and its values
 NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
 SMALLEST = np.float32(2.0**-126)  # normal number: a matrix unit takes smaller ones for zero
 KEY_VECTORS = KEYS // LANES
@@ -121,12 +121,31 @@ def weigh_seen(weights: Any, scores: Any, first: Any, end: Any, largest: Any, sc
 
 
 @vectorized
-def lessen(results: Any, row: Any, kept: Any) -> None:
-    """results: [columns, rows, lanes] of a turn."""
-    for column in range(results.shape[0]):
-        own = results[column, row]
-        for d in range(results.shape[2]):
-            own[d] *= kept
+def weigh_rows(
+    a: Any, weights: Any, scores: Any, results: Any, totals: Any, tile: Any, first_row: Any, start: Any
+) -> Any:
+    """Keys from `start` on for some rows of a tile; how many of these keys any of them sees.
+
+    results: [columns, rows, lanes] so far, as totals [2, rows], a largest score and a sum of weights each.
+    """
+    num_tiles, scale, most = a.num_tiles, float_of_bits(np.int32(a.scale)), np.int64(0)
+    size, position = integers(a.sizes, num_tiles)[tile], integers(a.positions, num_tiles)[tile]
+    last_key = integers(a.last_keys, num_tiles)[tile]
+    for row in range(totals.shape[1]):
+        own = position + (first_row + row) % size
+        low, high = keys_of(own, last_key, a.is_causal, a.window)
+        high = max(min(high, a.max_context, start + KEYS) - start, 0)
+        low, most, before = min(max(low - start, 0), high), max(most, high), totals[0, row]
+        largest, total = weigh_seen(weights[row], scores[row], low, high, before, scale)
+        if largest != before:
+            kept = exp2(before - largest)
+            totals[0, row], totals[1, row] = largest, totals[1, row] * kept
+            for column in range(results.shape[0]):
+                result = results[column, row]
+                for d in range(results.shape[2]):
+                    result[d] *= kept
+        totals[1, row] += total
+    return most
 
 
 @compiled
@@ -152,7 +171,7 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
         flat = elements(a.kv, 1, a.num_slots * a.width, element)[0]
         offsets_at = a.offsets + 8 * thread * OFFSETS * KEYS
         offsets = carray(pointer(offsets_at), (OFFSETS, KEYS), np.uint64)
-        keys_at, scale = a.room + 4 * thread * a.thread_floats, float_of_bits(np.int32(a.scale))
+        keys_at = a.room + 4 * thread * a.thread_floats
         values_at = keys_at + 4 * KEYS * columns * lanes
         scores_at = values_at + 4 * KEYS * columns * lanes
         weights_at = scores_at + 4 * ROWS * KEYS
@@ -166,7 +185,6 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
         while unit < end:
             tile, first_unit = unit // of_tile, unit % of_tile
             size, first_row = integers(a.sizes, num_tiles)[tile], integers(a.rows, num_tiles)[tile]
-            position, last_key = integers(a.positions, num_tiles)[tile], integers(a.last_keys, num_tiles)[tile]
             segment = integers(a.segments, num_tiles)[tile]
             turns = (size * min(group, HEADS) + turn_rows - 1) // turn_rows
             members = min(end - unit, of_tile - first_unit, max(TURNS // max(turns, 1), 1))
@@ -184,6 +202,7 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                     own, query = wanted[place], queries[first_row + row % size, column : column + dim]
                     for d in range(dim):
                         own[d] = narrow(widen(query[d]), own[d])
+            position, last_key = integers(a.positions, num_tiles)[tile], integers(a.last_keys, num_tiles)[tile]
             # Rows behind the context that was announced are nobody's any more: their requests have ended.
             num_keys = min(last_key + 1, a.max_context) if size else 0
             first_key = keys_of(position, last_key, a.is_causal, a.window)[0]
@@ -224,19 +243,8 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                                 add_products(
                                     kind, key_vectors, rows, out, a.zeros, queries_at, panel, 4 * KEYS, 0, 4 * dim, dim
                                 )
-                        most = np.int64(0)  # keys that any row of the turn sees
-                        for row in range(rows):
-                            row_position = position + (turn * turn_rows + row) % size
-                            low, high = keys_of(row_position, last_key, a.is_causal, a.window)
-                            high = max(min(high - start, count), 0)
-                            low, most = min(max(low - start, 0), high), max(most, high)
-                            before = totals[0, first + row]
-                            largest, total = weigh_seen(weights[row], scores[row], low, high, before, scale)
-                            if largest != before:
-                                kept = exp2(before - largest)
-                                lessen(results[own], row, kept)
-                                totals[0, first + row], totals[1, first + row] = largest, totals[1, first + row] * kept
-                            totals[1, first + row] += total
+                        of_turn = totals[:, first : first + rows]
+                        most = weigh_rows(a, weights, scores, results[own], of_turn, tile, turn * turn_rows, start)
                         for column in range(columns if most else 0):
                             sums_at = results_at + 4 * (own * columns + column) * turn_rows * lanes
                             panel = values_at + factor_bytes * column * KEYS * lanes
@@ -244,19 +252,9 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                                 steps = (most + INPUTS - 1) // INPUTS
                                 multiply_tiles(1, vectors, sums_at, weights_at, panel, 2 * KEYS, steps)
                             else:
-                                out_bytes, row_bytes = 4 * lanes, 4 * KEYS
+                                wide, row = 4 * lanes, 4 * KEYS
                                 add_products(
-                                    kind,
-                                    vectors,
-                                    rows,
-                                    sums_at,
-                                    sums_at,
-                                    weights_at,
-                                    panel,
-                                    out_bytes,
-                                    out_bytes,
-                                    row_bytes,
-                                    most,
+                                    kind, vectors, rows, sums_at, sums_at, weights_at, panel, wide, wide, row, most
                                 )
                 start += KEYS
             for member in range(members):

@@ -83,9 +83,9 @@ def _ask_for(_context: Any, _address: Any) -> Any:
     return types.void(types.int64), generate
 
 
-# target[d, row] = rows[offsets[row] + d], of LANES words of LANES rows each, in float32 if `like` is of 16 bits, else as
-# they are: addresses of the target, whose rows lie target_bytes apart, of the rows, and of their int64 offsets, in
-# units of offset_bytes.
+# target[d, row] = rows[offsets[row] + d], of LANES words of LANES rows each, in float32 if `like` is of 16 bits and as
+# they are if not: addresses of the target, whose rows lie target_bytes apart, of the rows, and of their int64 offsets,
+# in units of offset_bytes.
 transpose: Any = intrinsic(_transpose)
 interleave: Any = intrinsic(_interleave)  # target[i] = low[i], high[i] for 2 * LANES numbers of 16 bits: addresses
 ask_for: Any = intrinsic(_ask_for)  # the line of a cache at an address, which is to be read soon
