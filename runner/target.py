@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.cpu.panels import multiplies_and_adds, multiplies_pairs
 from runner.config import SpeculativeConfig
 from runner.engine.checkpoint import DTYPES, ModelSource, load_config
 from runner.engine.errors import UserError
@@ -43,11 +44,15 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, source: ModelSource) -> torch.dtype:
+    """auto: the checkpoint's own, but float32 where a CPU would have to widen it, and for the tiny family."""
     if name != "auto":
         return DTYPES[name]
-    if device.type == "cpu" or Path(source.model) in BUILT_IN_MODELS.values():
-        return torch.float32  # the tiny family is stored in bfloat16 for its size only
+    if Path(source.model) in BUILT_IN_MODELS.values():
+        return torch.float32  # stored in bfloat16 for its size only
     stored = getattr(load_config(source), "dtype", None)
+    if device.type == "cpu":
+        is_fast = multiplies_and_adds() and multiplies_pairs()
+        return torch.bfloat16 if stored == torch.bfloat16 and is_fast else torch.float32
     return next((dtype for dtype in DTYPES.values() if dtype == stored), torch.bfloat16)
 
 

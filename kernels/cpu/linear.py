@@ -17,9 +17,9 @@ from torch import Tensor
 from kernels.cpu import linear_amx
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of, multiplies_pairs
+from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of
 from kernels.cpu.native import floats
-from kernels.cpu.panels import LANES, Panels
+from kernels.cpu.panels import LANES, Panels, multiplies_pairs
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import widened
 from kernels.cpu.threads import parts_of

@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.native import call_llvm
-from kernels.cpu.panels import LANES, has_feature
+from kernels.cpu.panels import LANES, multiplies_pairs
 
 INT, WORD, FLOAT, HALF, BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.HalfType(), ir.IntType(8)
 FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF))
@@ -99,10 +99,6 @@ def kind_of(dtype: torch.dtype) -> int:
     if dtype == torch.bfloat16:
         return 3 if multiplies_pairs() else 2
     return 1 if dtype == torch.float16 else 0
-
-
-def multiplies_pairs() -> bool:
-    return has_feature("avx512bf16")
 
 
 class Sums:

@@ -103,6 +103,11 @@ def multiplies_and_adds() -> bool:
     return (is_arm or has_feature("fma")) and has_openmp()
 
 
+def multiplies_pairs() -> bool:
+    """Of bfloat16 in one instruction, as every CPU with a matrix unit does."""
+    return has_feature("avx512bf16")
+
+
 @cache
 def has_feature(name: str) -> bool:
     """Of this CPU, by LLVM's name."""

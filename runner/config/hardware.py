@@ -19,7 +19,8 @@ class HardwareConfig(Node):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="dtype of weights and KV cache; auto is the checkpoint's own, but float32 on the CPU and for tiny",
+        description="dtype of weights and KV cache; auto is the checkpoint's own, but float32 for tiny and "
+        "on a CPU that does not multiply bfloat16",
     )
     max_num_seqs: int = Field(default=64, ge=1, le=4096, description="requests in one step at most, in [1, 4096]")
     max_num_batched_tokens: int = Field(
