@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from kernels.cpu import paged_attention as on_cpu
 from kernels.cpu.compiled import compiled, exact, vectorized
 from kernels.cpu.elements import ELEMENTS, narrow, widen
 from kernels.cpu.exp2 import exp2
+from kernels.cpu.kernel import Kernel
 from kernels.cpu.rms_norm import add_rms_norm as add_rms_norm_on_cpu
 from kernels.cpu.rms_norm import rms_norm as rms_norm_on_cpu
 from kernels.cpu.rope import rope_and_write
@@ -96,7 +99,8 @@ def attention(
     **how: int,
 ) -> Tensor:
     longest = max(own.end for own in rows)
-    segments = launch(model, rows, how.get("max_context", longest), torch.device("cpu"), num_padding)
+    context, per_tile = how.get("max_context", longest), how.get("rows_per_tile")
+    segments = launch(model, rows, context, torch.device("cpu"), num_padding, per_tile)
     qkv = torch.cat(
         (queries.flatten(1), queries.new_full((len(queries), 48), torch.nan)), dim=1
     )  # as the engine has them
@@ -147,6 +151,40 @@ def test_any_number_of_threads_gives_the_same_bits(
     assert threads.has_openmp(), "Linux has it"
     monkeypatch.setattr(threads, "has_openmp", lambda: False)
     assert torch.equal(attention(model, rows, queries, cache), alone)
+
+
+@pytest.mark.parametrize("name", ["three heads a group", "five heads of 32 a group", "heads of 96"])
+def test_any_thread_computes_a_prompts_tile(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug told here: rooms of odd sizes, behind the first thread's, did not begin where vectors may be read whole."""
+    model = replace(MODELS[name], num_heads=3 * MODELS[name].num_kv_heads)
+    before, call = torch.get_num_threads(), Kernel.__call__
+
+    def by_the_last_thread(kernel: Kernel, *numbers: int, parts: int = 1) -> None:
+        call(kernel, *numbers, parts=parts)  # compiles it
+        arguments, (_, run_part) = kernel._type(*numbers), kernel._compiled
+        for part in range(parts):
+            run_part(ctypes.addressof(arguments), part, parts, torch.get_num_threads() - 1)
+
+    torch.set_num_threads(3)
+    try:
+        for size in (33, 45, 51, 63):
+            rows = [Rows(start=0, size=size, slots=in_order(size))]
+            queries, cache = random_queries(model, size, dtype), filled_cache(model, rows, dtype)
+            expected = attention(model, rows, queries, cache)
+            with monkeypatch.context() as patch:
+                patch.setattr(Kernel, "__call__", by_the_last_thread)
+                assert torch.equal(attention(model, rows, queries, cache, rows_per_tile=64), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_value_that_is_no_number_is_seen_in_the_result(dtype: torch.dtype) -> None:
+    rows = [Rows(start=40, size=1, slots=in_order(41))]
+    for name in ("three heads a group", "heads of 96"):
+        model = MODELS[name]
+        cache = filled_cache(model, rows, dtype)
+        cache.view(-1, model.width)[rows[0].slots[7]] = torch.nan
+        assert attention(model, rows, random_queries(model, 1, dtype), cache).isnan().all()
 
 
 @pytest.mark.usefixtures("_threads")

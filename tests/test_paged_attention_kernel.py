@@ -102,9 +102,16 @@ def in_order(num_positions: int, first_block: int = 0, seed: int | None = None) 
     return [int(blocks[p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE for p in range(num_positions)]
 
 
-def launch(model: Model, rows: Sequence[Rows], max_context: int, device: torch.device, num_padding: int = 0) -> Any:
-    """PagedSegments of rows that follow one another in the launch."""
-    step = triton_ops.rows_per_tile(model.num_heads, model.num_kv_heads)
+def launch(
+    model: Model,
+    rows: Sequence[Rows],
+    max_context: int,
+    device: torch.device,
+    num_padding: int = 0,
+    rows_per_tile: int | None = None,
+) -> Any:
+    """PagedSegments of rows that follow one another in the launch; rows_per_tile: other than on a GPU."""
+    step = rows_per_tile or triton_ops.rows_per_tile(model.num_heads, model.num_kv_heads)
     tiles, launch_row = [], 0
     for index, own in enumerate(rows):
         for first in range(0, own.size, step):

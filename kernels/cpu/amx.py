@@ -25,11 +25,8 @@ from kernels.cpu.panels import LANES, has_feature
 ROWS, PAIRS = 16, 16  # of a tile: rows of a launch, or of their sums; pairs of inputs
 INPUTS = 2 * PAIRS  # of a step
 LINE = 4 * LANES  # bytes of every row of a tile: INPUTS of a row, or a pair of each of LANES outputs, or sums
-SUMS, INPUTS_AT, WEIGHTS = (
-    4,
-    4,
-    (5, 6, 7),
-)  # tiles: of sums, which are the first, of a step's inputs, and of its weights
+SUMS = 4  # tiles of them, which are the first
+INPUTS_AT, WEIGHTS = 4, (5, 6, 7)  # tiles of a step's inputs, and of its weights
 AHEAD = 8192  # bytes of a panel that are asked for before they are read
 VOID = ir.VoidType()
 
@@ -37,7 +34,8 @@ VOID = ir.VoidType()
 @cache
 def has_amx() -> bool:
     """Whether the CPU multiplies tiles of bfloat16 and Linux lets this process: it lends their registers on request."""
-    if not (sys.platform == "linux" and platform.machine() == "x86_64" and has_feature("amx-bf16")):
+    is_known = sys.platform == "linux" and platform.machine() == "x86_64"
+    if not (is_known and has_feature("amx-bf16") and has_feature("avx512f")):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     refused: int = ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data)
@@ -90,7 +88,7 @@ def _multiply(
     rows: Any,  # as many as configured
     panel: Any,
     row_bytes: Any,  # from row to row
-    steps: Any,  # of INPUTS
+    steps: Any,  # of INPUTS; at least one
 ) -> Any:
     """out[row, output] = the products of the rows with a panel of num_vectors vectors of outputs, float32.
 
@@ -132,5 +130,5 @@ def _multiply(
 
 
 configure: Any = intrinsic(_configure)
-release: Any = intrinsic(_release)  # them: a thread that has none is cheaper to suspend
+release: Any = intrinsic(_release)  # all tiles: a thread without any is cheaper to suspend
 multiply_tiles: Any = intrinsic(prefer_literal=True)(_multiply)

@@ -38,7 +38,6 @@ TURNS = 8  # of neighbouring units that take keys in together, as these lie in m
 OFFSETS = 3  # of every key: where it lies in the cache, its own numbers, and its values
 NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
 SMALLEST = np.float32(2.0**-126)  # normal number: a matrix unit takes smaller ones for zero
-KEY_VECTORS = KEYS // LANES
 
 Arguments = arguments_of(
     *("output", "query", "kv"),  # addresses, of the layer's
@@ -63,10 +62,11 @@ def vectors_of(head_dim: int) -> int:
 
 
 def room_of(tile_size: int, group: int, head_dim: int) -> int:
-    """float32 that a thread needs for tiles of so many rows."""
+    """float32 that a thread needs for tiles of so many rows; whole vectors, so that each thread's begins on a line."""
     wide = -(-head_dim // LANES) * LANES
     rows = max(tile_size * min(group, HEADS), TURNS * ROWS) + ROWS
-    return 2 * KEYS * wide + 2 * ROWS * KEYS + rows * (2 * wide + 2)
+    panels, turn, units = 2 * KEYS * wide, 2 * ROWS * KEYS, rows * (2 * wide + 2)  # in this order
+    return -(-(panels + turn + units) // LANES) * LANES
 
 
 @vectorized
@@ -218,7 +218,7 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                             offset = offsets[0, min(key, count - 1)]
                             offsets[1, key] = offset + np.uint64(key_column)
                             offsets[2, key] = offset + np.uint64(value_column)
-                        if member + 1 < members:
+                        if member + blocks - (first_unit + member) % blocks < members:
                             next_head, beside = a.kv + size_of * (key_column + dim), size_of * a.num_kv_heads * dim
                             ask_for_keys(next_head, beside, offsets[0], count, size_of, dim)
                         if on_amx:
@@ -236,7 +236,7 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                             if rows != configured:
                                 configure(rows)
                                 configured = rows
-                            multiply_tiles(0, KEY_VECTORS, scores_at, queries_at, keys_at, 2 * dim, dim // INPUTS)
+                            multiply_tiles(0, key_vectors, scores_at, queries_at, keys_at, 2 * dim, dim // INPUTS)
                         else:
                             for key in range(0, count, key_lanes):
                                 out, panel = scores_at + 4 * key, keys_at + 4 * key * dim
@@ -267,7 +267,7 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                             first_row + row % size, begin + column * lanes : begin + min((column + 1) * lanes, dim)
                         ]
                         for d in range(len(out)):
-                            number = result[d] if abs(result[d]) >= SMALLEST else NOTHING
+                            number = NOTHING if abs(result[d]) < SMALLEST else result[d]
                             out[d] = narrow(number / total, out[d])
             unit += members
         if on_amx:

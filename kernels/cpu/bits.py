@@ -36,13 +36,3 @@ SIGN, OTHERS = np.int32(31), np.int32(0x7FFFFFFF)
 def ordered(bits: Any) -> Any:
     """A float32's bits as an integer that is the larger the larger the number is; and back."""
     return np.int32(bits ^ ((bits >> SIGN) & OTHERS))
-
-
-@compiled
-def largest_of(numbers: Any, least: Any) -> Any:
-    """The largest of float32 numbers and `least`, in vector lanes: as integers, of which none is not a number."""
-    found = ordered(bits_of_float(least))
-    for index in range(len(numbers)):
-        own = ordered(bits_of_float(numbers[index]))
-        found = own if own > found else found
-    return float_of_bits(ordered(found))

@@ -1,7 +1,8 @@
 """y = x W^T + b from panels: a row's bits are its own, whatever number of rows, threads and vector lanes computes it.
 
 BLAS chooses another kernel, and another order of its sums, for another number of rows. Here every output of every row
-is one sum over the inputs in their order, in float32 (kernels/cpu/multiply_add.py). Few rows read a panel once, at the
+is one sum over the inputs in their order, in float32 (kernels/cpu/multiply_add.py; of bfloat16, where there is a matrix
+unit, kernels/cpu/linear_amx.py). Few rows read a panel once, at the
 speed of memory; many take turns on parts of it that a core's own cache holds.
 """
 

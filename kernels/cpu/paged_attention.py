@@ -1,7 +1,7 @@
 """kernels/reference/paged_attention.py over PagedSegments, by kernels/cpu/attend.py.
 
-A row's bits depend on its query and the keys that it sees alone, in the order of their positions. Nothing is gathered,
-padded or masked, so a launch costs what its rows see.
+A row's bits depend on its query and the keys that it sees alone, in the order of their positions. Nothing is padded to
+the longest context, so a launch costs what its rows see.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
 from kernels.cpu.key_panels import KEYS
 from kernels.cpu.linear import ZEROS
+from kernels.cpu.panels import LANES
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import zeros
 from kernels.cpu.threads import parts_of
@@ -47,6 +48,7 @@ class LayerLaunch:
         self._parts = parts_of(work, AMX_PRODUCTS if on_amx else PART_PRODUCTS, units)
         self._attend = attention(ELEMENTS[query.dtype], vectors_of(head_dim), vectors_of(KEYS), on_amx)
         num_floats = room_of(segments.max_tile_size, group, head_dim)
+        assert num_floats % LANES == 0, "a thread's room begins on a line: vectors are read whole"
         threads = torch.get_num_threads()
         self._offsets = empty(threads * OFFSETS * KEYS, dtype=torch.int64)
         self._floats = empty(threads * num_floats)
@@ -81,10 +83,11 @@ def paged_attention(
     sliding_window: int | None = None,
     is_causal: bool = True,  # False: a row sees up to its tile's last_keys
 ) -> Tensor:  # [num_rows, num_heads * head_dim]; zeros in rows of no tile
-    """What kernels.reference.paged_attention.paged_attention says, computed in float32."""
+    """What kernels.reference.paged_attention.paged_attention says, in the arithmetic of kernels/cpu/attend.py."""
     assert value_dim == query.shape[2] and query.stride()[1:] == (value_dim, 1) and kv_cache.is_contiguous()
     assert query.dtype == kv_cache.dtype and kv_cache.shape[2] == 2 * num_kv_heads * value_dim
-    shape = (*query.shape, query.stride(0), kv_cache.shape, num_kv_heads, scale, sliding_window, is_causal)
+    sizes = (*query.shape, query.stride(0), kv_cache.shape)
+    shape = (query.dtype, *sizes, num_kv_heads, scale, sliding_window, is_causal)
     launch = segments.by_shape.get((shape, torch.get_num_threads()))  # each has its room
     if launch is None:
         launch = segments.by_shape[shape, torch.get_num_threads()] = LayerLaunch(

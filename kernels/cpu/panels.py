@@ -1,8 +1,8 @@
-"""Weights of products in the order in which kernels/cpu/linear.py reads them: panels of neighbouring outputs.
+"""Weights of products in the order in which kernels/cpu/linear.py and linear_amx.py read them: panels of neighbours.
 
 A panel holds, for one input after another, the weights of all its outputs, so that the sums of outputs lie side by side
-in vector lanes and each is added up alone, from the first input to the last. Nothing of an output's bits depends on
-where it lies, so the width of a panel is free.
+in vector lanes, or in a matrix unit's tiles, and each is added up alone, from the first input to the last. Nothing of
+an output's bits depends on where it lies, so the width of a panel is free.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def pack(weight: Weight) -> Weight:
     rows = F.pad(weight, (0, 0, 0, -out_features % width)) if out_features % width else weight
     columns = rows.reshape(-1, width, in_features // inputs, inputs).permute(0, 2, 1, 3)
     # Vectors are read whole: a copy of its own begins on a line, as all that torch allocates.
-    numbers = in_huge_pages(torch.empty(columns.shape, dtype=weight.dtype)).copy_(columns)
+    numbers = in_huge_pages(torch.empty(columns.shape, dtype=weight.dtype, device=weight.device)).copy_(columns)
     return Panels(shape=weight.shape, numbers=numbers)
 
 

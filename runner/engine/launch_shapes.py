@@ -46,7 +46,7 @@ def decoder_shapes(
 
 
 CPU_TILES = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)  # to be tried in this order, the fastest first
-CPU_ROWS = 64  # of a tile of a compiled kernel's: rows that share a walk over the block table, prompts' also their keys
+CPU_ROWS = 64  # of a tile of a compiled kernel's: rows that take in their keys together
 
 
 def _cpu_shapes(
