@@ -1,7 +1,8 @@
 """Large memory in large pages: what a step reads from end to end is then not looked up anew every 4 KiB.
 
 Linux gives a process pages of 2 MiB always, never, or, as many distributions set it, where it asks for them. On a
-virtual machine, whose addresses are looked up twice, a product of few rows read its weights a quarter faster so.
+virtual machine, whose addresses are looked up twice, steps of a 0.6 B model in bfloat16 were 2 to 7 % shorter so, and a
+sum over 300 MB took 28 % less.
 """
 
 from __future__ import annotations
