@@ -7,7 +7,6 @@ tests/test_cpu_kernels.py, which run on the unit where there is one, and without
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 
@@ -18,7 +17,7 @@ from kernels.cpu import linear_amx
 from kernels.cpu.amx import has_amx
 from kernels.cpu.huge_pages import HUGE_PAGE, in_huge_pages
 from kernels.cpu.linear import linear
-from kernels.cpu.panels import pack
+from kernels.cpu.panels import has_feature, pack
 from tests.test_row_invariance import randn
 
 needs_amx = pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX for bfloat16")
@@ -36,7 +35,7 @@ for kernel in (products(4, np.uint16), products(1, np.float32), *attentions):
 """
 
 
-@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="of x86 alone")
+@pytest.mark.skipif(not has_feature("avx512f"), reason="numba runs some of what it compiles, for this target AVX-512")
 def test_kernels_of_the_matrix_unit_compile_where_there_is_none() -> None:
     features = "+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+fma,+amx-tile,+amx-bf16"
     target = {
