@@ -27,7 +27,6 @@ INPUTS = 2 * PAIRS  # of a step
 LINE = 4 * LANES  # bytes of every row of a tile: INPUTS of a row, or a pair of each of LANES outputs, or sums
 SUMS = 4  # tiles of them, which are the first
 INPUTS_AT, WEIGHTS = 4, (5, 6, 7)  # tiles of a step's inputs, and of its weights
-AHEAD = 8192  # bytes of a panel that are asked for before they are read
 VOID = ir.VoidType()
 
 
@@ -83,6 +82,7 @@ def _release(_context: Any) -> Any:
 def _multiply(
     _context: Any,
     is_added: Any,  # to what `out` holds; a constant, as the next
+    ahead: Any,  # bytes of a panel that are asked for before they are read; 0: it lies in a cache
     num_vectors: Any,  # of LANES outputs, at most SUMS
     out: Any,  # addresses, as the next two
     rows: Any,  # as many as configured
@@ -96,7 +96,7 @@ def _multiply(
     """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        out, rows, panel, row_bytes, steps = arguments[2:]
+        out, rows, panel, row_bytes, steps = arguments[3:]
         vectors, width, add = range(num_vectors.literal_value), LINE * num_vectors.literal_value, builder.add
         sums = [_address(builder, add(out, number(LINE * vector))) for vector in vectors]
         for vector in vectors:
@@ -113,8 +113,8 @@ def _multiply(
         for vector in vectors:
             line, loaded = add(weights, number(LINE * vector)), WEIGHTS[vector % len(WEIGHTS)]
             _tiles(builder, "tileloadd64", loaded, _address(builder, line), number(width))
-            for pair in range(PAIRS):
-                prefetch(builder, add(line, number(AHEAD + width * pair)))
+            for pair in range(PAIRS if ahead.literal_value else 0):
+                prefetch(builder, add(line, number(ahead.literal_value + width * pair)))
             _tiles(builder, "tdpbf16ps", vector, INPUTS_AT, loaded)
         following = [add(place, number(length)) for place, length in zip(places, (1, LINE, width * PAIRS), strict=True)]
         for place, first, later in zip(places, (number(0), rows, panel), following, strict=True):
@@ -126,7 +126,7 @@ def _multiply(
             _tiles(builder, "tilestored64", vector, sums[vector], number(width))
         return context.get_dummy_value()
 
-    return types.void(is_added, num_vectors, *[types.int64] * 5), generate
+    return types.void(is_added, ahead, num_vectors, *[types.int64] * 5), generate
 
 
 configure: Any = intrinsic(_configure)

@@ -236,7 +236,7 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                             if rows != configured:
                                 configure(rows)
                                 configured = rows
-                            multiply_tiles(0, key_vectors, scores_at, queries_at, keys_at, 2 * dim, dim // INPUTS)
+                            multiply_tiles(0, 0, key_vectors, scores_at, queries_at, keys_at, 2 * dim, dim // INPUTS)
                         else:
                             for key in range(0, count, key_lanes):
                                 out, panel = scores_at + 4 * key, keys_at + 4 * key * dim
@@ -250,7 +250,7 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                             panel = values_at + factor_bytes * column * KEYS * lanes
                             if on_amx:
                                 steps = (most + INPUTS - 1) // INPUTS
-                                multiply_tiles(1, vectors, sums_at, weights_at, panel, 2 * KEYS, steps)
+                                multiply_tiles(1, 0, vectors, sums_at, weights_at, panel, 2 * KEYS, steps)
                             else:
                                 wide, row = 4 * lanes, 4 * KEYS
                                 add_products(

@@ -18,9 +18,9 @@ HUGE_PAGE = 1 << 21  # bytes
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
     """The tensor itself, of whose memory nothing was written yet. Where there are no such pages nothing happens."""
-    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     if tensor.device.type == "cpu" and sys.platform == "linux" and tensor.nbytes >= HUGE_PAGE:
-        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         madvise = ctypes.CDLL(None).madvise
         madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
     return tensor

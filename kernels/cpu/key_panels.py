@@ -45,7 +45,7 @@ def spread_keys(
 
 @vectorized
 def spread_values(panel: Any, flat: Any, offsets: Any, first: Any, end: Any, dim: Any, lanes: Any) -> None:
-    """Panels of `lanes` dimensions. Keys before the first are read, and weigh nothing."""
+    """Panels of `lanes` dimensions; zeros before the first key: those values are read, and weigh nothing."""
     rows = floats(panel, (dim + lanes - 1) // lanes * KEYS, lanes)
     for key in range(end):
         for column in range((dim + lanes - 1) // lanes):

@@ -2,8 +2,8 @@
 
 BLAS chooses another kernel, and another order of its sums, for another number of rows. Here every output of every row
 is one sum over the inputs in their order, in float32 (kernels/cpu/multiply_add.py; of bfloat16, where there is a matrix
-unit, kernels/cpu/linear_amx.py). Few rows read a panel once, at the
-speed of memory; many take turns on parts of it that a core's own cache holds.
+unit, kernels/cpu/linear_amx.py). Few rows read a panel once, at the speed of memory; many take turns on parts of it
+that a core's own cache holds.
 """
 
 from __future__ import annotations

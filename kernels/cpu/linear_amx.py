@@ -20,6 +20,7 @@ from kernels.cpu.panels import LANES, Panels
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
 
+AHEAD = 8192  # bytes of a panel that are asked for before they are read
 PART_WORK = 1 << 17  # products of ROWS rows, which take as long as to read a weight
 
 Arguments = arguments_of(
@@ -53,7 +54,7 @@ def products(num_vectors: int, out_element: Any) -> Kernel:
                     configure(rows)
                     configured = rows
                 x, weights = a.x + first * a.row_bytes, a.panels + panel * a.panel_bytes
-                multiply_tiles(0, num_vectors, sums_at, x, weights, a.row_bytes, a.steps)
+                multiply_tiles(0, AHEAD, num_vectors, sums_at, x, weights, a.row_bytes, a.steps)
                 for row in range(rows):
                     own, result = sums[row], results[first + row, begin:end]
                     if a.bias:

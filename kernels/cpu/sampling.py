@@ -14,7 +14,7 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from kernels.cpu.bits import bits_of_float
+from kernels.cpu.bits import bits_of_float, ordered
 from kernels.cpu.compiled import exact
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
@@ -34,7 +34,7 @@ Arguments = arguments_of(
 Choosing = arguments_of("drawn", "images", "tokens", "positions", "num_rows", "num_splits")
 ZERO, TWO, FOUR = np.uint64(0), np.uint64(2), np.uint64(4)
 NOTHING, UNCHANGED = np.float32(0.0), np.float32(1.0)
-THIRTY_ONE, SIGNLESS, LOWEST = np.int32(31), np.int32(0x7FFFFFFF), np.int32(-(2**31))
+SIGNLESS, LOWEST = np.int32(0x7FFFFFFF), np.int32(-(2**31))
 LAST_TOKEN, NO_TOKEN = np.int64(2**63 - 1), np.int64(-1)
 
 
@@ -75,7 +75,7 @@ def add_noise_of(
 def image_of(score: Any) -> Any:
     """int32 in the order of float32; -0 as 0, and a NaN above all, whatever its sign."""
     bits = SIGNLESS if np.isnan(score) else bits_of_float(score + NOTHING)
-    return bits ^ ((bits >> THIRTY_ONE) & SIGNLESS)
+    return ordered(bits)
 
 
 @exact

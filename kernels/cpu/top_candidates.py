@@ -13,13 +13,13 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from kernels.cpu.bits import double_of_bits, float_of_bits
+from kernels.cpu.bits import double_of_bits, float_of_bits, ordered
 from kernels.cpu.compiled import exact, vectorized
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
 from kernels.cpu.philox import LN2_HIGH, LN2_LOW, log
 from kernels.cpu.recording import empty
-from kernels.cpu.sampling import SIGNLESS, THIRTY_ONE, image_of, largest_image
+from kernels.cpu.sampling import image_of, largest_image
 from kernels.cpu.threads import parts_of
 from kernels.reference.top_candidates import Candidates
 
@@ -70,7 +70,7 @@ def key_of(logit: Any, token: Any) -> Any:
 @exact
 def score_of(key: Any) -> Any:
     image = np.int32(key >> 32)
-    return float_of_bits(image ^ ((image >> THIRTY_ONE) & SIGNLESS))
+    return float_of_bits(ordered(image))
 
 
 @exact
