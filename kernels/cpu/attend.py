@@ -231,17 +231,29 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                     for turn in range((num_rows + turn_rows - 1) // turn_rows):
                         own = member * turns + turn
                         first, rows = own * turn_rows, min(num_rows - turn * turn_rows, turn_rows)
-                        queries_at = wanted_at + factor_bytes * first * dim
+                        own_at = wanted_at + factor_bytes * first * dim
                         if on_amx:
                             if rows != configured:
                                 configure(rows)
                                 configured = rows
-                            multiply_tiles(0, 0, key_vectors, scores_at, queries_at, keys_at, 2 * dim, dim // INPUTS)
+                            multiply_tiles(0, 0, key_vectors, scores_at, own_at, keys_at, 2 * dim, dim // INPUTS)
                         else:
                             for key in range(0, count, key_lanes):
-                                out, panel = scores_at + 4 * key, keys_at + 4 * key * dim
+                                out, line, panel = scores_at + 4 * key, 4 * KEYS, keys_at + 4 * key * dim
                                 add_products(
-                                    kind, key_vectors, rows, out, a.zeros, queries_at, panel, 4 * KEYS, 0, 4 * dim, dim
+                                    kind,
+                                    key_vectors,
+                                    rows,
+                                    dim,
+                                    out,
+                                    line,
+                                    a.zeros,
+                                    0,
+                                    own_at,
+                                    4 * dim,
+                                    panel,
+                                    panel,
+                                    0,
                                 )
                         of_turn = totals[:, first : first + rows]
                         most = weigh_rows(a, weights, scores, results[own], of_turn, tile, turn * turn_rows, start)
@@ -252,9 +264,21 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                                 steps = (most + INPUTS - 1) // INPUTS
                                 multiply_tiles(1, 0, vectors, sums_at, weights_at, panel, 2 * KEYS, steps)
                             else:
-                                wide, row = 4 * lanes, 4 * KEYS
+                                line, row = 4 * lanes, 4 * KEYS
                                 add_products(
-                                    kind, vectors, rows, sums_at, sums_at, weights_at, panel, wide, wide, row, most
+                                    kind,
+                                    vectors,
+                                    rows,
+                                    most,
+                                    sums_at,
+                                    line,
+                                    sums_at,
+                                    line,
+                                    weights_at,
+                                    row,
+                                    panel,
+                                    panel,
+                                    0,
                                 )
                 start += KEYS
             for member in range(members):

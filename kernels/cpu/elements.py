@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
-from kernels.cpu.compiled import compiled
+from kernels.cpu.compiled import compiled, vectorized
 from kernels.cpu.native import pointer
 
 ELEMENTS: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
@@ -56,3 +56,17 @@ def _narrow(_context: Any, number: Any, like: Any) -> Any:
 
 widen: Any = intrinsic(_widen)  # an element -> float32
 narrow: Any = intrinsic(_narrow)  # (float32, an element of the type that it is to have) -> element
+
+
+@vectorized
+def write_rows(results: Any, first: Any, column: Any, sums: Any, count: Any, biases: Any) -> None:
+    """results[first:, column:] = the first `count` columns of rows of sums, and theirs of biases, if there are any."""
+    for row in range(len(sums)):
+        own, result = sums[row, :count], results[first + row, column : column + count]
+        if len(biases) == 0:
+            for index in range(count):
+                result[index] = narrow(own[index], result[index])
+        else:
+            bias = biases[column : column + count]
+            for index in range(count):
+                result[index] = narrow(own[index] + widen(bias[index]), result[index])

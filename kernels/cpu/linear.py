@@ -11,12 +11,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu import linear_amx
-from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
+from kernels.cpu.elements import ELEMENTS, elements, write_rows
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of
 from kernels.cpu.native import floats
@@ -25,11 +26,12 @@ from kernels.cpu.recording import empty
 from kernels.cpu.rows import widened
 from kernels.cpu.threads import parts_of
 
-PART_BYTES = 1 << 18  # of a panel, for the turns of many rows: a quarter to an eighth of a core's second cache
+PART_BYTES = 1 << 17  # of a panel, for the turns of many rows: it and the next one fit in any second cache
+AHEAD = 1024  # bytes of a panel that are asked for before they are read
 PART_WORK = 1 << 17  # products, made in some microseconds; reading a weight takes as long as TURN_ROWS of them
 
 Arguments = arguments_of(
-    *("out", "totals", "bias", "x", "panels", "zeros", "room"),  # addresses; bias 0: there is none
+    *("out", "bias", "x", "panels", "zeros", "room"),  # addresses; bias 0: there is none
     *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "part_steps", "row_step_bytes"),
 )
 
@@ -37,43 +39,36 @@ Arguments = arguments_of(
 @cache
 def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Kernel:
     """Of multiply_add's kind with panels of so many vectors; elements of the bias, and of the results."""
-    width = LANES * num_vectors
+    width, is_float32 = LANES * num_vectors, out_element is np.float32
 
     def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        num_turns = (a.num_rows + TURN_ROWS - 1) // TURN_ROWS
-        row_bytes, panel_step = a.row_bytes, a.panel_bytes // a.steps
+        num_turns, is_cut = (a.num_rows + TURN_ROWS - 1) // TURN_ROWS, a.part_steps < a.steps
+        row_bytes, step_bytes = a.row_bytes, a.panel_bytes // a.steps
+        room = a.room + 4 * width * thread * (a.num_rows if is_cut else TURN_ROWS)
+        results = elements(a.out, a.num_rows, a.out_features, out_element)
+        biases = elements(a.bias, 1, a.out_features if a.bias else 0, element)[0]
         for panel in range(a.num_panels * part // num_parts, a.num_panels * (part + 1) // num_parts):
             # The last panel may have more outputs than a row of `out` has room for.
-            columns = min(width, a.out_features - panel * width)
-            is_whole = columns == width
-            part_steps = a.part_steps if is_whole else a.steps
-            out_bytes = 4 * (a.out_features if is_whole else width)
-            for begin in range(0, a.steps, part_steps):
-                steps, w = min(part_steps, a.steps - begin), a.panels + panel * a.panel_bytes + begin * panel_step
+            column, columns = panel * width, min(width, a.out_features - panel * width)
+            is_result = is_float32 and not a.bias and columns == width  # what is added up
+            place, line = (a.out + 4 * column, 4 * a.out_features) if is_result else (room, 4 * width)
+            for begin in range(0, a.steps, a.part_steps):
+                steps, w = min(a.part_steps, a.steps - begin), a.panels + panel * a.panel_bytes + begin * step_bytes
                 for turn in range(num_turns):
                     first = a.num_rows * turn // num_turns
                     rows = a.num_rows * (turn + 1) // num_turns - first
                     x = a.x + first * row_bytes + begin * a.row_step_bytes
-                    target = a.totals + 4 * (first * a.out_features + panel * width)
-                    out = target if is_whole else a.room + 4 * thread * TURN_ROWS * width
-                    start, start_bytes = (out, out_bytes) if begin else (a.zeros, 0)
-                    add_products(kind, num_vectors, rows, out, start, x, w, out_bytes, start_bytes, row_bytes, steps)
-                    if not is_whole:
-                        done, rest = floats(out, rows, width), floats(target, rows, a.out_features)
-                        for row in range(rows):
-                            for column in range(columns):
-                                rest[row, column] = done[row, column]
-            if a.bias or a.out != a.totals:
-                totals = floats(a.totals, a.num_rows, a.out_features)
-                results = elements(a.out, a.num_rows, a.out_features, out_element)
-                biases = elements(a.bias if a.bias else a.zeros, 1, a.out_features, element)[0]
-                for row in range(a.num_rows):
-                    for column in range(panel * width, panel * width + columns):
-                        total = totals[row, column]
-                        if a.bias:
-                            total += widen(biases[column])
-                        results[row, column] = narrow(total, results[row, column])
+                    out = place + (line * first if is_result or is_cut else 0)
+                    start, start_bytes = (out, line) if begin else (a.zeros, 0)
+                    # One turn asks for what it will read itself, of several each for a share of the part behind.
+                    ahead = w + (AHEAD if num_turns == 1 else steps * step_bytes * (num_turns + turn) // num_turns)
+                    share = step_bytes // num_turns
+                    add_products(
+                        kind, num_vectors, rows, steps, out, line, start, start_bytes, x, row_bytes, w, ahead, share
+                    )
+                    if begin + steps == a.steps and not is_result:
+                        write_rows(results, first, column, floats(out, rows, width), columns, biases)
 
     return Kernel(multiply, Arguments)
 
@@ -94,14 +89,13 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
         rows = widened(rows.contiguous())
     num_panels, steps, width, inputs = numbers.shape
     work = (num_rows + TURN_ROWS) * out_features * in_features
-    totals = empty(num_rows, out_features)
-    out = totals if out_dtype == torch.float32 else empty(num_rows, out_features, dtype=out_dtype)
-    room = empty(0 if out_features % width == 0 else torch.get_num_threads() * TURN_ROWS * width)
     step_bytes, row_bytes = width * inputs * numbers.element_size(), rows.stride(0) * rows.element_size()
-    part_steps = steps if num_rows <= TURN_ROWS else max(PART_BYTES // step_bytes, 1)
+    part_steps = steps if num_rows <= TURN_ROWS else min(max(PART_BYTES // step_bytes, 1), steps)
+    out = empty(num_rows, out_features, dtype=out_dtype)
+    room = empty(torch.get_num_threads() * width * (num_rows if part_steps < steps else TURN_ROWS))
     multiply = products(kind_of(weight.dtype), width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype])
     multiply(
-        *(out.data_ptr(), totals.data_ptr(), 0 if bias is None else bias.data_ptr()),
+        *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
         *(rows.data_ptr(), numbers.data_ptr(), ZEROS.data_ptr(), room.data_ptr()),
         *(num_rows, row_bytes, out_features, num_panels, steps * step_bytes, steps, part_steps),
         inputs * rows.element_size(),

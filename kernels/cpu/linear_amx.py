@@ -13,7 +13,7 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.amx import INPUTS, ROWS, configure, has_amx, multiply_tiles, release
-from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
+from kernels.cpu.elements import ELEMENTS, elements, write_rows
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats
 from kernels.cpu.panels import LANES, Panels
@@ -44,6 +44,7 @@ def products(num_vectors: int, out_element: Any) -> Kernel:
         sums_at = a.room + 4 * thread * ROWS * width
         sums = floats(sums_at, ROWS, width)
         results = elements(a.out, a.num_rows, a.out_features, out_element)
+        biases = elements(a.bias, 1, a.out_features if a.bias else 0, bfloat16)[0]
         for panel in range(a.num_panels * part // num_parts, a.num_panels * (part + 1) // num_parts):
             # The last panel may have more outputs than a row of `out` has room for.
             begin, end = panel * width, min((panel + 1) * width, a.out_features)
@@ -55,15 +56,7 @@ def products(num_vectors: int, out_element: Any) -> Kernel:
                     configured = rows
                 x, weights = a.x + first * a.row_bytes, a.panels + panel * a.panel_bytes
                 multiply_tiles(0, AHEAD, num_vectors, sums_at, x, weights, a.row_bytes, a.steps)
-                for row in range(rows):
-                    own, result = sums[row], results[first + row, begin:end]
-                    if a.bias:
-                        bias = elements(a.bias, 1, a.out_features, bfloat16)[0, begin:end]
-                        for column in range(end - begin):
-                            result[column] = narrow(own[column] + widen(bias[column]), result[column])
-                    else:
-                        for column in range(end - begin):
-                            result[column] = narrow(own[column], result[column])
+                write_rows(results, first, begin, sums[:rows], end - begin, biases)
         release()
 
     return Kernel(multiply, Arguments)

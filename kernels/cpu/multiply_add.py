@@ -21,7 +21,6 @@ INT, WORD, FLOAT, HALF, BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), i
 FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF))
 TURN_ROWS = 6  # that share a panel's registers
 UNROLLED = 4  # steps
-AHEAD = 1024  # bytes of a panel that are asked for before they are read
 
 
 def number(value: int, kind: Any = INT) -> Any:
@@ -122,7 +121,7 @@ class Sums:
         for place, total in zip(self.places(address, stride), self.totals, strict=True):
             self.builder.store(total, self.builder.inttoptr(place, FLOATS.as_pointer())).align = 4
 
-    def steps(self, first: Any, end: Any, length: int, bases: list[Any], panel: Any) -> Any:
+    def steps(self, first: Any, end: Any, length: int, bases: list[Any], panel: Any, ahead: list[Any]) -> Any:
         """A loop over steps from first up to end, `length` at a time; how far it came."""
         builder, before = self.builder, self.builder.block
         body, behind = builder.append_basic_block("steps"), builder.append_basic_block("behind")
@@ -131,7 +130,7 @@ class Sums:
         step, *sums = places = [builder.phi(INT), *(builder.phi(FLOATS) for _ in self.totals)]
         current = list(sums)
         for index in range(length):
-            self._step(builder.add(step, number(index)), bases, panel, current)
+            self._step(builder.add(step, number(index)), bases, panel, ahead, current)
         started, reached = [first, *self.totals], [builder.add(step, number(length)), *current]
         builder.cbranch(builder.icmp_signed("<=", builder.add(reached[0], number(length)), end), body, behind)
         builder.position_at_end(behind)
@@ -142,14 +141,15 @@ class Sums:
         self.totals = ends[1:]
         return ends[0]
 
-    def _step(self, step: Any, bases: list[Any], panel: Any, current: list[Any]) -> None:
+    def _step(self, step: Any, bases: list[Any], panel: Any, ahead: list[Any], current: list[Any]) -> None:
         builder, kind, count = self.builder, self.kind, len(self.vectors)
         line = builder.add(panel, builder.mul(step, number(kind.vector_bytes * count)))
+        wanted = builder.add(ahead[0], builder.mul(step, ahead[1]))
         factors = []
         for vector in self.vectors:
-            address = builder.add(line, number(kind.vector_bytes * vector))
-            factors.append(kind.weights(builder, address))
-            prefetch(builder, builder.add(address, number(AHEAD)))
+            distance = number(kind.vector_bytes * vector)
+            factors.append(kind.weights(builder, builder.add(line, distance)))
+            prefetch(builder, builder.add(wanted, distance))
         for row in self.rows:
             inputs = builder.add(bases[row], builder.mul(step, number(kind.row_bytes)))
             for vector in self.vectors:
@@ -168,19 +168,21 @@ def _add_products(
     kind: Any,  # an index of KINDS; a constant, as the next
     num_vectors: Any,
     num_rows: Any,  # 1 to TURN_ROWS
-    out: Any,  # addresses, as the next three
-    start: Any,
-    rows: Any,
-    panel: Any,
-    out_bytes: Any,  # from row to row, as the next two
-    start_bytes: Any,
-    row_bytes: Any,
     steps: Any,
+    out: Any,  # an address, as the next two, and bytes from row to row
+    out_bytes: Any,
+    start: Any,
+    start_bytes: Any,
+    rows: Any,
+    row_bytes: Any,
+    panel: Any,  # its address
+    ahead: Any,  # of what is asked for meanwhile, one step's width at each,
+    ahead_bytes: Any,  # this far from the last
 ) -> Any:
     """out[row] = start[row] + the products of the row with a panel of LANES * num_vectors outputs, float32."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        num_rows, out, start, rows, panel, out_bytes, start_bytes, row_bytes, steps = arguments[2:]
+        num_rows, steps, out, out_bytes, start, start_bytes, rows, row_bytes, panel, *ahead = arguments[2:]
         behind = builder.append_basic_block("added")
         cases = [builder.append_basic_block("rows") for _ in range(TURN_ROWS)]
         switch = builder.switch(num_rows, cases[-1])
@@ -190,14 +192,14 @@ def _add_products(
             sums = Sums(builder, KINDS[kind.literal_value], count, num_vectors.literal_value)
             bases = [builder.add(rows, builder.mul(row_bytes, number(row))) for row in sums.rows]
             sums.start(start, start_bytes)
-            reached = sums.steps(number(0), steps, UNROLLED, bases, panel)
-            sums.steps(reached, steps, 1, bases, panel)
+            reached = sums.steps(number(0), steps, UNROLLED, bases, panel, ahead)
+            sums.steps(reached, steps, 1, bases, panel, ahead)
             sums.store(out, out_bytes)
             builder.branch(behind)
         builder.position_at_end(behind)
         return context.get_dummy_value()
 
-    return types.void(kind, num_vectors, *[types.int64] * 9), generate
+    return types.void(kind, num_vectors, *[types.int64] * 11), generate
 
 
 add_products: Any = intrinsic(prefer_literal=True)(_add_products)
