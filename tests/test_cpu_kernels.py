@@ -75,12 +75,14 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=[*DTYPES, "bfloat16 in vector lanes"], ids=str)
+@pytest.fixture(params=[*DTYPES, "bfloat16 in vector lanes", "bfloat16 in float32"], ids=str)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """bfloat16 as this machine attends to it, on its matrix unit if it has one, and as others do."""
     if isinstance(request.param, torch.dtype):
         return request.param
-    monkeypatch.setattr(attend, "has_amx", lambda: False)
+    monkeypatch.setattr(on_cpu, "has_amx", lambda: False)
+    if request.param == "bfloat16 in float32":
+        monkeypatch.setattr(attend, "multiplies_pairs", lambda: False)
     return torch.bfloat16
 
 

@@ -6,9 +6,9 @@ Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): the bits of a row d
 sees alone, whatever rows share its tile, as long as values are finite: those of keys that only its neighbours see count
 nothing.
 
-Products are those of kernels/cpu/multiply_add.py, in float32, or, of bfloat16, those of a matrix unit
-(kernels/cpu/amx.py): there products of queries and keys are exact, sums float32, and weights are rounded to bfloat16
-for their products with values, as flash attention does on a GPU.
+Products are those of kernels/cpu/multiply_add.py, in float32, or of pairs of bfloat16, where the CPU multiplies these:
+in vector lanes too, or on a matrix unit (kernels/cpu/amx.py). Then products of queries and keys are exact, sums
+float32, and weights are rounded to bfloat16 for their products with values, as flash attention does on a GPU.
 """
 
 # mypy: disable-error-code="arg-type"
@@ -22,16 +22,16 @@ import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 
-from kernels.cpu.amx import INPUTS, ROWS, configure, has_amx, multiply_tiles, release
+from kernels.cpu.amx import INPUTS, ROWS, configure, multiply_tiles, release
 from kernels.cpu.bits import bits_of_float, float_of_bits, ordered
 from kernels.cpu.compiled import compiled, vectorized
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.key_panels import KEYS, ask_for_keys, pair_keys, pair_values, spread_keys, spread_values
+from kernels.cpu.key_panels import KEYS, pair_keys, pair_values, spread_keys, spread_values
 from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of
 from kernels.cpu.native import floats, integers, pointer
-from kernels.cpu.panels import LANES, has_feature
+from kernels.cpu.panels import LANES, has_feature, multiplies_pairs
 
 HEADS = 4  # of one KV head, at most, that are a unit of work
 TURNS = 8  # of neighbouring units that take keys in together, as these lie in memory
@@ -51,8 +51,8 @@ Arguments = arguments_of(
 )
 
 
-def attends_on_amx(dtype: torch.dtype, head_dim: int) -> bool:
-    return dtype == torch.bfloat16 and head_dim % INPUTS == 0 and has_amx()
+def attends_in_pairs(dtype: torch.dtype, head_dim: int) -> bool:
+    return dtype == torch.bfloat16 and head_dim % INPUTS == 0 and multiplies_pairs()
 
 
 def vectors_of(head_dim: int) -> int:
@@ -155,12 +155,44 @@ def heads_of(unit: Any, group: Any, blocks: Any) -> Any:
     return kv_head * group + block * HEADS, min(group - block * HEADS, HEADS)
 
 
+@vectorized
+def begin_rows(
+    wanted: Any, totals: Any, place: Any, queries: Any, first_row: Any, size: Any, first: Any, heads: Any
+) -> None:
+    """The rows of a tile, of one head after another, from `place` on: nothing is found yet."""
+    dim = wanted.shape[1]
+    for row in range(heads * size):
+        totals[0, place + row], totals[1, place + row] = LOWEST, NOTHING
+        column = (first + row // size) * dim
+        own, query = wanted[place + row], queries[first_row + row % size, column : column + dim]
+        for d in range(dim):
+            own[d] = narrow(widen(query[d]), own[d])
+
+
+@vectorized
+def end_rows(
+    output: Any, results: Any, totals: Any, first_row: Any, size: Any, first: Any, heads: Any, dim: Any
+) -> None:
+    """What they found: of results [turns, columns, rows of a turn, lanes] and totals, of these rows alone."""
+    _, columns, turn_rows, lanes = results.shape
+    for row in range(heads * size):
+        total, begin = totals[1, row], (first + row // size) * dim
+        for column in range(columns):
+            result, low = results[row // turn_rows, column, row % turn_rows], begin + column * lanes
+            out = output[first_row + row % size, low : min(low + lanes, begin + dim)]
+            for d in range(len(out)):
+                number = NOTHING if abs(result[d]) < SMALLEST else result[d]
+                out[d] = narrow(number / total, out[d])
+
+
 @cache
-def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Kernel:
-    """Of tensors of these elements, with values and keys in panels of so many vectors."""
+def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_amx: bool) -> Kernel:
+    """Of tensors of these elements, with values and keys in panels of so many vectors; is_paired: of bfloat16s."""
     lanes, key_lanes, turn_rows = LANES * vectors, LANES * key_vectors, ROWS if on_amx else TURN_ROWS
-    factor, factor_bytes = (ELEMENTS[torch.bfloat16], 2) if on_amx else (np.float32, 4)  # of products
-    size_of, kind = np.dtype(element).itemsize, kind_of(torch.float32)
+    factor, dtype = (ELEMENTS[torch.bfloat16], torch.bfloat16) if is_paired else (np.float32, torch.float32)
+    factor_bytes, kind = np.dtype(factor).itemsize, kind_of(dtype)
+    inputs = 2 if is_paired else 1  # of a step in vector lanes
+    step_keys = INPUTS if on_amx else inputs
 
     def attend_part(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
@@ -196,12 +228,7 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
             results[:] = NOTHING
             for member in range(members):
                 first_head, heads = heads_of(first_unit + member, group, blocks)
-                for row in range(heads * size):
-                    place, column = member * turns * turn_rows + row, (first_head + row // size) * dim
-                    totals[0, place], totals[1, place] = LOWEST, NOTHING
-                    own, query = wanted[place], queries[first_row + row % size, column : column + dim]
-                    for d in range(dim):
-                        own[d] = narrow(widen(query[d]), own[d])
+                begin_rows(wanted, totals, member * turns * turn_rows, queries, first_row, size, first_head, heads)
             position, last_key = integers(a.positions, num_tiles)[tile], integers(a.last_keys, num_tiles)[tile]
             # Rows behind the context that was announced are nobody's any more: their requests have ended.
             num_keys = min(last_key + 1, a.max_context) if size else 0
@@ -218,15 +245,13 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                             offset = offsets[0, min(key, count - 1)]
                             offsets[1, key] = offset + np.uint64(key_column)
                             offsets[2, key] = offset + np.uint64(value_column)
-                        if member + blocks - (first_unit + member) % blocks < members:
-                            next_head, beside = a.kv + size_of * (key_column + dim), size_of * a.num_kv_heads * dim
-                            ask_for_keys(next_head, beside, offsets[0], count, size_of, dim)
-                        if on_amx:
+                        if is_paired:
+                            padded = (count + step_keys - 1) // step_keys * step_keys
                             pair_keys(keys_at, a.kv, offsets_at + 8 * KEYS, count, dim)
-                            pair_values(values_at, a.kv, offsets[2], seen_from, count, a.zeros, dim, lanes)
+                            pair_values(values_at, a.kv, offsets[2], seen_from, count, padded, a.zeros, dim, lanes)
                         else:
                             spread_keys(keys_at, a.kv, flat, offsets[1], offsets_at + 8 * KEYS, count, dim, key_lanes)
-                            spread_values(values_at, flat, offsets[2], seen_from, count, dim, lanes)
+                            spread_values(values_at, a.kv, flat, offsets[2], seen_from, count, dim, lanes)
                     num_rows = heads_of(first_unit + member, group, blocks)[1] * size
                     for turn in range((num_rows + turn_rows - 1) // turn_rows):
                         own = member * turns + turn
@@ -238,61 +263,42 @@ def attention(element: Any, vectors: int, key_vectors: int, on_amx: bool) -> Ker
                                 configured = rows
                             multiply_tiles(0, 0, key_vectors, scores_at, own_at, keys_at, 2 * dim, dim // INPUTS)
                         else:
+                            query_bytes, steps = factor_bytes * dim, dim // inputs
                             for key in range(0, count, key_lanes):
-                                out, line, panel = scores_at + 4 * key, 4 * KEYS, keys_at + 4 * key * dim
+                                out, line, panel = scores_at + 4 * key, 4 * KEYS, keys_at + 4 * key * steps
                                 add_products(
                                     kind,
                                     key_vectors,
                                     rows,
-                                    dim,
+                                    steps,
                                     out,
                                     line,
                                     a.zeros,
                                     0,
                                     own_at,
-                                    4 * dim,
+                                    query_bytes,
                                     panel,
-                                    panel,
+                                    0,
                                     0,
                                 )
                         of_turn = totals[:, first : first + rows]
                         most = weigh_rows(a, weights, scores, results[own], of_turn, tile, turn * turn_rows, start)
+                        steps = (most + step_keys - 1) // step_keys
                         for column in range(columns if most else 0):
-                            sums_at = results_at + 4 * (own * columns + column) * turn_rows * lanes
+                            out = results_at + 4 * (own * columns + column) * turn_rows * lanes
                             panel = values_at + factor_bytes * column * KEYS * lanes
                             if on_amx:
-                                steps = (most + INPUTS - 1) // INPUTS
-                                multiply_tiles(1, 0, vectors, sums_at, weights_at, panel, 2 * KEYS, steps)
+                                multiply_tiles(1, 0, vectors, out, weights_at, panel, 2 * KEYS, steps)
                             else:
-                                line, row = 4 * lanes, 4 * KEYS
+                                line, row_bytes = 4 * lanes, factor_bytes * KEYS
                                 add_products(
-                                    kind,
-                                    vectors,
-                                    rows,
-                                    most,
-                                    sums_at,
-                                    line,
-                                    sums_at,
-                                    line,
-                                    weights_at,
-                                    row,
-                                    panel,
-                                    panel,
-                                    0,
+                                    kind, vectors, rows, steps, out, line, out, line, weights_at, row_bytes, panel, 0, 0
                                 )
                 start += KEYS
             for member in range(members):
                 first_head, heads = heads_of(first_unit + member, group, blocks)
-                for row in range(heads * size):
-                    own, total = member * turns + row // turn_rows, totals[1, member * turns * turn_rows + row]
-                    for column in range(columns):
-                        begin, result = (first_head + row // size) * dim, results[own, column, row % turn_rows]
-                        out = output[
-                            first_row + row % size, begin + column * lanes : begin + min((column + 1) * lanes, dim)
-                        ]
-                        for d in range(len(out)):
-                            number = NOTHING if abs(result[d]) < SMALLEST else result[d]
-                            out[d] = narrow(number / total, out[d])
+                own, first = results[member * turns : (member + 1) * turns], member * turns * turn_rows
+                end_rows(output, own, totals[:, first:], first_row, size, first_head, heads, dim)
             unit += members
         if on_amx:
             release()

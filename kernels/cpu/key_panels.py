@@ -34,7 +34,8 @@ def spread_keys(
         for key in range(0, count, LANES):
             own = panel + 4 * (key // lanes * lanes * dim + key % lanes)
             for d in range(0, dim, 4 * LANES // size):
-                transpose(own + 4 * d * lanes, 4 * lanes, kv + size * d, offsets_at + 8 * key, size, flat[0])
+                place, offsets_of_keys = kv + size * d, offsets_at + 8 * key
+                transpose(own + 4 * d * lanes, 4 * lanes, place, offsets_of_keys, size, size * dim, flat[0])
     else:
         rows = floats(panel, KEYS // lanes * dim, lanes)
         for key in range(count):
@@ -44,10 +45,11 @@ def spread_keys(
 
 
 @vectorized
-def spread_values(panel: Any, flat: Any, offsets: Any, first: Any, end: Any, dim: Any, lanes: Any) -> None:
+def spread_values(panel: Any, kv: Any, flat: Any, offsets: Any, first: Any, end: Any, dim: Any, lanes: Any) -> None:
     """Panels of `lanes` dimensions; zeros before the first key: those values are read, and weigh nothing."""
-    rows = floats(panel, (dim + lanes - 1) // lanes * KEYS, lanes)
+    rows, size = floats(panel, (dim + lanes - 1) // lanes * KEYS, lanes), flat.itemsize
     for key in range(end):
+        ask_for_lines(kv + size * (np.int64(offsets[key]) + dim), size * dim)
         for column in range((dim + lanes - 1) // lanes):
             own, begin = rows[column * KEYS + key], offsets[key] + np.uint64(column * lanes)
             source = flat[begin : begin + np.uint64(min(lanes, dim - column * lanes))]
@@ -64,26 +66,26 @@ def pair_keys(panel: Any, kv: Any, offsets_at: Any, count: Any, dim: Any) -> Non
     for key in range(0, count, LANES):
         for d in range(0, dim, 2 * LANES):
             own = panel + 2 * d * KEYS + 4 * key
-            transpose(own, 4 * KEYS, kv + 2 * d, offsets_at + 8 * key, 2, UNWIDENED)
+            transpose(own, 4 * KEYS, kv + 2 * d, offsets_at + 8 * key, 2, 2 * dim, UNWIDENED)
 
 
 @vectorized
-def pair_values(panel: Any, kv: Any, offsets: Any, first: Any, end: Any, zeros: Any, dim: Any, lanes: Any) -> None:
-    """Panels of `lanes` dimensions; zeros, which are at an address, where a key is not in [first, end)."""
-    for low in range(0, KEYS, 2):
+def pair_values(
+    panel: Any, kv: Any, offsets: Any, first: Any, end: Any, padded: Any, zeros: Any, dim: Any, lanes: Any
+) -> None:
+    """Panels of `lanes` dimensions of keys up to `padded`, an even number; zeros, which are at an address, where a key
+    is not in [first, end)."""
+    for low in range(0, padded, 2):
         sees_low, sees_high = first <= low < end, first <= low + 1 < end
         for column in range(0, dim, lanes):
             for begin in range(column, column + lanes, 2 * LANES):
                 lows = kv + 2 * (np.int64(offsets[low]) + begin) if sees_low else zeros
                 highs = kv + 2 * (np.int64(offsets[low + 1]) + begin) if sees_high else zeros
-                interleave(panel + 2 * (column * KEYS + low * lanes + 2 * (begin - column)), lows, highs)
+                own = panel + 2 * (column * KEYS + low * lanes + 2 * (begin - column))
+                interleave(own, lows, highs, 2 * dim)
 
 
 @vectorized
-def ask_for_keys(rows: Any, beside: Any, offsets: Any, count: Any, size: Any, dim: Any) -> None:
-    """The keys of a head, and its values so many bytes beside them, before they are read. size: of a number."""
-    for key in range(count):
-        place = rows + size * np.int64(offsets[key])
-        for line in range(0, size * dim, CACHE_LINE):
-            ask_for(place + line)
-            ask_for(place + beside + line)
+def ask_for_lines(place: Any, num_bytes: Any) -> None:
+    for line in range(0, num_bytes, CACHE_LINE):
+        ask_for(place + line)

@@ -22,6 +22,8 @@ FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HA
 TURN_ROWS = 6  # that share a panel's registers
 UNROLLED = 4  # steps
 
+Ahead = tuple[Any, Any]  # what is asked for at the first step, and bytes from step to step
+
 
 def number(value: int, kind: Any = INT) -> Any:
     return ir.Constant(kind, value)
@@ -121,7 +123,7 @@ class Sums:
         for place, total in zip(self.places(address, stride), self.totals, strict=True):
             self.builder.store(total, self.builder.inttoptr(place, FLOATS.as_pointer())).align = 4
 
-    def steps(self, first: Any, end: Any, length: int, bases: list[Any], panel: Any, ahead: list[Any]) -> Any:
+    def steps(self, first: Any, end: Any, length: int, bases: list[Any], panel: Any, ahead: Ahead | None) -> Any:
         """A loop over steps from first up to end, `length` at a time; how far it came."""
         builder, before = self.builder, self.builder.block
         body, behind = builder.append_basic_block("steps"), builder.append_basic_block("behind")
@@ -141,15 +143,16 @@ class Sums:
         self.totals = ends[1:]
         return ends[0]
 
-    def _step(self, step: Any, bases: list[Any], panel: Any, ahead: list[Any], current: list[Any]) -> None:
+    def _step(self, step: Any, bases: list[Any], panel: Any, ahead: Ahead | None, current: list[Any]) -> None:
         builder, kind, count = self.builder, self.kind, len(self.vectors)
         line = builder.add(panel, builder.mul(step, number(kind.vector_bytes * count)))
-        wanted = builder.add(ahead[0], builder.mul(step, ahead[1]))
+        wanted = ahead and builder.add(ahead[0], builder.mul(step, ahead[1]))
         factors = []
         for vector in self.vectors:
             distance = number(kind.vector_bytes * vector)
             factors.append(kind.weights(builder, builder.add(line, distance)))
-            prefetch(builder, builder.add(wanted, distance))
+            if wanted:
+                prefetch(builder, builder.add(wanted, distance))
         for row in self.rows:
             inputs = builder.add(bases[row], builder.mul(step, number(kind.row_bytes)))
             for vector in self.vectors:
@@ -176,13 +179,16 @@ def _add_products(
     rows: Any,
     row_bytes: Any,
     panel: Any,  # its address
-    ahead: Any,  # of what is asked for meanwhile, one step's width at each,
-    ahead_bytes: Any,  # this far from the last
+    ahead: Any,  # address of what is asked for meanwhile, one step's width at each; a constant 0: nothing
+    ahead_bytes: Any,  # from step to step
 ) -> Any:
     """out[row] = start[row] + the products of the row with a panel of LANES * num_vectors outputs, float32."""
 
+    asks = not isinstance(ahead, types.IntegerLiteral)
+
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        num_rows, steps, out, out_bytes, start, start_bytes, rows, row_bytes, panel, *ahead = arguments[2:]
+        num_rows, steps, out, out_bytes, start, start_bytes, rows, row_bytes, panel, *wanted = arguments[2:]
+        ahead = (wanted[0], wanted[1]) if asks else None
         behind = builder.append_basic_block("added")
         cases = [builder.append_basic_block("rows") for _ in range(TURN_ROWS)]
         switch = builder.switch(num_rows, cases[-1])
@@ -199,7 +205,7 @@ def _add_products(
         builder.position_at_end(behind)
         return context.get_dummy_value()
 
-    return types.void(kind, num_vectors, *[types.int64] * 11), generate
+    return types.void(kind, num_vectors, *[types.int64] * 9, ahead, types.int64), generate
 
 
 add_products: Any = intrinsic(prefer_literal=True)(_add_products)

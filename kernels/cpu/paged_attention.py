@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.attend import HEADS, OFFSETS, attends_on_amx, attention, room_of, vectors_of
+from kernels.cpu.amx import has_amx
+from kernels.cpu.attend import HEADS, OFFSETS, attends_in_pairs, attention, room_of, vectors_of
 from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
 from kernels.cpu.key_panels import KEYS
@@ -43,10 +44,11 @@ class LayerLaunch:
         max_context, group = segments.max_context, num_heads // num_kv_heads
         assert segments.num_shared_tiles == 0, "what is split is shared"
         work = num_rows * num_heads * head_dim * max_context  # products, at most
-        on_amx = attends_on_amx(query.dtype, head_dim)
+        is_paired = attends_in_pairs(query.dtype, head_dim)
+        on_amx = is_paired and has_amx()
         units = len(segments.tile_rows) * num_kv_heads * -(-group // HEADS)
         self._parts = parts_of(work, AMX_PRODUCTS if on_amx else PART_PRODUCTS, units)
-        self._attend = attention(ELEMENTS[query.dtype], vectors_of(head_dim), vectors_of(KEYS), on_amx)
+        self._attend = attention(ELEMENTS[query.dtype], vectors_of(head_dim), vectors_of(KEYS), is_paired, on_amx)
         num_floats = room_of(segments.max_tile_size, group, head_dim)
         assert num_floats % LANES == 0, "a thread's room begins on a line: vectors are read whole"
         threads = torch.get_num_threads()
