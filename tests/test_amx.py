@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,12 +37,13 @@ for kernel in (products(4, np.uint16), products(1, np.float32), *attentions):
 
 
 @pytest.mark.skipif(not has_feature("avx512f"), reason="numba runs some of what it compiles, for this target AVX-512")
-def test_kernels_of_the_matrix_unit_compile_where_there_is_none() -> None:
+def test_kernels_of_the_matrix_unit_compile_where_there_is_none(tmp_path: Path) -> None:
     features = "+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+fma,+amx-tile,+amx-bf16"
     target = {
         "NUMBA_CPU_NAME": "sapphirerapids",
         "NUMBA_CPU_FEATURES": features,
         "NUMBA_DISABLE_PERFORMANCE_WARNINGS": "1",
+        "NUMBA_CACHE_DIR": str(tmp_path),  # what an earlier run compiled has no assembly to be read
     }
     said = subprocess.run(
         [sys.executable, "-c", CROSS_COMPILE], env=os.environ | target, capture_output=True, text=True, check=False

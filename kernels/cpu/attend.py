@@ -246,9 +246,8 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             offsets[1, key] = offset + np.uint64(key_column)
                             offsets[2, key] = offset + np.uint64(value_column)
                         if is_paired:
-                            padded = (count + step_keys - 1) // step_keys * step_keys
                             pair_keys(keys_at, a.kv, offsets_at + 8 * KEYS, count, dim)
-                            pair_values(values_at, a.kv, offsets[2], seen_from, count, padded, a.zeros, dim, lanes)
+                            pair_values(values_at, a.kv, offsets[2], seen_from, count, step_keys, a.zeros, dim, lanes)
                         else:
                             spread_keys(keys_at, a.kv, flat, offsets[1], offsets_at + 8 * KEYS, count, dim, key_lanes)
                             spread_values(values_at, a.kv, flat, offsets[2], seen_from, count, dim, lanes)
@@ -256,30 +255,18 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                     for turn in range((num_rows + turn_rows - 1) // turn_rows):
                         own = member * turns + turn
                         first, rows = own * turn_rows, min(num_rows - turn * turn_rows, turn_rows)
-                        own_at = wanted_at + factor_bytes * first * dim
+                        x, x_bytes = wanted_at + factor_bytes * first * dim, factor_bytes * dim
                         if on_amx:
                             if rows != configured:
                                 configure(rows)
                                 configured = rows
-                            multiply_tiles(0, 0, key_vectors, scores_at, own_at, keys_at, 2 * dim, dim // INPUTS)
+                            multiply_tiles(0, 0, key_vectors, scores_at, x, keys_at, x_bytes, dim // INPUTS)
                         else:
-                            query_bytes, steps = factor_bytes * dim, dim // inputs
+                            steps = dim // inputs
                             for key in range(0, count, key_lanes):
                                 out, line, panel = scores_at + 4 * key, 4 * KEYS, keys_at + 4 * key * steps
                                 add_products(
-                                    kind,
-                                    key_vectors,
-                                    rows,
-                                    steps,
-                                    out,
-                                    line,
-                                    a.zeros,
-                                    0,
-                                    own_at,
-                                    query_bytes,
-                                    panel,
-                                    0,
-                                    0,
+                                    kind, key_vectors, rows, steps, out, line, a.zeros, 0, x, x_bytes, panel, 0, 0
                                 )
                         of_turn = totals[:, first : first + rows]
                         most = weigh_rows(a, weights, scores, results[own], of_turn, tile, turn * turn_rows, start)
@@ -290,9 +277,9 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             if on_amx:
                                 multiply_tiles(1, 0, vectors, out, weights_at, panel, 2 * KEYS, steps)
                             else:
-                                line, row_bytes = 4 * lanes, factor_bytes * KEYS
+                                line, x_bytes = 4 * lanes, factor_bytes * KEYS
                                 add_products(
-                                    kind, vectors, rows, steps, out, line, out, line, weights_at, row_bytes, panel, 0, 0
+                                    kind, vectors, rows, steps, out, line, out, line, weights_at, x_bytes, panel, 0, 0
                                 )
                 start += KEYS
             for member in range(members):

@@ -71,11 +71,10 @@ def pair_keys(panel: Any, kv: Any, offsets_at: Any, count: Any, dim: Any) -> Non
 
 @vectorized
 def pair_values(
-    panel: Any, kv: Any, offsets: Any, first: Any, end: Any, padded: Any, zeros: Any, dim: Any, lanes: Any
+    panel: Any, kv: Any, offsets: Any, first: Any, end: Any, step: Any, zeros: Any, dim: Any, lanes: Any
 ) -> None:
-    """Panels of `lanes` dimensions of keys up to `padded`, an even number; zeros, which are at an address, where a key
-    is not in [first, end)."""
-    for low in range(0, padded, 2):
+    """Panels of `lanes` dimensions, whole steps of keys; zeros, at an address, for keys not in first..end."""
+    for low in range(0, (end + step - 1) // step * step, 2):
         sees_low, sees_high = first <= low < end, first <= low + 1 < end
         for column in range(0, dim, lanes):
             for begin in range(column, column + lanes, 2 * LANES):

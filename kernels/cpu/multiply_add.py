@@ -183,7 +183,6 @@ def _add_products(
     ahead_bytes: Any,  # from step to step
 ) -> Any:
     """out[row] = start[row] + the products of the row with a panel of LANES * num_vectors outputs, float32."""
-
     asks = not isinstance(ahead, types.IntegerLiteral)
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
