@@ -106,6 +106,7 @@ def test_linear_from_panels(num_threads: int, dtype: torch.dtype) -> None:
         roundings = 2 * in_features**0.5 * torch.finfo(torch.float32).eps
         assert (together - exact).abs().max() <= roundings * exact.abs().max()
         assert torch.equal(linear_from_panels(x, panels, bias), together.to(dtype))
+        assert torch.equal(linear_from_panels(x, panels, out_dtype=torch.float32) + bias.float(), together)
         lying_apart = torch.nn.functional.pad(x, (0, 6), value=torch.nan)[:, :in_features]
         assert torch.equal(linear_from_panels(lying_apart, panels, bias, out_dtype=torch.float32), together)
         for count in (1, 2, 4, 7, 33, 129):

@@ -63,7 +63,7 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Ker
                     start, start_bytes = (out, line) if begin else (a.zeros, 0)
                     # One turn asks for what it will read itself, of several each for a share of the part behind.
                     ahead = w + (AHEAD if num_turns == 1 else steps * step_bytes * (num_turns + turn) // num_turns)
-                    share = step_bytes // num_turns
+                    share = (step_bytes + num_turns - 1) // num_turns
                     add_products(
                         kind, num_vectors, rows, steps, out, line, start, start_bytes, x, row_bytes, w, ahead, share
                     )

@@ -1,4 +1,4 @@
-"""Rows of keys and values as a matrix unit takes them: asked for in time, and moved within vector registers."""
+"""Rows of keys and values as products take them: asked for in time, and moved within vector registers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _ask_for(_context: Any, _address: Any) -> Any:
 
 # target[d, row] = rows[offsets[row] + d], of LANES words of LANES rows each, in float32 if `like` is of 16 bits and as
 # they are if not: addresses of the target, whose rows lie target_bytes apart, of the rows, and of their int64 offsets,
-# in units of offset_bytes. What lies `ahead` bytes behind what is read is asked for, here as in:
+# in units of offset_bytes. What lies `ahead` bytes behind what it reads is asked for, by `interleave` too.
 transpose: Any = intrinsic(_transpose)
 interleave: Any = intrinsic(_interleave)  # target[i] = low[i], high[i] for 2 * LANES numbers of 16 bits: addresses
 ask_for: Any = intrinsic(_ask_for)  # the line of a cache at an address, which is to be read soon
