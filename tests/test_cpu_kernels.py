@@ -20,11 +20,14 @@ from kernels.cpu.compiled import compiled, exact, vectorized
 from kernels.cpu.elements import ELEMENTS, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.kernel import Kernel
+from kernels.cpu.key_panels import KEYS
 from kernels.cpu.rms_norm import add_rms_norm as add_rms_norm_on_cpu
 from kernels.cpu.rms_norm import rms_norm as rms_norm_on_cpu
 from kernels.cpu.rope import rope_and_write
 from kernels.cpu.sampling import greedy
 from kernels.cpu.silu_and_mul import silu_and_mul as silu_and_mul_on_cpu
+from kernels.cpu.tree_rows import tree_rows as tree_rows_on_cpu
+from kernels.paged_segments import PagedSegments
 from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rope import RopeTable, apply_rope
 from kernels.reference.silu_and_mul import silu_and_mul
@@ -208,6 +211,49 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(dtype: torch.dtype) -> None:
         cache = laid_out.view(-1, BLOCK_SIZE, model.width)
         expected = attention(model, [straight], queries[rows], cache)
         assert torch.equal(found[rows], expected)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("first", [0, 3], ids=["the whole tree", "without its first nodes"])
+@pytest.mark.parametrize("name", ["five heads of 32 a group", "heads of 64, window"])
+def test_a_trees_rows_in_one_launch_have_the_bits_of_chains(name: str, first: int, dtype: torch.dtype) -> None:
+    """Trees that begin within, at and just before the border of the keys taken in together, one of them absent.
+
+    They have more rows than take keys in together, and paths that end in one such part of the context or the next.
+    """
+    model, num_nodes, depth = MODELS[name], attend.TREE_ROWS + 6, 9
+    lengths = torch.tensor([40, 0, KEYS, 2 * KEYS - 3, 1])
+    generator = torch.Generator().manual_seed(2)
+    parents = torch.tensor([[-1, 0, 1, 2, 3, 4, 5, 6] + [-1] * (num_nodes - 8)] * len(lengths))
+    for node in range(8, num_nodes):
+        parents[:, node] = torch.randint(-1, 7, (len(lengths),), generator=generator)
+    width = -(-(2 * KEYS + num_nodes) // BLOCK_SIZE)
+    blocks = torch.randperm(len(lengths) * width, generator=generator).view(len(lengths), width)
+    places = (lengths.unsqueeze(1) - 1 + torch.arange(num_nodes + 1)).clamp(min=0)
+    slots = blocks.gather(1, places // BLOCK_SIZE) * BLOCK_SIZE + places % BLOCK_SIZE
+    rows = tree_rows_on_cpu(
+        lengths, slots, parents, first=first, offset=-1, depth=depth, rows_per_tile=8, split_keys=None
+    )
+    arrays = {key: value for key, value in rows._asdict().items() if key not in ("positions", "slots", "predicted")}
+    segments = PagedSegments(
+        **arrays,
+        block_tables=blocks,
+        max_context=int(lengths.max()) + depth,
+        max_tile_size=1,
+        segments_per_table=num_nodes + 1 - first,
+    )
+    queries = random_queries(model, len(rows.positions), dtype)
+    cache = torch.randn(blocks.numel(), BLOCK_SIZE, model.width, generator=generator).to(dtype)
+    keys = {key: value for key, value in model.keys().items() if key != "sinks"}
+    found = on_cpu.paged_attention(queries, cache, segments, **keys)
+    for row, (position, start) in enumerate(zip(rows.positions.tolist(), rows.branch_starts.tolist(), strict=True)):
+        request = row // (num_nodes + 1 - first)
+        table = [int(block) * BLOCK_SIZE + place for block in blocks[request] for place in range(BLOCK_SIZE)]
+        path = [*table[:start], *rows.branch_slots[row].tolist()][: position + 1]
+        alone = attention(
+            model, [Rows(start=position, size=1, slots=path, branch_start=start)], queries[row : row + 1], cache
+        )
+        assert torch.equal(found[row], alone[0]), (request, position)
 
 
 def test_rows_of_no_tile_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
 """Softmax attention over a paged cache: the rows and heads of a tile that share keys together, KEYS keys at a time.
 
-So rows that verify guesses cost little more than one: keys are laid out once for all (kernels/cpu/key_panels.py). Keys
-lie at their absolute positions, and a row takes them in from the first on, with a running maximum (Milakov and
-Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): the bits of a row depend on its query and the keys that it
-sees alone, whatever rows share its tile, as long as values are finite: those of keys that only its neighbours see count
-nothing.
+So rows that verify guesses cost little more than one: keys are laid out once for all (kernels/cpu/key_panels.py), and
+of a tree's rows those before the tree; each lays out its own path behind them. Keys lie at their absolute positions,
+and a row takes them in from the first on, with a running maximum (Milakov and Gimelshein, arXiv 1805.02867; Dao et al.,
+arXiv 2205.14135): the bits of a row depend on its query and the keys that it sees alone, whatever rows share its tile,
+as long as values are finite: those of keys that only its neighbours see count nothing.
 
 Products are those of kernels/cpu/multiply_add.py, in float32, or of pairs of bfloat16, where the CPU multiplies these:
 in vector lanes too, or on a matrix unit (kernels/cpu/amx.py). Then products of queries and keys are exact, sums
@@ -35,6 +35,7 @@ from kernels.cpu.panels import LANES, has_feature, multiplies_pairs
 
 HEADS = 4  # of one KV head, at most, that are a unit of work
 TURNS = 8  # of neighbouring units that take keys in together, as these lie in memory
+TREE_ROWS = 64  # of one tree, at most, that do so
 OFFSETS = 3  # of every key: where it lies in the cache, its own numbers, and its values
 NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
 SMALLEST = np.float32(2.0**-126)  # normal number: a matrix unit takes smaller ones for zero
@@ -87,10 +88,41 @@ def offsets_into(offsets: Any, a: Any, segment: Any, start: Any, end: Any) -> No
 
 
 @vectorized
-def keys_of(own: Any, last_key: Any, is_causal: Any, window: Any) -> Any:
-    """The first key that a row at a position sees, and the one behind the last; last_key: of its tile."""
-    last = own if is_causal else (own + window - 1 if window else last_key)
-    return max(own - window + 1, 0) if window else 0, min(last, last_key) + 1
+def shift_offsets(offsets: Any, count: Any, key_column: Any, value_column: Any) -> None:
+    """offsets[1] and [2], of a KV head's columns; what lies behind the last key is the last one again."""
+    for key in range(KEYS):
+        offset = offsets[0, min(key, count - 1)]
+        offsets[1, key] = offset + np.uint64(key_column)
+        offsets[2, key] = offset + np.uint64(value_column)
+
+
+@vectorized
+def keys_of(a: Any, tile: Any, row: Any) -> Any:
+    """The first key that a row of a tile sees, and the one behind the last. A tree's rows are tiles, one each."""
+    apart = row if a.segments_per_table > 1 else np.int64(0)
+    own = integers(a.positions, a.num_tiles)[tile + apart] + (row - apart)
+    last_key = integers(a.last_keys, a.num_tiles)[tile + apart]
+    last = own if a.is_causal else (own + a.window - 1 if a.window else last_key)
+    # Rows behind the context that was announced are nobody's any more: their requests have ended.
+    return max(own - a.window + 1, 0) if a.window else np.int64(0), min(min(last, last_key) + 1, a.max_context)
+
+
+@vectorized
+def keys_from(a: Any, tile: Any, row: Any, start: Any) -> Any:
+    """Those of KEYS keys from `start` on, counted from there."""
+    first, end = keys_of(a, tile, row)
+    end = max(min(end, start + KEYS) - start, 0)
+    return min(max(first - start, 0), end), end
+
+
+@vectorized
+def keys_of_rows(a: Any, tile: Any, low: Any, high: Any) -> Any:
+    """The first key that any row of [low, high) sees, and the one behind the last that any does."""
+    first, end = a.max_context, np.int64(0)
+    for row in range(low, high):
+        own_first, own_end = keys_of(a, tile, row)
+        first, end = min(first, own_first), max(end, own_end)
+    return first, end
 
 
 @vectorized
@@ -122,26 +154,36 @@ def weigh_seen(weights: Any, scores: Any, first: Any, end: Any, largest: Any, sc
 
 @vectorized
 def weigh_rows(
-    a: Any, weights: Any, scores: Any, results: Any, totals: Any, tile: Any, first_row: Any, start: Any
+    a: Any,
+    weights: Any,
+    scores: Any,
+    results: Any,
+    place: Any,
+    totals: Any,
+    tile: Any,
+    first: Any,
+    heads: Any,
+    start: Any,
 ) -> Any:
-    """Keys from `start` on for some rows of a tile; how many of these keys any of them sees.
+    """Keys from `start` on for heads of a tile's rows, from the first-th on; how many of these keys any of them sees.
 
-    results: [columns, rows, lanes] so far, as totals [2, rows], a largest score and a sum of weights each.
+    results: [columns, rows of a turn, lanes] so far, theirs from `place` on, and totals [2, theirs], a largest score
+    and a sum of weights each.
     """
-    num_tiles, scale, most = a.num_tiles, float_of_bits(np.int32(a.scale)), np.int64(0)
-    size, position = integers(a.sizes, num_tiles)[tile], integers(a.positions, num_tiles)[tile]
-    last_key = integers(a.last_keys, num_tiles)[tile]
+    scale, most = float_of_bits(np.int32(a.scale)), np.int64(0)
+    own, head = first // heads, first % heads
+    low, high = keys_from(a, tile, own, start)
     for row in range(totals.shape[1]):
-        own = position + (first_row + row) % size
-        low, high = keys_of(own, last_key, a.is_causal, a.window)
-        high = max(min(high, a.max_context, start + KEYS) - start, 0)
-        low, most, before = min(max(low - start, 0), high), max(most, high), totals[0, row]
+        if head == heads:
+            own, head = own + 1, np.int64(0)
+            low, high = keys_from(a, tile, own, start)
+        head, most, before = head + 1, max(most, high), totals[0, row]
         largest, total = weigh_seen(weights[row], scores[row], low, high, before, scale)
         if largest != before:
             kept = exp2(before - largest)
             totals[0, row], totals[1, row] = largest, totals[1, row] * kept
             for column in range(results.shape[0]):
-                result = results[column, row]
+                result = results[column, place + row]
                 for d in range(results.shape[2]):
                     result[d] *= kept
         totals[1, row] += total
@@ -159,12 +201,12 @@ def heads_of(unit: Any, group: Any, blocks: Any) -> Any:
 def begin_rows(
     wanted: Any, totals: Any, place: Any, queries: Any, first_row: Any, size: Any, first: Any, heads: Any
 ) -> None:
-    """The rows of a tile, of one head after another, from `place` on: nothing is found yet."""
+    """The heads of one row of a tile after another, from `place` on: nothing is found yet."""
     dim = wanted.shape[1]
     for row in range(heads * size):
         totals[0, place + row], totals[1, place + row] = LOWEST, NOTHING
-        column = (first + row // size) * dim
-        own, query = wanted[place + row], queries[first_row + row % size, column : column + dim]
+        column = (first + row % heads) * dim
+        own, query = wanted[place + row], queries[first_row + row // heads, column : column + dim]
         for d in range(dim):
             own[d] = narrow(widen(query[d]), own[d])
 
@@ -176,10 +218,10 @@ def end_rows(
     """What they found: of results [turns, columns, rows of a turn, lanes] and totals, of these rows alone."""
     _, columns, turn_rows, lanes = results.shape
     for row in range(heads * size):
-        total, begin = totals[1, row], (first + row // size) * dim
+        total, begin = totals[1, row], (first + row % heads) * dim
         for column in range(columns):
             result, low = results[row // turn_rows, column, row % turn_rows], begin + column * lanes
-            out = output[first_row + row % size, low : min(low + lanes, begin + dim)]
+            out = output[first_row + row // heads, low : min(low + lanes, begin + dim)]
             for d in range(len(out)):
                 number = NOTHING if abs(result[d]) < SMALLEST else result[d]
                 out[d] = narrow(number / total, out[d])
@@ -210,14 +252,19 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
         results_at = weights_at + 4 * ROWS * KEYS
         scores, weights = floats(scores_at, turn_rows, KEYS), elements(weights_at, turn_rows, KEYS, factor)
         of_tile = a.num_kv_heads * blocks  # units: heads of one KV head
+        is_tree = a.segments_per_table > 1
+        families = (a.segments_per_table + TREE_ROWS - 1) // TREE_ROWS  # of tiles, a request's
         # The last rows of a prompt see most: they come first, so that who is free late gets little to do.
-        units, part = num_tiles * of_tile, num_parts - 1 - part
+        units, part = num_tiles // a.segments_per_table * families * of_tile, num_parts - 1 - part
         unit, end = units * part // num_parts, units * (part + 1) // num_parts
         configured = 0
         while unit < end:
-            tile, first_unit = unit // of_tile, unit % of_tile
-            size, first_row = integers(a.sizes, num_tiles)[tile], integers(a.rows, num_tiles)[tile]
-            segment = integers(a.segments, num_tiles)[tile]
+            family, first_unit = unit // of_tile, unit % of_tile
+            tile = family // families * a.segments_per_table + family % families * TREE_ROWS
+            size = integers(a.sizes, num_tiles)[tile]
+            if is_tree:
+                size = min(a.segments_per_table - family % families * TREE_ROWS, TREE_ROWS)
+            first_row, segment = integers(a.rows, num_tiles)[tile], integers(a.segments, num_tiles)[tile]
             turns = (size * min(group, HEADS) + turn_rows - 1) // turn_rows
             members = min(end - unit, of_tile - first_unit, max(TURNS // max(turns, 1), 1))
             wanted_at = results_at + 4 * members * turns * turn_rows * columns * lanes
@@ -229,32 +276,38 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
             for member in range(members):
                 first_head, heads = heads_of(first_unit + member, group, blocks)
                 begin_rows(wanted, totals, member * turns * turn_rows, queries, first_row, size, first_head, heads)
-            position, last_key = integers(a.positions, num_tiles)[tile], integers(a.last_keys, num_tiles)[tile]
-            # Rows behind the context that was announced are nobody's any more: their requests have ended.
-            num_keys = min(last_key + 1, a.max_context) if size else 0
-            first_key = keys_of(position, last_key, a.is_causal, a.window)[0]
+            first_key, num_keys = keys_of_rows(a, tile, 0, size)
+            shared_keys = integers(a.branch_starts, a.num_segments)[segment] if is_tree else num_keys + KEYS
             start = first_key // KEYS * KEYS
             while start < num_keys:
-                count, seen_from = min(num_keys - start, KEYS), max(first_key - start, 0)
-                offsets_into(offsets[0], a, segment, start, start + count)
-                for member in range(members):
+                # Rows of a tree take in together what lies before it, and then each its own path.
+                paths = 1 if start + KEYS <= shared_keys else size
+                for visit in range(members * paths):
+                    member, path = visit // paths, visit % paths
+                    low, high = (path, path + 1) if paths > 1 else (np.int64(0), size)
+                    count = min((keys_of(a, tile, path)[1] if paths > 1 else num_keys) - start, KEYS)
+                    if count <= 0:
+                        continue
                     kv_head = (first_unit + member) // blocks
-                    key_column, value_column = kv_head * dim, (a.num_kv_heads + kv_head) * dim
-                    if member == 0 or (first_unit + member) % blocks == 0:
-                        for key in range(KEYS):  # what lies behind the last is the last one again
-                            offset = offsets[0, min(key, count - 1)]
-                            offsets[1, key] = offset + np.uint64(key_column)
-                            offsets[2, key] = offset + np.uint64(value_column)
+                    is_first = path == 0 and (member == 0 or (first_unit + member) % blocks == 0)
+                    if is_first or paths > 1:
+                        begin = np.int64(0) if is_first else max(shared_keys - start, 0)  # the others lie there already
+                        if paths > 1 or member == 0:
+                            offsets_into(offsets[0, begin:], a, segment + low, start + begin, start + count)
+                        shift_offsets(offsets, count, kv_head * dim, (a.num_kv_heads + kv_head) * dim)
+                        seen = max(first_key - start, 0), count
                         if is_paired:
-                            pair_keys(keys_at, a.kv, offsets_at + 8 * KEYS, count, dim)
-                            pair_values(values_at, a.kv, offsets[2], seen_from, count, step_keys, a.zeros, dim, lanes)
+                            pair_keys(keys_at, a.kv, offsets_at + 8 * KEYS, begin, count, dim)
+                            pair_values(values_at, a.kv, offsets[2], begin, seen, step_keys, a.zeros, dim, lanes)
                         else:
-                            spread_keys(keys_at, a.kv, flat, offsets[1], offsets_at + 8 * KEYS, count, dim, key_lanes)
-                            spread_values(values_at, a.kv, flat, offsets[2], seen_from, count, dim, lanes)
-                    num_rows = heads_of(first_unit + member, group, blocks)[1] * size
-                    for turn in range((num_rows + turn_rows - 1) // turn_rows):
-                        own = member * turns + turn
-                        first, rows = own * turn_rows, min(num_rows - turn * turn_rows, turn_rows)
+                            keys_from = offsets_at + 8 * KEYS
+                            spread_keys(keys_at, a.kv, flat, offsets[1], keys_from, begin, count, dim, key_lanes)
+                            spread_values(values_at, a.kv, flat, offsets[2], begin, seen, dim, lanes)
+                    heads = heads_of(first_unit + member, group, blocks)[1]
+                    row, behind = low * heads, high * heads
+                    while row < behind:
+                        turn, place = member * turns + row // turn_rows, row % turn_rows
+                        first, rows = turn * turn_rows + place, min(behind - row, turn_rows - place)
                         x, x_bytes = wanted_at + factor_bytes * first * dim, factor_bytes * dim
                         if on_amx:
                             if rows != configured:
@@ -268,11 +321,11 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                                 add_products(
                                     kind, key_vectors, rows, steps, out, line, a.zeros, 0, x, x_bytes, panel, 0, 0
                                 )
-                        of_turn = totals[:, first : first + rows]
-                        most = weigh_rows(a, weights, scores, results[own], of_turn, tile, turn * turn_rows, start)
+                        own = totals[:, first : first + rows]
+                        most = weigh_rows(a, weights, scores, results[turn], place, own, tile, row, heads, start)
                         steps = (most + step_keys - 1) // step_keys
                         for column in range(columns if most else 0):
-                            out = results_at + 4 * (own * columns + column) * turn_rows * lanes
+                            out = results_at + 4 * ((turn * columns + column) * turn_rows + place) * lanes
                             panel = values_at + factor_bytes * column * KEYS * lanes
                             if on_amx:
                                 multiply_tiles(1, 0, vectors, out, weights_at, panel, 2 * KEYS, steps)
@@ -281,6 +334,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                                 add_products(
                                     kind, vectors, rows, steps, out, line, out, line, weights_at, x_bytes, panel, 0, 0
                                 )
+                        row += rows
                 start += KEYS
             for member in range(members):
                 first_head, heads = heads_of(first_unit + member, group, blocks)

@@ -1,7 +1,7 @@
 """Keys and values of a part of a context, laid out side by side as the products of kernels/cpu/attend.py take them.
 
-For vector lanes, in float32: of keys a dimension after another, of values a key after another. For a matrix unit, in
-bfloat16: of keys a pair of dimensions after another, of values a pair of keys.
+In float32: of keys a dimension after another, of values a key after another. In bfloat16, where it is multiplied in
+pairs: of keys a pair of dimensions after another, of values a pair of keys. Keys before `begin` lie there already.
 """
 
 # mypy: disable-error-code="arg-type"
@@ -26,29 +26,30 @@ UNWIDENED = np.uint32(0)  # words that shuffles.transpose leaves as they are
 
 @vectorized
 def spread_keys(
-    panel: Any, kv: Any, flat: Any, offsets: Any, offsets_at: Any, count: Any, dim: Any, lanes: Any
+    panel: Any, kv: Any, flat: Any, offsets: Any, offsets_at: Any, begin: Any, count: Any, dim: Any, lanes: Any
 ) -> None:
     """Panels of `lanes` keys. offsets: in numbers, of all keys that share a vector with those that count."""
     size = flat.itemsize
     if dim % (4 * LANES // size) == 0:
-        for key in range(0, count, LANES):
+        for key in range(begin // LANES * LANES, count, LANES):
             own = panel + 4 * (key // lanes * lanes * dim + key % lanes)
             for d in range(0, dim, 4 * LANES // size):
                 place, offsets_of_keys = kv + size * d, offsets_at + 8 * key
                 transpose(own + 4 * d * lanes, 4 * lanes, place, offsets_of_keys, size, size * dim, flat[0])
     else:
         rows = floats(panel, KEYS // lanes * dim, lanes)
-        for key in range(count):
+        for key in range(begin, count):
             source = flat[offsets[key] : offsets[key] + np.uint64(dim)]
             for d in range(dim):
                 rows[key // lanes * dim + d, key % lanes] = widen(source[d])
 
 
 @vectorized
-def spread_values(panel: Any, kv: Any, flat: Any, offsets: Any, first: Any, end: Any, dim: Any, lanes: Any) -> None:
-    """Panels of `lanes` dimensions; zeros before the first key: those values are read, and weigh nothing."""
+def spread_values(panel: Any, kv: Any, flat: Any, offsets: Any, begin: Any, seen: Any, dim: Any, lanes: Any) -> None:
+    """Panels of `lanes` dimensions; zeros before the first key seen: those values are read, and weigh nothing."""
+    first, end = seen
     rows, size = floats(panel, (dim + lanes - 1) // lanes * KEYS, lanes), flat.itemsize
-    for key in range(end):
+    for key in range(begin, end):
         ask_for_lines(kv + size * (np.int64(offsets[key]) + dim), size * dim)
         for column in range((dim + lanes - 1) // lanes):
             own, begin = rows[column * KEYS + key], offsets[key] + np.uint64(column * lanes)
@@ -61,9 +62,9 @@ def spread_values(panel: Any, kv: Any, flat: Any, offsets: Any, first: Any, end:
 
 
 @vectorized
-def pair_keys(panel: Any, kv: Any, offsets_at: Any, count: Any, dim: Any) -> None:
+def pair_keys(panel: Any, kv: Any, offsets_at: Any, begin: Any, count: Any, dim: Any) -> None:
     """One panel of KEYS keys."""
-    for key in range(0, count, LANES):
+    for key in range(begin // LANES * LANES, count, LANES):
         for d in range(0, dim, 2 * LANES):
             own = panel + 2 * d * KEYS + 4 * key
             transpose(own, 4 * KEYS, kv + 2 * d, offsets_at + 8 * key, 2, 2 * dim, UNWIDENED)
@@ -71,16 +72,17 @@ def pair_keys(panel: Any, kv: Any, offsets_at: Any, count: Any, dim: Any) -> Non
 
 @vectorized
 def pair_values(
-    panel: Any, kv: Any, offsets: Any, first: Any, end: Any, step: Any, zeros: Any, dim: Any, lanes: Any
+    panel: Any, kv: Any, offsets: Any, begin: Any, seen: Any, step: Any, zeros: Any, dim: Any, lanes: Any
 ) -> None:
-    """Panels of `lanes` dimensions, whole steps of keys; zeros, at an address, for keys not in first..end."""
-    for low in range(0, (end + step - 1) // step * step, 2):
+    """Panels of `lanes` dimensions, whole steps of keys; zeros, at an address, for keys not in [first, end) = seen."""
+    first, end = seen
+    for low in range(begin // 2 * 2, (end + step - 1) // step * step, 2):
         sees_low, sees_high = first <= low < end, first <= low + 1 < end
         for column in range(0, dim, lanes):
-            for begin in range(column, column + lanes, 2 * LANES):
-                lows = kv + 2 * (np.int64(offsets[low]) + begin) if sees_low else zeros
-                highs = kv + 2 * (np.int64(offsets[low + 1]) + begin) if sees_high else zeros
-                own = panel + 2 * (column * KEYS + low * lanes + 2 * (begin - column))
+            for d in range(column, column + lanes, 2 * LANES):
+                lows = kv + 2 * (np.int64(offsets[low]) + d) if sees_low else zeros
+                highs = kv + 2 * (np.int64(offsets[low + 1]) + d) if sees_high else zeros
+                own = panel + 2 * (column * KEYS + low * lanes + 2 * (d - column))
                 interleave(own, lows, highs, 2 * dim)
 
 

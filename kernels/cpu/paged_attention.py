@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.amx import has_amx
-from kernels.cpu.attend import HEADS, OFFSETS, attends_in_pairs, attention, room_of, vectors_of
+from kernels.cpu.attend import HEADS, OFFSETS, TREE_ROWS, attends_in_pairs, attention, room_of, vectors_of
 from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
 from kernels.cpu.key_panels import KEYS
@@ -43,13 +43,16 @@ class LayerLaunch:
         num_blocks, block_size, width = kv_cache.shape
         max_context, group = segments.max_context, num_heads // num_kv_heads
         assert segments.num_shared_tiles == 0, "what is split is shared"
+        rows_of_tree = segments.segments_per_table
+        assert rows_of_tree == 1 or len(segments.tile_rows) == len(segments.branch_starts), "a tile a row of a tree"
         work = num_rows * num_heads * head_dim * max_context  # products, at most
         is_paired = attends_in_pairs(query.dtype, head_dim)
         on_amx = is_paired and has_amx()
-        units = len(segments.tile_rows) * num_kv_heads * -(-group // HEADS)
+        families = len(segments.tile_rows) // rows_of_tree * -(-rows_of_tree // TREE_ROWS)
+        units = families * num_kv_heads * -(-group // HEADS)
         self._parts = parts_of(work, AMX_PRODUCTS if on_amx else PART_PRODUCTS, units)
         self._attend = attention(ELEMENTS[query.dtype], vectors_of(head_dim), vectors_of(KEYS), is_paired, on_amx)
-        num_floats = room_of(segments.max_tile_size, group, head_dim)
+        num_floats = room_of(max(segments.max_tile_size, min(rows_of_tree, TREE_ROWS)), group, head_dim)
         assert num_floats % LANES == 0, "a thread's room begins on a line: vectors are read whole"
         threads = torch.get_num_threads()
         self._offsets = empty(threads * OFFSETS * KEYS, dtype=torch.int64)
