@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,13 +31,13 @@ from runner.metrics.totals import DraftTotals
 from runner.model_files import model_path
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import PROMPT_RULE, Prompt, is_token_ids, make_requests
+from runner.request_loop import Observer, RequestLoop
 from runner.step_loop import StepLoop
 from runner.tiny import DRAFTER_KEYS, TARGET_NAME
 from runner.trace import RequestTraces
 
 __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
-Observer = Callable[[MetricsCollector], None]
 # Of a second thread, or an observer: blocks and proposers know requests by their ids.
 ONE_AT_A_TIME = (
     "an LLM must run one generate() at a time, and this one is running; give all prompts to one call, or build a "
@@ -101,35 +100,22 @@ class LLM:
         Raises:
             UserError: a prompt or a parameter cannot be used with this engine.
         """
-        if self._running.locked():  # the metrics of the call that runs must not be put aside
-            raise UserError(ONE_AT_A_TIME)
-        listed = _as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(listed)
-        else:
-            is_list = isinstance(sampling_params, Iterable) and not isinstance(sampling_params, str | Mapping)
-            params = list(sampling_params) if is_list else []
-            strange = [entry for entry in params if not isinstance(entry, SamplingParams)]
-            if strange or not is_list:
-                kind = f"a list with {strange[0]!r}" if strange else repr(sampling_params)
-                raise UserError(
-                    f"sampling_params must be SamplingParams(...), or a list of them, one a prompt, got {kind}"
-                )
-            if len(params) != len(listed):
-                raise ValueError(f"sampling_params must be one or {len(listed)}, one a prompt, got {len(params)}")
-        for parameters in params:
-            self._check_speculative_model(parameters.speculative_model)
-        requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
-        self._totals.add(self.metrics.records)
-        self.metrics = MetricsCollector()
-        with tqdm(total=len(requests), desc="requests", disable=not use_tqdm) as bar:
+        with self._one_at_a_time():
+            listed = _as_list(prompts)
+            params = _one_each(sampling_params, len(listed))
+            for parameters in params:
+                self._check_speculative_model(parameters.speculative_model)
+            requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
+            self._totals.add(self.metrics.records)
+            self.metrics = MetricsCollector()
+            with tqdm(total=len(requests), desc="requests", disable=not use_tqdm) as bar:
 
-            def observe(metrics: MetricsCollector) -> None:
-                bar.update(len(metrics.records) - bar.n)
-                if observer is not None:
-                    observer(metrics)
+                def observe(metrics: MetricsCollector) -> None:
+                    bar.update(len(metrics.records) - bar.n)
+                    if observer is not None:
+                        observer(metrics)
 
-            traces = self.run(requests, self.engine.proposer, self.metrics, observer=observe)
+                traces = self._request_loop(self.engine.proposer, self.metrics).run(requests, observer=observe)
         if traces.errors:  # an empty text alone would pass for an answer
             request_id, reason = next(iter(traces.errors.items()))
             warnings.warn(
@@ -179,30 +165,17 @@ class LLM:
         observer: Observer | None = None,
     ) -> RequestTraces:
         """Bring requests to their end with one proposer; a request that cannot run fails and the rest go on."""
-        scheduler = self.scheduler_for(proposer, max_draft_tokens)
-        traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
-        steps = StepLoop(self.engine, scheduler, proposer, metrics, traces)
+        with self._one_at_a_time():
+            loop = self._request_loop(proposer, metrics, max_draft_tokens, categories)
+            return loop.run(requests, max_concurrency=max_concurrency, arrivals=arrivals, observer=observer)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
         if not self._running.acquire(blocking=False):
             raise UserError(ONE_AT_A_TIME)
-        self._to_abort.clear()
-        arriving, started = deque(requests), time.perf_counter()
-        due = deque([] if arrivals is None else [started + seconds for seconds in arrivals])
         try:
-            while arriving or scheduler.has_unfinished:
-                while arriving and (max_concurrency is None or scheduler.num_unfinished < max_concurrency):
-                    if due and due[0] > time.perf_counter():
-                        break
-                    arrival = due.popleft() if due else time.perf_counter()
-                    self._admit(arriving.popleft(), arrival, scheduler, metrics, traces)
-                if not scheduler.has_unfinished:  # those that arrived were refused or have ended
-                    if due:
-                        time.sleep(max(0.0, due[0] - time.perf_counter()))
-                    continue
-                steps.step()
-                if observer is not None:
-                    observer(metrics)
-                if self._to_abort:
-                    self._abort(requests, scheduler, proposer, metrics, traces)
+            self._to_abort.clear()
+            yield
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"{self.engine.device} ran out of memory in a step; lower hardware.gpu_memory_utilization (now "
@@ -210,13 +183,18 @@ class LLM:
                 "or hardware.max_num_seqs or hardware.max_num_batched_tokens, which make steps smaller"
             ) from error
         finally:  # also when interrupted: the engine stays usable
-            for request in requests:
-                proposer.release(request.request_id)
-                self.engine.grammars.close(request.request_id)
-                if not request.is_finished:
-                    scheduler.abort(request)
             self._running.release()
-        return traces
+
+    def _request_loop(
+        self,
+        proposer: Proposer,
+        metrics: MetricsCollector,
+        max_draft_tokens: int | None = None,
+        categories: Mapping[str, str] | None = None,
+    ) -> RequestLoop:
+        traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
+        scheduler = self.scheduler_for(proposer, max_draft_tokens)
+        return RequestLoop(StepLoop(self.engine, scheduler, proposer, metrics, traces), self._to_abort)
 
     def refusals(self, requests: Sequence[Request]) -> list[str | None]:
         """Why each of these requests could never run here; None where it can."""
@@ -260,41 +238,6 @@ class LLM:
                 f"{name!r}}}), or method=draft_model method.model={name} on the command line"
             )
 
-    def _admit(
-        self,
-        request: Request,
-        arrival_time: float,  # s, time.perf_counter; its wait counts from here
-        scheduler: Scheduler,
-        metrics: MetricsCollector,
-        traces: RequestTraces,
-    ) -> None:
-        if request.is_finished:
-            return  # aborted before it arrived
-        request.arrival_time = arrival_time
-        reason = scheduler.refusal(request) or self.engine.grammars.open(request)
-        if reason is None:
-            scheduler.add(request)
-        else:
-            scheduler.abort(request)
-            metrics.finish(traces.fail(request, reason))
-
-    def _abort(
-        self,
-        requests: Sequence[Request],
-        scheduler: Scheduler,
-        proposer: Proposer,
-        metrics: MetricsCollector,
-        traces: RequestTraces,
-    ) -> None:
-        asked = set[str]()
-        while self._to_abort:  # one by one: another thread may be about to add to this very set
-            asked.add(self._to_abort.pop())
-        for request in requests:
-            if str(request.prompt_index) in asked and not request.is_finished:
-                scheduler.abort(request, finish_reason="abort")
-                proposer.release(request.request_id)
-                metrics.finish(traces.finish(request))
-
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a string, a mapping, a list of token ids and a list of chat messages are one."""
@@ -306,3 +249,19 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and all(isinstance(item, Mapping) and "role" in item for item in listed):
         return [listed]
     return listed
+
+
+def _one_each(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * num_prompts
+    is_list = isinstance(sampling_params, Iterable) and not isinstance(sampling_params, str | Mapping)
+    params = list(sampling_params) if is_list else []
+    strange = [entry for entry in params if not isinstance(entry, SamplingParams)]
+    if strange or not is_list:
+        kind = f"a list with {strange[0]!r}" if strange else repr(sampling_params)
+        raise UserError(f"sampling_params must be SamplingParams(...), or a list of them, one a prompt, got {kind}")
+    if len(params) != num_prompts:
+        raise ValueError(f"sampling_params must be one or {num_prompts}, one a prompt, got {len(params)}")
+    return params

@@ -9,9 +9,10 @@ from proposers.base import Proposer
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.llm import LLM, Observer
+from runner.llm import LLM
 from runner.metrics import CoreWait, MetricsCollector
 from runner.prompts import make_requests
+from runner.request_loop import Observer
 from runner.workload import WorkloadItem, arrival_times
 
 WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code path and cache first

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import runner.llm
 from runner.config import ConfigError
 from runner.engine.errors import UserError
+from runner.engine.request import Request
 from runner.engine.scheduler import Scheduler
 from runner.llm import LLM, SamplingParams
 from runner.metrics import MetricsCollector
@@ -159,6 +163,66 @@ def test_a_generate_within_a_generate_is_refused_and_harms_nothing(engines: Engi
             llm.generate(PROMPTS[1], GREEDY)
 
     assert token_ids(llm.generate(PROMPTS, GREEDY, observer=observe)) == expected
+    assert token_ids(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_a_generate_that_is_refused_leaves_what_was_counted(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads the second once put the first one's metrics aside, and only then was told to wait."""
+    llm = engines({"method": "ngram", "num_speculative_tokens": 4})
+    llm.generate(PROMPTS, GREEDY)
+    expected = llm.get_metrics()
+    refused = list[str]()
+
+    def make_requests_slowly(*args: Any) -> list[Request]:  # the other thread comes while prompts are read
+        def generate() -> None:
+            try:
+                llm.generate(PROMPTS, GREEDY)
+            except UserError as error:
+                refused.append(str(error))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.llm, "make_requests", make_requests)
+            other = threading.Thread(target=generate)
+            other.start()
+            other.join()
+        return make_requests(*args)
+
+    monkeypatch.setattr(runner.llm, "make_requests", make_requests_slowly)
+    llm.generate(PROMPTS, GREEDY)
+    assert len(refused) == 1 and refused[0].startswith("an LLM must run one generate() at a time")
+    assert [metric.value for metric in llm.get_metrics()[:3]] == [2 * metric.value for metric in expected[:3]]
+
+
+def test_an_abort_while_prompts_are_read_is_kept(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was forgotten at the first step."""
+    llm = engines()
+
+    def make_requests_of(*args: Any) -> list[Request]:
+        llm.abort("1")
+        return make_requests(*args)
+
+    monkeypatch.setattr(runner.llm, "make_requests", make_requests_of)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.outputs[0].finish_reason == "abort" for output in outputs] == [False, True, False, False, False]
+
+
+def test_an_engine_whose_proposer_cannot_release_a_request_stays_usable(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock and the other requests' blocks were kept for ever."""
+    llm = engines()
+    expected = token_ids(llm.generate(PROMPTS, GREEDY))
+
+    def release(request_id: str) -> None:
+        raise RuntimeError("a proposer's own bug")
+
+    def observe(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a proposer's own bug"):
+        patch.setattr(llm.engine.proposer, "release", release)
+        llm.generate(PROMPTS, GREEDY, observer=observe)
+    llm.engine.block_manager.check_integrity([])
     assert token_ids(llm.generate(PROMPTS, GREEDY)) == expected
 
 
@@ -372,6 +436,16 @@ def test_requests_arrive_when_they_are_due_and_wait_from_then_on(engines: Engine
     assert [request.arrival_time - start for request in requests] == pytest.approx(arrivals)
     times = {record.request_id: record.token_times for record in metrics.records}
     assert times["1"][0] > times["0"][-1] and times["2"][0] > requests[2].arrival_time
+
+
+def test_a_request_aborted_before_it_was_due_came_when_it_was_aborted(engines: Engines) -> None:
+    """It came at 0.0, when the clock began, every other arrival was counted from there, and its time was waited for."""
+    llm, started = engines(), time.perf_counter()
+    requests = make_requests(PROMPTS[:2], [GREEDY] * 2, llm.engine.tokenizer, llm.config.seed)
+    metrics = MetricsCollector()
+    llm.run(requests, llm.engine.proposer, metrics, arrivals=[0.0, 60.0], observer=lambda _: llm.abort("1"))
+    assert requests[1].finish_reason == "abort" and not requests[1].output_token_ids
+    assert requests[0].arrival_time < requests[1].arrival_time < time.perf_counter() < started + 30.0
 
 
 def test_a_refused_request_does_not_hold_up_a_run_of_one_at_a_time(engines: Engines) -> None:

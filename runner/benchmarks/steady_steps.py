@@ -17,6 +17,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
+from runner.request_loop import released_in_the_end
 from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 
@@ -61,7 +62,7 @@ def decode_steadily(llm: LLM, prompts: Sequence[Sequence[int]], *, num_new_token
     scheduler = llm.scheduler_for(proposer)
     loop = StepLoop(engine, scheduler, proposer, MetricsCollector(), RequestTraces(lambda *_: "", {}))
     steps: list[TimedStep] = []
-    try:
+    with released_in_the_end(loop, requests):
         for request in requests:
             scheduler.add(request)
         while not all(request.output_token_ids for request in requests):
@@ -80,10 +81,6 @@ def decode_steadily(llm: LLM, prompts: Sequence[Sequence[int]], *, num_new_token
             )
             before = now
         seconds = before - started
-    finally:
-        for request in requests:
-            scheduler.abort(request)
-            proposer.release(request.request_id)
     if not steps:
         raise UserError(
             f"--new-tokens must outlast the prompts, got {num_new_tokens}: a request had as many before the last of "
@@ -104,15 +101,15 @@ def compute_prompts(llm: LLM, prompts: Sequence[Sequence[int]], *, seed: int) ->
     )
     scheduler, steps = llm.scheduler_for(proposer), list[TimedStep]()
     loop = StepLoop(engine, scheduler, proposer, MetricsCollector(), RequestTraces(lambda *_: "", {}))
-    for request in requests:
-        scheduler.max_num_batched_tokens = request.num_prompt_tokens
-        scheduler.add(request)
-        synchronize(engine.device)
-        started = time.perf_counter()
-        loop.step()
-        steps.append(
-            TimedStep(seconds=time.perf_counter() - started, num_draft_tokens=0, num_tokens=request.num_prompt_tokens)
-        )
+    with released_in_the_end(loop, requests):
+        for request in requests:
+            scheduler.max_num_batched_tokens = request.num_prompt_tokens
+            scheduler.add(request)
+            synchronize(engine.device)
+            started = time.perf_counter()
+            loop.step()
+            seconds = time.perf_counter() - started
+            steps.append(TimedStep(seconds=seconds, num_draft_tokens=0, num_tokens=request.num_prompt_tokens))
     return SteadyRun(batch_size=1, seconds=sum(step.seconds for step in steps), steps=tuple(steps))
 
 

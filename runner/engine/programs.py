@@ -56,7 +56,7 @@ def record_program(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
         return _recorded(compute, held, pool)
     except NotRecordableError:
         compute(*held)
-    return record_prepared(compute, held, pool=pool)
+    return _recorded_or_eager(compute, held, pool)
 
 
 def record_prepared(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
@@ -64,7 +64,10 @@ def record_prepared(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
 
     One that reads values back, or takes some from the host, is not recorded: each replay computes it anew.
     """
-    held = tuple(tensor.clone() for tensor in inputs)
+    return _recorded_or_eager(compute, tuple(tensor.clone() for tensor in inputs), pool)
+
+
+def _recorded_or_eager(compute: Compute, held: Tensors, pool: Pool) -> Graph:
     try:
         return _recorded(compute, held, pool, calls_torch=True)
     except NotRecordableError:
