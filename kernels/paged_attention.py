@@ -235,9 +235,9 @@ def paged_attention(
     num_rows, num_heads, head_dim = query.shape
     is_split = split_keys is not None and segments.max_context > split_keys
     shares = is_split and segments.num_shared_tiles > 0 and not sliding_window
-    own = slice(segments.num_shared_tiles, None)  # the rows' own tiles: every row is in one
-    attending = slice(None) if shares else own
-    num_tiles = len(segments.tile_rows[attending])
+    own = segments.own_tiles  # every row is in one
+    attending = segments if shares else own
+    num_tiles = len(attending.tile_rows)
     assert query.stride(2) == 1 and kv_cache.is_contiguous() and query.dtype == kv_cache.dtype
     assert kv_cache.shape[2] == num_kv_heads * (head_dim + value_dim)
     assert segments.max_tile_size <= rows_per_tile(num_heads, num_kv_heads)
@@ -257,8 +257,7 @@ def paged_attention(
     grid = (num_tiles, num_kv_heads, num_splits)
     if shares:
         assert split_keys is not None and segments.branch_slots.shape[1] <= split_keys  # so that OWN_SPLITS suffice
-        num_own_tiles = num_tiles - segments.num_shared_tiles
-        grid = (segments.num_shared_tiles * num_splits + num_own_tiles * OWN_SPLITS, num_kv_heads, 1)
+        grid = (segments.num_shared_tiles * num_splits + len(own.tile_rows) * OWN_SPLITS, num_kv_heads, 1)
     attend_kernel[grid](
         query,
         kv_cache,
@@ -266,12 +265,12 @@ def paged_attention(
         maxima,
         sums,
         None if is_split else sinks,
-        segments.tile_segments[attending],
-        segments.tile_rows[attending],
-        segments.tile_sizes[attending],
-        segments.tile_positions[attending],
+        attending.tile_segments,
+        attending.tile_rows,
+        attending.tile_sizes,
+        attending.tile_positions,
         segments.first_keys if shares else None,
-        segments.last_keys[attending],
+        attending.last_keys,
         segments.block_tables,
         segments.branch_starts,
         segments.branch_slots,
@@ -304,10 +303,10 @@ def paged_attention(
             sums,
             output,
             sinks,
-            segments.tile_rows[own],
-            segments.tile_sizes[own],
-            segments.tile_positions[own],
-            segments.last_keys[own],
+            own.tile_rows,
+            own.tile_sizes,
+            own.tile_positions,
+            own.last_keys,
             segments.max_tile_size,
             **seen,
         )

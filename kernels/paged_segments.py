@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,15 @@ class PagedSegments:
     segments_per_table: int = 1  # neighbours that share a block table
 
     by_shape: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # kernels/cpu/paged_attention.py's
+
+    @cached_property
+    def own_tiles(self) -> PagedSegments:
+        """Without the shared tiles; cut once for all layers of a launch."""
+        if self.num_shared_tiles == 0:
+            return self
+        names = ("tile_segments", "tile_rows", "tile_sizes", "tile_positions", "last_keys")
+        own = {name: getattr(self, name)[self.num_shared_tiles :] for name in names}
+        return replace(self, **own, num_shared_tiles=0, first_keys=None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """How many KV blocks a run gets: what is left of the memory when the largest steps have what they need.
 
-On a GPU these steps run once, over a cache of one block, and their peak memory is measured. By then the weights are
-loaded, the proposer's too.
+On a GPU the target's run once, over a cache of one block, and their peak memory is measured. By then the weights are
+loaded, the proposer's too; its passes come before and behind the target's, and are taken to need no more than these.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def _shapes(setting: Setting) -> list[Shape]:
     return [
         Shape(**llama, batch=batch, context=context, num_rows=num_rows)
         for batch in (1, 64)
-        for context in (1024, 8192)
+        for context in (384, 1024, 8192)  # the first within a split
         for num_rows in (1, 8)
     ]
 

@@ -117,7 +117,8 @@ class MetricsCollector:
           whole, without the host between drafts and verification.
         - whole_step_share: num_whole_steps / num_decoding_steps; None where the engine captures no steps.
         - steps_in_parts: why the other decoding steps did not run whole (`InParts`) -> number of steps.
-        - duration_s: time spent in steps; pauses between calls of generate, or until a request arrives, do not count.
+        - duration_s: time spent in steps; pauses between calls of generate, until a request arrives, or while a grammar
+          is compiled do not count.
         - output_tokens_per_second: output tokens / duration_s.
         - ttft_ms: per request, first token - arrival; with request_rate also the wait for a place in the batch.
         - tpot_ms: per request with n >= 2 tokens, (last token - first token) / (n - 1).
