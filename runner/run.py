@@ -10,14 +10,13 @@ from typing import Any
 from runner.config import SpeculativeConfig
 from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
-from runner.llm import LLM
 from runner.loading import load
-from runner.machine import describe_run
 from runner.measure import measure
 from runner.metrics import MetricsCollector
 from runner.model_files import model_path
 from runner.passes import workload_requests
-from runner.promise import kept_by_rule, kept_by_run
+from runner.promise import kept_by_rule
+from runner.recording import open_run
 from runner.report import print_summary
 from runner.results import (
     METRICS_FILE,
@@ -27,7 +26,7 @@ from runner.results import (
     write_outputs,
     write_vllm_config,
 )
-from runner.tracking import add_row, open_tracker
+from runner.tracking import add_row
 from runner.tracking.flatten import flat_params
 from runner.workload import WorkloadItem
 
@@ -53,24 +52,9 @@ def execute(
     requests = workload_requests(llm, items, config.sampler.to_sampling_params())
     if None not in (refusals := llm.refusals(requests)):
         raise UserError(f"no request of the workload can run; request {requests[0].request_id}: {refusals[0]}")
-    method = config.method.method
     run_name = config.run_name or _run_name(config, items)
-    tracker = open_tracker(
-        config.tracking,
-        output_dir=output_dir,
-        tracking_uri=config.tracking_uri,
-        experiment_name=config.experiment_name,
-        run_name=run_name,
-        tags={
-            "method": method,
-            "model": config.model.model,
-            "workload": config.workload.name,
-            "lossless": str(kept_by_run(config, llm.engine, items)).lower(),
-            **_machine_tags(llm),
-        },
-    )
     params = {**(written or {}), **flat_params(config.model_dump(mode="json"))}
-    with tracker:
+    with open_run(config, llm.engine, items, output_dir=output_dir, run_name=run_name) as tracker:
         tracker.log_params(params)
         collectors = list[MetricsCollector]()
         try:
@@ -102,12 +86,6 @@ def _write_vllm_config(config: SpeculativeConfig, output_dir: Path) -> list[Path
     if values is not None and "model" in values:
         values["model"] = model_path(values["model"])  # tiny's is a directory that vLLM can load
     return write_vllm_config(output_dir, values, notes)
-
-
-def _machine_tags(llm: LLM) -> dict[str, str]:
-    """As text; the commit is a tag of every run already."""
-    machine = describe_run(llm.engine)
-    return {key: str(value) for key, value in machine.items() if key != "commit" and value is not None}
 
 
 def _run_name(config: SpeculativeConfig, items: Sequence[WorkloadItem]) -> str:

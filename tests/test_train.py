@@ -177,6 +177,9 @@ def test_a_training_run_is_tracked_as_other_runs_are(tmp_path: Path, prompts: Pa
     (run,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
     assert run["status"] == "FINISHED" and run["run_name"] == "target-medusa-training"
     assert run["summary"]["training"]["steps"] == run["params"]["training"]["steps"] == 2
+    machine = run["summary"]["machine"]
+    tags = {"lossless": "tokens", "device": "cpu", "device_name": machine["device_name"], "dtype": machine["dtype"]}
+    assert run["tags"].items() >= tags.items()
     assert run["summary"]["num_requests"] == 1 and run["artifacts"] == [str(tmp_path / "head" / RECORD_FILE)]
 
 

@@ -120,6 +120,8 @@ def test_tuning_measures_every_place_and_says_what_to_set(tmp_path: Path, capsys
     assert result["config"]["method"]["num_speculative_tokens"] == 3
     (run,) = [json.loads(line) for line in (output / "runs.jsonl").read_text().splitlines()]
     assert (run["status"], run["summary"]["best"]) == ("FINISHED", result["best"])
+    tags = {"lossless": "tokens", "device": "cpu", "device_name": result["machine"]["device_name"], "dtype": "float32"}
+    assert run["tags"].items() >= tags.items()
     printed = capsys.readouterr().out
     assert "identical in every pass, whatever the batch and the tokens: 2/2" in printed
     assert _use_it([*SMALL, "tracking=jsonl"], result["best"]) in printed

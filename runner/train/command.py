@@ -48,7 +48,6 @@ def _run(options: argparse.Namespace) -> None:
     config = _read_config(options)
     from transformers.utils import logging as transformers_logging
 
-    from runner.tracking import open_tracker
     from runner.train.texts import split_prompts
     from runner.train.training import train
     from runner.workload import read_workload
@@ -57,19 +56,10 @@ def _run(options: argparse.Namespace) -> None:
     items, held_out = split_prompts(read_workload(config.workload))  # what is wrong with it leaves no run behind
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # one bar is enough
     chosen = TrainingOptions(**{field.name: getattr(options, field.name) for field in fields(TrainingOptions)})
-    tracker = open_tracker(
-        config.tracking,
-        output_dir=options.output.parent,
-        tracking_uri=config.tracking_uri,
-        experiment_name=config.experiment_name,
-        run_name=config.run_name or f"{Path(config.model.model).name}-{config.method.method}-training",
-        tags={"method": config.method.method, "model": config.model.model, "workload": config.workload.name},
-    )
-    with tracker:
-        record = train(config, chosen, items, held_out, tracker)
+    record, location = train(config, chosen, items, held_out)
     _print_result(options, record)
-    if tracker.location is not None:
-        print(f"tracked: {tracker.location}")
+    if location is not None:
+        print(f"tracked: {location}")
 
 
 def _read_config(options: argparse.Namespace) -> SpeculativeConfig:

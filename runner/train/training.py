@@ -17,8 +17,8 @@ from runner.engine.errors import UserError
 from runner.llm import LLM
 from runner.measure import measure
 from runner.model_files import model_source
+from runner.recording import open_run
 from runner.results import write_metrics
-from runner.tracking import Tracker
 from runner.train.directory import replaced_directory
 from runner.train.fit import fit_head, load_frozen, read_states
 from runner.train.heads.for_target import head_for
@@ -39,52 +39,53 @@ def train(
     options: TrainingOptions,
     items: Sequence[WorkloadItem],  # to learn from
     held_out: Sequence[WorkloadItem],  # to measure it by
-    tracker: Tracker,  # of a run that has begun
-) -> dict[str, Any]:
-    """Trains a head and measures it.
+) -> tuple[dict[str, Any], str | None]:
+    """Trains a head, measures it and records both as one run.
 
-    Returns the record that lies beside the head; `held_out` in it is the summary of the run over the held-out prompts.
+    Returns the record that lies beside the head, and where the run is recorded; `held_out` in the record is the summary
+    of the run over the held-out prompts.
 
     Raises:
         UserError: the target or its answers are not what a head can learn from; nothing is saved then.
     """
     assert isinstance(config.method, DrafterMethod) and config.method.model is not None
     output, started = Path(config.method.model), time.perf_counter()
-    tracker.log_params({**config.model_dump(mode="json"), "training": asdict(options)})
-    with stage_bars() as report_of:
-        texts, device, dtype = _write(config, options, items, report_of("target writes"))
-        head, fitted = _fit(config, options, texts, device, dtype, report_of(config.method.method))
-    record = {
-        **fitted,
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "seconds": round(time.perf_counter() - started, 1),
-        "options": asdict(options),
-        "config": config.model_dump(mode="json"),
-    }
-    with replaced_directory(output) as new:
-        head.save(new)
-        write_metrics(new / RECORD_FILE, record)
-    del head
-    _make_room(device)
-    summary = measure(LLM.from_config(config), held_out).summary
-    tracker.log_summary({**summary, "training": {key: record[key] for key in TRACKED}})
-    record["held_out"] = summary
-    write_metrics(output / RECORD_FILE, record)
-    tracker.log_artifacts([output / RECORD_FILE])
-    return record
+    llm = _load_target(config, options)
+    run_name = config.run_name or f"{Path(config.model.model).name}-{config.method.method}-training"
+    with open_run(config, llm.engine, held_out, output_dir=output.parent, run_name=run_name) as tracker:
+        tracker.log_params({**config.model_dump(mode="json"), "training": asdict(options)})
+        device, dtype = llm.engine.device, llm.engine.dtype
+        with stage_bars() as report_of:
+            params, report = config.sampler.to_sampling_params(), report_of("target writes")
+            texts = write_texts(llm, items, params, num_texts=options.texts, length=options.length, report=report)
+            del llm  # the head is trained in its memory
+            head, fitted = _fit(config, options, texts, device, dtype, report_of(config.method.method))
+        record = {
+            **fitted,
+            "parameters": sum(parameter.numel() for parameter in head.parameters()),
+            "seconds": round(time.perf_counter() - started, 1),
+            "options": asdict(options),
+            "config": config.model_dump(mode="json"),
+        }
+        with replaced_directory(output) as new:
+            head.save(new)
+            write_metrics(new / RECORD_FILE, record)
+        del head
+        _make_room(device)
+        summary = measure(LLM.from_config(config), held_out).summary
+        tracker.log_summary({**summary, "training": {key: record[key] for key in TRACKED}})
+        record["held_out"] = summary
+        write_metrics(output / RECORD_FILE, record)
+        tracker.log_artifacts([output / RECORD_FILE])
+    return record, tracker.location
 
 
-def _write(
-    config: SpeculativeConfig, options: TrainingOptions, items: Sequence[WorkloadItem], report: ReportProgress
-) -> tuple[Texts, torch.device, torch.dtype]:
-    """The target's answers, and where and in what it computed."""
+def _load_target(config: SpeculativeConfig, options: TrainingOptions) -> LLM:
     llm = LLM.from_config(SpeculativeConfig.parse({**config.model_dump(), "method": {"method": "none"}}))
     longest = llm.engine.target_info.max_model_len
     if options.length > longest:
         raise UserError(f"--length must be <= {longest}, the target's max_model_len, got {options.length}; lower it")
-    params = config.sampler.to_sampling_params()
-    texts = write_texts(llm, items, params, num_texts=options.texts, length=options.length, report=report)
-    return texts, llm.engine.device, llm.engine.dtype
+    return llm
 
 
 def _fit(

@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     config = _read_config(options)
     from runner.loading import load
-    from runner.promise import kept_by_run
-    from runner.tracking import open_tracker
+    from runner.recording import open_run
     from runner.tune.grid import Grid
 
     llm, items = load(config)
@@ -62,20 +61,8 @@ def _run(options: argparse.Namespace) -> None:
     numbers = _numbers_of_tokens(options, llm.engine.proposer.num_speculative_tokens)
     grid = Grid(batch_sizes=batch_sizes, num_speculative_tokens=numbers)
     output = _new_directory(options)
-    tracker = open_tracker(
-        config.tracking,
-        output_dir=output,
-        tracking_uri=config.tracking_uri,
-        experiment_name=config.experiment_name,
-        run_name=config.run_name or f"{Path(config.model.model).name}-{config.method.method}-tuning",
-        tags={
-            "method": config.method.method,
-            "model": config.model.model,
-            "workload": config.workload.name,
-            "lossless": str(kept_by_run(config, llm.engine, items)).lower(),
-        },
-    )
-    with tracker:
+    run_name = config.run_name or f"{Path(config.model.model).name}-{config.method.method}-tuning"
+    with open_run(config, llm.engine, items, output_dir=output, run_name=run_name) as tracker:
         tracker.log_params(config.model_dump(mode="json"))
         try:
             _measure(grid, llm, items, options.repeats)

@@ -1,0 +1,39 @@
+"""Opens the record of a run of any kind, with the tags that all runs are found and compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.assembly import Assembly
+from runner.config import SpeculativeConfig
+from runner.machine import describe_run
+from runner.promise import kept_by_run
+from runner.tracking import Tracker, open_tracker
+from runner.workload import WorkloadItem
+
+
+def open_run(
+    config: SpeculativeConfig, engine: Assembly, items: Sequence[WorkloadItem], *, output_dir: Path, run_name: str
+) -> Tracker:
+    """The tracker that the configuration asks for, not yet entered.
+
+    Args:
+        engine: of this target; its proposer may be another.
+        items: the requests that the method is measured by.
+    """
+    return open_tracker(
+        config.tracking,
+        output_dir=output_dir,
+        tracking_uri=config.tracking_uri,
+        experiment_name=config.experiment_name,
+        run_name=run_name,
+        tags={
+            "method": config.method.method,
+            "model": config.model.model,
+            "workload": config.workload.name,
+            "lossless": str(kept_by_run(config, engine, items)).lower(),
+            # the commit is a tag of every run already
+            **{key: str(value) for key, value in describe_run(engine).items() if key != "commit" and value is not None},
+        },
+    )
