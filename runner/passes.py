@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from proposers.base import Proposer
-from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import CoreWait, MetricsCollector
 from runner.prompts import make_requests
 from runner.request_loop import Observer
-from runner.workload import WorkloadItem, arrival_times
+from runner.workload import WorkloadItem, arrival_times, params_of
 
 WARM_UP_TOKENS = 8  # output tokens of the untimed run that touches every code path and cache first
 
@@ -65,12 +64,7 @@ def run_pass(
 
 def workload_requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> list[Request]:
     """The requests of all items; a line's own sampling parameters stand in place of these."""
-    own = list[SamplingParams]()
-    for index, item in enumerate(items):
-        try:
-            own.append(replace(params, **item.sampling))
-        except ValueError as error:  # the two may contradict each other: min_tokens, say, comes from sampler
-            raise UserError(f"prompt {index} of the workload: {error}; mend its line, or sampler") from error
+    own = [params_of(item, params) for item in items]
     return make_requests([item.prompt for item in items], own, llm.engine.tokenizer, llm.config.seed)
 
 

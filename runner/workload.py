@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,19 @@ def read_workload(config: DemoWorkload | JsonlWorkload) -> list[WorkloadItem]:
     if isinstance(config, DemoWorkload):
         return _read_jsonl(DEMO_PATH, "prompt", config.limit)
     return _read_jsonl(Path(config.path).expanduser(), config.prompt_field, config.limit)
+
+
+def params_of(item: WorkloadItem, params: SamplingParams) -> SamplingParams:
+    """What the item's requests sample by: its line's own parameters in place of these.
+
+    Raises:
+        UserError: the two contradict each other; min_tokens, say, comes from `sampler`.
+    """
+    try:
+        return replace(params, **item.sampling)
+    except ValueError as error:
+        own = ", ".join(f"{key}={value}" for key, value in item.sampling.items())
+        raise UserError(f"a line of the workload has {own}: {error}; mend it, or sampler") from error
 
 
 def arrival_times(count: int, request_rate: float, seed: int) -> list[float]:

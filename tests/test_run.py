@@ -190,7 +190,7 @@ def test_lines_have_lengths_and_temperatures_of_their_own_and_arrive_at_a_rate(t
     assert [first["arrival"], second["arrival"]] == pytest.approx(arrival_times(2, 20.0, 0))
     assert (summary["lossless"], summary["identical_to_baseline"]) == ("distribution", None), "one line is sampled"
     assert any(note.startswith("workload.path has fields that no run reads: source (") for note in summary["notes"])
-    with pytest.raises(UserError, match=r"prompt 0 of the workload: min_tokens must be in \[0, max_tokens \(3\)\]"):
+    with pytest.raises(UserError, match=r"has max_tokens=3: min_tokens must be in \[0, max_tokens \(3\)\]"):
         execute(config(workload=workload, sampler={"min_tokens": 5}), tmp_path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from runner.cli.compose import Composer
 from runner.config.checkpoint_method import method_of_model
 from runner.engine.errors import UserError
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
 from runner.tiny import DEMO_PATH, TARGET_DIR
 from runner.tiny.recipe import HEAD_OPTIMIZER
 from runner.train import fit
 from runner.train.command import main
 from runner.train.heads.for_target import METHODS, head_for, tapped_layers
-from runner.train.texts import split_prompts
+from runner.train.texts import split_prompts, write_texts
 from runner.train.training import RECORD_FILE
 from runner.workload import WorkloadItem
 
@@ -191,6 +194,17 @@ def test_texts_shorter_than_a_window_are_refused(
     assert "--length 128 asks for more" in capsys.readouterr().err
     assert train(target, prompts, tmp_path / "head", "method=eagle", "--length", "129") == 2
     assert "--length must be <= 128" in capsys.readouterr().err
+
+
+def test_a_line_of_its_own_length_is_learnt_at_that_length() -> None:
+    """A head learnt from answers of the sampler's length, and was measured on answers of the line's."""
+    llm = LLM("tiny", device="cpu")
+    items = [WorkloadItem(prompt={"prompt_token_ids": [5, 6]}, sampling=own) for own in ({}, {"max_tokens": 3})]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    texts = write_texts(llm, items, params, num_texts=2, length=1, report=lambda done, total, note: None)
+    assert len(texts.windows) == 2 * (2 + 8) + 2 * (2 + 3)
+    with pytest.raises(UserError, match="a line of the workload has max_tokens=3: min_tokens must be"):
+        write_texts(llm, items, replace(params, min_tokens=5), num_texts=1, length=1, report=lambda *_: None)
 
 
 def test_every_tenth_prompt_is_held_out_and_at_least_one() -> None:

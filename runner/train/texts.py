@@ -17,7 +17,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.train.loop import ReportProgress
-from runner.workload import WorkloadItem
+from runner.workload import WorkloadItem, params_of
 
 HELD_OUT_EVERY = 10  # prompts
 
@@ -44,7 +44,7 @@ def split_prompts(items: Sequence[WorkloadItem]) -> tuple[list[WorkloadItem], li
 def write_texts(
     llm: LLM,  # of plain decoding
     items: Sequence[WorkloadItem],
-    params: SamplingParams,  # max_tokens and what ends an answer
+    params: SamplingParams,  # max_tokens and what ends an answer, where an item has none of its own
     *,
     num_texts: int,  # a prompt
     length: int,
@@ -52,15 +52,16 @@ def write_texts(
 ) -> Texts:
     """
     Raises:
-        UserError: the texts do not fill one window.
+        UserError: the texts do not fill one window, or an item contradicts the parameters.
     """
     prompts, asked = list[object](), list[SamplingParams]()
     for item in items:
+        own = params_of(item, params)
         prompts.append(item.prompt)
-        asked.append(replace(params, temperature=0.0, n=1))
+        asked.append(replace(own, temperature=0.0, n=1))
         if num_texts > 1:
             prompts.append(item.prompt)
-            asked.append(replace(params, temperature=1.0, n=num_texts - 1))
+            asked.append(replace(own, temperature=1.0, n=num_texts - 1))
     total = len(items) * num_texts
 
     def observe(metrics: MetricsCollector) -> None:
