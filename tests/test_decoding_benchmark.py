@@ -249,3 +249,13 @@ def test_a_size_that_leaves_nothing_to_measure_is_refused(
         benchmark.main([option, str(minimum - 1)])
     assert ended.value.code == 2
     assert f"argument {option}: must be an integer >= {minimum}, got '{minimum - 1}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("benchmark", [generate, decoding, ngram, suffix])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(["--json", str(tmp_path / "missing" / "found.json")])
+    assert ended.value.code == 2
+    assert "argument --json: must lie in a directory that exists" in capsys.readouterr().err

@@ -8,12 +8,10 @@ from its end (compiled too). `ngram_gpu` is timed where there is a GPU. Prints a
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +24,13 @@ from proposers.lookup.ngram_table import Int32Array, extend_and_draft
 from proposers.ngram import NgramProposer
 from proposers.ngram_gpu import ngram_match_on
 from runner.benchmarks.ngram_texts import next_tokens, text_of
-from runner.cli.arguments import at_least
+from runner.cli.arguments import at_least, file_to_write
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule, ScheduledRequest
 from runner.machine import describe_machine
 from runner.metrics.rates import percentiles
+from runner.results import write_metrics
 
 MIN_N, MAX_N, NUM_DRAFTS = 2, 5, 4
 VOCAB_SIZE = 32_000
@@ -62,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bytes_per_token": _bytes_per_token(texts),
     }  # fmt: skip
     _print(found)
-    if options.output is not None:
-        options.output.write_text(json.dumps(found, indent=2) + "\n")
+    if options.json is not None:
+        write_metrics(options.json, found)
     return 0
 
 
@@ -249,7 +248,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--context", type=at_least(1), default=32_000, help="tokens of every context (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the texts")
-    parser.add_argument("--output", type=Path, help="also write the numbers to this JSON file")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="also write the numbers to this file")
     return parser.parse_args(argv)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -27,8 +26,9 @@ from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
 from proposers.lookup.suffix_forest import Int32Array
 from proposers.lookup.suffix_reference import naive_propose
 from runner.benchmarks.suffix_corpora import NAMES, Corpus
-from runner.cli.arguments import at_least
+from runner.cli.arguments import at_least, file_to_write
 from runner.machine import describe_machine
+from runner.results import write_metrics
 
 DEPTH, LIMIT = 24, 8
 PROMPT_LEN = 100
@@ -236,11 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{name}: propose p50 at {max(by_count):,} / {min(by_count):,} responses = {medians[-1] / medians[0]:.2f}"
         )
-    if options.output is not None:
+    if options.json is not None:
         conditions = {key: getattr(options, key) for key in ("length", "rounds", "seed")}
         conditions |= {"depth": DEPTH, "limit": LIMIT}
         found = {**describe_machine("numba", "numpy"), "conditions": conditions, "results": results}
-        options.output.write_text(json.dumps(found, indent=2) + "\n")
+        write_metrics(options.json, found)
     return 0
 
 
@@ -271,7 +271,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--corpora", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--rounds", type=at_least(1), default=5, help="requests that are timed (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="also write the numbers to this JSON file")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="also write the numbers to this file")
     return parser.parse_args(argv)
 
 
