@@ -80,7 +80,9 @@ def test_mlflow_gets_parameters_numbers_series_artifacts_and_tags(uri: str, clie
     hydra = tmp_path / ".hydra"
     hydra.mkdir()
     (hydra / "config.yaml").write_text("seed: 0\n")
-    with open_tracker("mlflow", tracking_uri=uri, run_name="one", tags={"method": "ngram"}) as tracker:
+    with open_tracker(
+        "mlflow", experiment_name="tests", tracking_uri=uri, run_name="one", tags={"method": "ngram"}
+    ) as tracker:
         assert client.get_run(tracker.run_id).info.status == "RUNNING"
         tracker.log_params({"seed": 0, "method": {"method": "ngram", "model": None}})
         tracker.log_summary(SUMMARY)
@@ -126,7 +128,7 @@ def test_artifacts_lie_beside_the_database_wherever_the_run_was_started(uri: str
 def test_a_run_that_did_not_finish_is_not_marked_finished(
     uri: str, client: Any, error: BaseException, status: str
 ) -> None:
-    tracker = open_tracker("mlflow", tracking_uri=uri)
+    tracker = open_tracker("mlflow", experiment_name="tests", tracking_uri=uri)
     with pytest.raises(type(error)), tracker:
         tracker.log_summary(SUMMARY)
         raise error
@@ -143,14 +145,14 @@ def test_leaving_with_exit_code_zero_is_finished() -> None:
 
 
 def test_nothing_is_recorded_before_the_block_is_entered(tmp_path: Path) -> None:
-    open_tracker("mlflow", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    open_tracker("jsonl", output_dir=tmp_path)
+    open_tracker("mlflow", experiment_name="tests", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    open_tracker("jsonl", experiment_name="tests", output_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_long_series_and_many_parameters_fit_the_limits_of_one_call(uri: str, client: Any) -> None:
     """A server refuses a log_batch of more than 1000 metrics or 100 parameters; SQLite does not."""
-    with open_tracker("mlflow", tracking_uri=uri) as tracker:
+    with open_tracker("mlflow", experiment_name="tests", tracking_uri=uri) as tracker:
         calls: list[tuple[int, int]] = []
         client_of_tracker: Any = vars(tracker)["_client"]
         log_batch: Callable[..., Any] = client_of_tracker.log_batch
@@ -211,7 +213,7 @@ def test_children_of_a_sweep_are_compared_on_the_parent(uri: str, client: Any, t
 
 @pytest.mark.parametrize("tracking", ["mlflow", "jsonl"])
 def test_a_comparison_shows_what_was_swept_and_which_runs_are_lossy(tracking: str, uri: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"tracking_uri": uri} if tracking == "mlflow" else {"output_dir": tmp_path}
+    options: dict[str, Any] = {"experiment_name": "tests", "tracking_uri": uri, "output_dir": tmp_path}
     rule, k = "method.rejection_sample_method", "method.num_speculative_tokens"
     swept = {"method": "ngram", rule: "block,typical", k: "2,4"}
     with start_sweep(tracking, params=swept, **options) as parent:
@@ -229,7 +231,7 @@ def test_a_comparison_shows_what_was_swept_and_which_runs_are_lossy(tracking: st
 @pytest.mark.parametrize("tracking", ["mlflow", "jsonl"])
 def test_a_swept_group_tells_its_runs_apart(tracking: str, uri: str, tmp_path: Path) -> None:
     """A sweep over sampler=greedy,sampled compared runs of one name, and no column said which was which."""
-    options: dict[str, Any] = {"tracking_uri": uri} if tracking == "mlflow" else {"output_dir": tmp_path}
+    options: dict[str, Any] = {"experiment_name": "tests", "tracking_uri": uri, "output_dir": tmp_path}
     with start_sweep(tracking, params={"sampler": "greedy,sampled", "seed": "0,1"}, **options) as parent:
         for sampler, seed in (("greedy", 0), ("sampled", 1)):
             with open_tracker(tracking, run_name="ngram", **options) as child:
@@ -240,8 +242,8 @@ def test_a_swept_group_tells_its_runs_apart(tracking: str, uri: str, tmp_path: P
 
 
 def test_an_interrupted_sweep_is_killed_and_still_compares_what_ran(uri: str, client: Any) -> None:
-    with pytest.raises(KeyboardInterrupt), start_sweep("mlflow", tracking_uri=uri) as parent:
-        with open_tracker("mlflow", tracking_uri=uri, tags={"method": "ngram"}) as child:
+    with pytest.raises(KeyboardInterrupt), start_sweep("mlflow", experiment_name="tests", tracking_uri=uri) as parent:
+        with open_tracker("mlflow", experiment_name="tests", tracking_uri=uri, tags={"method": "ngram"}) as child:
             child.log_summary(SUMMARY)
         raise KeyboardInterrupt
     assert PARENT_RUN_ENV not in os.environ
@@ -307,7 +309,7 @@ def test_a_store_that_cannot_be_used_is_one_clear_message(bad: str, monkeypatch:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with (
         pytest.raises(UserError, match=r"tracking_uri must be .* got '.*") as caught,
-        open_tracker("mlflow", tracking_uri=bad),
+        open_tracker("mlflow", experiment_name="tests", tracking_uri=bad),
     ):
         pass
     assert bad in str(caught.value)
@@ -319,7 +321,7 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) ->
     path.write_text("not a database, but somebody's notes\n" * 100)
     with (
         pytest.raises(UserError, match="file is not a database"),
-        open_tracker("mlflow", tracking_uri=f"sqlite:///{path}"),
+        open_tracker("mlflow", experiment_name="tests", tracking_uri=f"sqlite:///{path}"),
     ):
         pass
     assert path.read_text().startswith("not a database")
@@ -340,7 +342,7 @@ def test_without_mlflow_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with (
         pytest.raises(UserError, match="pip install mlflow, or run with tracking=jsonl"),
-        open_tracker("mlflow", tracking_uri=f"sqlite:///{tmp_path}/x.db"),
+        open_tracker("mlflow", experiment_name="tests", tracking_uri=f"sqlite:///{tmp_path}/x.db"),
     ):
         pass
 
@@ -350,9 +352,9 @@ def test_only_tracking_to_mlflow_imports_mlflow(tmp_path: Path) -> None:
 import sys
 from runner.tracking import open_tracker
 for tracking in ("none", "jsonl"):
-    with open_tracker(tracking, output_dir=sys.argv[1]) as tracker:
+    with open_tracker(tracking, experiment_name="tests", output_dir=sys.argv[1]) as tracker:
         tracker.log_params({}); tracker.log_summary({}); tracker.log_series([]); tracker.log_artifacts([])
-open_tracker("mlflow")
+open_tracker("mlflow", experiment_name="tests")
 sys.exit("mlflow" in sys.modules or "torch" in sys.modules or "matplotlib" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
@@ -363,12 +365,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_jsonl_appends_one_line_a_run_whatever_its_end(tmp_path: Path) -> None:
-    with open_tracker("jsonl", output_dir=tmp_path / "new", run_name="good", tags={"method": "ngram"}) as tracker:
+    with open_tracker(
+        "jsonl", experiment_name="tests", output_dir=tmp_path / "new", run_name="good", tags={"method": "ngram"}
+    ) as tracker:
         tracker.log_params({"seed": 0})
         tracker.log_summary(SUMMARY)
         tracker.log_series([point(0)])
         tracker.log_artifacts([tmp_path / "metrics.json"])
-    with pytest.raises(KeyboardInterrupt), open_tracker("jsonl", output_dir=tmp_path / "new"):
+    with pytest.raises(KeyboardInterrupt), open_tracker("jsonl", experiment_name="tests", output_dir=tmp_path / "new"):
         raise KeyboardInterrupt
     good, killed = read_lines(tmp_path / "new")
     assert (good["run_name"], good["status"], good["parent_run_id"]) == ("good", "FINISHED", None)
@@ -379,8 +383,8 @@ def test_jsonl_appends_one_line_a_run_whatever_its_end(tmp_path: Path) -> None:
 
 
 def test_a_sweep_recorded_as_jsonl_knows_its_children(tmp_path: Path) -> None:
-    with start_sweep("jsonl", output_dir=tmp_path) as parent:
-        with open_tracker("jsonl", output_dir=tmp_path, run_name="child") as child:
+    with start_sweep("jsonl", experiment_name="tests", output_dir=tmp_path) as parent:
+        with open_tracker("jsonl", experiment_name="tests", output_dir=tmp_path, run_name="child") as child:
             child.log_summary(SUMMARY)
         assert parent.children() == [comparison_row(SUMMARY, run_name="child", status="FINISHED")]
     child_line, parent_line = read_lines(tmp_path)
@@ -389,9 +393,9 @@ def test_a_sweep_recorded_as_jsonl_knows_its_children(tmp_path: Path) -> None:
 
 def test_tracking_none_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with start_sweep("none") as parent:
+    with start_sweep("none", experiment_name="tests") as parent:
         assert PARENT_RUN_ENV not in os.environ
-        with open_tracker("none") as tracker:
+        with open_tracker("none", experiment_name="tests") as tracker:
             tracker.log_summary(SUMMARY)
     assert parent.children() == []
     assert list(tmp_path.iterdir()) == []
@@ -399,7 +403,7 @@ def test_tracking_none_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_unknown_tracking_is_refused() -> None:
     with pytest.raises(ValueError, match="must be one of mlflow, jsonl, none, got 'wandb'"):
-        open_tracker("wandb")
+        open_tracker("wandb", experiment_name="tests")
 
 
 def test_flat_metrics_keep_finite_numbers_only() -> None:
@@ -464,8 +468,8 @@ def test_without_matplotlib_the_comparison_is_a_table(tmp_path: Path, monkeypatc
 
 
 def test_every_tracker_has_a_status_and_a_place(tmp_path: Path) -> None:
-    none: Tracker = open_tracker("none")
-    jsonl: Tracker = open_tracker("jsonl", output_dir=tmp_path)
+    none: Tracker = open_tracker("none", experiment_name="tests")
+    jsonl: Tracker = open_tracker("jsonl", experiment_name="tests", output_dir=tmp_path)
     with none, jsonl:
         assert (none.run_id, none.location, none.ui_command) == (None, None, None)
         assert jsonl.location == str(tmp_path / "runs.jsonl")

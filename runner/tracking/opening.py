@@ -14,15 +14,13 @@ from runner.tracking.jsonl import JsonlTracker
 from runner.tracking.mlflow_run import MlflowTracker
 from runner.tracking.tracker import PARENT_RUN_ENV, NoTracker, Tracker
 
-EXPERIMENT_NAME = "speculative"
-
 
 def open_tracker(
     tracking: str,
     *,
+    experiment_name: str,
     output_dir: str | Path = ".",
     tracking_uri: str | None = None,
-    experiment_name: str = EXPERIMENT_NAME,
     run_name: str | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> Tracker:
@@ -30,6 +28,7 @@ def open_tracker(
 
     Args:
         tracking: "mlflow", "jsonl" or "none".
+        experiment_name: what runs are kept together under (mlflow).
         output_dir: the directory of runs.jsonl (jsonl).
         tracking_uri: the store (mlflow); None is MLFLOW_TRACKING_URI, else sqlite in the current directory.
         run_name: None lets MLflow make one up.
