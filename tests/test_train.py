@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from runner.train.command import main
 from runner.train.heads.for_target import METHODS, head_for, tapped_layers
 from runner.train.texts import split_prompts, write_texts
 from runner.train.training import RECORD_FILE
+from runner.tune.command import main as tune
 from runner.workload import WorkloadItem
 
 CPU = torch.device("cpu")
@@ -129,25 +131,40 @@ def test_what_cannot_be_trained_is_said_before_anything_is_loaded(
     tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "missing"
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").write_text("mine")
-    for output, argv, message in (
-        ("new", ["method=ngram"], "method must be one of eagle, eagle3"),
-        ("new", [], "method must be one of eagle, eagle3"),
-        ("new", ["method=eagle", "model.load_format=dummy"], "must not be dummy"),
-        ("new", ["method=eagel"], "did you mean 'eagle'"),
-        ("new", ["method=eagle", "method.num_speculative_tokens=0"], "num_speculative_tokens must be >= 1"),
-        ("full", ["method=eagle"], "--output must be a new or empty directory"),
-        ("full/notes.txt/head", ["method=eagle"], "--output must be a directory that can be made"),
+    for argv, message in (
+        (["method=ngram"], "method must be one of eagle, eagle3"),
+        ([], "method must be one of eagle, eagle3"),
+        (["method=eagle", "model.load_format=dummy"], "must not be dummy"),
+        (["method=eagel"], "did you mean 'eagle'"),
+        (["method=eagle", "method.num_speculative_tokens=0"], "num_speculative_tokens must be >= 1"),
     ):
-        assert train(target, prompts, tmp_path / output, *argv) == 2
+        assert train(target, prompts, tmp_path / "new", *argv) == 2
         assert message in capsys.readouterr().err
     missing = ["method=eagle", "tracking=jsonl", f"workload.path={tmp_path / 'missing.jsonl'}"]
     assert train(target, prompts, tmp_path / "new", *missing) == 2
     assert "workload.path must be a .jsonl file" in capsys.readouterr().err
     assert main(["--output", str(tmp_path / "new"), "method=eagle", "workload=synthetic"]) == 2
     assert "workload must have prompts" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "prompts.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
+
+
+@pytest.mark.parametrize("program", [main, tune])
+def test_an_output_that_is_taken_or_has_no_room_is_refused_and_left_alone(
+    program: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """runner.tune wrote over what an earlier run had found."""
+    notes = tmp_path / "full" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    for output, message in (
+        (notes.parent, "argument --output: must be a new or empty directory"),
+        (notes, "argument --output: must be a new or empty directory"),
+        (notes / "head", "argument --output: must be a directory that can be made"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            program(["method=eagle", "--output", str(output)])
+        assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert list(tmp_path.rglob("*")) == [notes.parent, notes]
 
 
 def test_a_target_that_scales_its_embeddings_is_refused(

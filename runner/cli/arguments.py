@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,4 +24,17 @@ def file_to_write(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must lie in a directory that exists, got {text!r}; make {path.parent} first")
+    return path
+
+
+def new_directory(text: str) -> Path:
+    """An argparse type: a directory that is not there yet, or empty, where one can be made."""
+    path = Path(text)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise argparse.ArgumentTypeError(
+            f"must be a new or empty directory, got {text!r}; choose another, or remove it"
+        )
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"must be a directory that can be made, got {text!r}; see {existing}")
     return path

@@ -46,6 +46,6 @@ def show_error(error: UserError) -> int:
     return USER_ERROR_STATUS
 
 
-def show_interrupt() -> int:
-    print("interrupted", file=sys.stderr)
+def show_interrupt(kept: str | None = None) -> int:
+    print("interrupted" if kept is None else f"interrupted; {kept}", file=sys.stderr)
     return INTERRUPT_STATUS

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from runner.cli.arguments import at_least
+from runner.cli.arguments import at_least, new_directory
 from runner.cli.compose import Composer
-from runner.cli.screen import INTERRUPT_STATUS, show_error
-from runner.cli.termination import interrupt_on_termination
+from runner.cli.program import exit_status, program_parser, use_it
 from runner.config import DemoWorkload, JsonlWorkload, SpeculativeConfig, SyntheticWorkload
 from runner.config.problem import ConfigError, Problem
 from runner.engine.errors import UserError
@@ -31,17 +27,12 @@ from runner.train.options import TrainingOptions
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
-    interrupt_on_termination()
-    try:
-        _run(options)
-    except UserError as error:
-        return show_error(error)
-    except KeyboardInterrupt:
-        is_saved = (options.output / "config.json").exists()
-        kept = f"the head is in {options.output}, not yet measured" if is_saved else "nothing was saved"
-        print(f"interrupted; {kept}", file=sys.stderr)
-        return INTERRUPT_STATUS
-    return 0
+    return exit_status(lambda: _run(options), kept=lambda: _kept(options.output))
+
+
+def _kept(output: Path) -> str:
+    is_saved = (output / "config.json").exists()
+    return f"the head is in {output}, not yet measured" if is_saved else "nothing was saved"
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -66,22 +57,16 @@ def _read_config(options: argparse.Namespace) -> SpeculativeConfig:
     """The run that the head is for: its method's model is the output.
 
     Raises:
-        UserError: what cannot be trained, or has no room, before anything is loaded.
+        UserError: what cannot be trained, before anything is loaded.
     """
     from runner.train.heads.for_target import METHODS
 
-    output = options.output
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output must be a new or empty directory, got {str(output)!r}; choose another, or remove it")
-    existing = next(parent for parent in output.absolute().parents if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # hours later would be too late
-        raise UserError(f"--output must be a directory that can be made, got {str(output)!r}; see {existing}")
     with Composer() as composer:
         chosen = composer.compose(options.overrides).method.method
         if chosen not in METHODS:
             rule, remedy = f"must be one of {', '.join(METHODS)}", f"add method={METHODS[1]}, say"
             raise ConfigError([Problem(name="method", rule=rule, value=chosen, remedy=remedy)])
-        config = composer.config([*options.overrides, _model_override(output.resolve())])
+        config = composer.config([*options.overrides, _model_override(options.output.resolve())])
     if config.method.num_speculative_tokens < 1:
         raise UserError("method.num_speculative_tokens must be >= 1, got 0; a head learns that many guesses")
     if config.model.load_format == "dummy":
@@ -114,26 +99,24 @@ def _print_result(options: argparse.Namespace, record: dict[str, Any]) -> None:
     if (speedup := found["speedup"]) is not None:
         text += f", {speedup:.2f}x plain decoding's speed"
     print(text)
-    print(f"use it: python -m runner {shlex.join([*options.overrides, _model_override(options.output)])}")
+    print(use_it([*options.overrides, _model_override(options.output)]))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m runner.train",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__,
+    parser = program_parser(
+        "python -m runner.train",
+        __doc__,
         epilog="example:\n  python -m runner.train --output heads/eagle3 model=hf model.model=<directory or hub id> "
         "method=eagle3 \\\n      workload=jsonl workload.path=prompts.jsonl sampler.max_tokens=256\n\n"
         "The target must fit the device beside the head. Methods: eagle, eagle3, mtp, medusa, mlp_speculator, dflash.\n"
         "Numbers were found on the tiny family; what they are worth on a large target is not known yet.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="group=option|key=value", help="as for python -m runner")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new directory for the head")
+    parser.add_argument("--output", type=new_directory, required=True, metavar="DIR", help="a new one, for the head")
     for field in fields(TrainingOptions):
         flag, kind = f"--{field.name.replace('_', '-')}", at_least(1) if isinstance(field.default, int) else _positive
         text = f"{field.metadata['help']} (default: %(default)s)"
         parser.add_argument(flag, type=kind, default=field.default, metavar="N", help=text)
-    return parser.parse_intermixed_args(argv)  # an override may stand behind an option
+    return parser.parse_intermixed_args(argv)
 
 
 def _positive(text: str) -> float:

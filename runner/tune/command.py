@@ -10,7 +10,6 @@ must be the same, and the report counts them.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -19,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from runner.cli.arguments import at_least
+from runner.cli.arguments import at_least, new_directory
 from runner.cli.compose import Composer
-from runner.cli.screen import show_error, show_interrupt
+from runner.cli.program import exit_status, program_parser, use_it
 from runner.cli.speculative_config import KEY
-from runner.cli.termination import interrupt_on_termination
 from runner.config import SpeculativeConfig
 from runner.config.problem import ConfigError, Problem
 from runner.engine.errors import UserError
@@ -40,14 +38,7 @@ TUNED = ("num_speculative_tokens_per_batch_size", "disable_by_batch_size")  # ke
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
-    interrupt_on_termination()
-    try:
-        _run(options)
-    except UserError as error:
-        return show_error(error)
-    except KeyboardInterrupt:
-        return show_interrupt()
-    return 0
+    return exit_status(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -60,15 +51,15 @@ def _run(options: argparse.Namespace) -> None:
     batch_sizes = _batch_sizes(options, config.hardware.max_num_seqs, _check_requests(llm, items))
     numbers = _numbers_of_tokens(options, llm.engine.proposer.num_speculative_tokens)
     grid = Grid(batch_sizes=batch_sizes, num_speculative_tokens=numbers)
-    output = _new_directory(options)
+    options.output.mkdir(parents=True, exist_ok=True)
     run_name = config.run_name or f"{Path(config.model.model).name}-{config.method.method}-tuning"
-    with open_run(config, llm.engine, items, output_dir=output, run_name=run_name) as tracker:
+    with open_run(config, llm.engine, items, output_dir=options.output, run_name=run_name) as tracker:
         tracker.log_params(config.model_dump(mode="json"))
         try:
             _measure(grid, llm, items, options.repeats)
         finally:  # an interrupt leaves the repeats that were complete
             if grid.num_repeats:
-                result, files = _report(grid, llm, items, options, output)
+                result, files = _report(grid, llm, items, options)
                 tracker.log_summary(result)
                 tracker.log_artifacts(files)
     if tracker.location is not None:
@@ -148,18 +139,6 @@ def _numbers_of_tokens(options: argparse.Namespace, most: int) -> list[int]:
     return sorted({0, *(options.num_speculative_tokens or [*halves, most])})
 
 
-def _new_directory(options: argparse.Namespace) -> Path:
-    """Made before anything is measured: an hour later would be too late to hear that it cannot be."""
-    output: Path = options.output or Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f-tuning"))
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--output must be a directory that can be made, got {str(output)!r}: {error.strerror}"
-        ) from error
-    return output
-
-
 def _measure(grid: Grid, llm: LLM, items: Sequence[WorkloadItem], repeats: int) -> None:
     num_requests = len(items) * llm.config.sampler.n
     total, seconds = (repeats + 1) * len(grid.cells) * num_requests, 0.2 if sys.stderr.isatty() else 30.0
@@ -173,7 +152,7 @@ def _measure(grid: Grid, llm: LLM, items: Sequence[WorkloadItem], repeats: int) 
 
 
 def _report(
-    grid: Grid, llm: LLM, items: Sequence[WorkloadItem], options: argparse.Namespace, output: Path
+    grid: Grid, llm: LLM, items: Sequence[WorkloadItem], options: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Path]]:
     """Prints what was found and writes the files; returns what a tracker records, and the paths."""
     from runner.machine import describe_run
@@ -207,33 +186,31 @@ def _report(
         console.print(f" note: {note}", style="yellow", highlight=False, soft_wrap=True)
     if (largest := grid.batch_sizes[-1]) < config.hardware.max_num_seqs:
         print(f"batch sizes above {largest} were not measured, and go with it: hardware.max_num_seqs allows more")
-    print(_use_it(options.overrides, keys))
-    files = [output / RESULT_FILE]
+    print(_advice(options.overrides, keys))
+    files = [options.output / RESULT_FILE]
     write_metrics(files[0], {**result, "config": config.model_dump(mode="json")})
-    if draw_grid(output / PICTURE_FILE, grid, title=title):
-        files.append(output / PICTURE_FILE)
+    if draw_grid(picture := options.output / PICTURE_FILE, grid, title=title):
+        files.append(picture)
     print("\n".join(f"file: {path}" for path in files))
     return result, files
 
 
-def _use_it(overrides: Sequence[str], keys: dict[str, Any]) -> str:
+def _advice(overrides: Sequence[str], keys: dict[str, Any]) -> str:
     if keys["num_speculative_tokens"] == 0:
         return "no number of speculative tokens pays at these batch sizes: method=none"
     kept = [each for each in overrides if not each.startswith("method.num_speculative_tokens")]
     found = [f"method.{key}={value}".replace(" ", "") for key, value in keys.items()]
-    return f"use it: python -m runner {shlex.join([*kept, *found])}"
+    return use_it([*kept, *found])
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m runner.tune",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__,
+    parser = program_parser(
+        "python -m runner.tune",
+        __doc__,
         epilog="example:\n"
         "  python -m runner.tune method=ngram --num-speculative-tokens 2,4,8 --batch-sizes 1,4,16\n\n"
         "A pass runs the whole workload; there are (repeats + 1) x batch sizes x numbers of tokens of them.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="group=option|key=value", help="as for python -m runner")
     parser.add_argument(
         "--batch-sizes",
         type=_numbers(1),
@@ -250,9 +227,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--repeats", type=at_least(1), default=3, metavar="N", help="timed passes of each (default: %(default)s)"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help=f"for {RESULT_FILE} and {PICTURE_FILE} (default: a new one in runs/)"
+        "--output",
+        type=new_directory,
+        default=datetime.now().strftime("runs/%Y-%m-%d/%H-%M-%S-%f-tuning"),
+        metavar="DIR",
+        help=f"a new directory for {RESULT_FILE} and {PICTURE_FILE} (default: one in runs/)",
     )
-    return parser.parse_intermixed_args(argv)  # an override may stand behind an option
+    return parser.parse_intermixed_args(argv)
 
 
 def _numbers(minimum: int) -> Callable[[str], list[int]]:
