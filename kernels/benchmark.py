@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kernels.whole_file import replacing
+
 if TYPE_CHECKING:  # --help answers without them
     from kernels.benchmarks.case import Call, Case, Setting
     from kernels.benchmarks.timing import Timing
@@ -175,12 +177,9 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
     """All of it or what was there before: a reader never finds a half."""
     import json
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # beside it: a rename is atomic within one disk
-    try:
-        temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    text = json.dumps(report, indent=2) + "\n"
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _op(name: str) -> str:

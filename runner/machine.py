@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
+from kernels.machine import driver_version, git_sha, processor_name
 from runner.assembly import Assembly
-from runner.tiny.manifest import processor_name
-from runner.tracking.git_sha import git_sha
 
 
 def describe_machine(*packages: str) -> dict[str, Any]:
@@ -53,17 +50,6 @@ def _describe_gpu() -> dict[str, Any] | None:
     return {
         "name": torch.cuda.get_device_name(),
         "memory_bytes": torch.cuda.get_device_properties().total_memory,
-        "driver": _driver_version(),
+        "driver": driver_version(),
         "cuda": torch.version.cuda,
     }
-
-
-@cache
-def _driver_version() -> str | None:
-    """None where nvidia-smi does not say."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.splitlines()[0].strip()

@@ -7,12 +7,12 @@ half of one, even when a run is killed.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from kernels.whole_file import replacing
 from runner.config.vllm_keys import VLLM_VERSION
 from runner.engine.errors import UserError
 from runner.metrics import RequestRecord
@@ -32,7 +32,7 @@ def write_metrics(path: str | Path, summary: Mapping[str, Any]) -> None:
         ValueError: a number is NaN or infinite; rates without a denominator are None instead.
     """
     text = json.dumps(summary, indent=2, allow_nan=False)
-    with _replacing(Path(path)) as file:
+    with _written(Path(path)) as file:
         file.write(text.encode() + b"\n")
 
 
@@ -50,7 +50,7 @@ def write_outputs(
     Args:
         logprobs: request_id -> those three, of requests that asked for any.
     """
-    with _replacing(Path(path)) as file:
+    with _written(Path(path)) as file:
         records = list(records)
         start = min((record.arrival_time for record in records), default=0.0)
         for record in records:
@@ -66,11 +66,11 @@ def write_vllm_config(directory: str | Path, config: Mapping[str, Any] | None, n
     files = []
     if config is not None:
         files.append(Path(directory) / VLLM_FILE)
-        with _replacing(files[-1]) as file:
+        with _written(files[-1]) as file:
             file.write(json.dumps(config, indent=2, allow_nan=False).encode() + b"\n")
     if notes:
         files.append(Path(directory) / VLLM_NOTES_FILE)
-        with _replacing(files[-1]) as file:
+        with _written(files[-1]) as file:
             file.write("".join(f"{line}\n" for line in (f"For vLLM {VLLM_VERSION}:", *notes)).encode())
     return files
 
@@ -104,22 +104,15 @@ def _json_line(value: Mapping[str, Any]) -> bytes:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` when the block ends well, and vanishes when it does not.
+def _written(path: Path) -> Iterator[IO[bytes]]:
+    """As replacing(path), in a directory that is made where it lacks.
 
     Raises:
         UserError: it cannot be written: no room, no permission, a directory in its place.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # same directory: a rename is atomic within one disk
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with replacing(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); make room, or write elsewhere") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.machine import git_sha
 from runner.engine.errors import UserError
 from runner.metrics import StepPoint
 from runner.tracking import PARENT_RUN_ENV, Tracker, open_tracker, start_sweep
 from runner.tracking.comparison import _errors, _label, write_comparison
 from runner.tracking.flatten import flat_metrics, flat_params
-from runner.tracking.git_sha import git_sha
 from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path
 from runner.tracking.series import step_series
 from runner.tracking.tracker import MACHINE, comparison_row, status_of

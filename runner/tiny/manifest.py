@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from kernels.machine import processor_name
+from kernels.whole_file import replacing
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -24,10 +25,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(json.dumps(manifest, indent=2) + "\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    with replacing(path) as file:
+        file.write(json.dumps(manifest, indent=2).encode() + b"\n")
 
 
 def file_sha256(path: Path) -> str:
@@ -74,12 +73,3 @@ def environment(device: str, num_threads: int) -> dict[str, Any]:
         "tokenizers": tokenizers.__version__,
         "safetensors": safetensors.__version__,
     }
-
-
-def processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from runner.tracking.git_sha import git_sha
+from kernels.machine import git_sha
 from runner.tracking.jsonl import JsonlTracker
 from runner.tracking.mlflow_run import MlflowTracker
 from runner.tracking.tracker import PARENT_RUN_ENV, NoTracker, Tracker
