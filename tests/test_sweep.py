@@ -172,8 +172,8 @@ def test_an_mlflow_sweep_runs_inside_one_parent_run(cli: CommandLine, monkeypatc
     is_open = []
 
     @contextmanager
-    def start_sweep(tracking: str, **options: Any) -> Iterator[Any]:
-        parents.append({"tracking": tracking} | options)
+    def start_sweep(**options: Any) -> Iterator[Any]:
+        parents.append(options)
         is_open.append(True)
         row = comparison_row({"method": "ngram", "num_speculative_tokens": 2}, run_name="r", status="FINISHED")
         yield types.SimpleNamespace(children=lambda params: [row], location="at home", ui_command="mlflow ui")
@@ -190,7 +190,6 @@ def test_an_mlflow_sweep_runs_inside_one_parent_run(cli: CommandLine, monkeypatc
     assert ending.out.splitlines()[-2:] == ["sweep at home", "show  mlflow ui"]
     assert parents == [
         {
-            "tracking": "mlflow",
             "params": {"method": "ngram,none"},
             "tracking_uri": None,
             "experiment_name": "e",

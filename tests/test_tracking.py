@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kernels.machine import git_sha
 from runner.engine.errors import UserError
 from runner.metrics import StepPoint
-from runner.tracking import PARENT_RUN_ENV, Tracker, open_tracker, start_sweep
+from runner.tracking import PARENT_RUN_ENV, Tracker, add_row, collecting_rows, open_tracker, start_sweep
 from runner.tracking.comparison import _errors, _label, write_comparison
 from runner.tracking.flatten import flat_metrics, flat_params
 from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path
@@ -182,7 +182,7 @@ def test_children_of_a_sweep_are_compared_on_the_parent(uri: str, client: Any, t
         "speedup": 1.75,
         "identical_to_baseline": {"requests": 3, "identical": 2},
     }
-    with start_sweep("mlflow", params={"method": "none,ngram"}, run_name="parent", **options) as parent:
+    with start_sweep(params={"method": "none,ngram"}, run_name="parent", **options) as parent:
         assert os.environ[PARENT_RUN_ENV] == parent.run_id
         with open_tracker("mlflow", run_name="none", tags={"method": "none"}, **options) as child:
             child.log_summary({"num_speculative_tokens": 0, "speedup": 1.0})
@@ -211,38 +211,38 @@ def test_children_of_a_sweep_are_compared_on_the_parent(uri: str, client: Any, t
     assert (row["identical_to_baseline"], row["device_name"], row["commit"]) == ("2/3", "Some CPU", git_sha())
 
 
-@pytest.mark.parametrize("tracking", ["mlflow", "jsonl"])
-def test_a_comparison_shows_what_was_swept_and_which_runs_are_lossy(tracking: str, uri: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"experiment_name": "tests", "tracking_uri": uri, "output_dir": tmp_path}
+def test_a_comparison_shows_what_was_swept_and_which_runs_are_lossy(uri: str, tmp_path: Path) -> None:
+    """MLflow's rows are read back from it, all others from the sweep's file; they are the same."""
+    options: dict[str, Any] = {"experiment_name": "tests", "tracking_uri": uri}
     rule, k = "method.rejection_sample_method", "method.num_speculative_tokens"
     swept = {"method": "ngram", rule: "block,typical", k: "2,4"}
-    with start_sweep(tracking, params=swept, **options) as parent:
+    with start_sweep(params=swept, **options) as parent, collecting_rows() as rows_of:
         for name, lossless in (("block", "distribution"), ("typical", False)):
             tags = {"method": "ngram", "lossless": str(lossless).lower()}
-            with open_tracker(tracking, tags=tags, **options) as child:
-                child.log_params({"method": {"method": "ngram", "rejection_sample_method": name}})
+            params = {"method": {"method": "ngram", "rejection_sample_method": name}}
+            with open_tracker("mlflow", run_name=name, tags=tags, **options) as child:
+                child.log_params(params)
                 child.log_summary({**SUMMARY, "lossless": lossless})
+            add_row({**SUMMARY, "lossless": lossless, "machine": {"commit": git_sha()}}, params, name)
         rows = parent.children(tuple(swept))
+        assert rows_of(tuple(swept)) == rows
     assert [(row[rule], row["lossless"]) for row in rows] == [("block", "distribution"), ("typical", False)]
     assert set(rows[0]) - set(parent.children()[0]) == {rule}  # the method and K have columns of their own
     assert [path.name for path in write_comparison(tmp_path, rows)] == ["comparison.csv", "comparison.png"]
 
 
-@pytest.mark.parametrize("tracking", ["mlflow", "jsonl"])
-def test_a_swept_group_tells_its_runs_apart(tracking: str, uri: str, tmp_path: Path) -> None:
+def test_a_swept_group_tells_its_runs_apart() -> None:
     """A sweep over sampler=greedy,sampled compared runs of one name, and no column said which was which."""
-    options: dict[str, Any] = {"experiment_name": "tests", "tracking_uri": uri, "output_dir": tmp_path}
-    with start_sweep(tracking, params={"sampler": "greedy,sampled", "seed": "0,1"}, **options) as parent:
+    with collecting_rows() as rows_of:
         for sampler, seed in (("greedy", 0), ("sampled", 1)):
-            with open_tracker(tracking, run_name="ngram", **options) as child:
-                child.log_params({"sampler": sampler, "sampler.temperature": "0.5", "seed": seed})
-        rows = parent.children(("sampler", "seed"))
+            add_row({}, {"sampler": sampler, "sampler.temperature": "0.5", "seed": seed}, "ngram")
+        rows = rows_of(("sampler", "seed"))
     assert [(row["sampler"], row["seed"]) for row in rows] == [("greedy", "0"), ("sampled", "1")]
     assert [_label(row) for row in rows] == ["ngram, greedy, 0", "ngram, sampled, 1"]
 
 
 def test_an_interrupted_sweep_is_killed_and_still_compares_what_ran(uri: str, client: Any) -> None:
-    with pytest.raises(KeyboardInterrupt), start_sweep("mlflow", experiment_name="tests", tracking_uri=uri) as parent:
+    with pytest.raises(KeyboardInterrupt), start_sweep(params={}, experiment_name="tests", tracking_uri=uri) as parent:
         with open_tracker("mlflow", experiment_name="tests", tracking_uri=uri, tags={"method": "ngram"}) as child:
             child.log_summary(SUMMARY)
         raise KeyboardInterrupt
@@ -382,22 +382,10 @@ def test_jsonl_appends_one_line_a_run_whatever_its_end(tmp_path: Path) -> None:
     assert (killed["status"], killed["summary"]) == ("KILLED", {})
 
 
-def test_a_sweep_recorded_as_jsonl_knows_its_children(tmp_path: Path) -> None:
-    with start_sweep("jsonl", experiment_name="tests", output_dir=tmp_path) as parent:
-        with open_tracker("jsonl", experiment_name="tests", output_dir=tmp_path, run_name="child") as child:
-            child.log_summary(SUMMARY)
-        assert parent.children() == [comparison_row(SUMMARY, run_name="child", status="FINISHED")]
-    child_line, parent_line = read_lines(tmp_path)
-    assert child_line["parent_run_id"] == parent_line["run_id"] == parent.run_id
-
-
 def test_tracking_none_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with start_sweep("none", experiment_name="tests") as parent:
-        assert PARENT_RUN_ENV not in os.environ
-        with open_tracker("none", experiment_name="tests") as tracker:
-            tracker.log_summary(SUMMARY)
-    assert parent.children() == []
+    with open_tracker("none", experiment_name="tests") as tracker:
+        tracker.log_summary(SUMMARY)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -143,7 +143,7 @@ def _parent_run(config: SpeculativeConfig, swept: dict[str, str]) -> Iterator[No
     from runner.report import print_comparison
     from runner.tracking import collecting_rows, start_sweep
 
-    if config.tracking != "mlflow":
+    if config.tracking != "mlflow":  # which finds the runs of jobs on other machines too
         with collecting_rows() as rows_of:
             try:
                 yield
@@ -152,7 +152,6 @@ def _parent_run(config: SpeculativeConfig, swept: dict[str, str]) -> Iterator[No
                     print_comparison(rows, params=tuple(swept))
         return
     with start_sweep(
-        config.tracking,
         params=swept,
         tracking_uri=config.tracking_uri,
         experiment_name=config.experiment_name,

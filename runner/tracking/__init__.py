@@ -1,8 +1,9 @@
 """Where runs are recorded: MLflow, a line in runs.jsonl, or nowhere, behind one small interface.
 
-`open_tracker` gives the tracker of one run, `start_sweep` the parent of many; both are context managers whose run ends
-FINISHED, FAILED or KILLED as the block does. Nothing here is called in the decode loop. MLflow is imported by
-tracking=mlflow alone, so everything else runs without it.
+`open_tracker` gives the tracker of one run, `start_sweep` MLflow's parent of many; both are context managers whose run
+ends FINISHED, FAILED or KILLED as the block does. Other sweeps are compared by `collecting_rows`, from what `add_row`
+says. Nothing here is called in the decode loop. MLflow is imported by tracking=mlflow alone, so everything else runs
+without it.
 """
 
 from runner.tracking.opening import open_tracker, start_sweep

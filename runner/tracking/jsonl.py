@@ -12,8 +12,7 @@ from typing import Any
 
 from runner.metrics import StepPoint
 from runner.tracking.file_lock import file_lock
-from runner.tracking.flatten import flat_params
-from runner.tracking.tracker import PARENT_RUN_ENV, Tracker, comparison_row, with_params
+from runner.tracking.tracker import PARENT_RUN_ENV, Tracker
 
 RUNS_FILE = "runs.jsonl"
 
@@ -42,13 +41,6 @@ class JsonlTracker(Tracker):
 
     def log_artifacts(self, paths: Iterable[str | Path]) -> None:
         self._artifacts += [str(Path(path).absolute()) for path in paths]
-
-    def children(self, params: Sequence[str] = ()) -> list[dict[str, Any]]:
-        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        runs = [run for run in map(json.loads, lines) if run["parent_run_id"] == self.run_id]
-        runs.sort(key=lambda run: float(run["start_time"]))
-        rows = [comparison_row(run["summary"], run_name=run["run_name"], status=run["status"]) for run in runs]
-        return with_params(rows, [flat_params(run["params"]) for run in runs], params)
 
     def _start(self) -> None:
         self.run_id = uuid.uuid4().hex

@@ -72,6 +72,11 @@ class MlflowTracker(Tracker):
                     self._client.log_artifact(self.run_id, str(path))
 
     def children(self, params: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """The runs started under this one, on whatever machine, oldest first, as rows of a comparison table (see
+        `comparison_row`).
+
+        params: flat keys of parameters that the rows show too, those that no run has recorded left out.
+        """
         with store_errors(self._uri):
             runs = []
             token: str | None = None

@@ -36,7 +36,7 @@ def open_tracker(
     """
     if tracking == "none":
         return NoTracker()
-    tags = {**({"git_sha": sha} if (sha := git_sha()) else {}), **(tags or {})}
+    tags = _with_commit(tags or {})
     if tracking == "jsonl":
         return JsonlTracker(output_dir=output_dir, run_name=run_name, tags=tags)
     if tracking == "mlflow":
@@ -45,33 +45,41 @@ def open_tracker(
 
 
 @contextmanager
-def start_sweep(tracking: str, *, params: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Tracker]:
-    """The parent run of a sweep, around everything that launches its jobs; options as `open_tracker`'s.
+def start_sweep(
+    *, params: Mapping[str, Any], tracking_uri: str | None, experiment_name: str, run_name: str | None = None
+) -> Iterator[MlflowTracker]:
+    """The parent run of a sweep that MLflow records, around everything that launches its jobs.
 
     Runs opened in the meantime, here or in processes started from here, become its children. When the block ends,
-    however it does, the children's comparison is kept with the parent as comparison.csv and comparison.png (mlflow).
+    however it does, the children's comparison is kept with the parent as comparison.csv and comparison.png.
 
     Args:
         params: what is swept over, recorded with the parent; the comparison shows each child's own values.
     """
-    with open_tracker(tracking, **options) as parent:
-        parent.log_params(params or {})
+    parent = MlflowTracker(
+        tracking_uri=tracking_uri, experiment_name=experiment_name, run_name=run_name, tags=_with_commit({})
+    )
+    with parent:
+        parent.log_params(params)
         try:
             with _exported(parent.run_id):
                 yield parent
         finally:
-            if tracking == "mlflow" and (rows := parent.children(tuple(params or ()))):
+            if rows := parent.children(tuple(params)):
                 from runner.tracking.comparison import write_comparison
 
                 with TemporaryDirectory() as directory:
                     parent.log_artifacts(write_comparison(Path(directory), rows))
 
 
+def _with_commit(tags: Mapping[str, str]) -> dict[str, str]:
+    return {**({"git_sha": sha} if (sha := git_sha()) else {}), **tags}
+
+
 @contextmanager
-def _exported(run_id: str | None) -> Iterator[None]:
+def _exported(run_id: str) -> Iterator[None]:
     before = os.environ.get(PARENT_RUN_ENV)
-    if run_id is not None:
-        os.environ[PARENT_RUN_ENV] = run_id
+    os.environ[PARENT_RUN_ENV] = run_id
     try:
         yield
     finally:

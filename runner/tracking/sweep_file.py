@@ -19,7 +19,7 @@ SWEEP_FILE_ENV = "SPECULATIVE_SWEEP_FILE"  # set by the process that launches th
 
 @contextmanager
 def collecting_rows() -> Iterator[Callable[[Sequence[str]], list[dict[str, Any]]]]:
-    """Jobs that run inside add rows; what is yielded reads them (see `Tracker.children`), in the order they ended."""
+    """Jobs that run inside add rows; what is yielded reads them (see `comparison_row`), in the order they ended."""
     with TemporaryDirectory() as directory:
         path = Path(directory) / "rows.jsonl"
 

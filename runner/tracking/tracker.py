@@ -47,13 +47,6 @@ class Tracker(ABC):
         """Keeps copies of (or references to) files and directories."""
 
     @abstractmethod
-    def children(self, params: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """The runs started under this one, oldest first, as rows of a comparison table (see `comparison_row`).
-
-        params: flat keys of parameters that the rows show too, those that no run has recorded left out.
-        """
-
-    @abstractmethod
     def _start(self) -> None: ...
 
     @abstractmethod
@@ -74,9 +67,6 @@ class NoTracker(Tracker):
 
     def log_artifacts(self, paths: Iterable[str | Path]) -> None:
         pass
-
-    def children(self, params: Sequence[str] = ()) -> list[dict[str, Any]]:
-        return []
 
     def _start(self) -> None:
         pass
