@@ -5,7 +5,6 @@ The one place where names of the configuration become classes and keyword argume
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from functools import partial
 import torch
 
 from proposers.base import Proposer, ProposerContext, check_tap_layers, proposer_class
-from runner.cache_size import num_cache_blocks
+from runner.cache_size import num_cache_blocks, release_unused
 from runner.config import SpeculativeConfig, SuffixMethod
 from runner.engine.errors import UserError
 from runner.engine.grammar import GrammarCompiler
@@ -60,7 +59,9 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
     Raises:
         UserError: what is asked for does not exist, does not fit, or does not go together.
     """
-    _release_unused_memory()
+    if torch.cuda.is_available():  # an earlier job of this process may have left some of its memory full
+        release_unused()
+        torch.cuda.reset_peak_memory_stats()
     if isinstance(config.method, SuffixMethod) and config.method.suffix_decoding_corpus is not None:
         check_responses_file(config.method.suffix_decoding_corpus)
     hardware = config.hardware
@@ -141,14 +142,6 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
         eos_token_ids=eos_token_ids,
         whole_steps={each: StepsByLoad(partial(whole_steps, each)) for each in (proposer, plain_proposer)},
     )
-
-
-def _release_unused_memory() -> None:
-    """Give back what an earlier job of this process held, so that this one finds the GPU's memory free."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def _rejection_sampler(config: SpeculativeConfig) -> RejectionSampler:

@@ -67,6 +67,12 @@ def num_cache_blocks(
     return blocks
 
 
+def release_unused() -> None:
+    """Frees what nothing refers to any more, and gives a GPU back what torch only keeps at hand."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing, where no GPU is in use
+
+
 @dataclass(frozen=True, kw_only=True)
 class LargestSteps:
     """Runs a step of prompts alone, and one in which all requests verify all their drafts; the tokens mean nothing."""
@@ -169,8 +175,7 @@ def _gpu_budget(
             f"a step of hardware.max_num_batched_tokens={hardware.max_num_batched_tokens} tokens does not fit "
             f"{target.device} beside the weights; lower it or hardware.max_num_seqs, or choose a smaller model"
         ) from error
-    gc.collect()
-    torch.cuda.empty_cache()
+    release_unused()
     free, total = torch.cuda.mem_get_info(target.device)
     reserved = max(prompts, verified)
     if target.graphs is not None:  # captured steps have memory of their own

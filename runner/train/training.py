@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from runner.cache_size import release_unused
 from runner.config import DrafterMethod, SpeculativeConfig
 from runner.engine.checkpoint import resolve_directory
 from runner.engine.errors import UserError
@@ -71,7 +71,7 @@ def train(
             head.save(new)
             write_metrics(new / RECORD_FILE, record)
         del head
-        _make_room(device)
+        release_unused()
         summary = measure(LLM.from_config(config), held_out).summary
         tracker.log_summary({**summary, "training": {key: record[key] for key in TRACKED}})
         record["held_out"] = summary
@@ -97,7 +97,7 @@ def _fit(
     report: ReportProgress,
 ) -> tuple[Head, dict[str, Any]]:
     """The trained head, and what fit_head says of it."""
-    _make_room(device)
+    release_unused()
     directory = resolve_directory(model_source(config.model, "model.model"))
     target = load_frozen(directory, device=device, dtype=dtype, trust_remote_code=config.model.trust_remote_code)
     head = head_for(
@@ -126,10 +126,3 @@ def _fit(
         report=report,
     )
     return head, {**fitted, "learning_rate": rate}
-
-
-def _make_room(device: torch.device) -> None:
-    """Of what came before, an engine with its cache or a target."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
