@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from kernels import fit_drafts as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_equal
+from kernels.benchmarks.case import VOCAB_SIZE, Case, Setting, Work, check_equal
 from kernels.reference.fit_drafts import fit_drafts as reference
 
-VOCAB_SIZE, LONGEST = 128_256, 8192
+LONGEST = 8192
 
 
 def cases(setting: Setting) -> list[Case]:

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 
 from kernels import follow_verified as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_equal
+from kernels.benchmarks.case import VOCAB_SIZE, Case, Setting, Work, check_equal
 from kernels.reference.follow_verified import follow_verified as reference
 
-VOCAB_SIZE, LONGEST = 128_256, 8192
+LONGEST = 8192
 
 
 def cases(setting: Setting) -> list[Case]:

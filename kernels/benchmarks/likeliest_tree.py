@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kernels import likeliest_tree as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_equal
+from kernels.benchmarks.case import VOCAB_SIZE, Case, Setting, Work, check_equal
 from kernels.reference import likeliest_tree as reference
 
 
@@ -32,7 +32,7 @@ def _prepare(setting: Setting, num_requests: int, num_nodes: int, top_k: int, de
     for level in range(depth):
         num_rows = num_requests * (top_k if level else 1)
         scores = setting.normal(num_rows, top_k, seed=level, dtype=torch.float32).abs().cumsum(dim=1)
-        levels.append((setting.integers(0, 128256, num_rows, top_k, seed=level), -scores))
+        levels.append((setting.integers(0, VOCAB_SIZE, num_rows, top_k, seed=level), -scores))
 
     def grown(ops: Any) -> reference.TreeCandidates:
         places = max(num_nodes, top_k)

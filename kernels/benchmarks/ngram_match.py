@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import ngram_match as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_equal
+from kernels.benchmarks.case import VOCAB_SIZE, Case, Setting, Work, check_equal
 from kernels.reference import ngram_match as reference
 
 KEYS = {"min_n": 2, "max_n": 5, "num_tokens": 4}
@@ -30,7 +30,7 @@ def cases(setting: Setting) -> list[Case]:
 def _prepare(setting: Setting, num_texts: int, length: int) -> Work:
     # Few tokens are frequent and many are rare, as in texts; every second text ends as some place in it goes on.
     kinds = setting.integers(0, 2**20, num_texts, length, seed=0).to(torch.float64).div_(2**20)
-    token_ids = kinds.pow_(4).mul_(128_256).to(torch.int32)
+    token_ids = kinds.pow_(4).mul_(VOCAB_SIZE).to(torch.int32)
     token_ids[::2, -KEYS["max_n"] :] = token_ids[::2, length // 3 : length // 3 + KEYS["max_n"]]
     lengths = torch.full((num_texts,), length, device=setting.device)
     slots = torch.arange(num_texts, device=setting.device).flip(0)

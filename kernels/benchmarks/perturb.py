@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels import perturb as kernel
-from kernels.benchmarks.case import Case, CheckFailed, Setting, Work, noise_uncertainty
+from kernels.benchmarks.case import LARGEST_SEED, VOCAB_SIZE, Case, CheckFailed, Setting, Work, noise_uncertainty
 from kernels.reference.perturb import perturb
 from kernels.reference.philox import Stream
-
-VOCAB_SIZE = 128256
-LARGEST_SEED = 2**63 - 1
 
 
 def cases(setting: Setting) -> list[Case]:

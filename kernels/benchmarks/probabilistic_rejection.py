@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels import probabilistic_rejection as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_draws, noise_uncertainty
+from kernels.benchmarks.case import VOCAB_SIZE, Case, Setting, Work, check_draws, noise_uncertainty
 from kernels.benchmarks.rejection import check_verified, request_seeds
-from kernels.benchmarks.sampling import VOCAB_SIZE
 from kernels.reference import rejection as reference
 from kernels.reference.philox import Stream, gumbel, uniform
 from kernels.reference.rejection import Verified

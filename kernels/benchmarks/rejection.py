@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import rejection as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_equal
-from kernels.benchmarks.sampling import LARGEST_SEED
+from kernels.benchmarks.case import LARGEST_SEED, Case, Setting, Work, check_equal
 from kernels.reference import rejection as reference
 from kernels.reference.philox import Stream, uniform
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from kernels import rms_norm as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
+from kernels.benchmarks.case import VOCAB_SIZE, Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
 from kernels.reference import rms_norm as reference
 
-HIDDEN, VOCAB, EPS = 4096, 128256, 1e-5
+HIDDEN, EPS = 4096, 1e-5
 COMPANY = 17
 
 
@@ -60,7 +60,7 @@ def _prepare_sum(setting: Setting, num_rows: int, hidden: int) -> Work:
 
 def _prepare_pair(setting: Setting, num_rows: int, hidden: int) -> Work:
     in_company = COMPANY if num_rows == 1 else num_rows
-    vocab = 7 if setting.is_small else VOCAB
+    vocab = 7 if setting.is_small else VOCAB_SIZE
     table, token_ids = setting.normal(vocab, hidden, seed=0), setting.integers(0, vocab, in_company, seed=1)
     states, eps = setting.normal(in_company, hidden, seed=2), torch.tensor(EPS, device=setting.device)
     norms: dict[str, Any] = {

@@ -12,12 +12,20 @@ import torch
 from torch import Tensor
 
 from kernels import sampling as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_draws, check_equal, noise_uncertainty
+from kernels.benchmarks.case import (
+    LARGEST_SEED,
+    VOCAB_SIZE,
+    Case,
+    Setting,
+    Work,
+    check_draws,
+    check_equal,
+    noise_uncertainty,
+)
 from kernels.reference import sampling as reference
 from kernels.reference.philox import Stream, gumbel
 
-VOCAB_SIZE, NUM_KNOWN = 128256, 32000
-LARGEST_SEED = 2**63 - 1
+NUM_KNOWN = 32000
 TEMPERATURE, TOP_P = 0.8, 0.9
 MODES = ("greedy", "temperature", "top_p", "known tokens")
 

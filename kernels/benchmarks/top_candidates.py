@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kernels import top_candidates as kernel
 from kernels.benchmarks.case import (
+    LARGEST_SEED,
+    VOCAB_SIZE,
     Case,
     Setting,
     Work,
@@ -23,8 +25,7 @@ from kernels.reference.perturb import perturb
 from kernels.reference.philox import Stream
 from kernels.reference.top_candidates import top_candidates
 
-VOCAB_SIZE, WIDTH = 128256, 4
-LARGEST_SEED = 2**63 - 1
+WIDTH = 4
 
 
 def cases(setting: Setting) -> list[Case]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels import truncation as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_equal
-from kernels.benchmarks.sampling import TEMPERATURE, TOP_P, VOCAB_SIZE
+from kernels.benchmarks.case import VOCAB_SIZE, Case, Setting, Work, check_equal
+from kernels.benchmarks.sampling import TEMPERATURE, TOP_P
 from kernels.reference import sampling as reference
 
 TOP_K = 50
