@@ -5,9 +5,9 @@ The one place where names of the configuration become classes and keyword argume
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -25,7 +25,6 @@ from runner.model_files import find_eos_token_ids, load_tokenizer
 from runner.prompts import Tokenizer
 from runner.proposer import build_proposer
 from runner.responses import check_responses_file
-from runner.steps_by_load import StepsByLoad
 from runner.target import load_target, resolve_device, resolve_dtype
 from runner.whole_steps import WholeSteps
 from verifier.rejection_sampler import RejectionSampler
@@ -47,7 +46,8 @@ class Assembly:
     block_manager: BlockManager
     grammars: GrammarStore
     eos_token_ids: tuple[int, ...]
-    whole_steps: Mapping[Proposer, StepsByLoad]
+    # by how many tokens a request drafts at most: its steps, captured when first needed, or why they need the host
+    whole_steps: Mapping[Proposer, Callable[[int], WholeSteps | InParts]]
 
 
 def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) -> Assembly:
@@ -140,7 +140,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
         block_manager=BlockManager(blocks, hardware.block_size),
         grammars=grammars,
         eos_token_ids=eos_token_ids,
-        whole_steps={each: StepsByLoad(partial(whole_steps, each)) for each in (proposer, plain_proposer)},
+        whole_steps={each: cache(partial(whole_steps, each)) for each in (proposer, plain_proposer)},
     )
 
 

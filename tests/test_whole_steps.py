@@ -165,7 +165,7 @@ def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
         proposer.runner.model = HashingModel(is_draft=True)
     elif method == "pard":
         proposer.runner.model = HashingMaskModel(proposer.mask_token_id)
-    engine.whole_steps[proposer]._made.clear()  # they were captured over the models from before
+    engine.whole_steps[proposer].cache_clear()  # they were captured over the models from before
     return llm
 
 

@@ -136,6 +136,7 @@ def _pass_of(llm: LLM, items: Sequence[WorkloadItem], cell: Cell, on_ended: Call
         max_draft_tokens=count,
         observer=observe,
     )
-    for request_id, reason in one.errors.items():
+    if one.errors:
+        request_id, reason = next(iter(one.errors.items()))
         raise UserError(f"every request of the workload must run, but request {request_id} failed: {reason}")
     return one
