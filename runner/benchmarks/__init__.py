@@ -1,1 +1,1 @@
-"""Programs that measure: `python -m runner.benchmarks.{generate,ngram,suffix}`, each checked first, then timed."""
+"""`python -m runner.benchmarks.{decoding,generate,ngram,suffix,vllm}`: programs that check first, then measure."""
