@@ -170,7 +170,7 @@ def text_rows(recipe: Recipe, settings: HeadRecipe) -> Tensor:
 
 
 def row_batches(settings: HeadRecipe, rows: Tensor, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
-    """Every one of `rows` once before any comes again; one tuple of micro-batches per optimizer step."""
+    """Shuffles of `rows`, each without the last few that do not fill a step; one tuple of micro-batches per step."""
     order = torch.empty(0, dtype=torch.int64)
     for _ in range(settings.num_steps):
         if len(order) < settings.num_rows:
