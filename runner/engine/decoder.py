@@ -15,7 +15,7 @@ from kernels.cpu.panels import Weight, pack, unpacked
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer, RMSNorm
+from runner.engine.layers import Attention, DecoderLayer, RMSNorm
 from runner.engine.linear import Shard, WeightTarget
 from runner.engine.operations import head_logits, take_rows
 
@@ -46,6 +46,11 @@ class Decoder:
     def kv_widths(self) -> list[int]:
         """Elements a token takes in each layer's cache."""
         return [layer.attention.kv_width for layer in self.layers]
+
+    @property
+    def attention(self) -> Attention:
+        """Of one of the layers."""
+        return self.layers[0].attention
 
     def __call__(
         self, batch: ForwardBatch, cache: PagedKVCache, tap_layers: tuple[int, ...] = ()

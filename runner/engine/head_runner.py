@@ -1,7 +1,7 @@
 """Runs a draft head over rows of requests: tokens and hidden states in, hidden states out, its KV written on the way.
 
-A draft head (EAGLE, MTP) predicts from a token and the hidden state of the position before it. Owns the head's KV
-cache, whose blocks are those of the target's block tables; knows nothing of sampling.
+A draft head (EAGLE, MTP) predicts from a token and the hidden state of the position before it. The blocks of its KV
+cache are those of the target's block tables. Knows nothing of sampling.
 """
 
 from __future__ import annotations
@@ -14,36 +14,19 @@ import torch.nn.functional as F
 
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes
-from runner.engine.layers import Attention
-from runner.engine.paged_shape import PagedShape
-from runner.engine.programs import can_record, graph_store
+from runner.engine.paged_runner import PagedLayers, PagedRunner
 from runner.engine.segment import Family, Segment
-from runner.engine.tile_shape import ANY_SHAPE_TILES
 from runner.engine.upload import to_device
 
 
-class DraftHead(Protocol):
+class DraftHead(PagedLayers, Protocol):
     """Layers over the hidden states of a target."""
-
-    max_model_len: int
-
-    @property
-    def kv_widths(self) -> list[int]:
-        """Elements a token takes in each layer's cache."""
-
-    @property
-    def attention(self) -> Attention | None:
-        """Of one of its layers; None where transformers' own code attends."""
-
-    def pack(self) -> None:
-        """As Decoder.pack, of the head's own products."""
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         """hidden: [num_rows, width] of the position before each row, or a row of its output -> its output rows."""
 
 
-class HeadRunner:
+class HeadRunner(PagedRunner):
     def __init__(
         self,
         head: DraftHead,
@@ -54,36 +37,15 @@ class HeadRunner:
         batch_invariant: bool,
         captures_graphs: bool = False,
     ) -> None:
-        """captures_graphs: passes over generated tokens become graphs; else each kernel is launched alone."""
-        self.head, self.block_size, self.device, self.dtype = head, block_size, device, dtype
-        self.shapes: Shapes = dict(ANY_SHAPE_TILES)
-        if head.attention is not None:
-            weights = [head.attention.qkv_proj.weight, head.attention.o_proj.weight]
-            if can_pack(weights):
-                head.pack()
-            captures_graphs = captures_graphs and can_record(head.attention.o_proj.weight)
-            self.shapes = decoder_shapes(
-                head.attention,
-                batch_invariant=batch_invariant,
-                max_model_len=head.max_model_len,
-                is_bucketed=captures_graphs,
-            )
-        self.graphs = graph_store(device) if captures_graphs else None
-        self.cache: PagedKVCache | None = None
-
-    @property
-    def is_paged(self) -> bool:
-        """As ModelRunner's."""
-        return self.graphs is not None and isinstance(self.shapes["decode"], PagedShape)
-
-    @property
-    def cache_bytes_per_block(self) -> int:
-        return sum(self.head.kv_widths) * self.block_size * self.dtype.itemsize
-
-    def allocate_cache(self, num_blocks: int) -> None:
-        if self.graphs is not None:
-            self.graphs = graph_store(self.device)  # graphs of another cache would write there
-        self.cache = PagedKVCache(self.head.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
+        super().__init__(
+            head,
+            block_size=block_size,
+            device=device,
+            dtype=dtype,
+            batch_invariant=batch_invariant,
+            captures_graphs=captures_graphs,
+        )
+        self.head = head
 
     @torch.inference_mode()
     def run(

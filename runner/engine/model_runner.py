@@ -1,7 +1,6 @@
 """Runs one model over parts of requests: tokens in, logits out, their KV written on the way.
 
-Owns the model and its KV cache tensors. Serves the target and every model-based draft alike; knows nothing of
-sampling or of who asks.
+Serves the target and every model-based draft alike; knows nothing of sampling or of who asks.
 """
 
 from __future__ import annotations
@@ -14,13 +13,10 @@ import torch
 from runner.engine.decoder import Decoder
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.hidden_states import NORMED
-from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Launch, Part, StepLaunches
-from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes, row_invariant_shapes
+from runner.engine.launch_shapes import row_invariant_shapes
 from runner.engine.operations import take_rows
-from runner.engine.paged_shape import PagedShape
-from runner.engine.programs import can_record, graph_store
-from runner.engine.tile_shape import ANY_SHAPE_TILES
+from runner.engine.paged_runner import PagedRunner
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.upload import to_device
 
@@ -35,7 +31,7 @@ class ModelOutput:
     hidden_states: torch.Tensor | None  # [num tokens, num_taps * hidden], a row for every token; None without taps
 
 
-class ModelRunner:
+class ModelRunner(PagedRunner):
     def __init__(
         self,
         model: Decoder | TransformersModel,
@@ -47,51 +43,21 @@ class ModelRunner:
         token_map: torch.Tensor | None = None,
         captures_graphs: bool = False,
     ) -> None:
-        """
-        Args:
-            token_map: [vocabulary of the texts] int64, the model's own token for each; None where it is the same one.
-            captures_graphs: passes over generated tokens become graphs; else each kernel is launched alone.
-        """
-        self.token_map = token_map
-        self.model, self.block_size, self.device, self.dtype = model, block_size, device, dtype
-        self.shapes: Shapes = dict(ANY_SHAPE_TILES)
+        """token_map: [vocabulary of the texts] int64, the model's own token for each; None where it is the same one."""
+        super().__init__(
+            model,
+            block_size=block_size,
+            device=device,
+            dtype=dtype,
+            batch_invariant=batch_invariant,
+            captures_graphs=captures_graphs,
+            products=[*model.layers[0].product_weights, model.lm_head] if isinstance(model, Decoder) else (),
+        )
+        self.model, self.token_map = model, token_map
         self.is_row_invariant = False
-        if isinstance(model, Decoder):
-            if can_pack([*model.layers[0].product_weights, model.lm_head]):
-                model.pack()
-            captures_graphs = captures_graphs and can_record(model.lm_head)
-            self.shapes = decoder_shapes(
-                model.layers[0].attention,
-                batch_invariant=batch_invariant,
-                max_model_len=model.max_model_len,
-                is_bucketed=captures_graphs,
-            )
-            if batch_invariant:
-                kept = row_invariant_shapes(
-                    self.shapes, model.layers[0], model.lm_head, max_model_len=model.max_model_len
-                )
-                self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
-        self.graphs = graph_store(device) if captures_graphs else None
-        self.cache: PagedKVCache | None = None
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether launches over generated tokens can be laid out on the device, and captured with a whole step."""
-        return self.graphs is not None and isinstance(self.shapes["decode"], PagedShape)
-
-    @property
-    def cache_bytes_per_block(self) -> int:
-        return sum(self.model.kv_widths) * self.block_size * self.dtype.itemsize
-
-    def allocate_cache(self, num_blocks: int) -> None:
-        if self.graphs is not None:
-            self.graphs = graph_store(self.device)  # graphs of another cache would write there
-        self.cache = PagedKVCache(self.model.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
-
-    def release_cache(self) -> None:
-        if self.graphs is not None:
-            self.graphs = graph_store(self.device)
-        self.cache = None
+        if isinstance(model, Decoder) and batch_invariant:
+            kept = row_invariant_shapes(self.shapes, model.layers[0], model.lm_head, max_model_len=model.max_model_len)
+            self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
 
     def run(
         self,

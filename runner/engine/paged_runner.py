@@ -1,0 +1,90 @@
+"""What runs layers over a paged KV cache: the target, a draft model, a draft head.
+
+Owns the cache, the shapes of launches and the graphs that they become; packs the weights of our own layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kernels.cpu.panels import Weight
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes
+from runner.engine.layers import Attention
+from runner.engine.paged_shape import PagedShape
+from runner.engine.programs import can_record, graph_store
+from runner.engine.tile_shape import ANY_SHAPE_TILES
+from runner.engine.transformers_model import TransformersModel
+
+
+class PagedLayers(Protocol):
+    """Layers of our own, or one that transformers' code runs inside a head."""
+
+    max_model_len: int
+
+    @property
+    def kv_widths(self) -> list[int]:
+        """Elements a token takes in each layer's cache."""
+
+    @property
+    def attention(self) -> Attention | None:
+        """Of one of its layers; None where transformers' own code attends."""
+
+    def pack(self) -> None:
+        """As Decoder.pack, of all products."""
+
+
+class PagedRunner:
+    def __init__(
+        self,
+        layers: PagedLayers | TransformersModel,
+        *,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_invariant: bool,
+        captures_graphs: bool,
+        products: Sequence[Weight] = (),
+    ) -> None:
+        """
+        Args:
+            captures_graphs: passes over generated tokens become graphs; else each kernel is launched alone.
+            products: weights that must be fit to be packed, as attention's must, or none is.
+        """
+        self.block_size, self.device, self.dtype = block_size, device, dtype
+        self.kv_widths = layers.kv_widths
+        self.shapes: Shapes = dict(ANY_SHAPE_TILES)
+        if not isinstance(layers, TransformersModel) and (attention := layers.attention) is not None:
+            if can_pack([attention.qkv_proj.weight, attention.o_proj.weight, *products]):
+                layers.pack()
+            captures_graphs = captures_graphs and can_record(attention.o_proj.weight)
+            self.shapes = decoder_shapes(
+                attention,
+                batch_invariant=batch_invariant,
+                max_model_len=layers.max_model_len,
+                is_bucketed=captures_graphs,
+            )
+        self.graphs = graph_store(device) if captures_graphs else None
+        self.cache: PagedKVCache | None = None
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether launches over generated tokens can be laid out on the device, and captured with a whole step."""
+        return self.graphs is not None and isinstance(self.shapes["decode"], PagedShape)
+
+    @property
+    def cache_bytes_per_block(self) -> int:
+        return sum(self.kv_widths) * self.block_size * self.dtype.itemsize
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        if self.graphs is not None:
+            self.graphs = graph_store(self.device)  # graphs of another cache would write there
+        self.cache = PagedKVCache(self.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
+
+    def release_cache(self) -> None:
+        if self.graphs is not None:
+            self.graphs = graph_store(self.device)
+        self.cache = None
