@@ -20,7 +20,7 @@ from runner.engine.device_requests import DeviceBatch, DeviceRequests, SamplingF
 from runner.engine.download import Download
 from runner.engine.draft_trees import tree_shape
 from runner.engine.model_runner import ModelRunner
-from runner.engine.paged_shape import PagedShape, bucket
+from runner.engine.paged_shape import bucket
 from runner.engine.programs import step_graph_store
 from runner.engine.request import Request, StepOutcome
 from runner.engine.scheduler import CommittedTokens, Schedule, ScheduledRequest, Scheduler
@@ -206,8 +206,7 @@ class WholeSteps:
     @torch.inference_mode()
     def _launch(self, schedule: Schedule, places: list[int], *, longest: int) -> LaunchedStep:
         assert self._on_device is not None
-        shape = self.target.shapes["decode"]
-        assert isinstance(shape, PagedShape)
+        shape = self.target.paged_shape
         # Up to one split, contexts of any length are launched alike.
         max_context = shape.context_bucket(max(longest + self.drafter.reach, shape.split_keys or 0))
         began = time.perf_counter()

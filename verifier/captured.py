@@ -15,7 +15,6 @@ from kernels.reference.rejection import Verified
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.model_runner import ModelRunner
 from runner.engine.operations import take_rows
-from runner.engine.paged_shape import PagedShape
 from runner.engine.step_operations import chain_rows, fit_drafts, tree_rows, walk_tree
 from verifier.kernel_rules import ChainJudge
 from verifier.rules import Rule, Strict, Synthetic
@@ -34,9 +33,6 @@ class CapturedVerifier(ABC):
             greedy_only: it decides as the rule does for greedy requests only.
         """
         self.target, self.num_tokens, self.greedy_only = target, num_tokens, greedy_only
-        shape = target.shapes["decode"]
-        assert isinstance(shape, PagedShape)
-        self.shape = shape
 
     @abstractmethod
     def __call__(
@@ -84,15 +80,9 @@ class ChainVerifier(CapturedVerifier):
         tap_layers: tuple[int, ...],
     ) -> VerifiedBatch:
         drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.limits)
-        launch, predicted = batch.launch(
-            token_ids.flatten(),
-            offset=-1,
-            num_rows=batch.num_rows,
-            shape=self.shape,
-            block_size=self.target.block_size,
-        )
+        launch, predicted = self.target.decode_launch(batch, token_ids.flatten(), offset=-1, num_rows=batch.num_rows)
         hidden, taps = self.target.compute(launch, tap_layers)
-        logits = self.target.model.logits(hidden, self.shape.linear)
+        logits = self.target.model.logits(hidden, launch.linear_tile)
         rows = batch.sampling(predicted)
         num_tokens = batch.num_rows - 1
         if self._judge is None or num_tokens == 0:
@@ -118,16 +108,16 @@ class TreeVerifier(CapturedVerifier):
         tap_layers: tuple[int, ...],
     ) -> VerifiedBatch:
         assert parents is not None and self.target.cache is not None
-        num_rows, block_size = self.num_tokens + 1, self.target.block_size
+        num_rows, block_size, shape = self.num_tokens + 1, self.target.block_size, self.target.paged_shape
         drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.limits)
         # Node j is stored j + 1 places behind the pending token, whatever its depth.
         slots = chain_rows(
             batch.lengths, batch.block_tables, offset=-1, num_rows=num_rows, block_size=block_size, rows_per_tile=1
         ).slots.view(-1, num_rows)
-        rows = tree_rows(batch.lengths, slots, parents, first=0, offset=-1, depth=self.depth, **self.shape.tree_tiles)
-        launch = batch.tree_launch(token_ids.flatten(), rows, self.shape)
+        rows = tree_rows(batch.lengths, slots, parents, first=0, offset=-1, depth=self.depth, **shape.tree_tiles)
+        launch = batch.tree_launch(token_ids.flatten(), rows, shape)
         hidden, taps = self.target.compute(launch, tap_layers)
-        logits = self.target.model.logits(hidden, self.shape.linear)
+        logits = self.target.model.logits(hidden, shape.linear)
         drawn = batch.sampling(rows.predicted).draw(logits)
         walked = walk_tree(drawn, drafts, parents, slots, depth=self.depth)
         self.target.cache.move(walked.source_slots, walked.target_slots)

@@ -12,10 +12,7 @@ from torch import Tensor
 from proposers.captured.token_by_token import CapturedChains
 from proposers.heads.dflash import DFlashHead
 from runner.engine.device_requests import DeviceBatch
-from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_runner import HeadRunner
-from runner.engine.kv_cache import PagedKVCache
-from runner.engine.paged_shape import PagedShape
 from runner.engine.upload import to_device
 
 
@@ -34,7 +31,7 @@ class CapturedDFlash(CapturedChains):
         num_rows = self.num_tokens + num_silent
         masks = batch.last_token_ids.new_full((count, num_rows - 1), config.mask_token_id)
         token_ids = torch.cat((batch.last_token_ids[:, 1:], masks), dim=1).flatten()
-        launch, cache = self._launch(batch, token_ids, num_rows)
+        launch, _ = self.runner.decode_launch(batch, token_ids, offset=-1, num_rows=num_rows)
         # A row sees as much of its block as in a step in parts, where no mask stands beyond the room for drafts.
         room = (batch.limits - batch.lengths - 1).clamp(1, len(self._depths))
         depths = self._depths.index_select(0, room - 1)
@@ -42,7 +39,7 @@ class CapturedDFlash(CapturedChains):
         ends = (batch.lengths - 2 + num_silent + depths).clamp(min=0).to(torch.int32).unsqueeze(1)
         segments = replace(segments, last_keys=ends.expand(-1, len(segments.last_keys) // count).flatten())
         launch = replace(launch, attention=replace(launch.attention, segments=segments))
-        output = self.head(launch, self.head.embed(token_ids), cache)
+        output = self.runner.compute(launch, self.head.embed(token_ids))
         drafting = output.view(count, num_rows, -1)[:, num_silent:].flatten(0, 1)
         self._logits = self.head.logits(drafting, launch.linear_tile).view(count, self.num_tokens, -1)
         return self.next_logits(batch, 0, token_ids)
@@ -55,18 +52,6 @@ class CapturedDFlash(CapturedChains):
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         """Write the context of every verified row; what was rejected is overwritten by the next block or context."""
-        states = torch.cat(hidden_states, dim=1)
-        launch, cache = self._launch(batch, token_ids.flatten(), self.num_tokens + 1)
-        self.head.write_context(launch, states, cache)
-
-    def _launch(self, batch: DeviceBatch, token_ids: Tensor, num_rows: int) -> tuple[ForwardBatch, PagedKVCache]:
-        shape, cache = self.runner.shapes["decode"], self.runner.cache
-        assert isinstance(shape, PagedShape) and cache is not None
-        launch, _ = batch.launch(
-            token_ids,
-            offset=-1,
-            num_rows=num_rows,
-            shape=shape,
-            block_size=self.runner.block_size,
-        )
-        return launch, cache
+        assert self.runner.cache is not None, "allocate_cache comes first"
+        launch, _ = self.runner.decode_launch(batch, token_ids.flatten(), offset=-1, num_rows=self.num_tokens + 1)
+        self.head.write_context(launch, torch.cat(hidden_states, dim=1), self.runner.cache)

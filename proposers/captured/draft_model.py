@@ -13,7 +13,6 @@ from proposers.captured.token_by_token import CapturedChains
 from proposers.vocabularies.translation import Translation
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.model_runner import ModelRunner
-from runner.engine.paged_shape import PagedShape
 from runner.engine.request import Request
 
 
@@ -49,15 +48,11 @@ class CapturedDraftModel(CapturedChains):
             self.num_computed[request.request_id] = request.num_tokens - 2
 
     def _logits(self, batch: DeviceBatch, token_ids: Tensor, *, offset: int, num_rows: int) -> Tensor:
-        shape = self.runner.shapes["decode"]
-        assert isinstance(shape, PagedShape)
-        launch, _ = batch.launch(
-            token_ids, offset=offset, num_rows=num_rows, shape=shape, block_size=self.runner.block_size
-        )
+        launch, _ = self.runner.decode_launch(batch, token_ids, offset=offset, num_rows=num_rows)
         if offset < -1:
             is_generated = launch.positions.view(-1, num_rows) >= batch.num_prompt_tokens.unsqueeze(1)
             launch = replace(launch, slot_mapping=launch.slot_mapping * is_generated.flatten())  # 0: the null block
         hidden, _ = self.runner.compute(launch)
         last = hidden.view(batch.count, num_rows, -1)[:, -1].contiguous()
-        logits = self.runner.model.logits(last, shape.linear)
+        logits = self.runner.model.logits(last, launch.linear_tile)
         return logits if self.translation is None else self.translation.of_shared(logits)

@@ -22,7 +22,6 @@ from proposers.trees.growth import StaticGrowth
 from proposers.trees.static import Choices, static_tree
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.operations import take_rows
-from runner.engine.paged_shape import PagedShape
 from runner.engine.step_operations import add_level, likeliest_tree, tree_rows
 from runner.engine.upload import to_device
 
@@ -73,8 +72,7 @@ class CapturedGrownTrees(CapturedHead):
 
     def _level_logits(self, batch: DeviceBatch, following: NextRows, level: int) -> Tensor:
         """Feed the rows behind a level; logits [count * num_rows, known]."""
-        shape, cache, nodes = self.runner.shapes["decode"], self.runner.cache, self.fed(batch, level)
-        assert isinstance(shape, PagedShape) and cache is not None
+        shape, nodes = self.runner.paged_shape, self.fed(batch, level)
         rows = tree_rows(
             batch.lengths,
             nodes.slots,
@@ -85,7 +83,7 @@ class CapturedGrownTrees(CapturedHead):
             **shape.tree_tiles,
         )
         launch = batch.tree_launch(following.token_ids, rows, shape)
-        self._output = self.head(launch, take_rows(self._output, following.rows), cache)
+        self._output = self.runner.compute(launch, take_rows(self._output, following.rows))
         return self.head.logits(self._output, shape.linear)
 
 

@@ -20,7 +20,6 @@ from proposers.heads.autoregressive import AutoregressiveHead
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.head_runner import HeadRunner
 from runner.engine.operations import take_rows
-from runner.engine.paged_shape import PagedShape
 from runner.engine.request import Request
 
 
@@ -109,14 +108,7 @@ class CapturedHead(CapturedChains):
         self, batch: DeviceBatch, token_ids: Tensor, hidden: Tensor, *, offset: int, lengths: Tensor | None = None
     ) -> Tensor:
         """The head's output for tokens [count, num_rows]; KV of each is stored at the position of the token before."""
-        shape, cache = self.runner.shapes["decode"], self.runner.cache
-        assert isinstance(shape, PagedShape) and cache is not None
-        launch, _ = batch.launch(
-            token_ids.flatten(),
-            offset=offset,
-            num_rows=token_ids.shape[1],
-            shape=shape,
-            block_size=self.runner.block_size,
-            lengths=lengths,
+        launch, _ = self.runner.decode_launch(
+            batch, token_ids.flatten(), offset=offset, num_rows=token_ids.shape[1], lengths=lengths
         )
-        return self.head(launch, hidden, cache)
+        return self.runner.compute(launch, hidden)

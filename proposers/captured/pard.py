@@ -13,7 +13,6 @@ from proposers.captured.fresh_tokens import FreshTokens
 from proposers.captured.token_by_token import CapturedChains
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.model_runner import ModelRunner
-from runner.engine.paged_shape import PagedShape
 from runner.engine.request import Request
 
 
@@ -43,20 +42,14 @@ class CapturedPard(CapturedChains):
         self._fresh.load(requests, [self.num_computed[request.request_id] for request in requests])
 
     def first_logits(self, batch: DeviceBatch) -> Tensor:
-        shape = self.runner.shapes["decode"]
-        assert isinstance(shape, PagedShape)
         token_ids = torch.where(self._fresh.are_fresh(batch), self._fresh.rows(batch), self.mask_token_id)
-        launch, _ = batch.launch(
-            token_ids.flatten(),
-            offset=0,
-            num_rows=token_ids.shape[1],
-            shape=shape,
-            block_size=self.runner.block_size,
-            lengths=self._fresh.first_positions(batch),
+        lengths = self._fresh.first_positions(batch)
+        launch, _ = self.runner.decode_launch(
+            batch, token_ids.flatten(), offset=0, num_rows=token_ids.shape[1], lengths=lengths
         )
         hidden, _ = self.runner.compute(launch)
         drafting = hidden.index_select(0, self._fresh.last_rows(batch).flatten())
-        self._logits = self.runner.model.logits(drafting, shape.linear).view(batch.count, self.num_tokens, -1)
+        self._logits = self.runner.model.logits(drafting, launch.linear_tile).view(batch.count, self.num_tokens, -1)
         return self.next_logits(batch, 0, token_ids)
 
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:

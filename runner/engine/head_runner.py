@@ -58,20 +58,23 @@ class HeadRunner(PagedRunner):
         is_causal: bool = True,
     ) -> torch.Tensor:  # [num_rows, width of its output]
         """Compute the rows of the segments, one after another; their blocks are reserved."""
-        cache = self.cache
-        assert cache is not None, "allocate_cache comes first"
         packed = self._packed(family, segments, len(token_ids), is_causal=is_causal)
         numbers = to_device(packed.numbers, torch.int64, self.device)
         numbers[: len(token_ids)].copy_(token_ids)
         padded = F.pad(hidden, (0, 0, 0, packed.num_rows - len(token_ids)))
 
         def compute(numbers: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor]:
-            return (self.head(packed.unpack(numbers), hidden, cache),)
+            return (self.compute(packed.unpack(numbers), hidden),)
 
         if self.graphs is None or packed.key is None:
             return compute(numbers, padded)[0][: len(token_ids)]
         # Copied: the next replay writes where this one did, and outputs are fed back or kept.
         return self.graphs((packed.key, padded.shape[1]), compute, numbers, padded)[0][: len(token_ids)].clone()
+
+    def compute(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """A launch that is on the device: the head's output for its rows."""
+        assert self.cache is not None, "allocate_cache comes first"
+        return self.head(batch, hidden, self.cache)
 
     def launch(
         self, family: Family, segments: Sequence[Segment], num_rows: int, *, is_causal: bool = True

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kernels.cpu.panels import Weight
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes
 from runner.engine.layers import Attention
@@ -74,6 +77,26 @@ class PagedRunner:
     def is_paged(self) -> bool:
         """Whether launches over generated tokens can be laid out on the device, and captured with a whole step."""
         return self.graphs is not None and isinstance(self.shapes["decode"], PagedShape)
+
+    @property
+    def paged_shape(self) -> PagedShape:
+        """Of launches over generated tokens, where they are paged."""
+        shape = self.shapes["decode"]
+        assert isinstance(shape, PagedShape), "is_paged says so"
+        return shape
+
+    def decode_launch(
+        self, batch: DeviceBatch, token_ids: Tensor, *, offset: int, num_rows: int, lengths: Tensor | None = None
+    ) -> tuple[ForwardBatch, Tensor]:
+        """As DeviceBatch.launch, in the shape and the blocks of this runner."""
+        return batch.launch(
+            token_ids,
+            offset=offset,
+            num_rows=num_rows,
+            shape=self.paged_shape,
+            block_size=self.block_size,
+            lengths=lengths,
+        )
 
     @property
     def cache_bytes_per_block(self) -> int:
