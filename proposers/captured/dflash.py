@@ -9,23 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proposers.captured.token_by_token import CapturedChains
+from proposers.captured.in_one_pass import CapturedOnePass
 from proposers.heads.dflash import DFlashHead
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.head_runner import HeadRunner
 from runner.engine.upload import to_device
 
 
-class CapturedDFlash(CapturedChains):
+class CapturedDFlash(CapturedOnePass):
     def __init__(self, *, head: DFlashHead, runner: HeadRunner, depths: Sequence[int] | None, **common: Any) -> None:
         """depths: how deep the block is where there is room for 1, 2, ... drafts; None: 1, 2, ..."""
         super().__init__(max_model_len=head.max_model_len, **common)
         self.head, self.runner = head, runner
         self._depths = to_device(depths or range(1, self.num_tokens + 1), torch.int64, runner.device)
         self.tap_layers, self.known_tokens = head.config.tap_layers, head.known_tokens
-        self._logits = torch.empty(0)  # [count, num_tokens, known], of every place of the drafts
 
-    def first_logits(self, batch: DeviceBatch) -> Tensor:
+    def all_logits(self, batch: DeviceBatch) -> Tensor:
         config, count = self.head.config, batch.count
         num_silent = 0 if config.samples_from_anchor else 1  # rows of a block that predict no draft
         num_rows = self.num_tokens + num_silent
@@ -41,14 +40,7 @@ class CapturedDFlash(CapturedChains):
         launch = replace(launch, attention=replace(launch.attention, segments=segments))
         output = self.runner.compute(launch, self.head.embed(token_ids))
         drafting = output.view(count, num_rows, -1)[:, num_silent:].flatten(0, 1)
-        self._logits = self.head.logits(drafting, launch.linear_tile).view(count, self.num_tokens, -1)
-        return self.next_logits(batch, 0, token_ids)
-
-    def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
-        logits = self._logits[:, step]
-        if step + 1 == self.num_tokens:  # no reference to a graph's memory is kept
-            self._logits = torch.empty(0)
-        return logits
+        return self.head.logits(drafting, launch.linear_tile).view(count, self.num_tokens, -1)
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         """Write the context of every verified row; what was rejected is overwritten by the next block or context."""

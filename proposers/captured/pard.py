@@ -10,13 +10,13 @@ from torch import Tensor
 
 from proposers.captured.drafter import GoingOn
 from proposers.captured.fresh_tokens import FreshTokens
-from proposers.captured.token_by_token import CapturedChains
+from proposers.captured.in_one_pass import CapturedOnePass
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import Request
 
 
-class CapturedPard(CapturedChains):
+class CapturedPard(CapturedOnePass):
     def __init__(
         self,
         *,
@@ -33,7 +33,6 @@ class CapturedPard(CapturedChains):
         self._fresh = FreshTokens(
             capacity=capacity, most=num_tokens + 1, num_masks=num_tokens - 1, device=runner.device
         )
-        self._logits = torch.empty(0)  # [count, num_tokens, vocab]
 
     def can_start(self, request: Request) -> bool:
         return self._fresh.fit(request, self.num_computed.get(request.request_id, 0))
@@ -41,7 +40,7 @@ class CapturedPard(CapturedChains):
     def start(self, requests: Sequence[Request]) -> None:
         self._fresh.load(requests, [self.num_computed[request.request_id] for request in requests])
 
-    def first_logits(self, batch: DeviceBatch) -> Tensor:
+    def all_logits(self, batch: DeviceBatch) -> Tensor:
         token_ids = torch.where(self._fresh.are_fresh(batch), self._fresh.rows(batch), self.mask_token_id)
         lengths = self._fresh.first_positions(batch)
         launch, _ = self.runner.decode_launch(
@@ -49,14 +48,7 @@ class CapturedPard(CapturedChains):
         )
         hidden, _ = self.runner.compute(launch)
         drafting = hidden.index_select(0, self._fresh.last_rows(batch).flatten())
-        self._logits = self.runner.model.logits(drafting, launch.linear_tile).view(batch.count, self.num_tokens, -1)
-        return self.next_logits(batch, 0, token_ids)
-
-    def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
-        logits = self._logits[:, step]
-        if step + 1 == self.num_tokens:  # no reference to a graph's memory is kept
-            self._logits = torch.empty(0)
-        return logits
+        return self.runner.model.logits(drafting, launch.linear_tile).view(batch.count, self.num_tokens, -1)
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         self._fresh.learn(batch, token_ids)
