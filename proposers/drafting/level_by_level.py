@@ -104,11 +104,7 @@ class LevelByLevelProposer(TokenByTokenProposer):
         if not active:
             return DraftTokens.empty(len(decoding), device)
         requests = [decoding[index].request for index in active]
-        need_probs = (
-            self.context.needs_draft_probs
-            and self.draft_sample_method != "greedy"
-            and any(not request.sampling_params.is_greedy for request in requests)
-        )
+        need_probs = self.keeps_probs(requests)
         growth = self._growth(requests, [counts[index] for index in active], need_probs=need_probs)
         levels = self._grow(growth, requests, need_probs=need_probs)
         trees = growth.trees()
@@ -191,8 +187,12 @@ class LevelByLevelProposer(TokenByTokenProposer):
         if growth.needs_scores:
             found = top_candidates(perturbed(processed, rows, self.draft_sample_method), width)
             return _Level(found.token_ids, None, found.log_probs.tolist())
-        draft_step = rows.positions - depth if self.context.keys_by_draft_step else 0
         token_ids, probs = draw_candidates(
-            processed, rows, self.draft_sample_method, width, need_probs=need_probs, draft_step=draft_step
+            processed,
+            rows,
+            self.draft_sample_method,
+            width,
+            need_probs=need_probs,
+            draft_step=self.draft_step(rows, depth),
         )
         return _Level(token_ids, probs, None)
