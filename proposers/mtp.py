@@ -6,33 +6,12 @@ does and FastMTP (arXiv 2509.18362) trains it for.
 
 from __future__ import annotations
 
-from proposers.base import ProposerContext
 from proposers.drafting.from_hidden_states import HeadProposer
+from proposers.heads.autoregressive import AutoregressiveHead
 from proposers.heads.mtp import load_mtp_head
 from runner.engine.checkpoint import ModelSource
 
 
 class MtpProposer(HeadProposer):
-    def __init__(
-        self,
-        *,
-        num_speculative_tokens: int,
-        context: ProposerContext,
-        source: ModelSource,
-        draft_sample_method: str,
-        max_model_len: int | None = None,
-        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None = None,
-        tree_depth: int = 5,
-        tree_top_k: int = 4,
-    ) -> None:
-        head = load_mtp_head(source, context, max_model_len)
-        super().__init__(
-            num_speculative_tokens=num_speculative_tokens,
-            context=context,
-            draft_sample_method=draft_sample_method,
-            head=head,
-            max_model_len=head.max_model_len,
-            speculative_token_tree=speculative_token_tree,
-            tree_depth=tree_depth,
-            tree_top_k=tree_top_k,
-        )
+    def load_head(self, source: ModelSource, max_model_len: int | None) -> AutoregressiveHead:
+        return load_mtp_head(source, self.context, max_model_len)

@@ -8,6 +8,7 @@ states.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,9 @@ from proposers.captured.head import CapturedHead
 from proposers.drafting.known_states import KnownStates
 from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
 from proposers.heads.autoregressive import AutoregressiveHead
+from proposers.trees.static import Choices
 from proposers.vocabularies.partial import over_target_vocabulary
+from runner.engine.checkpoint import ModelSource
 from runner.engine.head_runner import HeadRunner
 from runner.engine.request import Request, VerifyOutput
 from runner.engine.scheduler import Schedule
@@ -41,19 +44,19 @@ class MaskRows:
 
 
 class HeadProposer(LevelByLevelProposer):
-    """The loop over a head; a method is this and the way its head is read."""
+    """The loop over a head; a method is this and the way its head is loaded."""
 
     def __init__(
         self,
         *,
         num_speculative_tokens: int,
         context: ProposerContext,
+        source: ModelSource,
         draft_sample_method: str,
-        head: AutoregressiveHead,
-        max_model_len: int | None = None,  # longest text that the head sees; None: the target's
-        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None = None,
-        tree_depth: int = 5,
-        tree_top_k: int = 4,
+        max_model_len: int | None,  # longest text that the head sees; None: the target's
+        speculative_token_tree: str | Choices | None,
+        tree_depth: int,
+        tree_top_k: int,
     ) -> None:
         super().__init__(
             num_speculative_tokens=num_speculative_tokens,
@@ -63,10 +66,10 @@ class HeadProposer(LevelByLevelProposer):
             tree_depth=tree_depth,
             tree_top_k=tree_top_k,
         )
-        self.head = head
-        self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
+        self.head = self.load_head(source, max_model_len)
+        self.max_model_len = self.head.max_model_len
         self.runner = HeadRunner(
-            head,
+            self.head,
             block_size=context.block_size,
             device=context.device,
             dtype=context.dtype,
@@ -76,6 +79,14 @@ class HeadProposer(LevelByLevelProposer):
         self._known: dict[str, KnownStates] = {}
         self._output = torch.empty(0)  # of the last call, a row for each request that drafts, or node of its tree
         self._first_scratch_block = 0
+
+    @abstractmethod
+    def load_head(self, source: ModelSource, max_model_len: int | None) -> AutoregressiveHead:
+        """Read the head for the context's target; it follows texts of up to max_model_len tokens, None: the target's.
+
+        Raises:
+            UserError: no such head, or another target's.
+        """
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.candidates import draw_candidates, perturbed, top_candidates
 from proposers.trees.growth import DynamicGrowth, Growth, StaticGrowth
-from proposers.trees.static import check_ranks, static_tree
+from proposers.trees.static import Choices, check_ranks, static_tree
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows, process_logits
 from runner.engine.sampling_rows import BitmaskRows
@@ -50,7 +50,7 @@ class LevelByLevelProposer(TokenByTokenProposer):
         num_speculative_tokens: int,
         context: ProposerContext,
         draft_sample_method: str,
-        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None,  # "dynamic", or paths of ranks; None: chains
+        speculative_token_tree: str | Choices | None,  # "dynamic", or paths of ranks; None: chains
         tree_depth: int,  # of a dynamic tree, levels at most
         tree_top_k: int,  # of a dynamic tree: candidates of a node, and nodes of a level that go on
     ) -> None:
@@ -62,7 +62,7 @@ class LevelByLevelProposer(TokenByTokenProposer):
             num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
         )
         self.is_dynamic = speculative_token_tree == "dynamic"
-        self.choices: tuple[tuple[int, ...], ...] = ()
+        self.choices: Choices = ()
         if isinstance(speculative_token_tree, tuple):
             self.choices = speculative_token_tree
             check_ranks(self.choices, context.vocab_size)

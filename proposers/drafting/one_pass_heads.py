@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from proposers.base import ProposerContext
 from proposers.drafting.from_hidden_states import HeadProposer, MaskRows
 from proposers.heads.autoregressive import AutoregressiveHead
+from proposers.trees.static import Choices
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.upload import to_device
@@ -30,37 +30,17 @@ class MaskableHead(AutoregressiveHead, Protocol):
 class OnePassHeadProposer(HeadProposer):
     head: MaskableHead
 
-    def __init__(
-        self,
-        *,
-        num_speculative_tokens: int,
-        context: ProposerContext,
-        draft_sample_method: str,
-        head: MaskableHead,
-        max_model_len: int | None = None,
-        speculative_token_tree: str | tuple[tuple[int, ...], ...] | None = None,
-        tree_depth: int = 5,
-        tree_top_k: int = 4,
-    ) -> None:
+    def __init__(self, *, speculative_token_tree: str | Choices | None, **keys: Any) -> None:
         """
         Raises:
             UserError: a tree is asked for from a head that drafts in one pass.
         """
-        if speculative_token_tree is not None and head.mask_token_id is not None:
+        super().__init__(speculative_token_tree=speculative_token_tree, **keys)
+        if speculative_token_tree is not None and self.head.mask_token_id is not None:
             raise UserError(
                 "method.speculative_token_tree must be null for a head that drafts in one pass (P-EAGLE), got "
                 f"{speculative_token_tree!r}; remove it, or choose a head that drafts token by token"
             )
-        super().__init__(
-            num_speculative_tokens=num_speculative_tokens,
-            context=context,
-            draft_sample_method=draft_sample_method,
-            head=head,
-            max_model_len=max_model_len,
-            speculative_token_tree=speculative_token_tree,
-            tree_depth=tree_depth,
-            tree_top_k=tree_top_k,
-        )
         self._first_rows: dict[str, int] = {}  # request_id -> row of its first draft's output
         self._outputs = torch.empty(0)  # of the head, for every drafted place, request by request
 
