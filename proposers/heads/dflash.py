@@ -21,7 +21,7 @@ from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
+from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
@@ -128,7 +128,7 @@ def load_dflash_head(
     config = read_dflash_config(source, read_head_config(source), target, aux_hidden_state_layer_ids)
     if not source.is_dummy:
         _require_no_mask_embedding(source)
-    tensors = {} if source.is_dummy else read_head_tensors(source)
+    tensors = read_head_tensors(source)
     knows = tensors.pop(TARGET_TO_DRAFT, None)
     is_cut = config.draft_vocab_size != target.model.vocab_size
     needed = {LM_HEAD, DRAFT_TO_TARGET} if is_cut else set[str]()
@@ -140,10 +140,7 @@ def load_dflash_head(
             dtype=context.dtype,
             own=needed | ({EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys()),
         )
-    if source.is_dummy:
-        fill_head_randomly(head.weight_targets())
-    else:
-        fill_head(head.weight_targets(), tensors, source, "a DFlash head")
+    fill_head(head.weight_targets(), tensors, source, "a DFlash head")
     if head.draft_to_target is not None:
         ids = target_ids(head.draft_to_target, knows, head.vocab_size, source)
         head.known_tokens = KnownTokens(ids, head.vocab_size)

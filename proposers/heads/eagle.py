@@ -22,7 +22,7 @@ from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
+from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer
@@ -121,10 +121,9 @@ def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len
         )
     arch, config = eagle_architecture(values, source)
     require_target_sizes(source, context.target, hidden_size=arch.hidden_size, vocab_size=arch.vocab_size)
-    tensors = {} if source.is_dummy else read_head_tensors(source)
     tensors = {
         name.removeprefix("model."): tensor
-        for name, tensor in tensors.items()
+        for name, tensor in read_head_tensors(source).items()
         if not name.endswith("rotary_emb.inv_freq")  # derived from the config
     }
     with torch.device(context.device):
@@ -137,8 +136,5 @@ def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len
             has_bias=bool(values.get("bias", "fc.bias" in tensors)),
             own={EMBEDDING, LM_HEAD} & tensors.keys(),
         )
-    if source.is_dummy:
-        fill_head_randomly(head.weight_targets())
-    else:
-        fill_head(head.weight_targets(), tensors, source, "an EAGLE head")
+    fill_head(head.weight_targets(), tensors, source, "an EAGLE head")
     return head

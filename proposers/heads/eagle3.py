@@ -25,12 +25,7 @@ from proposers.vocabularies.partial import KnownTokens
 from runner.engine.backend import runs_kernels
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.head_checkpoint import (
-    fill_head,
-    fill_head_randomly,
-    read_head_config,
-    read_head_tensors,
-)
+from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
@@ -170,7 +165,7 @@ def load_eagle3_head(
     assert target is not None, "heads need the target"
     config = read_eagle3_config(source, read_head_config(source), target, aux_hidden_state_layer_ids)
     require_target_sizes(source, target, hidden_size=config.target_hidden_size, vocab_size=config.arch.vocab_size)
-    tensors = {} if source.is_dummy else _read_tensors(source, config)
+    tensors = _read_tensors(source, config)
     knows = tensors.pop(TARGET_TO_DRAFT, None)
     if tensors:
         config = replace(config, arch=with_biases_of(config.arch, tensors))
@@ -182,10 +177,7 @@ def load_eagle3_head(
             dtype=context.dtype,
             own=_own_tensors(config, tensors),
         )
-    if source.is_dummy:
-        fill_head_randomly(head.weight_targets())
-    else:
-        fill_head(head.weight_targets(), tensors, source, "an EAGLE-3 head")
+    fill_head(head.weight_targets(), tensors, source, "an EAGLE-3 head")
     if head.draft_to_target is not None:
         ids = target_ids(head.draft_to_target, knows, head.vocab_size, source)
         head.known_tokens = KnownTokens(ids, head.vocab_size)

@@ -21,7 +21,7 @@ from proposers.heads.head_sizes import head_size, require_target_sizes
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
-from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
+from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.linear import WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.operations import head_logits, linear
@@ -110,16 +110,12 @@ def load_medusa_heads(
         UserError: another target's heads, or tensors that are not those of Medusa.
     """
     config = read_head_config(source)
-    tensors = {} if source.is_dummy else _read(source)
+    tensors = _read(source)
     shape = _dummy_shape(config, source) if source.is_dummy else _shape(config, tensors, source)
     _require_sizes(shape, config, tensors, source, target)
     with torch.device(device):
         heads = MedusaHeads(shape, target, dtype)
-    targets = heads.weight_targets()
-    if source.is_dummy:
-        fill_head_randomly(targets)
-    else:
-        fill_head(targets, tensors, source, "Medusa heads")
+    fill_head(heads.weight_targets(), tensors, source, "Medusa heads")
     return heads
 
 

@@ -19,7 +19,7 @@ from kernels.cpu.panels import Weight, pack, unpacked
 from proposers.heads.head_sizes import head_size, require_target_sizes
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
-from runner.engine.head_checkpoint import fill_head, fill_head_randomly, read_head_config, read_head_tensors
+from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.layers import RMSNorm
 from runner.engine.linear import WeightTarget
 from runner.engine.loader import LoadedModel
@@ -120,14 +120,10 @@ def load_mlp_speculator(
             scales_input=bool(config.get("scale_input", False)),
             dtype=dtype,
         )
-    targets = speculator.weight_targets()
-    if source.is_dummy:
-        fill_head_randomly(targets)
-        return speculator
     tensors = read_head_tensors(source)
     if speculator.is_tied:
         _drop_copies(tensors, speculator.num_steps, source)
-    fill_head(targets, tensors, source, "an MLP speculator")
+    fill_head(speculator.weight_targets(), tensors, source, "an MLP speculator")
     return speculator
 
 

@@ -18,7 +18,7 @@ from proposers.heads.mtp_checkpoint import MtpTensors, describe_module, read_mod
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.head_checkpoint import fill_head, fill_head_randomly
+from runner.engine.head_checkpoint import fill_head
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, RMSNorm
@@ -126,8 +126,5 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
             block = TransformersBlock(target.model, f"{source.name}={source.model}")
         eps = float(module.config.rms_norm_eps)
         head = MtpHead(found, block, target, rms_norm_eps=eps, max_model_len=length, dtype=context.dtype)
-    if source.is_dummy:
-        fill_head_randomly(head.weight_targets())
-    else:
-        fill_head(head.weight_targets(), found.tensors, source, f"an MTP module in {found.layout.title} layout")
+    fill_head(head.weight_targets(), found.tensors, source, f"an MTP module in {found.layout.title} layout")
     return head

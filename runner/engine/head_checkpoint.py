@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,13 @@ def read_head_config(source: ModelSource) -> dict[str, Any]:
 
 
 def read_head_tensors(source: ModelSource) -> dict[str, torch.Tensor]:
-    """Every tensor of a head, by its name in the checkpoint, on the CPU.
+    """Every tensor of a head, by its name in the checkpoint, on the CPU; none when load_format is dummy.
 
     Raises:
         UserError: no weights, or a file that holds something else.
     """
+    if source.is_dummy:
+        return {}
     directory = resolve_directory(source, pickles=PICKLES)
     pickled = [directory / name for name in PICKLES if (directory / name).is_file()]
     if any(directory.glob("*.safetensors")) or not pickled:
@@ -99,18 +101,18 @@ def fill_head(
     tensors: Mapping[str, torch.Tensor],
     source: ModelSource,
     kind: str,  # as people call it: "an EAGLE-3 head"
-    *,
-    optional: Collection[str] = (),  # targets that a checkpoint may leave out
-) -> set[str]:
-    """Copy tensors into their places, every one of them; returns the names of optional targets that were left out.
+) -> None:
+    """Copy tensors into their places, every one of them; random weights when load_format is dummy.
 
     Raises:
         UserError: missing or surplus tensors, or one of another shape; all of them in one message.
     """
-    missing = sorted(name for name in targets if name not in tensors)
+    if source.is_dummy:
+        _fill_randomly(targets)
+        return
     problems = {
         "unexpected": sorted(name for name in tensors if name not in targets),
-        "missing": [name for name in missing if name not in optional],
+        "missing": sorted(name for name in targets if name not in tensors),
         "of another shape": [
             f"{name} {list(tensors[name].shape)} for {list(target.view.shape)}"
             for name, target in sorted(targets.items())
@@ -124,13 +126,11 @@ def fill_head(
             f"{'; '.join(found)}; download it again, or name the method that it was made for"
         )
     for name, target in targets.items():
-        if name in tensors:
-            target.view.copy_(tensors[name])
-    return set(missing)
+        target.view.copy_(tensors[name])
 
 
-def fill_head_randomly(targets: Mapping[str, WeightTarget]) -> None:
-    """Random weights of the scale that keeps activations finite, the same in every run (load_format: dummy)."""
+def _fill_randomly(targets: Mapping[str, WeightTarget]) -> None:
+    """Random weights of the scale that keeps activations finite, the same in every run."""
     generator: torch.Generator | None = None
     for name, target in targets.items():
         if not target.view.is_floating_point():
