@@ -12,27 +12,25 @@ from collections.abc import Collection
 
 import torch
 
-from kernels.cpu.panels import Weight, pack, unpacked
 from proposers.base import ProposerContext
 from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
-from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.head_sizes import longest_text
-from proposers.vocabularies.partial import KnownTokens
+from proposers.heads.layered_head import DRAFT_TO_TARGET, EMBEDDING, LM_HEAD, TARGET_TO_DRAFT, LayeredHead
 from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import Attention, DecoderLayer, RMSNorm
+from runner.engine.layers import DecoderLayer, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.operations import head_logits
 
-EMBEDDING, LM_HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 MASK_EMBEDDING = "mask_embedding.pt"
 
 
-class DFlashHead:
+class DFlashHead(LayeredHead):
+    fc: ColumnParallelLinear
+
     def __init__(
         self,
         config: DFlashConfig,
@@ -42,15 +40,17 @@ class DFlashHead:
         dtype: torch.dtype,
         own: Collection[str],  # which of EMBEDDING, LM_HEAD and DRAFT_TO_TARGET the head brings
     ) -> None:
-        arch, shard, target_size = config.arch, Shard(), target.model.hidden_size
-        self.config, self.max_model_len = config, max_model_len
-        self.target, self.vocab_size = target.model, target.model.vocab_size
-        width, draft_vocab = arch.hidden_size, config.draft_vocab_size
-        self.embed_tokens = torch.empty(arch.vocab_size, width, dtype=dtype) if EMBEDDING in own else None
-        self.lm_head: Weight | None = torch.empty(draft_vocab, width, dtype=dtype) if LM_HEAD in own else None
-        self.draft_to_target = torch.empty(draft_vocab, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
-        self.known_tokens: KnownTokens | None = None  # of the draft vocabulary; None: all of the target's
-        tapped = len(config.tap_layers) * target_size
+        arch, shard = config.arch, Shard()
+        super().__init__(
+            arch,
+            target,
+            draft_vocab_size=config.draft_vocab_size,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            own=own,
+        )
+        self.config = config
+        width, tapped = arch.hidden_size, len(config.tap_layers) * target.model.hidden_size
         self.fc = ColumnParallelLinear(tapped, {"fc": width}, bias=False, shard=shard, dtype=dtype)
         self.hidden_norm = RMSNorm(width, arch.rms_norm_eps, dtype)
         self.layers = [DecoderLayer(arch, index, shard, dtype) for index in range(arch.num_layers)]
@@ -58,14 +58,6 @@ class DFlashHead:
             layer.attention.is_causal = is_causal
         self.norm = RMSNorm(width, arch.rms_norm_eps, dtype)
         self._rope = self.layers[0].attention.rope(config.hf_config, max_model_len)
-
-    @property
-    def kv_widths(self) -> list[int]:
-        return [layer.attention.kv_width for layer in self.layers]
-
-    @property
-    def attention(self) -> Attention:
-        return self.layers[0].attention
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_rows] int64 -> [num_rows, hidden]."""
@@ -89,27 +81,12 @@ class DFlashHead:
         assert output is not None
         return self.norm.add(output, residual)[0]
 
-    def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
-        """[num_rows, hidden], num_rows a multiple of tile -> [num_rows, known tokens] float32."""
-        return self.target.logits(output, tile) if self.lm_head is None else head_logits(output, self.lm_head, tile)
-
-    def pack(self) -> None:
-        self.fc.pack()
-        for layer in self.layers:
-            layer.pack()
-        if self.lm_head is not None:
-            self.lm_head = pack(self.lm_head)
-
     def weight_targets(self) -> dict[str, WeightTarget]:
-        targets = {
+        norms = {
             "hidden_norm.weight": WeightTarget(view=self.hidden_norm.weight),
             "norm.weight": WeightTarget(view=self.norm.weight),
-        } | self.fc.weight_targets("")
-        own = ((EMBEDDING, self.embed_tokens), (LM_HEAD, self.lm_head), (DRAFT_TO_TARGET, self.draft_to_target))
-        targets |= {name: WeightTarget(view=unpacked(weight)) for name, weight in own if weight is not None}
-        for index, layer in enumerate(self.layers):
-            targets |= layer.weight_targets(f"layers.{index}.")
-        return targets
+        }
+        return norms | self.fc.weight_targets("") | super().weight_targets()
 
 
 def load_dflash_head(
@@ -129,7 +106,7 @@ def load_dflash_head(
     if not source.is_dummy:
         _require_no_mask_embedding(source)
     tensors = read_head_tensors(source)
-    knows = tensors.pop(TARGET_TO_DRAFT, None)
+    marks = tensors.pop(TARGET_TO_DRAFT, None)
     is_cut = config.draft_vocab_size != target.model.vocab_size
     needed = {LM_HEAD, DRAFT_TO_TARGET} if is_cut else set[str]()
     with torch.device(context.device):
@@ -141,9 +118,7 @@ def load_dflash_head(
             own=needed | ({EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys()),
         )
     fill_head(head.weight_targets(), tensors, source, "a DFlash head")
-    if head.draft_to_target is not None:
-        ids = target_ids(head.draft_to_target, knows, head.vocab_size, source)
-        head.known_tokens = KnownTokens(ids, head.vocab_size)
+    head.find_known_tokens(marks, source)
     return head
 
 

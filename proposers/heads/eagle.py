@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.panels import Weight, pack, unpacked
 from proposers.base import ProposerContext
 from proposers.heads.eagle_layer import eagle_architecture, with_biases_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
-from proposers.vocabularies.partial import KnownTokens
+from proposers.heads.layered_head import EMBEDDING, LM_HEAD, LayeredHead
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -25,17 +24,15 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import Attention, DecoderLayer
+from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.operations import add, beside, head_logits, take_rows
-
-EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+from runner.engine.operations import add, beside, take_rows
 
 
-class EagleHead:
+class EagleHead(LayeredHead):
+    fc: ColumnParallelLinear
     tap_layers = (NORMED,)
-    known_tokens: KnownTokens | None = None
 
     def __init__(
         self,
@@ -46,26 +43,16 @@ class EagleHead:
         max_model_len: int,
         dtype: torch.dtype,
         has_bias: bool,  # of fc
-        own: Collection[str],  # which of EMBEDDING and LM_HEAD are the head's; the target's serve for the rest
+        own: Collection[str],  # which of EMBEDDING and LM_HEAD the head brings
     ) -> None:
+        vocab_size = arch.vocab_size
+        super().__init__(arch, target, draft_vocab_size=vocab_size, max_model_len=max_model_len, dtype=dtype, own=own)
         shard, size = Shard(), arch.hidden_size
-        self.max_model_len = max_model_len
-        self.target = target.model
-        self.embed_tokens = torch.empty(arch.vocab_size, size, dtype=dtype) if EMBEDDING in own else None
-        self.lm_head: Weight | None = torch.empty(arch.vocab_size, size, dtype=dtype) if LM_HEAD in own else None
         self.fc = ColumnParallelLinear(2 * size, {"fc": size}, bias=has_bias, shard=shard, dtype=dtype)
         self.layers = [
             DecoderLayer(arch, index, shard, dtype, has_input_norm=index > 0) for index in range(arch.num_layers)
         ]
         self._rope = self.layers[0].attention.rope(hf_config, max_model_len)
-
-    @property
-    def kv_widths(self) -> list[int]:
-        return [layer.attention.kv_width for layer in self.layers]
-
-    @property
-    def attention(self) -> Attention:
-        return self.layers[0].attention
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         return states
@@ -81,27 +68,8 @@ class EagleHead:
         assert output is not None
         return add(residual, output)
 
-    def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
-        if self.lm_head is None:
-            return self.target.logits(output, tile)
-        return head_logits(output, self.lm_head, tile)
-
-    def pack(self) -> None:
-        self.fc.pack()
-        for layer in self.layers:
-            layer.pack()
-        if self.lm_head is not None:
-            self.lm_head = pack(self.lm_head)
-
     def weight_targets(self) -> dict[str, WeightTarget]:
-        targets = self.fc.weight_targets("")
-        if self.embed_tokens is not None:
-            targets[EMBEDDING] = WeightTarget(view=self.embed_tokens)
-        if self.lm_head is not None:
-            targets[LM_HEAD] = WeightTarget(view=unpacked(self.lm_head))
-        for index, layer in enumerate(self.layers):
-            targets |= layer.weight_targets(f"layers.{index}.")
-        return targets
+        return self.fc.weight_targets("") | super().weight_targets()
 
 
 def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len: int | None) -> EagleHead:

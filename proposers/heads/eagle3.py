@@ -14,29 +14,26 @@ from dataclasses import replace
 
 import torch
 
-from kernels.cpu.panels import Weight, pack, unpacked
 from proposers.base import ProposerContext
-from proposers.heads.draft_vocabulary import target_ids
 from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
 from proposers.heads.eagle_layer import with_biases_of
 from proposers.heads.embeddings import embeddings_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
-from proposers.vocabularies.partial import KnownTokens
+from proposers.heads.layered_head import DRAFT_TO_TARGET, EMBEDDING, LM_HEAD, TARGET_TO_DRAFT, LayeredHead
 from runner.engine.backend import runs_kernels
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import Attention, DecoderLayer, RMSNorm
+from runner.engine.layers import DecoderLayer, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.operations import head_logits, rms_norm_pair
+from runner.engine.operations import rms_norm_pair
 
-EMBEDDING, LM_HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 MASK_HIDDEN = "mask_hidden"
 
 
-class Eagle3Head:
+class Eagle3Head(LayeredHead):
     def __init__(
         self,
         config: Eagle3Config,
@@ -47,18 +44,17 @@ class Eagle3Head:
         own: Collection[str],  # which of EMBEDDING, LM_HEAD and DRAFT_TO_TARGET the head brings
     ) -> None:
         arch, shard = config.arch, Shard()
+        super().__init__(
+            arch,
+            target,
+            draft_vocab_size=config.draft_vocab_size,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            own=own,
+        )
         size, eps, num_taps = arch.hidden_size, arch.rms_norm_eps, len(config.tap_layers)
-        self.tap_layers, self.max_model_len, self.hidden_size = config.tap_layers, max_model_len, size
+        self.tap_layers = config.tap_layers
         self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
-        self.target, self.vocab_size = target.model, target.model.vocab_size
-        self.embed_tokens = torch.empty(arch.vocab_size, size, dtype=dtype) if EMBEDDING in own else None
-        self.lm_head: Weight | None = (
-            torch.empty(config.draft_vocab_size, size, dtype=dtype) if LM_HEAD in own else None
-        )
-        self.draft_to_target = (
-            torch.empty(config.draft_vocab_size, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
-        )
-        self.known_tokens: KnownTokens | None = None  # of the draft vocabulary; None: all of the target's
         tapped = config.target_hidden_size
         self.fc = (
             ColumnParallelLinear(num_taps * tapped, {"fc": size}, bias=False, shard=shard, dtype=dtype)
@@ -76,14 +72,6 @@ class Eagle3Head:
         ]
         self.norm = RMSNorm(size, eps, dtype)
         self._rope = self.layers[0].attention.rope(config.hf_config, max_model_len)
-
-    @property
-    def kv_widths(self) -> list[int]:
-        return [layer.attention.kv_width for layer in self.layers]
-
-    @property
-    def attention(self) -> Attention:
-        return self.layers[0].attention
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         if self.fc is None:
@@ -119,16 +107,7 @@ class Eagle3Head:
         return self.norm.add(output, residual)[0] if self.norm_output else self.norm.beside_sum(output, residual)
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
-        normed = output[:, -self.hidden_size :]
-        return self.target.logits(normed, tile) if self.lm_head is None else head_logits(normed, self.lm_head, tile)
-
-    def pack(self) -> None:
-        if self.fc is not None:
-            self.fc.pack()
-        for layer in self.layers:
-            layer.pack()
-        if self.lm_head is not None:
-            self.lm_head = pack(self.lm_head)
+        return super().logits(output[:, -self.hidden_size :], tile)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {
@@ -143,11 +122,7 @@ class Eagle3Head:
             targets[f"fc_norm.{index}.weight"] = WeightTarget(view=norm.weight)
         if self.mask_hidden is not None:
             targets[MASK_HIDDEN] = WeightTarget(view=self.mask_hidden)
-        own = ((EMBEDDING, self.embed_tokens), (LM_HEAD, self.lm_head), (DRAFT_TO_TARGET, self.draft_to_target))
-        targets |= {name: WeightTarget(view=unpacked(weight)) for name, weight in own if weight is not None}
-        for index, layer in enumerate(self.layers):
-            targets |= layer.weight_targets(f"layers.{index}.")
-        return targets
+        return targets | super().weight_targets()
 
 
 def load_eagle3_head(
@@ -166,7 +141,7 @@ def load_eagle3_head(
     config = read_eagle3_config(source, read_head_config(source), target, aux_hidden_state_layer_ids)
     require_target_sizes(source, target, hidden_size=config.target_hidden_size, vocab_size=config.arch.vocab_size)
     tensors = _read_tensors(source, config)
-    knows = tensors.pop(TARGET_TO_DRAFT, None)
+    marks = tensors.pop(TARGET_TO_DRAFT, None)
     if tensors:
         config = replace(config, arch=with_biases_of(config.arch, tensors))
     with torch.device(context.device):
@@ -178,9 +153,7 @@ def load_eagle3_head(
             own=_own_tensors(config, tensors),
         )
     fill_head(head.weight_targets(), tensors, source, "an EAGLE-3 head")
-    if head.draft_to_target is not None:
-        ids = target_ids(head.draft_to_target, knows, head.vocab_size, source)
-        head.known_tokens = KnownTokens(ids, head.vocab_size)
+    head.find_known_tokens(marks, source)
     return head
 
 

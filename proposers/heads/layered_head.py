@@ -1,0 +1,83 @@
+"""What EAGLE's, EAGLE-3's and DFlash's heads are made of: decoder layers, and tables that may be the target's.
+
+A head whose checkpoint brings no embedding or no projection uses the target's; one that brings `d2t` projects to a
+draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from kernels.cpu.panels import Weight, pack, unpacked
+from proposers.heads.draft_vocabulary import target_ids
+from proposers.vocabularies.partial import KnownTokens
+from runner.engine.architecture import Architecture
+from runner.engine.checkpoint import ModelSource
+from runner.engine.layers import Attention, DecoderLayer
+from runner.engine.linear import ColumnParallelLinear, WeightTarget
+from runner.engine.loader import LoadedModel
+from runner.engine.operations import head_logits
+
+EMBEDDING, LM_HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+
+
+class LayeredHead:
+    fc: ColumnParallelLinear | None  # of the target's states, or of what else the first layer starts from
+    layers: list[DecoderLayer]
+    known_tokens: KnownTokens | None = None  # of the draft vocabulary; None: all of the target's
+
+    def __init__(
+        self,
+        arch: Architecture,
+        target: LoadedModel,
+        *,
+        draft_vocab_size: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        own: Collection[str],  # which of EMBEDDING, LM_HEAD and DRAFT_TO_TARGET the head brings
+    ) -> None:
+        size = arch.hidden_size
+        self.target, self.hidden_size, self.max_model_len = target.model, size, max_model_len
+        self.embed_tokens = torch.empty(arch.vocab_size, size, dtype=dtype) if EMBEDDING in own else None
+        self.lm_head: Weight | None = torch.empty(draft_vocab_size, size, dtype=dtype) if LM_HEAD in own else None
+        self.draft_to_target = torch.empty(draft_vocab_size, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
+
+    @property
+    def kv_widths(self) -> list[int]:
+        return [layer.attention.kv_width for layer in self.layers]
+
+    @property
+    def attention(self) -> Attention:
+        return self.layers[0].attention
+
+    def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """[num_rows, hidden], num_rows a multiple of tile -> [num_rows, known tokens] float32."""
+        return self.target.logits(output, tile) if self.lm_head is None else head_logits(output, self.lm_head, tile)
+
+    def pack(self) -> None:
+        for part in (self.fc, *self.layers):
+            if part is not None:
+                part.pack()
+        if self.lm_head is not None:
+            self.lm_head = pack(self.lm_head)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        """Of tables and layers; the subclass puts its own before them."""
+        own = ((EMBEDDING, self.embed_tokens), (LM_HEAD, self.lm_head), (DRAFT_TO_TARGET, self.draft_to_target))
+        targets = {name: WeightTarget(view=unpacked(weight)) for name, weight in own if weight is not None}
+        for index, layer in enumerate(self.layers):
+            targets |= layer.weight_targets(f"layers.{index}.")
+        return targets
+
+    def find_known_tokens(self, marks: torch.Tensor | None, source: ModelSource) -> None:
+        """Once d2t is filled. marks: the checkpoint's t2d, if it has one.
+
+        Raises:
+            UserError: they lead to no tokens of the target.
+        """
+        if self.draft_to_target is not None:
+            vocab_size = self.target.vocab_size
+            ids = target_ids(self.draft_to_target, marks, vocab_size, source)
+            self.known_tokens = KnownTokens(ids, vocab_size)
