@@ -18,7 +18,7 @@ from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream, uniform
 from kernels.reference.sampling import greedy_argmax
 from runner.engine.sampling import SamplingRows, put_rows, sample_at, sample_tokens, take_rows
-from runner.engine.upload import index_or_all, to_device
+from runner.engine.upload import to_device
 from verifier.draft_batch import DraftBatch
 from verifier.traversal import traverse
 from verifier.tree import follow_rates, follow_tokens, longest_accepted, reject_recursively
@@ -154,7 +154,7 @@ class Typical(Rule):
             posterior_alpha=self.posterior_alpha,
         )
         last = longest_accepted(tree, accepted)
-        random = index_or_all([b for b, greedy in enumerate(tree.is_greedy) if not greedy], len(last), last.device)
+        random = tree.random_request_idx
         if random is not None:
             last = follow_tokens(tree, greedy_argmax(processed)).index_copy_(0, random, last[random])
         return last, _draw_target(processed, rows, last, random)
@@ -181,8 +181,7 @@ class Synthetic(Rule):
         """At the rate of each depth along the first path."""
         self.check_depth(len(tree.widths))
         last = follow_rates(tree, rows, self.conditional_rates)
-        random = index_or_all([b for b, greedy in enumerate(tree.is_greedy) if not greedy], len(last), last.device)
-        return last, _draw_target(processed, rows, last, random)
+        return last, _draw_target(processed, rows, last, tree.random_request_idx)
 
     def check_depth(self, deepest: int) -> None:
         """Raises ValueError when drafts may be longer than there are rates."""

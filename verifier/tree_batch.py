@@ -81,6 +81,12 @@ class TreeBatch:
             widest_level=max(in_level) + 1,
         )
 
+    @property
+    def random_request_idx(self) -> Tensor | None:
+        """[num_random] int64: the requests that are not greedy; None = all."""
+        random = [b for b, greedy in enumerate(self.is_greedy) if not greedy]
+        return index_or_all(random, len(self.is_greedy), self.token_ids.device)
+
     @cached_property
     def is_judged(self) -> list[bool]:
         """[num_requests]: drafts with probs, or a chain, and not greedy; the others follow the target's own tokens."""

@@ -13,7 +13,7 @@ from kernels.cpu.compiled import compiled
 from proposers.lookup.suffix_forest import CHILD, COUNT, DEPTH, NEXT, START, TOKEN, Int32Array
 from proposers.lookup.wide import wide
 
-EPSILON = 1e-9  # as in suffix_draft.py
+EPSILON = 1e-9  # scores and probabilities closer than this are equal
 
 # Columns of a continuation that waits to be taken
 NODE = 0  # its last token is in the edge of this node

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.cpu.compiled import compiled
-from proposers.lookup.suffix_bush import grow
+from proposers.lookup.suffix_bush import EPSILON, grow, occurrences
 from proposers.lookup.suffix_forest import CHILD, COUNT, DEPTH, START, Int32Array, Uint32Array, find
 from proposers.lookup.suffix_tree import extend
 from proposers.lookup.wide import wide
@@ -38,7 +38,6 @@ SCORE = 2  # the bits of a float32
 TOKENS = 3  # from here on; behind as many as there may be, the parents of a tree's
 
 FOREVER = 2**31 - 1  # as the end of a text: it grows
-EPSILON = 1e-9  # scores and probabilities closer than this are equal
 
 
 @compiled
@@ -97,10 +96,7 @@ def _walk(
 ) -> tuple[float, int]:
     """Score of the draft behind a match, and its number of tokens; (0, 0) as soon as it cannot beat `to_beat`."""
     ring = active.size - 1
-    count = int(nodes[node, COUNT])
-    for shorter in range(1, min(length, num_active + 1)):
-        if active[(text_end - shorter) & ring] == node:
-            count -= 1
+    count = occurrences(nodes, node, length, active, num_active, text_end)
     depth, prob, score, num_drafted = length, 1.0, 0.0, 0
     waiting = length  # lengths of waiting windows below this are accounted for on this edge
     while True:

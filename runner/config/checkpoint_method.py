@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.vllm_keys import HUB_MARKS, NAME_MARKS
+from runner.engine.mtp_layout import NUM_MODULES_KEYS
 from runner.tiny import HEAD_NAMES
 
 # What the checkpoint of a method is called.
@@ -44,7 +45,6 @@ _FOREIGN_KEYS = {
 }
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "mtp": "mtp"}
 _EAGLE3_KEYS = {"draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"}
-_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 
@@ -83,7 +83,7 @@ def tokens_of_model(model: str, method: str) -> int | None:
     """
     directory = Path(model).expanduser()
     config = _read_json(directory / "config.json") if directory.is_dir() else {}
-    found = [config.get(key) for key in ("n_predict", *(_MTP_KEYS if method == "mtp" else ()))]
+    found = [config.get(key) for key in ("n_predict", *(NUM_MODULES_KEYS if method == "mtp" else ()))]
     match config.get("speculators_config"):
         case {"proposal_methods": [{"speculative_tokens": tokens}, *_]}:
             found = [tokens]
@@ -153,7 +153,7 @@ def _method_of_config(config: Mapping[str, Any]) -> str | None:
         "mlp_speculator": family == "mlp_speculator" or "mlpspeculator" in architectures,
         "pard": config.get("spd_type") == "pard" or "pard_token" in config,
         "eagle": family == "eagle" or "eagle" in architectures,
-        "mtp": _is_mtp_only(config) or any(config.get(key) for key in _MTP_KEYS),
+        "mtp": _is_mtp_only(config) or any(config.get(key) for key in NUM_MODULES_KEYS),
     }
     return next((method for method, is_marked in marks.items() if is_marked), None)
 

@@ -11,3 +11,8 @@ class UserError(Exception):
 
     Example: "model.model must be a directory with config.json or a hub id, got 'lama'; check the path".
     """
+
+
+def first_of(names: list[str]) -> str:
+    """What an error says of names that may be many."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

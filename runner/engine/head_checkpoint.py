@@ -16,7 +16,7 @@ import torch
 
 from runner.engine.architecture import FAMILIES, Architecture, read_architecture
 from runner.engine.checkpoint import ModelSource, read_tensors, register_configs, resolve_directory
-from runner.engine.errors import UserError
+from runner.engine.errors import UserError, first_of
 from runner.engine.linear import WeightTarget
 from runner.engine.rope import warn_of_unread_rope
 
@@ -119,7 +119,7 @@ def fill_head(
             if name in tensors and tensors[name].shape != target.view.shape
         ],
     }
-    found = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
+    found = [f"{what}: {first_of(names)}" for what, names in problems.items() if names]
     if found:
         raise UserError(
             f"{source.name}={source.model}: the tensors are not those of {kind} with its config.json; "
@@ -162,7 +162,3 @@ def _flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
         elif isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

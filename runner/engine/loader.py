@@ -14,7 +14,7 @@ import torch
 from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors
 from runner.engine.decoder import Decoder
-from runner.engine.errors import UserError
+from runner.engine.errors import UserError, first_of
 from runner.engine.linear import Shard, WeightTarget
 from runner.engine.memory import require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
@@ -97,8 +97,8 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
         else:
             _copy(target, tensor, name, source, shard)
     if unknown or targets:
-        lines = [f"unexpected: {_some(unknown)}"] if unknown else []
-        lines += [f"missing: {_some(list(targets))}"] if targets else []
+        lines = [f"unexpected: {first_of(unknown)}"] if unknown else []
+        lines += [f"missing: {first_of(list(targets))}"] if targets else []
         raise UserError(
             f"{source.name}={source.model}: the tensors do not match its config ({arch.family}, {arch.num_layers} "
             f"layers); {'; '.join(lines)}; download the checkpoint again or mend its config.json"
@@ -137,7 +137,3 @@ def _weight_bytes(arch: Architecture, config: Any, length: int, dtype: torch.dty
     with torch.device("meta"):
         shape = Decoder(arch, config, max_model_len=length, dtype=dtype, shard=shard)
     return sum(parameter.numel() * parameter.element_size() for parameter in shape.parameters())
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
