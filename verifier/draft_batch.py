@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.reference import rejection as ops
 from runner.engine.request import DraftTokens
-from runner.engine.sampling import SamplingRows, take_rows
+from runner.engine.sampling import SamplingRows, rows_at
 from runner.engine.upload import index_or_all, to_device
 
 
@@ -84,9 +84,9 @@ class DraftBatch:
 
     def target_probs(self, processed: Tensor) -> Tensor:
         """p of every draft of a request that is not greedy, [num_random, vocab]."""
-        return processed.index_select(0, take_rows(self.row_idx, self.random_draft_idx)).softmax(dim=-1)
+        return processed.index_select(0, rows_at(self.row_idx, self.random_draft_idx)).softmax(dim=-1)
 
     def of_drafts(self, probs: Tensor) -> Tensor:
         """Each draft's own entry of probs [num_random, vocab], 0 for a draft of -1; [num_random]."""
-        token_ids = take_rows(self.token_ids, self.random_draft_idx)
+        token_ids = rows_at(self.token_ids, self.random_draft_idx)
         return probs.gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1) * (token_ids >= 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream, uniform
 from kernels.reference.sampling import greedy_argmax
-from runner.engine.sampling import SamplingRows, put_rows, sample_at, sample_tokens, take_rows
+from runner.engine.sampling import SamplingRows, put_rows, rows_at, sample_at, sample_tokens
 from runner.engine.upload import to_device
 from verifier.draft_batch import DraftBatch
 from verifier.traversal import traverse
@@ -81,8 +81,8 @@ class Probabilistic(Rule):
 
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         p_draft = batch.of_drafts(batch.target_probs(processed))
-        q_draft = None if batch.probs is None else batch.of_drafts(take_rows(batch.probs, batch.random_draft_idx))
-        uniforms = take_rows(self.accept_noise(batch, rows), batch.random_draft_idx)
+        q_draft = None if batch.probs is None else batch.of_drafts(rows_at(batch.probs, batch.random_draft_idx))
+        uniforms = rows_at(self.accept_noise(batch, rows), batch.random_draft_idx)
         accepted = batch.padded_random(ops.accept_probabilistic(p_draft, q_draft, uniforms))
         num_accepted = _with_greedy(ops.count_accepted(accepted), processed, batch)
         return num_accepted, _draw_recovered(processed, batch, rows, num_accepted)
@@ -104,10 +104,10 @@ class Block(Rule):
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         target_probs = batch.target_probs(processed)
         p_draft = batch.of_drafts(target_probs)
-        draft_probs = None if batch.probs is None else take_rows(batch.probs, batch.random_draft_idx)
+        draft_probs = None if batch.probs is None else rows_at(batch.probs, batch.random_draft_idx)
         q_draft = None if draft_probs is None else batch.padded_random(batch.of_drafts(draft_probs))
         prefix = ops.prefix_probabilities(batch.padded_random(p_draft), q_draft)  # [num_requests, longest + 1]
-        before = take_rows(prefix[batch.request_idx, batch.draft_idx], batch.random_draft_idx)
+        before = rows_at(prefix[batch.request_idx, batch.draft_idx], batch.random_draft_idx)
         if draft_probs is None:
             masses = ops.residual_mass_one_hot(p_draft, before)
         else:
@@ -241,14 +241,14 @@ def _draw_recovered(
     random = batch.random_request_idx
     # A request without a rejection has no draft at this place; any index will do, as its row is not replaced.
     rejected_idx = (batch.first_draft_idx + num_accepted).clamp_(max=batch.token_ids.shape[0] - 1)
-    rejected_idx, target_logits = take_rows(rejected_idx, random), take_rows(logits, random)
+    rejected_idx, target_logits = rows_at(rejected_idx, random), rows_at(logits, random)
     p = target_logits.softmax(dim=-1)
     if batch.probs is None:
         residual = ops.residual_one_hot(p, batch.token_ids[rejected_idx])
     else:
-        scale = None if scale is None else take_rows(scale, random)
+        scale = None if scale is None else rows_at(scale, random)
         residual = ops.residual(p, batch.probs.index_select(0, rejected_idx), scale)
-    recovered = torch.where(take_rows(is_rejected, random).unsqueeze(1), residual.log(), target_logits)
+    recovered = torch.where(rows_at(is_rejected, random).unsqueeze(1), residual.log(), target_logits)
     return sample_at(
         put_rows(logits, random, recovered),
         rows.seeds[last],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream, uniform, uniforms
-from runner.engine.sampling import SamplingRows, sample_at, take_rows
+from runner.engine.sampling import SamplingRows, rows_at, sample_at
 from verifier.tree_batch import TreeBatch
 
 
@@ -44,7 +44,7 @@ def reject_recursively(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -
     Returns:
         (last row, token behind it), both [num_judged] int64, of tree.judged.
     """
-    row = take_rows(tree.first_row_idx, tree.judged)
+    row = rows_at(tree.first_row_idx, tree.judged)
     is_open = torch.ones_like(row, dtype=torch.bool)
     is_rejected = ~is_open
     left: Tensor | None = None  # [num_judged, vocab]: the residual behind the last row, where its drafts were rejected

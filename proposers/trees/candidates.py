@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.reference.philox import Stream
 from kernels.reference.top_candidates import Candidates
 from runner.engine.backend import runs_kernels
-from runner.engine.sampling import SamplingRows, put_rows, take_rows
+from runner.engine.sampling import SamplingRows, put_rows, rows_at
 
 
 def draw_candidates(
@@ -46,9 +46,9 @@ def perturbed(processed: Tensor, rows: SamplingRows, draft_sample_method: str, d
         return processed
     stream, step = (Stream.TARGET, 0) if draft_sample_method == "coupled" else (Stream.DRAFT, draft_step)
     random = rows.random_row_idx
-    seeds, positions = take_rows(rows.seeds, random), take_rows(rows.positions, random)
-    steps = take_rows(step, random) if isinstance(step, Tensor) else torch.full_like(seeds, step)
-    noisy = _with_noise(take_rows(processed, random), seeds, positions, stream, steps)
+    seeds, positions = rows_at(rows.seeds, random), rows_at(rows.positions, random)
+    steps = rows_at(step, random) if isinstance(step, Tensor) else torch.full_like(seeds, step)
+    noisy = _with_noise(rows_at(processed, random), seeds, positions, stream, steps)
     return put_rows(processed, random, noisy)
 
 

@@ -23,9 +23,9 @@ __all__ = [
     "mask_and_penalise",
     "process_logits",
     "put_rows",
+    "rows_at",
     "sample_at",
     "sample_tokens",
-    "take_rows",
 ]
 
 
@@ -49,7 +49,7 @@ def mask_and_penalise(logits: Tensor, rows: SamplingRows) -> Tensor:
         logits = ops.apply_logit_bias(logits, bias.row_idx, bias.token_ids, bias.values)
     unmasked = logits
     if (allowed := rows.allowed) is not None:
-        kept = ops.keep_tokens(take_rows(logits, allowed.row_idx), allowed.values)
+        kept = ops.keep_tokens(rows_at(logits, allowed.row_idx), allowed.values)
         logits = put_rows(logits, allowed.row_idx, kept)
     if (bad := rows.bad_words) is not None:
         logits = ops.mask_tokens_where(logits, bad.row_idx, bad.token_ids, bad.applies)
@@ -58,12 +58,12 @@ def mask_and_penalise(logits: Tensor, rows: SamplingRows) -> Tensor:
     if (grammar := rows.bitmask) is not None:
         # Where the masks above leave nothing of what the grammar allows, the grammar alone holds.
         kept = ops.apply_token_bitmask(
-            take_rows(logits, grammar.row_idx), grammar.words, fallback=take_rows(unmasked, grammar.row_idx)
+            rows_at(logits, grammar.row_idx), grammar.words, fallback=rows_at(unmasked, grammar.row_idx)
         )
         logits = put_rows(logits, grammar.row_idx, kept)
     if (pen := rows.penalties) is not None:
         penalised = ops.apply_penalties(
-            take_rows(logits, pen.row_idx), pen.seen, pen.output_counts, pen.repetition, pen.frequency, pen.presence
+            rows_at(logits, pen.row_idx), pen.seen, pen.output_counts, pen.repetition, pen.frequency, pen.presence
         )
         logits = put_rows(logits, pen.row_idx, penalised)
     return logits
@@ -155,7 +155,8 @@ def draft_tokens(
     return token_ids, processed.softmax(dim=-1) if need_probs else None
 
 
-def take_rows(rows: Tensor, row_idx: Tensor | None) -> Tensor:
+def rows_at(rows: Tensor, row_idx: Tensor | None) -> Tensor:
+    """row_idx: [num_taken] int64; None = all."""
     return rows if row_idx is None else rows.index_select(0, row_idx)
 
 
