@@ -1,1 +1,1 @@
-"""Every op in plain torch: the definition, and the CPU path."""
+"""Every op in plain torch: the definition, and what runs where no kernel does."""

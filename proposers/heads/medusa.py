@@ -113,6 +113,7 @@ def load_medusa_heads(
     tensors = _read(source)
     shape = _dummy_shape(config, source) if source.is_dummy else _shape(config, tensors, source)
     _require_sizes(shape, config, tensors, source, target)
+    _cut_to_token_map(shape, tensors, target.model.vocab_size)
     with torch.device(device):
         heads = MedusaHeads(shape, target, dtype)
     fill_head(heads.weight_targets(), tensors, source, "Medusa heads")
@@ -120,7 +121,7 @@ def load_medusa_heads(
 
 
 def _read(source: ModelSource) -> dict[str, torch.Tensor]:
-    """The tensors by the shorter of the names that are about; projections cut to the tokens of token_map."""
+    """The tensors by the shorter of the names that are about."""
     tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in read_head_tensors(source).items()}
     if "lm_head.weight" in tensors and "lm_heads.0.weight" not in tensors:
         tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
@@ -179,11 +180,11 @@ def _shape(config: Mapping[str, Any], tensors: dict[str, torch.Tensor], source: 
 def _require_sizes(
     shape: MedusaShape,
     config: Mapping[str, Any],
-    tensors: dict[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     source: ModelSource,
     target: LoadedModel,
 ) -> None:
-    """Compare with the target; a token_map is checked, and used to cut projections that know all tokens."""
+    """Compare with the target; a token_map must lead to its tokens."""
     hidden_size = head_size(config, "hidden_size", target.model.hidden_size, source)
     vocab_size = head_size(config, "vocab_size", target.model.vocab_size, source)
     block, projection = tensors.get(shape.block(0, 0, "weight")), tensors.get(shape.projection(0))
@@ -193,16 +194,21 @@ def _require_sizes(
         vocab_size = projection.shape[0]
     require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=vocab_size)
     token_map = tensors.get("token_map")
-    if token_map is None:
-        return
-    if shape.num_mapped_tokens is None:  # all tokens in their order, or in one that vLLM does not look at
-        del tensors["token_map"]
+    if token_map is None or shape.num_mapped_tokens is None:
         return
     if token_map.is_floating_point() or not 0 <= int(token_map.min()) <= int(token_map.max()) < vocab_size:
         raise UserError(
             f"{source.name}={source.model}: token_map must hold tokens in [0, {vocab_size - 1}], the vocabulary, got "
             f"{token_map.min()}..{token_map.max()}; download it again"
         )
-    for name, tensor in tensors.items():
-        if name.startswith("lm_heads.") and len(tensor) == vocab_size:
-            tensors[name] = tensor[token_map.long()]
+
+
+def _cut_to_token_map(shape: MedusaShape, tensors: dict[str, torch.Tensor], vocab_size: int) -> None:
+    """Leave projections that know all tokens the rows of those in token_map; take out a map of all of them."""
+    if shape.num_mapped_tokens is None:  # all tokens in their order, or in one that vLLM does not look at
+        tensors.pop("token_map", None)
+    elif "token_map" in tensors:
+        mapped = tensors["token_map"].long()
+        for name, tensor in tensors.items():
+            if name.startswith("lm_heads.") and len(tensor) == vocab_size:
+                tensors[name] = tensor[mapped]
