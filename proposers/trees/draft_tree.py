@@ -41,17 +41,11 @@ def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int]]:
     return order, [number[parents[node]] for node in order]
 
 
-def draft_tokens_from_trees(
-    trees: Sequence[DraftTree], device: torch.device, probs: torch.Tensor | None = None
-) -> DraftTokens:
-    """DraftTokens of host-side trees, one a decoding request.
-
-    probs: [num_nodes, vocab], of trees whose nodes were drawn; see DraftTokens.
-    """
+def draft_tokens_from_trees(trees: Sequence[DraftTree], device: torch.device) -> DraftTokens:
+    """DraftTokens of host-side trees, one a decoding request."""
     token_ids = [token for tree in trees for token in tree.token_ids]
     return DraftTokens(
         token_ids=to_device(token_ids, torch.int64, device),
         cu_num_draft_tokens=[0, *accumulate(len(tree.token_ids) for tree in trees)],
-        probs=probs,
         parent_indices=[parent for tree in trees for parent in tree.parents],
     )

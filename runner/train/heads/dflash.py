@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from runner.train.heads.block import DecoderBlock, concat_keys
-from runner.train.heads.head import START_NORM, Head, soft_label_loss
+from runner.train.heads.head import ANCHORS_AT_ONCE, START_NORM, Head, soft_label_loss
 from runner.train.heads.llama_config import block_config, published_keys
 from runner.train.heads.states import FrozenTarget, TargetStates
 
@@ -81,10 +81,10 @@ class DFlashHead(Head):
         return self.target.logits(self.norm(guesses))
 
     @torch.no_grad()
-    def draft(self, states: TargetStates, num_speculative_tokens: int, *, chunk: int = 32) -> Tensor:
+    def draft(self, states: TargetStates, num_speculative_tokens: int) -> Tensor:
         num_texts, length = states.token_ids.shape
         drafts = states.token_ids.new_zeros(num_texts, length, num_speculative_tokens)
-        for anchors in torch.split(torch.arange(length, device=states.token_ids.device), chunk):
+        for anchors in torch.split(torch.arange(length, device=states.token_ids.device), ANCHORS_AT_ONCE):
             drafts[:, anchors] = self.logits(states, anchors, num_speculative_tokens + 1).argmax(dim=-1)
         return drafts
 

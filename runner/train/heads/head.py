@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from runner.train.heads.states import FrozenTarget, TargetStates
 
+ANCHORS_AT_ONCE = 32  # that a head guesses from in one pass, which holds the logits of all their places
 START_NORM = 0.02
 """Weight of a last norm before training: a first guess without opinion costs less to unlearn than a confident one."""
 

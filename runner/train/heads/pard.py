@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from runner.train.heads.head import Head, soft_label_loss
+from runner.train.heads.head import ANCHORS_AT_ONCE, Head, soft_label_loss
 from runner.train.heads.states import FrozenTarget, TargetStates
 
 
@@ -66,10 +66,10 @@ class PardHead(Head):
         return logits[:, :length], logits[:, length:].unflatten(1, (len(anchors), -1))
 
     @torch.no_grad()
-    def draft(self, states: TargetStates, num_speculative_tokens: int, *, chunk: int = 32) -> Tensor:
+    def draft(self, states: TargetStates, num_speculative_tokens: int) -> Tensor:
         num_texts, length = states.token_ids.shape
         drafts = states.token_ids.new_zeros(num_texts, length, num_speculative_tokens)
-        for anchors in torch.split(torch.arange(length, device=states.token_ids.device), chunk):
+        for anchors in torch.split(torch.arange(length, device=states.token_ids.device), ANCHORS_AT_ONCE):
             text, masks = self.logits(states, anchors, num_speculative_tokens)
             drafts[:, anchors, 0] = text[:, anchors].argmax(dim=-1)
             drafts[:, anchors, 1:] = masks.argmax(dim=-1)
