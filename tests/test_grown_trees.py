@@ -12,6 +12,7 @@ import torch
 from kernels.reference.philox import Stream, gumbel
 from runner.engine.errors import UserError
 from runner.engine.request import Request
+from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from tests.conftest import Engines, complete
 from tests.eagle_reference import ReferenceHead
@@ -171,6 +172,21 @@ def test_under_the_probabilistic_rule_trees_keep_the_distribution(
     requests, metrics = complete(llm, [PROMPT], [params])
     assert 0 < metrics.num_accepted_tokens < sum(point.num_draft_tokens for point in metrics.step_points)
     assert p_value(requests, exact_distribution(llm, params)) > 1e-4
+
+
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+def test_levels_that_only_greedy_requests_come_to_are_drafted_among_random_ones(engines: Engines, rule: str) -> None:
+    """A random request near its end has a shallow tree: behind it no candidate was drawn, and the step raised."""
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True)
+        for temperature, most in ((0.0, 24), (1.0, 9))
+    ]
+    prompts = MIXED_PROMPTS[:2]
+    (expected, _), _ = complete(engines(), prompts, params)
+    config = {"method": "eagle", "rejection_sample_method": rule, "draft_sample_method": "probabilistic"}
+    (found, random), metrics = complete(engines({**config, **TREES["static"]}), prompts, params)
+    assert found.output_token_ids == expected.output_token_ids and len(random.output_token_ids) == 9
+    assert counts(metrics)[1] > 0
 
 
 def test_nodes_fed_to_the_head_leave_the_blocks_of_requests_alone(engines: Engines) -> None:

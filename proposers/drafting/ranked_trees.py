@@ -98,13 +98,11 @@ class RankedTrees:
                 rows,
                 proposer.draft_sample_method,
                 widths[step],
-                need_probs=context.needs_draft_probs,
+                need_probs=keeps_probs,
                 draft_step=proposer.draft_step(rows, step),
             )
             token_ids[to_device(active, torch.int64, context.device), step, : widths[step]] = drafted
-            if keeps_probs:  # every node has its row; a greedy request's is not read
-                if step_probs is None:
-                    step_probs = processed.new_zeros(len(active), widths[step], context.vocab_size)
+            if step_probs is not None:  # every node has its row
                 probs.append(step_probs.flatten(0, 1))
                 first_rows.update({(b, step): num_rows + place * widths[step] for place, b in enumerate(active)})
                 num_rows += len(active) * widths[step]

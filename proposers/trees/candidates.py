@@ -25,13 +25,16 @@ def draw_candidates(
 ) -> tuple[Tensor, Tensor | None]:
     """Candidates [num_rows, num_candidates] int64 of a drafter's processed logits [num_rows, vocab], and their probs.
 
-    They are the highest of `perturbed`, in their order. Probs [num_rows, num_candidates, vocab], of each given the
-    candidates before it, where need_probs; None when nothing was drawn: greedy candidates, or greedy rows only.
+    They are the highest of `perturbed`, in their order. Probs [num_rows, num_candidates, vocab], where need_probs, of
+    each given the candidates before it; a greedy row's are not read. None where all candidates are greedy.
     """
     scores = perturbed(processed, rows, draft_sample_method, draft_step)
     token_ids = top_candidates(scores, num_candidates).token_ids
-    is_drawn = draft_sample_method != "greedy" and not rows.all_greedy
-    return token_ids, _draft_probs(processed, token_ids) if need_probs and is_drawn else None
+    if not need_probs or draft_sample_method == "greedy":
+        return token_ids, None
+    if rows.all_greedy:  # of a level that no other request's tree has come to
+        return token_ids, processed.new_zeros(*token_ids.shape, processed.shape[1])
+    return token_ids, _draft_probs(processed, token_ids)
 
 
 def perturbed(processed: Tensor, rows: SamplingRows, draft_sample_method: str, draft_step: int | Tensor = 0) -> Tensor:
