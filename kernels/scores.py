@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference.sampling import EXP2_COEFFICIENTS, LOG2_E
+from kernels.reference.sampling import EXP2_COEFFICIENTS, FIXED_LOG2_E
 
-_LOG2_E: tl.constexpr = tl.constexpr(LOG2_E)
+_LOG2_E: tl.constexpr = tl.constexpr(FIXED_LOG2_E)
 _C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(value) for value in EXP2_COEFFICIENTS)
 
 

@@ -6,7 +6,6 @@ loaded, the proposer's too; its passes come before and behind the target's, and 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from runner.config import HardwareConfig
 from runner.engine.errors import UserError
 from runner.engine.graphs import MAX_OUTPUT_BYTES
 from runner.engine.launch import Part
-from runner.engine.memory import GIB, available_memory, peak_bytes, require_memory
+from runner.engine.memory import GIB, available_memory, peak_bytes, release_unused, require_memory
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
@@ -65,12 +64,6 @@ def num_cache_blocks(
             f"{REMEDY}"
         )
     return blocks
-
-
-def release_unused() -> None:
-    """Frees what nothing refers to any more, and gives a GPU back what torch only keeps at hand."""
-    gc.collect()
-    torch.cuda.empty_cache()  # nothing, where no GPU is in use
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.philox import log
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
-from kernels.reference.sampling import EXP2_COEFFICIENTS, LOG2_E
+from kernels.reference.sampling import EXP2_COEFFICIENTS, FIXED_LOG2_E
 
 BINS, LEVELS = 256, 4
 PART_COLUMNS = 1 << 11  # truncated in some microseconds
@@ -32,7 +32,7 @@ Arguments = arguments_of(
 NOTHING, NEG_INF, UNIT = np.float32(0.0), np.float32("-inf"), np.float32(2.0**26)
 FARTHEST = np.float32(32.0 - 2.0**-19)
 SIGN, ALL = np.uint32(0x80000000), np.uint32(0xFFFFFFFF)
-LOG2E, MASK = np.int64(LOG2_E), np.int64(0x7FFFFFFF)
+LOG2E, MASK = np.int64(FIXED_LOG2_E), np.int64(0x7FFFFFFF)
 C0, C1, C2, C3, C4, C5 = (np.int64(value) for value in EXP2_COEFFICIENTS)
 
 

@@ -15,7 +15,7 @@ from kernels.reference.philox import gumbel, row_slabs
 _NEG_INF = float("-inf")
 _FARTHEST = 32.0 - 2.0**-19  # the last float32 distance that fits 31 bits in units of 2**-26; its weight is 0
 _MASK31 = 0x7FFFFFFF
-LOG2_E = 3098164009  # in units of 2**-31
+FIXED_LOG2_E = 3098164009  # in units of 2**-31
 # 2**x - 1 on [0, 1] is about x * (c0 + c1 * x + ...), in units of 2**-32, to 5.3e-9; at 1 it stays below 1.
 EXP2_COEFFICIENTS = (2977044430, 1031767986, 238353606, 41455862, 5451244, 894123)
 
@@ -143,7 +143,7 @@ def fixed_point_weights(logits: Tensor, maxima: Tensor) -> Tensor:
     """
     distances = (maxima - logits).clamp_(max=_FARTHEST)
     # 5.26 times 1.31: exp(-d) = 2**-(exponent + fraction), and the polynomial in 1 - fraction is 2**(1 - fraction) - 1.
-    products = distances.mul_(2.0**26).to(torch.int64).mul_(LOG2_E)
+    products = distances.mul_(2.0**26).to(torch.int64).mul_(FIXED_LOG2_E)
     exponents = products >> 57
     rest = products.bitwise_right_shift_(26).bitwise_and_(_MASK31).neg_().add_(_MASK31)
     power = rest * EXP2_COEFFICIENTS[-1] >> 31

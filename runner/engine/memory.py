@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,12 @@ def peak_bytes(device: torch.device, work: Callable[[], None]) -> int:
     work()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def release_unused() -> None:
+    """Frees what nothing refers to any more, and gives a GPU back what torch only keeps at hand."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing, where no GPU is in use
 
 
 def require_memory(needed: int, device: torch.device, what: str, remedy: str) -> None:

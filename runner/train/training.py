@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from runner.cache_size import release_unused
 from runner.config import DrafterMethod, SpeculativeConfig
 from runner.engine.checkpoint import resolve_directory
 from runner.engine.errors import UserError
+from runner.engine.memory import release_unused
 from runner.llm import LLM
 from runner.measure import measure
 from runner.model_files import model_source
