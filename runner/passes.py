@@ -69,15 +69,16 @@ def workload_requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingP
 
 
 def warm_up(llm: LLM, items: Sequence[WorkloadItem], proposers: Sequence[Proposer]) -> None:
-    """A few tokens of the first prompts, untimed, with each of the proposers, which learn nothing by them."""
+    """A few tokens of the first prompts, untimed, with each of the proposers, which learn nothing by them.
+
+    Sampled as the run is: what the parameters ask for may have to be compiled.
+    """
     params = llm.config.sampler.to_sampling_params()
-    short = SamplingParams(
-        temperature=params.temperature,
-        max_tokens=WARM_UP_TOKENS,
-        ignore_eos=True,
-        structured_outputs=params.structured_outputs,  # compiled here, not in a measured request's first token
-    )
-    first = [replace(item, sampling={}) for item in items[:2]]
+    short = replace(params, n=1, max_tokens=WARM_UP_TOKENS, min_tokens=0, ignore_eos=True, stop=(), stop_token_ids=())
+    first = [
+        replace(item, sampling={key: value for key, value in item.sampling.items() if key != "max_tokens"})
+        for item in items[:2]
+    ]
     for proposer in proposers:
         proposer.set_learning(False)  # a method that learned the answers here would be measured too fast
         try:

@@ -488,6 +488,10 @@ REFUSALS = {
         _change(SAFE3, {"model_type": "deepseek_v3"}, **{"midlayer.self_attn.q_b_proj.weight": torch.ones(SIZE, SIZE)}),
         r"those of an EAGLE-3 head.*unexpected: layers.0.self_attn.q_b_proj.weight",
     ),
+    "a number that is none": (
+        ("EAGLE-3 of SafeAILab", {}, {"norm.weight": torch.full((SIZE,), torch.inf)}),
+        r"norm\.weight must hold finite numbers in float32, but some are NaN or infinite",
+    ),
     "a sliding layer without a window": (
         _change(SAFE3, {"layer_types": ["sliding_attention"]}),
         r"sliding_window in its config must be a whole number >= 1 .*, got None; mend it",

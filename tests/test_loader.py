@@ -228,6 +228,18 @@ def test_missing_and_unexpected_tensors_are_named_together_and_counted(checkpoin
 
 
 @BOTH_PATHS
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_a_tensor_with_a_number_that_is_none_is_named(
+    model_type: str, number: float, checkpoint: Callable[..., Path]
+) -> None:
+    """Every text came out, and all of them the same; the CPU was blamed for rows that differ from themselves."""
+    directory = checkpoint(model_type)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    edit_tensors(directory, lambda tensors: tensors[name][3, 5:6].fill_(number))
+    assert f"{name} must hold finite numbers in float32, but some are NaN or infinite" in refusal(directory)
+
+
+@BOTH_PATHS
 def test_a_tensor_of_another_shape_is_named(model_type: str, checkpoint: Callable[..., Path]) -> None:
     directory = checkpoint(model_type)
     name = "model.layers.1.self_attn.k_proj.weight"

@@ -157,6 +157,15 @@ def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{source.name}: {file} is corrupt ({error}); download it again") from error
 
 
+def require_finite(weight: torch.Tensor, name: str, source: ModelSource) -> None:
+    """Raises UserError where a loaded weight holds NaN or infinity: every text would come out, and mean nothing."""
+    if weight.is_floating_point() and not weight.sum(dtype=torch.float32).isfinite():
+        raise UserError(
+            f"{source.name}={source.model}: {name} must hold finite numbers in {str(weight.dtype)[6:]}, but some are "
+            "NaN or infinite; download the checkpoint again, or choose another hardware.dtype"
+        )
+
+
 def _one_line(error: Exception) -> str:
     """What a library says, its first paragraph in one line."""
     return " ".join(str(error).strip().split("\n\n")[0].split()).rstrip(".")

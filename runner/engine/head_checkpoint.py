@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from runner.engine.architecture import FAMILIES, Architecture, read_architecture
-from runner.engine.checkpoint import ModelSource, read_tensors, register_configs, resolve_directory
+from runner.engine.checkpoint import (
+    ModelSource,
+    read_tensors,
+    register_configs,
+    require_finite,
+    resolve_directory,
+)
 from runner.engine.errors import UserError, first_of
 from runner.engine.linear import WeightTarget
 from runner.engine.rope import warn_of_unread_rope
@@ -127,6 +133,7 @@ def fill_head(
         )
     for name, target in targets.items():
         target.view.copy_(tensors[name])
+        require_finite(target.view, name, source)
 
 
 def _fill_randomly(targets: Mapping[str, WeightTarget]) -> None:

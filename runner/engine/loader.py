@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from runner.engine.architecture import Architecture, read_architecture
-from runner.engine.checkpoint import ModelSource, load_config, read_tensors
+from runner.engine.checkpoint import ModelSource, load_config, read_tensors, require_finite
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError, first_of
 from runner.engine.linear import Shard, WeightTarget
@@ -131,6 +131,7 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
         rows = target.view.shape[dim]
         part = slice(shard.rank * rows, (shard.rank + 1) * rows)
         target.view.copy_(tensor[part] if dim == 0 else tensor[:, part])
+    require_finite(target.view, name, source)
 
 
 def _weight_bytes(arch: Architecture, config: Any, length: int, dtype: torch.dtype, shard: Shard | None) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from runner.engine.checkpoint import ModelSource, read_tensors, resolve_directory
+from runner.engine.checkpoint import ModelSource, read_tensors, require_finite, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -75,6 +75,8 @@ class TransformersModel(nn.Module):
                 causal_model = _build(config, source, dtype)
         else:
             causal_model = _read(config, source, dtype, device)
+            for name, parameter in causal_model.named_parameters():
+                require_finite(parameter, name, source)
         pin_longrope(causal_model, max_model_len)
         return cls(causal_model.requires_grad_(False).eval(), config, f"{source.name}={source.model}")
 
