@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cpu import attend, threads
+from kernels.cpu import compiled as compilation
 from kernels.cpu import paged_attention as on_cpu
 from kernels.cpu.compiled import compiled, exact, vectorized
 from kernels.cpu.elements import ELEMENTS, narrow, widen
@@ -265,6 +266,33 @@ def test_rows_of_no_tile_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     new_empty = Tensor.new_empty  # unwritten memory may hold anything, and not only by chance zeros
     monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(torch.nan))
     assert not on_cpu.paged_attention(random_queries(PLAIN, 3), cache, segments, **keys)[1:].any()
+
+
+@pytest.mark.parametrize(
+    ("can_write", "hits", "said"),
+    [(True, 0, ["later starts find them"]), (False, 0, ["set NUMBA_CACHE_DIR"]), (True, 1, [])],
+)
+def test_a_first_start_says_once_that_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, can_write: bool, hits: int, said: list[str]
+) -> None:
+    class Callback:
+        cache_hits = hits
+
+        def __init__(self, *_: Any, **how: Any) -> None: ...
+
+        def enable_caching(self) -> None:
+            if not can_write:
+                raise RuntimeError("cannot cache function: no locator available")
+
+        def compile(self) -> None: ...
+
+    monkeypatch.setattr(compilation, "CFunc", Callback)
+    monkeypatch.setattr(compilation, "cached_on_disk", lambda callback, function: None)
+    compilation._say_once.cache_clear()
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            compilation.compiled_for_c(round_all, ())
+    assert [text in message for text, message in zip(said, caplog.messages, strict=True)] == [True] * len(said)
 
 
 @compiled

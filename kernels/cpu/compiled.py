@@ -7,6 +7,7 @@ would keep running that one's old code.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from numba import njit, types
 from numba.core.ccallback import CFunc
 
+logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -64,8 +66,16 @@ def compiled_for_c(function: Callable[..., None], argument_types: tuple[Any, ...
     try:
         callback.enable_caching()
     except RuntimeError:
-        pass
+        after = "no folder keeps them: set NUMBA_CACHE_DIR to one that can be written to"
     else:
+        after = "later starts find them compiled"
         cached_on_disk(callback, function)
     callback.compile()
+    if callback.cache_hits == 0:
+        _say_once(after)
     return callback
+
+
+@cache
+def _say_once(after: str) -> None:
+    logger.info("compiling kernels for this CPU; %s", after)
