@@ -129,7 +129,6 @@ def test_a_download_takes_safetensors_and_no_pickle_and_code_only_when_trusted(
         ('{"model_type": "llama",', "not a valid JSON file"),
         ("", "not a valid JSON file"),
         ("{}", "model_type"),
-        ('{"model_type": "llamma"}', "llamma"),
         ('{"model_type": "llama", "hidden_size": "big"}', "expected int, got str (value: 'big')"),
         ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}', "not a multiple"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "division"),
@@ -140,6 +139,39 @@ def test_a_bad_config_is_named_with_the_reason(config: str, reason: str, tmp_pat
     message = refusal(tmp_path)
     assert message.startswith(f"model.model: {tmp_path / 'config.json'} cannot be read: ") and reason in message
     assert message.endswith("mend it or download the checkpoint again")
+
+
+CODE_OF_ITS_OWN = '{"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MyConfig"}}'
+
+
+@pytest.mark.parametrize(
+    ("config", "is_trusted", "python", "rule", "remedy"),
+    [
+        (CODE_OF_ITS_OWN, False, "", "none is run unasked", "to run it set model.trust_remote_code=true"),
+        (CODE_OF_ITS_OWN, True, "", "a file named configuration_mine.py", "install what they import"),
+        (CODE_OF_ITS_OWN, True, "import no_such_package", "no_such_package", "install what they import"),
+        ('{"model_type": "llamma"}', False, "", "has model_type 'llamma'", "pip install -U transformers)"),
+    ],
+)
+def test_a_family_that_transformers_does_not_know_gets_its_own_remedy(
+    config: str, is_trusted: bool, python: str, rule: str, remedy: str, tmp_path: Path
+) -> None:
+    """Each was to be mended by another download."""
+    (tmp_path / "config.json").write_text(config)
+    if python:
+        (tmp_path / "configuration_mine.py").write_text(python)
+    message = refusal(ModelSource(model=str(tmp_path), trust_remote_code=is_trusted))
+    assert message.startswith(f"model.model: {tmp_path / 'config.json'} ") and "download" not in message
+    assert rule in message and message.endswith(remedy)
+
+
+def test_an_option_that_our_decoder_lacks_is_named_with_its_directory(tmp_path: Path) -> None:
+    """With a target and a draft nobody knew which of the two was quantized."""
+    config = {"model_type": "llama", **SHAPE, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as caught:
+        load(ModelSource(model=str(tmp_path)))
+    assert f"quantization_config of a llama checkpoint ({tmp_path}) must be absent" in str(caught.value)
 
 
 def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:

@@ -74,24 +74,22 @@ def read_architecture(config: Any) -> Architecture | None:
 
 def _require_own(config: Any, family: str) -> None:
     """Raises UserError for an option that our decoder does not have."""
+    of = f"of a {family} checkpoint{f' ({config.name_or_path})' if config.name_or_path else ''}"  # none in hf_config
     if config.hidden_act != "silu":
         raise UserError(
-            f"hidden_act of a {family} checkpoint must be 'silu', got {config.hidden_act!r}; "
-            "use a checkpoint of the published architecture"
+            f"hidden_act {of} must be 'silu', got {config.hidden_act!r}; use a checkpoint of the published architecture"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
-            f"quantization_config of a {family} checkpoint must be absent: quantized weights are not supported; "
+            f"quantization_config {of} must be absent: quantized weights are not supported; "
             "use the unquantized checkpoint"
         )
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         if getattr(config, name) < 1:
-            raise UserError(
-                f"{name} of a {family} checkpoint must be >= 1, got {getattr(config, name)}; mend its config"
-            )
+            raise UserError(f"{name} {of} must be >= 1, got {getattr(config, name)}; mend its config")
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(
-            f"num_attention_heads of a {family} checkpoint must be divisible by num_key_value_heads "
+            f"num_attention_heads {of} must be divisible by num_key_value_heads "
             f"({config.num_key_value_heads}), got {config.num_attention_heads}; mend its config"
         )
 

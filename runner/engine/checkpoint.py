@@ -97,12 +97,38 @@ def load_config(source: ModelSource) -> Any:
             f"{source.name} must hold a config.json, got {directory}, which has none; "
             "point to the directory that `save_pretrained` wrote"
         )
+    of_code = (ImportError,) if source.trust_remote_code else ()
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=source.trust_remote_code)
-    except unreadable as error:
-        raise UserError(
-            f"{source.name}: {file} cannot be read: {_one_line(error)}; mend it or download the checkpoint again"
-        ) from error
+    except (*unreadable, *of_code) as error:
+        problem = _unread_family(file, source, error) or (
+            f"cannot be read: {_one_line(error)}; mend it or download the checkpoint again"
+        )
+        raise UserError(f"{source.name}: {file} {problem}") from error
+
+
+def _unread_family(file: Path, source: ModelSource, error: Exception) -> str | None:
+    """What to do about a config of a family that transformers does not have; None: it is another error's turn."""
+    from transformers import CONFIG_MAPPING
+    from transformers import __version__ as version
+
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        family, code = values.get("model_type"), (values.get("auto_map") or {}).get("AutoConfig")
+    except (ValueError, AttributeError):  # no JSON, or no object
+        return None
+    if code is not None and not source.trust_remote_code:
+        if family in CONFIG_MAPPING:
+            return None
+        remedy = "read that code, and to run it set model.trust_remote_code=true"
+        return f"wants Python code that comes with the checkpoint ({code}), and none is run unasked; {remedy}"
+    if code is not None and isinstance(error, ImportError | OSError):
+        remedy = "bring the checkpoint's *.py files there, and install what they import"
+        return f"wants Python code that comes with the checkpoint ({code}): {_one_line(error)}; {remedy}"
+    if code is None and family is not None and family not in CONFIG_MAPPING:
+        remedy = "choose another model, or a newer transformers that has it (pip install -U transformers)"
+        return f"has model_type {family!r}, which transformers {version} does not know; {remedy}"
+    return None
 
 
 def register_configs() -> None:
