@@ -6,7 +6,9 @@ The class subclasses proposers.base.Proposer and takes num_speculative_tokens, c
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from proposers.base import Proposer, ProposerContext
@@ -28,13 +30,16 @@ class CustomClassProposer(Proposer):
         self, *, num_speculative_tokens: int, context: ProposerContext, model: str, options: Mapping[str, Any]
     ) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
+        chosen = _import_class(model)
+        arguments = {"num_speculative_tokens": num_speculative_tokens, "context": context, **options}
         try:
-            self.inner = _import_class(model)(num_speculative_tokens=num_speculative_tokens, context=context, **options)
+            inspect.signature(chosen).bind(**arguments)
         except TypeError as error:
             asked, remedy = "num_speculative_tokens and context", "see proposers/base.py"
             if options:
                 asked, remedy = f"{asked}, method.options ({', '.join(options)})", f"{remedy}, or mend method.options"
-            raise UserError(f"method.model={model} must take {asked} and define propose: {error}; {remedy}") from error
+            raise UserError(f"method.model={model} must take {asked}: {error}; {remedy}") from error
+        self.inner = chosen(**arguments)  # what this raises is a bug of the class, and keeps its traceback
 
     @property
     def name(self) -> str:
@@ -73,12 +78,32 @@ class CustomClassProposer(Proposer):
 def _import_class(dotted_path: str) -> type[Proposer]:
     module_name, _, class_name = dotted_path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"method.model must be the dotted path of a Proposer class, got {dotted_path!r}: {error}; "
-            "check the spelling, and that the module is on PYTHONPATH"
-        ) from error
+        found = getattr(_import_module(module_name, dotted_path), class_name)
+    except AttributeError as error:
+        raise _not_there(dotted_path, error) from error
     if not (isinstance(found, type) and issubclass(found, Proposer)):
         raise UserError(f"method.model must name a subclass of proposers.base.Proposer, got {dotted_path!r}: {found!r}")
+    if inspect.isabstract(found):
+        lacking = ", ".join(sorted(found.__abstractmethods__))
+        raise UserError(f"method.model={dotted_path} must define {lacking}; see proposers/base.py")
     return found
+
+
+def _import_module(name: str, dotted_path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except SyntaxError as error:
+        place = f"{error.filename}:{error.lineno}"
+        raise UserError(f"method.model={dotted_path}: {place} is no valid Python: {error.msg}; mend it") from error
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise _not_there(dotted_path, error) from error
+        remedy = "install that package, or mend the import"
+        raise UserError(f"method.model={dotted_path}: {name} cannot import all it needs: {error}; {remedy}") from error
+
+
+def _not_there(dotted_path: str, error: Exception) -> UserError:
+    return UserError(
+        f"method.model must be the dotted path of a Proposer class, got {dotted_path!r}: {error}; "
+        "check the spelling, and that the module is on PYTHONPATH"
+    )

@@ -95,6 +95,12 @@ class TakesOther(Proposer):
         return of_lists()
 
 
+class StumblesProposer(RecordingProposer):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        len(self.num_speculative_tokens)  # type: ignore[arg-type]
+
+
 class NotAProposer:
     """Has the method, is no Proposer."""
 
@@ -218,8 +224,8 @@ def test_options_that_the_class_cannot_take_are_refused_before_the_run(mistake: 
 
 # path behind method.model -> what the message says of it
 UNUSABLE = {
-    "tests.test_custom_class.SaysNothing": r"take num_speculative_tokens and context and define propose.*abstract",
-    "tests.test_custom_class.TakesOther": r"take num_speculative_tokens and context.*unexpected keyword",
+    "tests.test_custom_class.SaysNothing": r"define propose; see proposers/base\.py",
+    "tests.test_custom_class.TakesOther": r"take num_speculative_tokens and context: missing .*'num_tokens'; see",
     "tests.test_custom_class.NotAProposer": r"name a subclass of proposers\.base\.Proposer, got .*NotAProposer",
     "tests.test_custom_class.a_function": r"name a subclass of proposers\.base\.Proposer, got .*a_function",
     "tests.test_custom_class.Mispelt": r"be the dotted path of a Proposer class.*'Mispelt'.*check the spelling",
@@ -233,6 +239,35 @@ def test_a_class_that_cannot_be_used_is_refused_before_the_run(path: str) -> Non
     engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": TARGET_CONFIG}
     with pytest.raises(UserError, match=rf"\.model.* must {UNUSABLE[path]}"):
         LLM("dummy", speculative_config={**custom(""), "model": path}, **engine_args)
+
+
+def test_a_bug_of_the_class_is_not_its_signature() -> None:
+    """A TypeError from inside __init__ was told as wrong arguments, without a traceback."""
+    engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": TARGET_CONFIG}
+    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+        LLM("dummy", speculative_config=custom("StumblesProposer"), **engine_args)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (
+            "import no_such_package",
+            "cannot import all it needs: No module named 'no_such_package'; install that package",
+        ),
+        ("from pathlib import Nothing", "cannot import all it needs: cannot import name 'Nothing' from 'pathlib'"),
+        ("x = 1\ndef f(:", r"broken_proposer\.py:2 is no valid Python: invalid syntax; mend it"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_not_a_wrong_path(
+    text: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package that a module lacks was told as a misspelt method.model, broken syntax as a traceback."""
+    (tmp_path / "broken_proposer.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": TARGET_CONFIG}
+    with pytest.raises(UserError, match=rf"^method\.model=broken_proposer\.MyProposer: .*{rule}"):
+        LLM("dummy", speculative_config={**custom(""), "model": "broken_proposer.MyProposer"}, **engine_args)
 
 
 def test_a_custom_class_without_a_path_is_refused() -> None:
