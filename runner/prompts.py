@@ -159,7 +159,10 @@ def make_requests(
     requests = []
     spelled: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}  # one list for all requests that forbid the same
     for index, (prompt, parameters) in enumerate(zip(prompts, params, strict=True)):
-        text, token_ids = tokenizer.encode(prompt)
+        try:
+            text, token_ids = tokenizer.encode(prompt)
+        except UserError as error:
+            raise UserError(f"request {index}: {error}" if len(prompts) > 1 else str(error)) from error
         if parameters.stop and not tokenizer.is_available:
             raise UserError("stop strings need a tokenizer; use stop_token_ids, or set model.tokenizer")
         if parameters.bad_words and not tokenizer.is_available:

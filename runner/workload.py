@@ -18,6 +18,8 @@ from runner.engine.sampling_params import SamplingParams
 from runner.prompts import PROMPT_KEYS, Prompt, is_token_ids
 from runner.tiny import DEMO_PATH
 
+DEFAULT_FIELD = JsonlWorkload.model_fields["prompt_field"].default
+CHAT_FIELD = "messages"  # what a line of chat messages calls them, read unasked beside the default
 LINE_PARAMS = ("max_tokens", "temperature")  # sampling parameters that a line may have for itself
 
 
@@ -29,6 +31,7 @@ class WorkloadItem:
     category: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)  # those of LINE_PARAMS that the line has
     unread_fields: tuple[str, ...] = ()
+    place: str = field(default="a line of the workload", compare=False)  # for errors; path:line where it is a file's
 
 
 def read_workload(config: DemoWorkload | JsonlWorkload) -> list[WorkloadItem]:
@@ -38,7 +41,7 @@ def read_workload(config: DemoWorkload | JsonlWorkload) -> list[WorkloadItem]:
         UserError: the file is missing, empty or malformed; the message names the line.
     """
     if isinstance(config, DemoWorkload):
-        return _read_jsonl(DEMO_PATH, "prompt", config.limit)
+        return _read_jsonl(DEMO_PATH, DEFAULT_FIELD, config.limit)
     return _read_jsonl(Path(config.path).expanduser(), config.prompt_field, config.limit)
 
 
@@ -52,7 +55,7 @@ def params_of(item: WorkloadItem, params: SamplingParams) -> SamplingParams:
         return replace(params, **item.sampling)
     except ValueError as error:
         own = ", ".join(f"{key}={value}" for key, value in item.sampling.items())
-        raise UserError(f"a line of the workload has {own}: {error}; mend it, or sampler") from error
+        raise UserError(f"{item.place} has {own}: {error}; mend it, or sampler") from error
 
 
 def arrival_times(count: int, request_rate: float, seed: int) -> list[float]:
@@ -111,13 +114,19 @@ def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[Worklo
 def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
     """A prompt is a string, a list of chat messages, or token ids; `id` is for people."""
     try:
-        row: Any = json.loads(line)
+        row: Any = json.loads(line.strip())
     except json.JSONDecodeError as error:
-        raise UserError(f"{place} must be a JSON object, got {line.strip()[:60]!r}: {error}") from error
-    if not isinstance(row, Mapping) or prompt_field not in row:
-        known = f"it has {', '.join(row)}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
+        got = f"{line.strip()[:60]!r}: {error.msg} at column {error.colno}"
+        raise UserError(f"{place} must be a JSON object, got {got}; mend that line") from error
+    if not isinstance(row, Mapping):
+        remedy = f'write {{"{prompt_field}": ...}}, one object a line'
+        raise UserError(f"{place} must be a JSON object, got a {type(row).__name__}; {remedy}")
+    if prompt_field not in row and prompt_field == DEFAULT_FIELD and CHAT_FIELD in row:
+        prompt_field = CHAT_FIELD
+    if prompt_field not in row:
         raise UserError(
-            f"{place} must be a JSON object with the field {prompt_field!r}, and {known}; set workload.prompt_field"
+            f"{place} must have the field {prompt_field!r}, and has {', '.join(row) or 'none'}; "
+            "set workload.prompt_field=<the one that holds the prompt>"
         )
     prompt = row[prompt_field]
     is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(entry, Mapping) for entry in prompt)
@@ -125,6 +134,11 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
     if not (is_chat or (isinstance(prompt, str) and prompt) or is_mapping or is_token_ids(prompt)):
         got = "an empty one" if prompt in ("", []) else repr(str(prompt)[:60])
         raise UserError(f"{place}: {prompt_field} must be a string, chat messages or token ids, got {got}")
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, as "\ud800" in JSON
+        half = error.object[error.start]
+        raise UserError(f"{place}: {prompt_field} must be text that UTF-8 can hold, got {half!r}; mend it") from error
     category = row.get("category")
     sampling = {key: row[key] for key in LINE_PARAMS if row.get(key) is not None}
     try:
@@ -135,5 +149,6 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
         prompt=prompt,
         category=None if category is None else str(category),
         sampling=sampling,
+        place=place,
         unread_fields=tuple(key for key in row if key not in (prompt_field, "id", "category", *LINE_PARAMS)),
     )

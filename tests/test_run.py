@@ -190,7 +190,9 @@ def test_lines_have_lengths_and_temperatures_of_their_own_and_arrive_at_a_rate(t
     assert [first["arrival"], second["arrival"]] == pytest.approx(arrival_times(2, 20.0, 0))
     assert (summary["lossless"], summary["identical_to_baseline"]) == ("distribution", None), "one line is sampled"
     assert any(note.startswith("workload.path has fields that no run reads: source (") for note in summary["notes"])
-    with pytest.raises(UserError, match=r"has max_tokens=3: min_tokens must be in \[0, max_tokens \(3\)\]"):
+    with pytest.raises(
+        UserError, match=r"prompts\.jsonl:1 has max_tokens=3: min_tokens must be in \[0, max_tokens \(3\)\]"
+    ):
         execute(config(workload=workload, sampler={"min_tokens": 5}), tmp_path)
 
 
@@ -271,7 +273,11 @@ def test_an_interrupted_run_keeps_the_requests_that_finished(
     ("line", "complaint"),
     [
         ("not json", "must be a JSON object"),
-        ('{"text": "x"}', "set workload.prompt_field"),
+        ('{"prompt": "x",', r"1 must be a JSON object, got .*: Expecting .* at column 16; mend"),
+        ('["x"]', r'1 must be a JSON object, got a list; write {"prompt": \.\.\.}'),
+        ('{"text": "x"}', "1 must have the field 'prompt', and has text; set workload.prompt_field="),
+        ('{"prompt": "\\ud800"}', r"1: prompt must be text that UTF-8 can hold, got '\\ud800'"),
+        ('{"messages": []}', "1: messages must be a string, chat messages or token ids, got an empty one"),
         ('{"prompt": 7}', "must be a string, chat messages or token ids"),
         ('{"prompt": ""}', "1: prompt must be a string, chat messages or token ids, got an empty one"),
         ('{"prompt": {"text": "x"}}', "1: prompt must be a string, chat messages or token ids, got"),
@@ -300,6 +306,20 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "x"}\n', encoding="utf-8-sig")
     assert [item.prompt for item in read_workload(JsonlWorkload(name="jsonl", path=str(path)))] == ["x"]
+
+
+def test_a_line_of_messages_needs_no_prompt_field(tmp_path: Path) -> None:
+    """It was refused, the line an API takes, with `set workload.prompt_field`."""
+    messages = [{"role": "user", "content": "hi"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "x", "messages": messages}))
+    first, second = read_workload(JsonlWorkload(name="jsonl", path=str(path)))
+    assert (first.prompt, first.unread_fields) == (messages, ())
+    assert (second.prompt, second.unread_fields) == ("x", ("messages",))
+    with pytest.raises(UserError, match=r"prompts\.jsonl:1 must have the field 'text', and has messages; set"):
+        read_workload(JsonlWorkload(name="jsonl", path=str(path), prompt_field="text"))
+    with pytest.raises(UserError, match=r"^request 0: chat messages need a tokenizer with a chat template"):
+        execute(config(workload={"name": "jsonl", "path": str(path)}), tmp_path)
 
 
 def test_a_run_that_no_request_can_start_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -38,7 +38,12 @@ class JsonlWorkload(TrafficNode):
 
     name: Literal["jsonl"] = Field(default="jsonl", description="which workload this is")
     path: str = Field(min_length=1, description="path of a .jsonl file, one JSON object a line")
-    prompt_field: str = Field(default="prompt", min_length=1, description="the field of a line that holds the prompt")
+    prompt_field: str = Field(
+        default="prompt",
+        min_length=1,
+        description="the field of a line that holds the prompt: text, chat messages or token ids (a line without "
+        "prompt may have messages); beside it a line may have id, category, max_tokens and temperature",
+    )
     limit: int | None = Field(default=None, ge=1, description="lines taken from the start, >= 1; null takes all")
 
 
