@@ -271,6 +271,8 @@ def test_all_problems_of_a_configuration_are_listed_at_once() -> None:
 @pytest.mark.parametrize(
     ("key", "remedy"),
     [
+        ("num_spec", "did you mean 'num_speculative_tokens' or 'num_speculative_tokens_per_batch_size'?"),
+        ("rev", "did you mean 'revision' of method=draft_model?"),
         ("prompt_lookup_mx", "did you mean 'prompt_lookup_max' or 'prompt_lookup_min'?"),
         ("temperature", "it is a key of sampler: sampler.temperature"),
         ("draft_tensor_parallel_size", f"only method={' or '.join(DRAFTERS)} has it"),

@@ -83,7 +83,8 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 
 def _close(word: str, options: Iterable[str]) -> list[str]:
-    """At most two options: those spelled alike, else those that have all parts of the word (`max_dept`)."""
+    """At most two options: those spelled alike, else those of which the word has all parts or beginnings
+    of them (`max_dept`, `num_spec`)."""
     ratios = {option: difflib.SequenceMatcher(None, option, word).ratio() for option in options}
     best = max(ratios.values(), default=0.0)
     alike = [option for option, ratio in ratios.items() if ratio >= max(0.6, best - 0.2)]
@@ -93,8 +94,13 @@ def _close(word: str, options: Iterable[str]) -> list[str]:
     return [
         option
         for option in ratios
-        if len(parts) > 1 and all(difflib.get_close_matches(part, option.split("_"), cutoff=0.8) for part in parts)
+        if (len(word) > 2 and option.startswith(word))
+        or (len(parts) > 1 and all(_has_part(option.split("_"), part) for part in parts))
     ][:2]
+
+
+def _has_part(own: Sequence[str], part: str) -> bool:
+    return any(name.startswith(part) for name in own) or bool(difflib.get_close_matches(part, own, cutoff=0.8))
 
 
 def problems_of(error: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[Problem]:
