@@ -268,6 +268,15 @@ def test_all_problems_of_a_configuration_are_listed_at_once() -> None:
     ]
 
 
+def test_an_unknown_key_does_not_hide_what_else_is_wrong_with_its_group() -> None:
+    """top_p came up with the next attempt."""
+    method = {"method": "ngram", "foo": 1, "prompt_lookup_min": 9, "prompt_lookup_max": 5}
+    text = problems(sampler={"bad": 3, "top_p": 7}, method=method)
+    assert [line.split()[0] for line in text.splitlines()] == [
+        "method.foo", "sampler.bad", "method.prompt_lookup_min", "sampler.top_p",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("key", "remedy"),
     [

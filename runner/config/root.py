@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -106,8 +107,19 @@ class SpeculativeConfig(Node):
             config = cls.model_validate(values)
         except ValidationError as error:
             found = problems_of(error, cls)
+            found += cls._problems_beside(found, _without_unknown_keys(values, error))
             problems.extend(map(as_speculative_config, found) if isinstance(given, Mapping) else found)
         return (None, problems) if problems else (config, [])
+
+    @classmethod
+    def _problems_beside(cls, found: list[Problem], values: dict[str, Any]) -> list[Problem]:
+        """What the rules of whole nodes say, which are not asked about a node with an unknown key."""
+        try:
+            cls.model_validate(values)
+        except ValidationError as error:
+            names = {problem.name for problem in found}
+            return [problem for problem in problems_of(error, cls) if problem.name not in names]
+        return []
 
     @classmethod
     def from_engine_args(
@@ -251,6 +263,18 @@ def _method_of(speculative_config: Mapping[str, Any], named: Any) -> MethodUnion
         remedy = "give speculative_config or method"
         raise ConfigError([Problem(name="speculative_config", rule="excludes another method", remedy=remedy)])
     return method
+
+
+def _without_unknown_keys(values: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+    values = copy.deepcopy(values)
+    for details in error.errors(include_url=False):
+        if details["type"] == "extra_forbidden":
+            *path, key = details["loc"]
+            node: Any = values
+            for part in path:
+                node = node.get(part, node)  # the tag of a union is no key
+            del node[key]
+    return values
 
 
 def _as_argument(problem: Problem) -> Problem:
