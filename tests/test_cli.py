@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -213,6 +214,12 @@ def test_a_terminal_gets_the_same_screen_in_colour(cli: CommandLine, monkeypatch
     assert ending.status == 2
     assert "\x1b[" in ending.err
     assert "metod is an unknown key, got 'ngram'" in ending.err
+
+
+def test_the_version_is_the_runners_and_hydras(cli: CommandLine) -> None:
+    """It was Hydra's alone."""
+    ending = cli("--version")
+    assert (ending.status, ending.jobs) == (0, []) and re.match(r"speculative-runner \S+.*, Hydra 1\.3", ending.out)
 
 
 # --- help ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 
+from hydra import __version__ as hydra_version
 from hydra._internal.utils import get_args_parser
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -26,9 +28,19 @@ from runner.config.problem import ConfigError, Problem
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Hydra's own flags and overrides; an unknown flag exits with status 2."""
-    parser = get_args_parser()
-    parser.prog = "python -m runner"
+    parser = argparse.ArgumentParser(
+        "python -m runner", parents=[get_args_parser()], add_help=False, conflict_handler="resolve"
+    )
+    parser.add_argument("--version", action="version", version=_versions())  # Hydra's shows its own alone
     return parser.parse_args(argv)
+
+
+def _versions() -> str:
+    try:
+        own = metadata.version("speculative-runner")
+    except metadata.PackageNotFoundError:  # run from its directory
+        own = "(not installed)"
+    return f"speculative-runner {own}, Hydra {hydra_version}"
 
 
 @contextmanager
