@@ -161,6 +161,8 @@ def test_null_leaves_the_method_group_in_force(cli: CommandLine) -> None:
         ("ngrm.json", None, "did you mean 'ngram.json'?"),
         ("ngram", None, "for the method alone write method=ngram"),
         (".", None, "(Is a directory)"),
+        ("", None, "must be a JSON object, got ''"),
+        ("{'method': 'suffix'}", None, """write speculative_config='{"method": "ngram","""),
         ("bad.json", '{"method": "ngram",\n "num": 1,}', "must be valid JSON: bad.json, line 2, column "),
         ("bad.json", "[1, 2]", "must be a JSON object: bad.json, found a list"),
         ("bad.json", "3", "must be a JSON object: bad.json, found a number"),

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from proposers import available_methods
-from runner.cli.speculative_config import KEY, read_speculative_config
+from runner.cli.speculative_config import EXAMPLE, KEY, read_speculative_config
 from runner.config.problem import ConfigError, Problem, did_you_mean
 from runner.config.root import SpeculativeConfig
 from runner.config.vllm_keys import UNAVAILABLE_METHODS
@@ -234,7 +234,9 @@ def _problem_of(error: Exception, overrides: list[str]) -> Problem:
             remedy = ""
         return Problem(name=group, rule=rule, value=option, remedy=remedy)
     if isinstance(error, OverrideParseException):
-        return Problem(name=error.override, rule="is not of the form key=value", remedy=message.splitlines()[0])
+        is_ours = re.match(rf"\+*{KEY}=", str(error.override))
+        remedy = EXAMPLE if is_ours else message.splitlines()[0]
+        return Problem(name=error.override, rule="is not of the form key=value", remedy=remedy)
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return Problem(name=str(error.full_key), rule=f"cannot be resolved: {message.splitlines()[0]}")
     twice = re.match(r"Multiple values for (\S+)\.|Could not append to config\. An item is already at '(\S+)'", message)

@@ -37,7 +37,7 @@ def read_speculative_config(value: Any, directory: Path) -> dict[str, Any]:
     """
     if isinstance(value, dict):
         return value
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value.strip():  # an empty path would be the directory
         raise ConfigError([Problem(name=KEY, rule="must be a JSON object", value=value, remedy=EXAMPLE)])
     text = value.strip()
     if text.startswith(("{", "[")):
