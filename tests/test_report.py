@@ -246,6 +246,13 @@ def test_only_a_run_whose_repeats_all_beat_every_other_run_is_the_fastest() -> N
     assert close[4].strip() == "no run is the fastest: the ranges of their repeats overlap"
 
 
+def test_a_run_slower_than_plain_decoding_is_not_the_fastest() -> None:
+    """In a sweep without method=none the star stood at 0.71x."""
+    lines = compared(row(speedup=0.71), row(speedup=0.55, num_speculative_tokens=8))
+    assert not any("*" in line for line in lines)
+    assert lines[4].strip() == "no run is faster than plain decoding"
+
+
 def test_a_sweep_tells_which_of_its_times_are_doubtful() -> None:
     quiet, waited = row(core_wait_share=0.02), row(method="suffix", core_wait_share=0.31)
     assert "doubtful" not in " ".join(compared(quiet, row()))

@@ -36,10 +36,10 @@ def print_comparison(
     """Prints the rows of `Tracker.children`, one a run.
 
     The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where a run has no
-    speed-up) carries a star, after repeats only if its range overlaps no other; a run under a lossy rule, or one
-    that does not guarantee plain decoding's tokens, is marked so. Speed-up, share of whole steps and identity that no
-    run has are left out. Runs go by their names only where method, number of tokens and params do not tell two of them
-    apart.
+    speed-up) carries a star, after repeats only if its range overlaps no other, and none where plain decoding was
+    faster; a run under a lossy rule, or one that does not guarantee plain decoding's tokens, is marked so. Speed-up,
+    share of whole steps and identity that no run has are left out. Runs go by their names only where method, number of
+    tokens and params do not tell two of them apart.
 
     Args:
         params: keys of swept parameters; those that the rows have get a column, headed by the end of the key. They are
@@ -50,6 +50,8 @@ def print_comparison(
     ambiguous = max(names.values(), default=0) > 1 and any(row.get("run_name") for row in rows)
     best = {key: _best(rows, key) for key in HIGHER_IS_BETTER}
     first = fastest(rows)
+    is_slower = first is not None and measure_of_speed(rows) == "speedup" and rows[first]["speedup"] < 1
+    first = None if is_slower else first  # of a sweep without plain decoding, which every run was measured beside
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, header_style="bold", show_edge=False)
     table.add_column("run" if ambiguous else "method", overflow="fold")
     table.add_column("K", justify="right", no_wrap=True)
@@ -75,6 +77,8 @@ def print_comparison(
     console.print(table, crop=False)
     if first is not None:
         console.print(Text(" * fastest", "dim"))
+    elif is_slower:
+        console.print(Text(" no run is faster than plain decoding", "dim"))
     elif best[measure_of_speed(rows)] is not None:
         console.print(Text(" no run is the fastest: the ranges of their repeats overlap", "dim"))
     if waits := doubtful_waits(rows):
