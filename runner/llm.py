@@ -263,5 +263,5 @@ def _one_each(
         kind = f"a list with {strange[0]!r}" if strange else repr(sampling_params)
         raise UserError(f"sampling_params must be SamplingParams(...), or a list of them, one a prompt, got {kind}")
     if len(params) != num_prompts:
-        raise ValueError(f"sampling_params must be one or {num_prompts}, one a prompt, got {len(params)}")
+        raise UserError(f"sampling_params must be one or {num_prompts}, one a prompt, got {len(params)}")
     return params

@@ -370,6 +370,12 @@ def test_without_speculative_config_decoding_is_plain() -> None:
 def test_engine_args_that_are_wrong_are_named_as_they_were_written() -> None:
     with pytest.raises(ConfigError) as raised:
         SpeculativeConfig.from_engine_args("tiny", {"method": "ngrm"}, dtype="f32", block_sice=16, max_model_len=0)
+    with pytest.raises(ConfigError) as of_values:
+        SpeculativeConfig.from_engine_args(5, tensor_parallel_size=2)  # type: ignore[arg-type]
+    assert str(of_values.value).splitlines() == [
+        "model must be a string, got 5",
+        "tensor_parallel_size must be 1, got 2; tensor parallelism is not available yet; set tensor_parallel_size=1",
+    ]
     assert str(raised.value).splitlines() == [
         "block_sice is an unknown argument, got 16; did you mean 'block_size'?",
         f"speculative_config.method must be one of {', '.join(METHODS)}, got 'ngrm'; did you mean 'ngram'?",

@@ -278,6 +278,9 @@ def _without_unknown_keys(values: dict[str, Any], error: ValidationError) -> dic
 
 
 def _as_argument(problem: Problem) -> Problem:
-    """A problem under the name of the Python argument: the node's name is not written there."""
+    """A problem under the name of the Python argument: the node's name is not written there, and no shell quotes."""
     node, _, rest = problem.name.partition(".")
-    return replace(problem, name=rest) if node in ("model", "hardware") and rest else problem
+    if node not in ("model", "hardware") or not rest:
+        return problem
+    rule, remedy = (text.replace("hardware.", "") for text in (problem.rule, problem.remedy))
+    return replace(problem, name=rest, rule=rule, remedy="" if "on the command line" in remedy else remedy)
