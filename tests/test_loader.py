@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,9 +155,11 @@ CODE_OF_ITS_OWN = '{"model_type": "mine", "auto_map": {"AutoConfig": "configurat
     ],
 )
 def test_a_family_that_transformers_does_not_know_gets_its_own_remedy(
-    config: str, is_trusted: bool, python: str, rule: str, remedy: str, tmp_path: Path
+    config: str, is_trusted: bool, python: str, rule: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each was to be mended by another download."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.path", [*sys.path])  # the cache is put there
     (tmp_path / "config.json").write_text(config)
     if python:
         (tmp_path / "configuration_mine.py").write_text(python)
