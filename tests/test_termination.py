@@ -1,0 +1,65 @@
+"""A process that is told to stop has its say first, whoever tells it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+
+PROGRAM = """
+import signal, sys, time
+from pathlib import Path
+from runner.cli.termination import interrupt_on_termination
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[2] == "nohup" else signal.SIG_DFL)
+interrupt_on_termination()
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    signal.raise_signal(signal.SIGHUP if sys.argv[2] == "hangup" else signal.SIGCHLD)  # the kernel's, after the shell's
+    print("saving", file=sys.stderr, flush=True)
+    Path(sys.argv[1]).write_text("kept")
+"""
+
+
+def start(path: Path, how: str, output: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", PROGRAM, str(path), how]
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_leaves_time_to_save(tmp_path: Path, sent: signal.Signals) -> None:
+    """SIGHUP, of a closed terminal, ended the process on the spot."""
+    with start(tmp_path / "results", "hangup" if sent is signal.SIGHUP else "", subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.send_signal(sent)
+        assert (process.wait(30), process.stdout.read()) == (0, b"saving\n")
+    assert (tmp_path / "results").read_text() == "kept"
+
+
+def test_results_are_saved_though_their_terminal_is_gone(tmp_path: Path) -> None:
+    """What is printed to it then raises OSError, in the middle of the saving."""
+    terminal, output = os.openpty()
+    with start(tmp_path / "results", "hangup", output) as process:
+        os.close(output)
+        assert os.read(terminal, 100) == b"ready\r\n"
+        os.close(terminal)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(30) == 0
+    assert (tmp_path / "results").read_text() == "kept"
+
+
+def test_under_nohup_the_end_of_the_terminal_changes_nothing(tmp_path: Path) -> None:
+    with start(tmp_path / "results", "nohup", subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.kill()
+    assert not (tmp_path / "results").exists()
