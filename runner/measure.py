@@ -40,7 +40,7 @@ class Measurement:
 def measure(
     llm: LLM,
     items: Sequence[WorkloadItem],
-    collectors: list[MetricsCollector] | None = None,
+    collectors: list[tuple[str, MetricsCollector]] | None = None,
     earlier: EarlierPoints | None = None,
 ) -> Measurement:
     """Run a workload plainly (unless baseline is off) and with the method, on one engine and one clock.
@@ -49,8 +49,8 @@ def measure(
     that no repeat profits from an earlier one. Where the rule keeps tokens, those of all passes are compared.
 
     Args:
-        collectors: receives the collector of each pass of the method when the pass begins. If this function raises,
-            the caller still has the requests that had finished.
+        collectors: receives the method ("none": plain decoding) and the collector of each pass when the pass begins.
+            If this function raises, the caller still has the requests that had finished.
         earlier: the earlier points of the same sweep. With one repeat all points share the first point's plain
             decoding. With several, each point measures its own in turns with the method, so that a machine whose
             speed drifts favours neither.
@@ -65,16 +65,17 @@ def measure(
     runs_plain = config.baseline and not is_plain and baseline is None
     warm_up(llm, items, [*([engine.plain_proposer] if runs_plain else []), engine.proposer])
     plain, passes = [] if baseline is None else [baseline.metrics], list[Pass]()
+    collectors = [] if collectors is None else collectors
     for repeat in range(config.repeats):
         turn = f", repeat {repeat + 1} of {config.repeats}" if config.repeats > 1 else ""
         if runs_plain:
             plain.append(MetricsCollector())
+            collectors.append(("none", plain[-1]))
             _run(llm, engine.plain_proposer, items, f"plain decoding{turn}", plain[-1])
         if repeat:
             engine.proposer.restart()
         collector = MetricsCollector()
-        if collectors is not None:
-            collectors.append(collector)
+        collectors.append((method, collector))
         passes.append(_run(llm, engine.proposer, items, f"{method}{turn}", collector))
     summaries = _summaries(llm, items, passes, plain, baseline.point if baseline else None)
     if not summaries[0]["num_requests"]:

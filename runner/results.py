@@ -37,7 +37,11 @@ def write_metrics(path: str | Path, summary: Mapping[str, Any]) -> None:
 
 
 def write_outputs(
-    path: str | Path, records: Iterable[RequestRecord], logprobs: Mapping[str, Mapping[str, Any]] | None = None
+    path: str | Path,
+    records: Iterable[RequestRecord],
+    logprobs: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    method: str | None = None,
 ) -> None:
     """Writes one JSON object a line and request, in the order given.
 
@@ -49,12 +53,14 @@ def write_outputs(
 
     Args:
         logprobs: request_id -> those three, of requests that asked for any.
+        method: what each line names as the method that it comes from ("none": plain decoding); None: no such field.
     """
     with _written(Path(path)) as file:
         records = list(records)
         start = min((record.arrival_time for record in records), default=0.0)
+        source = {} if method is None else {"method": method}
         for record in records:
-            file.write(_json_line({**_output(record, start), **(logprobs or {}).get(record.request_id, {})}))
+            file.write(_json_line({**_output(record, start), **source, **(logprobs or {}).get(record.request_id, {})}))
 
 
 def write_vllm_config(directory: str | Path, config: Mapping[str, Any] | None, notes: Sequence[str]) -> list[Path]:

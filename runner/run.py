@@ -56,11 +56,11 @@ def execute(
     params = {**(written or {}), **flat_params(config.model_dump(mode="json"))}
     with open_run(config, llm.engine, items, output_dir=output_dir, run_name=run_name) as tracker:
         tracker.log_params(params)
-        collectors = list[MetricsCollector]()
+        collectors = list[tuple[str, MetricsCollector]]()
         try:
             measurement = measure(llm, items, collectors, earlier)
         except BaseException:  # an interrupted run of hours keeps the outputs that it has
-            tracker.log_artifacts(_keep_finished(output_dir, collectors, len(items) * config.sampler.n))
+            tracker.log_artifacts(_keep_finished(output_dir, collectors, len(requests)))
             raise
         summary = measurement.summary
         files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
@@ -96,16 +96,20 @@ def _run_name(config: SpeculativeConfig, items: Sequence[WorkloadItem]) -> str:
     return f"{Path(config.model.model).name}-{method.method}{tokens}{rule}"
 
 
-def _keep_finished(output_dir: Path, collectors: Sequence[MetricsCollector], num_requests: int) -> list[Path]:
+def _keep_finished(
+    output_dir: Path, collectors: Sequence[tuple[str, MetricsCollector]], num_requests: int
+) -> list[Path]:
     """Write the requests that an interrupted run has finished, in the order they finished, and print the path.
 
-    They are those of the repeat that came furthest. Returns the paths written: none where no request had finished.
+    They are those of the method's repeat that came furthest, or, where it has finished none, of plain decoding's; the
+    file says which. Returns the paths written: none where no request had finished.
     """
-    furthest = max((each.records for each in collectors), key=len, default=[])
-    finished = [record for record in furthest if not record.failed]
-    if not finished:
+    finished = [(method, [record for record in each.records if not record.failed]) for method, each in collectors]
+    method, records = max(finished, key=lambda each: (bool(each[1]), each[0] != "none", len(each[1])), default=("", []))
+    if not records:
         return []
     path = output_dir / PARTIAL_OUTPUTS_FILE
-    write_outputs(path, finished)
-    print(f"{len(finished)} of {num_requests} requests had finished: {path}", file=sys.stderr)
+    write_outputs(path, records, method=method)
+    where = " in plain decoding's pass" if method == "none" else ""
+    print(f"{len(records)} of {num_requests} requests had finished{where}: {path}", file=sys.stderr)
     return [path]

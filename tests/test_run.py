@@ -245,14 +245,21 @@ def test_an_interrupted_run_is_marked_so_and_leaves_no_result(
     assert not (tmp_path / "metrics.json").exists()
 
 
+@pytest.mark.parametrize(("method", "where"), [("draft_model", ""), ("none", " in plain decoding's pass")])
 def test_an_interrupted_run_keeps_the_requests_that_finished(
-    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    store: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    method: str,  # whose pass is interrupted
+    where: str,
 ) -> None:
-    """They were thrown away with the run, whether it had been going for a minute or for a night."""
+    """They were thrown away with the run, whether it had been going for a minute or for a night; in the pass of plain
+    decoding, which comes first, they were for longer."""
     step = StepLoop.step
 
     def interrupted_after_two(loop: StepLoop) -> None:
-        if len(loop.metrics.records) == 2 and loop.proposer.num_speculative_tokens:
+        if len(loop.metrics.records) == 2 and bool(loop.proposer.num_speculative_tokens) == (method != "none"):
             raise KeyboardInterrupt
         step(loop)
 
@@ -260,8 +267,9 @@ def test_an_interrupted_run_keeps_the_requests_that_finished(
     with pytest.raises(KeyboardInterrupt):
         execute(config(tracking="mlflow", tracking_uri=store, workload=ONE_BY_ONE), tmp_path)
     path = tmp_path / "partial_outputs.jsonl"
-    assert [json.loads(line)["request_id"] for line in path.read_text().splitlines()] == ["0", "1"]
-    assert capsys.readouterr().err.splitlines()[-1] == f"2 of 4 requests had finished: {path}"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["request_id"], line["method"]) for line in lines] == [("0", method), ("1", method)]
+    assert capsys.readouterr().err.splitlines()[-1] == f"2 of 4 requests had finished{where}: {path}"
     client = mlflow.MlflowClient(store)
     (run,) = client.search_runs([entry.experiment_id for entry in client.search_experiments()])
     assert run.info.status == "KILLED"
