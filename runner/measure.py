@@ -151,7 +151,7 @@ def _summaries(
                 *known,
                 *of_sweep,
                 *in_parts_notes(each.metrics.steps_in_parts, each.metrics.num_decoding_steps),
-                *core_wait_notes(core_wait_share),
+                *core_wait_notes(core_wait_share, num_threads=config.hardware.num_threads),
                 *failures,
             ],
         )

@@ -38,7 +38,7 @@ def test_the_share_is_that_of_the_thread_that_waited_longest(tmp_path: Path, mon
 def test_a_system_that_counts_no_waits_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_wait, "THREADS", tmp_path / "nowhere")
     assert CoreWait().share() is None
-    assert core_wait_notes(None) == []
+    assert core_wait_notes(None, num_threads=None) == []
 
 
 @pytest.mark.skipif(not SCHEDSTAT.exists(), reason="this system does not count how long a thread waits")
@@ -63,6 +63,12 @@ def test_a_thread_that_shares_its_core_is_found_waiting(monkeypatch: pytest.Monk
 
 
 def test_a_note_tells_of_a_wait_that_makes_times_doubtful() -> None:
-    assert core_wait_notes(0.03) == []
-    (note,) = core_wait_notes(0.234)
-    assert "waited for a core 23% of the time" in note and "OMP_NUM_THREADS" in note
+    assert core_wait_notes(0.03, num_threads=None) == []
+    (note,) = core_wait_notes(0.234, num_threads=None)
+    assert "waited for a core 23% of the time" in note and "or lower OMP_NUM_THREADS, and" in note
+
+
+def test_the_note_names_the_threads_that_were_asked_for() -> None:
+    """OMP_NUM_THREADS changes nothing where hardware.num_threads is set."""
+    (note,) = core_wait_notes(0.234, num_threads=500)
+    assert "or lower hardware.num_threads=500, and" in note

@@ -98,9 +98,11 @@ def test_a_wait_for_a_core_in_any_pass_makes_the_whole_measurement_doubtful(
 ) -> None:
     shares = iter([0.4, 0.01])  # plain decoding's pass, the method's
     monkeypatch.setattr(CoreWait, "share", lambda _: next(shares))
-    summary = execute(config(method={"method": "ngram"}), tmp_path)
+    hardware = {"num_gpu_blocks_override": 320, "num_threads": 1}
+    summary = execute(config(method={"method": "ngram"}, hardware=hardware), tmp_path)
     assert summary["core_wait_share"] == 0.4
-    assert [note for note in summary["notes"] if "waited for a core 40%" in note]
+    (note,) = [note for note in summary["notes"] if "waited for a core 40%" in note]
+    assert "lower hardware.num_threads=1" in note
 
 
 def test_without_a_baseline_there_is_no_speedup_and_no_comparison(tmp_path: Path) -> None:

@@ -30,13 +30,14 @@ class CoreWait:
         return max(waits) / elapsed if waits and elapsed > 0.0 else None
 
 
-def core_wait_notes(share: float | None) -> list[str]:
-    """One note where the wait makes the times doubtful."""
+def core_wait_notes(share: float | None, *, num_threads: int | None) -> list[str]:
+    """One note where the wait makes the times doubtful; num_threads: as hardware.num_threads sets it."""
     if share is None or share < TOLERATED_SHARE:
         return []
+    threads = "OMP_NUM_THREADS" if num_threads is None else f"hardware.num_threads={num_threads}"
     return [
         f"a thread of this process waited for a core {share:.0%} of the time, so times and speed-up are doubtful; "
-        "end what else runs on this machine, or lower OMP_NUM_THREADS, and measure again"
+        f"end what else runs on this machine, or lower {threads}, and measure again"
     ]
 
 

@@ -178,7 +178,12 @@ def _report(
         "core_wait_share": share,
         "best": keys,
         "machine": describe_run(engine),
-        "notes": [*config.notes(), *promise_notes(config, engine, items), *unread_note(items), *core_wait_notes(share)],
+        "notes": [
+            *config.notes(),
+            *promise_notes(config, engine, items),
+            *unread_note(items),
+            *core_wait_notes(share, num_threads=config.hardware.num_threads),
+        ],
     }
     title = f"{config.model.model}, method={config.method.method}: tokens/s of full batches over plain decoding's"
     print_grid(grid, title=title, identical_texts=result["identical"], console=console)
