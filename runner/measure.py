@@ -35,6 +35,7 @@ class Measurement:
     metrics: MetricsCollector  # of the method, in the middle repeat
     records: list[RequestRecord]  # of the same pass, in the order of the workload
     logprobs: dict[str, dict[str, Any]]  # request_id -> what outputs.jsonl says of them, where asked for
+    errors: dict[str, str]  # request_id -> why it failed, in the same pass
 
 
 def measure(
@@ -94,6 +95,7 @@ def measure(
             for request in requests
             if request.sampling_params.logprobs is not None or request.sampling_params.prompt_logprobs is not None
         },
+        errors=shown.errors,
     )
 
 

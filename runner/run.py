@@ -78,6 +78,10 @@ def execute(
         tracker.log_series(measurement.metrics.step_points)
         tracker.log_artifacts(files)
     add_row(summary, params, run_name)
+    if errors := measurement.errors:  # last of all: the other numbers are those of a workload without them
+        request_id, reason = next(iter(errors.items()))
+        failed = f"{len(errors)} of {len(requests)} requests failed; request {request_id}: {reason}"
+        print(failed, file=sys.stderr)
     return summary
 
 
