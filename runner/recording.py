@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from runner.assembly import Assembly
 from runner.config import SpeculativeConfig
@@ -13,9 +12,7 @@ from runner.tracking import Tracker, open_tracker
 from runner.workload import WorkloadItem
 
 
-def open_run(
-    config: SpeculativeConfig, engine: Assembly, items: Sequence[WorkloadItem], *, output_dir: Path, run_name: str
-) -> Tracker:
+def open_run(config: SpeculativeConfig, engine: Assembly, items: Sequence[WorkloadItem], *, run_name: str) -> Tracker:
     """The tracker that the configuration asks for, not yet entered.
 
     Args:
@@ -24,7 +21,6 @@ def open_run(
     """
     return open_tracker(
         config.tracking,
-        output_dir=output_dir,
         tracking_uri=config.tracking_uri,
         experiment_name=config.experiment_name,
         run_name=run_name,

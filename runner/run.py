@@ -54,7 +54,7 @@ def execute(
         raise UserError(f"no request of the workload can run; request {requests[0].request_id}: {refusals[0]}")
     run_name = config.run_name or _run_name(config, items)
     params = {**(written or {}), **flat_params(config.model_dump(mode="json"))}
-    with open_run(config, llm.engine, items, output_dir=output_dir, run_name=run_name) as tracker:
+    with open_run(config, llm.engine, items, run_name=run_name) as tracker:
         tracker.log_params(params)
         collectors = list[tuple[str, MetricsCollector]]()
         try:

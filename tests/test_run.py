@@ -112,14 +112,17 @@ def test_without_a_baseline_there_is_no_speedup_and_no_comparison(tmp_path: Path
     assert (summary["lossless"], summary["notes"]) == ("tokens", [])
 
 
-def test_tokens_are_not_recorded_as_kept_where_the_promise_is_off(tmp_path: Path) -> None:
+def test_tokens_are_not_recorded_as_kept_where_the_promise_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The record said "tokens" whatever the hardware's settings, and only the terminal had the note."""
+    monkeypatch.chdir(tmp_path)
     values = {"num_gpu_blocks_override": 320, "batch_invariant": False}
     changes = {"workload": {"name": "demo", "limit": 1}, "method": {"method": "ngram"}, "tracking": "jsonl"}
     summary = execute(config(hardware=values, **changes), tmp_path)
     assert summary["lossless"] == "unguaranteed"
     assert summary["notes"] == ["bitwise promise off: hardware.batch_invariant=false"]
-    (line,) = (tmp_path / "runs.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / "runs" / "runs.jsonl").read_text().splitlines()
     recorded = json.loads(line)
     assert (recorded["tags"]["lossless"], recorded["summary"]["notes"]) == ("unguaranteed", summary["notes"])
 
@@ -335,7 +338,8 @@ def test_a_line_of_messages_needs_no_prompt_field(tmp_path: Path) -> None:
         execute(config(workload={"name": "jsonl", "path": str(path)}), tmp_path)
 
 
-def test_a_run_that_no_request_can_start_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_run_that_no_request_can_start_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     broken = config(sampler={"structured_outputs": {"regex": "(["}}, tracking="jsonl")
     with pytest.raises(UserError, match=r"no request of the workload can run; request 0: structured_outputs.regex"):
         execute(broken, tmp_path)

@@ -238,7 +238,7 @@ def test_points_of_a_sweep_share_the_target_and_one_baseline_and_are_compared(
     loaded = []
     load_target = runner.assembly.load_target
     monkeypatch.setattr(runner.assembly, "load_target", lambda config: loaded.append(config) or load_target(config))
-    arguments = ["-m", "method=none,ngram", "method.num_speculative_tokens=2", "tracking=none"]
+    arguments = ["-m", "method=none,ngram", "method.num_speculative_tokens=2", "tracking=jsonl"]
     assert main([*arguments, "workload.limit=1", "sampler.max_tokens=4", "hardware.num_gpu_blocks_override=320"]) == 0
     printed = capsys.readouterr()
     table = [line.split() for line in printed.out.splitlines() if line.strip()][-6:]
@@ -250,6 +250,14 @@ def test_points_of_a_sweep_share_the_target_and_one_baseline_and_are_compared(
     assert ngram["baseline"]["measured_in"] == "method=none"
     assert ngram["notes"] == ["plain decoding was measured in an earlier point, method=none"]
     assert ngram["identical_to_baseline"] == {"requests": 1, "identical": 1}
+
+    # Every run had a runs.jsonl of its own, with one line.
+    arguments = ["method=none", "tracking=jsonl", "workload.limit=1", "sampler.max_tokens=4"]
+    assert main([*arguments, "hardware.num_gpu_blocks_override=320"]) == 0
+    (runs,) = tmp_path.rglob("runs.jsonl")
+    assert runs == tmp_path / "runs" / "runs.jsonl"
+    methods = [json.loads(line)["params"]["method.method"] for line in runs.read_text().splitlines()]
+    assert methods == ["none", "ngram", "none"]
 
 
 def test_a_point_of_other_conditions_takes_nothing_over() -> None:

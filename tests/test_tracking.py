@@ -144,9 +144,10 @@ def test_leaving_with_exit_code_zero_is_finished() -> None:
     ]
 
 
-def test_nothing_is_recorded_before_the_block_is_entered(tmp_path: Path) -> None:
+def test_nothing_is_recorded_before_the_block_is_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     open_tracker("mlflow", experiment_name="tests", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    open_tracker("jsonl", experiment_name="tests", output_dir=tmp_path)
+    open_tracker("jsonl", experiment_name="tests")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -352,29 +353,29 @@ def test_only_tracking_to_mlflow_imports_mlflow(tmp_path: Path) -> None:
 import sys
 from runner.tracking import open_tracker
 for tracking in ("none", "jsonl"):
-    with open_tracker(tracking, experiment_name="tests", output_dir=sys.argv[1]) as tracker:
+    with open_tracker(tracking, experiment_name="tests") as tracker:
         tracker.log_params({}); tracker.log_summary({}); tracker.log_series([]); tracker.log_artifacts([])
 open_tracker("mlflow", experiment_name="tests")
 sys.exit("mlflow" in sys.modules or "torch" in sys.modules or "matplotlib" in sys.modules)
 """
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=False).returncode == 0
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (path / "runs.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (path / "runs" / "runs.jsonl").read_text().splitlines()]
 
 
-def test_jsonl_appends_one_line_a_run_whatever_its_end(tmp_path: Path) -> None:
-    with open_tracker(
-        "jsonl", experiment_name="tests", output_dir=tmp_path / "new", run_name="good", tags={"method": "ngram"}
-    ) as tracker:
+def test_jsonl_appends_one_line_a_run_whatever_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open_tracker("jsonl", experiment_name="tests", run_name="good", tags={"method": "ngram"}) as tracker:
         tracker.log_params({"seed": 0})
         tracker.log_summary(SUMMARY)
         tracker.log_series([point(0)])
         tracker.log_artifacts([tmp_path / "metrics.json"])
-    with pytest.raises(KeyboardInterrupt), open_tracker("jsonl", experiment_name="tests", output_dir=tmp_path / "new"):
+    with pytest.raises(KeyboardInterrupt), open_tracker("jsonl", experiment_name="tests"):
         raise KeyboardInterrupt
-    good, killed = read_lines(tmp_path / "new")
+    good, killed = read_lines(tmp_path)
     assert (good["run_name"], good["status"], good["parent_run_id"]) == ("good", "FINISHED", None)
     assert (good["params"], good["summary"]) == ({"seed": 0}, SUMMARY)
     assert good["tags"]["method"] == "ngram"
@@ -455,9 +456,10 @@ def test_without_matplotlib_the_comparison_is_a_table(tmp_path: Path, monkeypatc
     assert [path.name for path in write_comparison(tmp_path, rows)] == ["comparison.csv"]
 
 
-def test_every_tracker_has_a_status_and_a_place(tmp_path: Path) -> None:
+def test_every_tracker_has_a_status_and_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     none: Tracker = open_tracker("none", experiment_name="tests")
-    jsonl: Tracker = open_tracker("jsonl", experiment_name="tests", output_dir=tmp_path)
+    jsonl: Tracker = open_tracker("jsonl", experiment_name="tests")
     with none, jsonl:
         assert (none.run_id, none.location, none.ui_command) == (None, None, None)
-        assert jsonl.location == str(tmp_path / "runs.jsonl")
+        assert jsonl.location == str(tmp_path / "runs" / "runs.jsonl")

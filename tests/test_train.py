@@ -182,19 +182,22 @@ def test_an_interrupt_while_it_trains_leaves_nothing_behind(
     def interrupt(*args: Any, **keys: Any) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fit, "run_steps", interrupt)
     target = random_target(tmp_path / "target", "llama")
     assert train(target, prompts, tmp_path / "head", "method=medusa", "tracking=jsonl") == 130
     assert "interrupted; nothing was saved" in capsys.readouterr().err
-    assert json.loads((tmp_path / "runs.jsonl").read_text())["status"] == "KILLED"
-    left = {path.name for path in tmp_path.iterdir()} - {"runs.jsonl.lock"}
-    assert left == {"prompts.jsonl", "runs.jsonl", "target"}
+    assert json.loads((tmp_path / "runs" / "runs.jsonl").read_text())["status"] == "KILLED"
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "runs", "target"}
 
 
-def test_a_training_run_is_tracked_as_other_runs_are(tmp_path: Path, prompts: Path) -> None:
+def test_a_training_run_is_tracked_as_other_runs_are(
+    tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     target = random_target(tmp_path / "target", "llama")
     assert train(target, prompts, tmp_path / "head", "method=medusa", "tracking=jsonl") == 0
-    (run,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
+    (run,) = map(json.loads, (tmp_path / "runs" / "runs.jsonl").read_text().splitlines())
     assert run["status"] == "FINISHED" and run["run_name"] == "target-medusa-training"
     assert run["summary"]["training"]["steps"] == run["params"]["training"]["steps"] == 2
     machine = run["summary"]["machine"]

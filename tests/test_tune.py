@@ -104,7 +104,10 @@ def test_numbers_of_tokens_are_those_that_the_drafter_drafts() -> None:
         _numbers_of_tokens(options, most=2)
 
 
-def test_tuning_measures_every_place_and_says_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_measures_every_place_and_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     output = tmp_path / "tuned"
     options = ("--batch-sizes", "1,2", "--num-speculative-tokens", "1,3", "--repeats", "2")
     assert main([*SMALL, "tracking=jsonl", *options, "--output", str(output)]) == 0
@@ -118,7 +121,7 @@ def test_tuning_measures_every_place_and_says_what_to_set(tmp_path: Path, capsys
     lengths = result["mean_acceptance_length"]
     assert lengths["0"] is None and 1 < lengths["1"] <= 2 < lengths["3"] <= 4
     assert result["config"]["method"]["num_speculative_tokens"] == 3
-    (run,) = [json.loads(line) for line in (output / "runs.jsonl").read_text().splitlines()]
+    (run,) = [json.loads(line) for line in (tmp_path / "runs" / "runs.jsonl").read_text().splitlines()]
     assert (run["status"], run["summary"]["best"]) == ("FINISHED", result["best"])
     tags = {"lossless": "tokens", "device": "cpu", "device_name": result["machine"]["device_name"], "dtype": "float32"}
     assert run["tags"].items() >= tags.items()
@@ -178,12 +181,13 @@ def test_an_interrupt_keeps_the_repeats_that_were_complete(
             raise KeyboardInterrupt
         return run_pass(*args, **kwargs)
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(grid_module, "run_pass", interrupted)
     options = ("--batch-sizes", "1", "--num-speculative-tokens", "2", "--output", str(tmp_path))
     assert main([*SMALL, "tracking=jsonl", *options]) == 130
     result = json.loads((tmp_path / "tuning.json").read_text())
     assert (result["repeats"], result["is_complete"]) == (1, False)
-    (run,) = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    (run,) = [json.loads(line) for line in (tmp_path / "runs" / "runs.jsonl").read_text().splitlines()]
     assert run["status"] == "KILLED"
     assert "interrupted" in capsys.readouterr().err
 

@@ -59,7 +59,8 @@ class SpeculativeConfig(Node):
     )
     tracking: Literal["mlflow", "jsonl", "none"] = Field(
         default="mlflow",
-        description="mlflow: also log the run there; jsonl: also add a line to runs.jsonl; none: the run's files only",
+        description="mlflow: also log the run there; jsonl: also add a line to runs/runs.jsonl; "
+        "none: the run's files only",
     )
     tracking_uri: str | None = Field(
         default=None, min_length=1, description="MLflow tracking URI; null takes MLFLOW_TRACKING_URI, else ./mlflow.db"

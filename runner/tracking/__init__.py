@@ -1,4 +1,4 @@
-"""Where runs are recorded: MLflow, a line in runs.jsonl, or nowhere, behind one small interface.
+"""Where runs are recorded: MLflow, a line in runs/runs.jsonl, or nowhere, behind one small interface.
 
 `open_tracker` gives the tracker of one run, `start_sweep` MLflow's parent of many; both are context managers whose run
 ends FINISHED, FAILED or KILLED as the block does. Other sweeps are compared by `collecting_rows`, from what `add_row`

@@ -1,4 +1,4 @@
-"""tracking=jsonl: one line a run in runs.jsonl, for machines without MLflow."""
+"""tracking=jsonl: one line a run in runs/runs.jsonl of the current directory, for machines without MLflow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.metrics import StepPoint
 from runner.tracking.file_lock import file_lock
 from runner.tracking.tracker import PARENT_RUN_ENV, Tracker
 
-RUNS_FILE = "runs.jsonl"
+RUNS_FILE = "runs/runs.jsonl"  # of every run that is started here, as mlflow.db is
 
 
 class JsonlTracker(Tracker):
@@ -25,8 +25,8 @@ class JsonlTracker(Tracker):
     The time series is left out: the per-step counts of every request are in outputs.jsonl.
     """
 
-    def __init__(self, *, output_dir: str | Path, run_name: str | None, tags: Mapping[str, str]) -> None:
-        self._path = Path(output_dir).absolute() / RUNS_FILE
+    def __init__(self, *, run_name: str | None, tags: Mapping[str, str]) -> None:
+        self._path = Path.cwd() / RUNS_FILE
         self._run: dict[str, Any] = {"run_name": run_name, "tags": dict(tags), "params": {}, "summary": {}}
         self._artifacts: list[str] = []
 

@@ -19,7 +19,6 @@ def open_tracker(
     tracking: str,
     *,
     experiment_name: str,
-    output_dir: str | Path = ".",
     tracking_uri: str | None = None,
     run_name: str | None = None,
     tags: Mapping[str, str] | None = None,
@@ -29,7 +28,6 @@ def open_tracker(
     Args:
         tracking: "mlflow", "jsonl" or "none".
         experiment_name: what runs are kept together under (mlflow).
-        output_dir: the directory of runs.jsonl (jsonl).
         tracking_uri: the store (mlflow); None is MLFLOW_TRACKING_URI, else sqlite in the current directory.
         run_name: None lets MLflow make one up.
         tags: what runs are filtered by: method, model, the chosen options; git_sha is added.
@@ -38,7 +36,7 @@ def open_tracker(
         return NoTracker()
     tags = _with_commit(tags or {})
     if tracking == "jsonl":
-        return JsonlTracker(output_dir=output_dir, run_name=run_name, tags=tags)
+        return JsonlTracker(run_name=run_name, tags=tags)
     if tracking == "mlflow":
         return MlflowTracker(tracking_uri=tracking_uri, experiment_name=experiment_name, run_name=run_name, tags=tags)
     raise ValueError(f"tracking must be one of mlflow, jsonl, none, got {tracking!r}")

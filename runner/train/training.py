@@ -52,7 +52,7 @@ def train(
     output, started = Path(config.method.model), time.perf_counter()
     llm = _load_target(config, options)
     run_name = config.run_name or f"{Path(config.model.model).name}-{config.method.method}-training"
-    with open_run(config, llm.engine, held_out, output_dir=output.parent, run_name=run_name) as tracker:
+    with open_run(config, llm.engine, held_out, run_name=run_name) as tracker:
         tracker.log_params({**config.model_dump(mode="json"), "training": asdict(options)})
         device, dtype = llm.engine.device, llm.engine.dtype
         with stage_bars() as report_of:

@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> None:
     grid = Grid(batch_sizes=batch_sizes, num_speculative_tokens=numbers)
     options.output.mkdir(parents=True, exist_ok=True)
     run_name = config.run_name or f"{Path(config.model.model).name}-{config.method.method}-tuning"
-    with open_run(config, llm.engine, items, output_dir=options.output, run_name=run_name) as tracker:
+    with open_run(config, llm.engine, items, run_name=run_name) as tracker:
         tracker.log_params(config.model_dump(mode="json"))
         try:
             _measure(grid, llm, items, options.repeats)
