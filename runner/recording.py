@@ -1,4 +1,4 @@
-"""Opens the record of a run of any kind, with the tags that all runs are found and compared by."""
+"""Checks and opens the record of a run of any kind, with the tags that all runs are found and compared by."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from runner.assembly import Assembly
 from runner.config import SpeculativeConfig
 from runner.machine import describe_run
 from runner.promise import kept_by_run
-from runner.tracking import Tracker, open_tracker
+from runner.tracking import Tracker, check_store, open_tracker
 from runner.workload import WorkloadItem
+
+
+def check_record(config: SpeculativeConfig) -> None:
+    """To be called before a model is loaded, which may take minutes.
+
+    Raises:
+        UserError: where the run is to be recorded cannot be used.
+    """
+    check_store(config.tracking, tracking_uri=config.tracking_uri, experiment_name=config.experiment_name)
 
 
 def open_run(config: SpeculativeConfig, engine: Assembly, items: Sequence[WorkloadItem], *, run_name: str) -> Tracker:

@@ -16,7 +16,7 @@ from runner.metrics import MetricsCollector
 from runner.model_files import model_path
 from runner.passes import workload_requests
 from runner.promise import kept_by_rule
-from runner.recording import open_run
+from runner.recording import check_record, open_run
 from runner.report import print_summary
 from runner.results import (
     METRICS_FILE,
@@ -47,6 +47,7 @@ def execute(
     Raises:
         UserError: the configuration cannot run on this machine; nothing is recorded then.
     """
+    check_record(config)
     llm, items = load(config, earlier)
     # Build the requests before a run is recorded, so that an invalid one raises while there is no run to leave behind.
     requests = workload_requests(llm, items, config.sampler.to_sampling_params())

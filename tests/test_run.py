@@ -342,5 +342,19 @@ def test_a_run_that_no_request_can_start_leaves_nothing_behind(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     broken = config(sampler={"structured_outputs": {"regex": "(["}}, tracking="jsonl")
     with pytest.raises(UserError, match=r"no request of the workload can run; request 0: structured_outputs.regex"):
-        execute(broken, tmp_path)
-    assert not list(tmp_path.iterdir())
+        execute(broken, tmp_path / "run")
+    assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == [""], "runs.jsonl, without a run"
+
+
+@pytest.mark.parametrize("tracking", ["mlflow", "jsonl"])
+def test_a_store_that_cannot_be_used_is_told_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking: str
+) -> None:
+    """It was told when a large one had been loaded for minutes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.run.load", None)  # calling it would be a TypeError
+    for name in ("runs", "notes.db"):
+        (tmp_path / name).write_text("not a database, but somebody's notes\n" * 100)
+    complaint = {"mlflow": "file is not a database", "jsonl": "tracking=jsonl needs a file .* start from another"}
+    with pytest.raises(UserError, match=complaint[tracking]):
+        execute(config(tracking=tracking, tracking_uri=f"sqlite:///{tmp_path}/notes.db"), tmp_path / "run")

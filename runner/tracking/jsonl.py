@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.engine.errors import UserError
 from runner.metrics import StepPoint
 from runner.tracking.file_lock import file_lock
 from runner.tracking.tracker import PARENT_RUN_ENV, Tracker
@@ -59,6 +60,23 @@ class JsonlTracker(Tracker):
             "artifacts": self._artifacts,
         }
         append_line(self._path, run)
+
+
+def check_runs_file() -> None:
+    """Makes the file where it lacks.
+
+    Raises:
+        UserError: it cannot be written to.
+    """
+    path = Path.cwd() / RUNS_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise UserError(
+            f"tracking=jsonl needs a file that can be written to, got {str(path)!r} ({error.strerror}); start from "
+            "another directory, or run with tracking=none"
+        ) from error
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:

@@ -10,8 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kernels.machine import git_sha
-from runner.tracking.jsonl import JsonlTracker
+from runner.tracking.jsonl import JsonlTracker, check_runs_file
 from runner.tracking.mlflow_run import MlflowTracker
+from runner.tracking.mlflow_store import connect, resolve_tracking_uri
 from runner.tracking.tracker import PARENT_RUN_ENV, NoTracker, Tracker
 
 
@@ -40,6 +41,18 @@ def open_tracker(
     if tracking == "mlflow":
         return MlflowTracker(tracking_uri=tracking_uri, experiment_name=experiment_name, run_name=run_name, tags=tags)
     raise ValueError(f"tracking must be one of mlflow, jsonl, none, got {tracking!r}")
+
+
+def check_store(tracking: str, *, tracking_uri: str | None, experiment_name: str) -> None:
+    """Opens what a run will be recorded in, before a model is loaded for it; where there is none, it is made.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    if tracking == "mlflow":
+        connect(resolve_tracking_uri(tracking_uri), experiment_name)  # 2 ms when the run opens it again
+    elif tracking == "jsonl":
+        check_runs_file()
 
 
 @contextmanager

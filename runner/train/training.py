@@ -17,7 +17,7 @@ from runner.engine.memory import release_unused
 from runner.llm import LLM
 from runner.measure import measure
 from runner.model_files import model_source
-from runner.recording import open_run
+from runner.recording import check_record, open_run
 from runner.results import write_metrics
 from runner.train.directory import replaced_directory
 from runner.train.fit import fit_head, load_frozen, read_states
@@ -50,6 +50,7 @@ def train(
     """
     assert isinstance(config.method, DrafterMethod) and config.method.model is not None
     output, started = Path(config.method.model), time.perf_counter()
+    check_record(config)
     llm = _load_target(config, options)
     run_name = config.run_name or f"{Path(config.model.model).name}-{config.method.method}-training"
     with open_run(config, llm.engine, held_out, run_name=run_name) as tracker:

@@ -44,9 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     config = _read_config(options)
     from runner.loading import load
-    from runner.recording import open_run
+    from runner.recording import check_record, open_run
     from runner.tune.grid import Grid
 
+    check_record(config)
     llm, items = load(config)
     batch_sizes = _batch_sizes(options, config.hardware.max_num_seqs, _check_requests(llm, items))
     numbers = _numbers_of_tokens(options, llm.engine.proposer.num_speculative_tokens)
