@@ -88,7 +88,7 @@ def compared(*rows: Mapping[str, Any], params: Sequence[str] = (), terminal: boo
 
 
 def test_the_summary_shows_the_numbers_of_the_run() -> None:
-    plain = summary(method="none", k=0)
+    plain = summary(method="none", k=0) | {"output_tokens_per_second_range": {"lowest": 150.0, "highest": 250.0}}
     same = {"requests": 2, "identical": 2}
     numbers = summary(
         baseline=plain, identical_to_baseline=same, identical_between_repeats=same, peak_memory_bytes=2**22
@@ -112,6 +112,7 @@ def test_the_summary_shows_the_numbers_of_the_run() -> None:
         "0.0% if reached",
         "tokens per step               1.33",
         "output tokens per second      200.0",
+        "  of plain decoding           200.0 (150.0 to 250.0) in 3 repeats",
         "6.67 ms (p20 6.67, p80 6.67, p99 6.67)",
         "share of time                 verify 50%, other 50%",
         "whole steps                   58.8% (588 of 1,000 decoding steps)",
@@ -150,6 +151,7 @@ def test_plain_decoding_has_no_lines_about_drafts() -> None:
     text = shown(summary(method="none", k=0))
     assert "acceptance rate" not in text
     assert "whole steps" not in text  # nothing was captured
+    assert "of plain decoding " not in text  # it is this
     assert "speed-up over plain decoding  1.00x" in text
 
 

@@ -87,8 +87,9 @@ def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Tab
     if summary["num_speculative_tokens"] or summary["num_drafts"]:
         _acceptance(grid, summary, ascii_only=ascii_only)
     grid.add_row("tokens per step", number(summary["tokens_per_step"], "{:.2f}"))
-    tokens = number(summary["output_tokens_per_second"], "{:,.1f}")
-    grid.add_row("output tokens per second", _ranged(tokens, summary, "output_tokens_per_second", "{:,.1f}"))
+    grid.add_row("output tokens per second", _tokens_per_second(summary))
+    if summary["baseline"] is not None:
+        grid.add_row("  of plain decoding", _tokens_per_second({**summary, **summary["baseline"]}))
     grid.add_row("time per output token", latency(summary["tpot_ms"]))
     grid.add_row("time to first token", latency(summary["ttft_ms"]))
     parts = {phase.replace("_", " "): value for phase, value in share.items() if value != 0.0}
@@ -100,6 +101,11 @@ def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Tab
     if summary["num_preemptions"]:
         grid.add_row("preemptions", number(summary["num_preemptions"]))
     return grid
+
+
+def _tokens_per_second(summary: Mapping[str, Any]) -> str:
+    text = number(summary["output_tokens_per_second"], "{:,.1f}")
+    return _ranged(text, summary, "output_tokens_per_second", "{:,.1f}")
 
 
 def _ranged(text: str, summary: Mapping[str, Any], key: str, pattern: str) -> str:
