@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,6 +211,18 @@ def test_colours_follow_the_value() -> None:
 @pytest.mark.parametrize(("k", "title"), [(0, "ngram"), (1, "ngram, 1 token"), (2, "ngram, 2 tokens"), (None, "ngram")])
 def test_titles_count_their_tokens(k: int | None, title: str) -> None:
     assert method_title({"method": "ngram", "num_speculative_tokens": k}) == title
+
+
+def test_a_tree_is_titled_by_its_nodes_and_has_as_many_positions_as_levels() -> None:
+    """It had the title of a chain, and a position for every node, most of which no tree could reach."""
+    collector = MetricsCollector()
+    collector.finish(replace(record(0, k=8, num_categories=1), draft_depths=(0, 3, 2)))
+    numbers = collector.summary(method="eagle3", num_speculative_tokens=8)
+    assert numbers["draft_tree_depth"] == 3 and len(numbers["acceptance_per_position"]) == 8
+    text = shown(numbers)
+    assert "eagle3, tree of 8 nodes" in text
+    assert " 3  " in text and " 4  " not in text
+    assert summary(k=8)["draft_tree_depth"] is None, "a chain"
 
 
 def test_a_sweep_is_one_row_a_run_with_the_fastest_marked() -> None:

@@ -10,6 +10,7 @@ from runner.metrics.in_parts import InParts
 from runner.metrics.rates import (
     acceptance,
     categories,
+    draft_tree_depth,
     inter_token_ms,
     per_output_token_ms,
     percentiles,
@@ -105,6 +106,7 @@ class MetricsCollector:
         A zero denominator gives None.
 
         - acceptance_rate: accepted / drafted tokens; of a draft tree, all of its nodes count as drafted.
+        - draft_tree_depth: levels of the deepest draft tree; None where every draft was a chain.
         - mean_acceptance_length: 1 + accepted tokens / drafts, pooled over the run (as vLLM and SGLang report it).
         - mean_acceptance_length_per_request: unweighted mean of each request's own 1 + accepted / drafts; requests
           without a draft are left out (SpecForge, SPEED-Bench).
@@ -162,6 +164,7 @@ class MetricsCollector:
         return {
             "method": method,
             "num_speculative_tokens": num_speculative_tokens,
+            "draft_tree_depth": draft_tree_depth(finished),
             "num_requests": len(finished),
             "num_failed_requests": len(self.records) - len(finished),
             "num_steps": len(self.step_points),

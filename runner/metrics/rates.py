@@ -43,6 +43,13 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     return {"median": at(0.5), "p20": at(0.2), "p80": at(0.8), "p99": at(0.99)}
 
 
+def draft_tree_depth(records: Iterable[RequestRecord]) -> int | None:
+    """Levels of the deepest draft; None where every draft is a chain."""
+    drafts = _drafts_of(records)
+    is_tree = any(depth < drafted for drafted, depth, _ in drafts)
+    return max(depth for _, depth, _ in drafts) if is_tree else None
+
+
 def acceptance(records: Iterable[RequestRecord], num_positions: int) -> dict[str, Any]:
     """Counts and rates of the drafts; lists have num_positions entries, or as many as the deepest draft has tokens."""
     records = list(records)

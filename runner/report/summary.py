@@ -121,6 +121,7 @@ def _acceptance(grid: Table, summary: Mapping[str, Any], *, ascii_only: bool) ->
     own = f" (mean over requests {number(summary['mean_acceptance_length_per_request'], '{:.2f}')})"
     grid.add_row("mean acceptance length", length + Text(own))
     rates = list(zip(summary["acceptance_per_position"], summary["conditional_acceptance_per_position"], strict=True))
+    rates = rates[: summary["draft_tree_depth"]]  # a tree has fewer levels than nodes
     for position, (rate, conditional) in enumerate(rates[:MAX_POSITIONS], start=1):
         line = Text(f"{position:>2} ") + Text(bar(rate, ascii_only=ascii_only), "cyan") + Text(f" {percent(rate):>6}")
         if position > 1:

@@ -63,9 +63,10 @@ def identical_style(value: Mapping[str, int] | str | None, lossless: str | bool 
 
 
 def method_title(row: Mapping[str, Any]) -> str:
-    """The method, how many tokens it drafts, and whether it is lossy: "ngram, 4 tokens, lossy"."""
+    """The method, what it drafts, and whether it is lossy: "ngram, 4 tokens, lossy", "eagle3, tree of 8 nodes"."""
     k = row["num_speculative_tokens"]
-    title = f"{row['method']}, {k} token{'s' * (k != 1)}" if k else str(row["method"])
+    tokens = f"{k} token{'s' * (k != 1)}" if row.get("draft_tree_depth") is None else f"tree of {k} nodes"
+    title = f"{row['method']}, {tokens}" if k else str(row["method"])
     return f"{title}, lossy" if row.get("lossless") is False else title
 
 
