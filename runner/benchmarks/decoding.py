@@ -148,7 +148,7 @@ def _start_goal(start: StartTimes) -> float:
     return COLD_START_GOAL_S if start.num_compiled_kernels else WARM_START_GOAL_S
 
 
-def _goal(value: float, is_shown: bool) -> list[str]:
+def _goal(value: float | None, is_shown: bool) -> list[str]:
     return [_number(value)] if is_shown else []
 
 
@@ -177,7 +177,7 @@ def _as_json(
             "method": case.method,
             "batch_size": case.batch_size,
             "rounds": len(rounds),
-            "goal": {case.quantity: case.goal} if has_goals else None,
+            "goal": {case.quantity: case.goal} if has_goals and case.goal is not None else None,
             **{key: percentiles([quantities[key] for quantities in rounds]) for key in rounds[0]},
         }
     return {
