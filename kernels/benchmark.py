@@ -32,6 +32,7 @@ OPS = (  # modules of kernels.benchmarks
     "rope",
     "sampling",
     "perturb",
+    "uniforms",
     "top_candidates",
     "truncation",
     "rejection",

@@ -327,6 +327,16 @@ KERNELS = [
     ),
     *(
         Kernel(
+            module="kernels.uniforms",
+            name="uniforms_kernel",
+            signature=f"*fp64 *i64 *i64 {draft_steps} i32 i32",
+            constants={"BLOCKS": 2, **dict.fromkeys(absent)},
+            options={"num_warps": 1},
+        )
+        for draft_steps, absent in (("*i64", ()), ("", ("draft_steps_ptr",)))
+    ),
+    *(
+        Kernel(
             module="kernels.top_candidates",
             name="block_candidates_kernel",
             signature=f"*i64 *fp64 *i32 *fp32 {pointers} i32 i32 i32 i32 i32",

@@ -208,6 +208,7 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("rms_norm", "rms_norm", "add_rms_norm", lambda results: (_scaled(results[0]), results[1])),
     ("rope", "rope", "rope_and_write", None),
     ("sampling", "sampling", "greedy", _shifted),
+    ("uniforms", "uniforms", "uniforms", _shifted),
     ("truncation", "truncation", "truncate_rows", lambda truncated: truncated._replace(masses=truncated.masses + 1)),
     ("rejection", "rejection", "verify_strict", _with_first(_shifted)),
     ("probabilistic_rejection", "probabilistic_rejection", "verify_probabilistic", _with_first(_shifted)),

@@ -7,11 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.reference.philox import Stream, gumbel, random_words, words_to_gumbel, words_to_uniform
+from kernels.cpu.uniforms import uniforms as on_cpu
+from kernels.reference.philox import Stream, gumbel, random_words, uniforms, words_to_gumbel, words_to_uniform
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 ops = pytest.importorskip("kernels.philox")
+by_kernel = pytest.importorskip("kernels.uniforms").uniforms
 
 MASK = 0xFFFFFFFF
 BOUND = 2.0**-22
@@ -116,3 +118,18 @@ def test_the_logarithm_is_good_to_two_ulp(kernel_device: torch.device) -> None:
     wanted = values.double().log()
     error = (logs.cpu().double() - wanted).abs()
     assert bool((error <= 2.0**-22 * wanted.abs()).all())
+
+
+@pytest.mark.parametrize("num_entries", [1, 3, 4, 9])
+def test_uniforms_are_the_references_to_the_bit(kernel_device: torch.device, num_entries: int) -> None:
+    """By the kernel and compiled for a CPU, with the step's key and without."""
+    generator = torch.Generator().manual_seed(2)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (5,), generator=generator).to(kernel_device)
+    positions = torch.tensor([0, 7, -1, 2**31, MASK], device=kernel_device)  # -1 is padding: drawn, and not read
+    for draft_steps in (None, torch.tensor([3, 0, 1, 2**20, 5], device=kernel_device)):
+        steps = 0 if draft_steps is None else draft_steps
+        expected = uniforms(seeds, positions, Stream.ACCEPT, steps, num_entries=num_entries)
+        for draw, device in ((by_kernel, kernel_device), (on_cpu, torch.device("cpu"))):
+            keys = [own if own is None else own.to(device) for own in (seeds, positions, draft_steps)]
+            found = draw(*keys, stream=int(Stream.ACCEPT), num_entries=num_entries)
+            assert torch.equal(found, expected.to(device)), draw

@@ -207,7 +207,7 @@ def walk(logits: Tensor, batch: TreeBatch, rows: SamplingRows, u: Tensor, rule: 
     """(last row, distribution of the token behind it) of every request, with u[request, depth, rank] for variates."""
     draft_probs = []
 
-    def given_uniforms(seeds: Tensor, positions: Tensor, stream: int, *_: object, num_entries: int) -> Tensor:
+    def given_uniforms(seeds: Tensor, positions: Tensor, *_: object, stream: int, num_entries: int) -> Tensor:
         assert stream == Stream.ACCEPT
         return u[seeds, positions][:, :num_entries]
 
@@ -218,7 +218,7 @@ def walk(logits: Tensor, batch: TreeBatch, rows: SamplingRows, u: Tensor, rule: 
     with pytest.MonkeyPatch.context() as patch:
         module = traversal_module if rule == "block" else tree_module
         patch.setattr(module, "uniforms", given_uniforms)
-        patch.setattr(module, "sample_at", keep_probs)
+        patch.setattr(module, "sample_last", keep_probs)
         last, _ = (traverse if rule == "block" else reject_recursively)(logits, batch, rows)
     return last, draft_probs[0]
 
@@ -670,7 +670,7 @@ def test_one_variate_for_all_siblings_biases_the_text(
     """Negative control: why siblings draw by their rank. The same simulation finds the mistake beyond doubt."""
     target, draft, probs = markov
 
-    def one_for_all(seeds: Tensor, positions: Tensor, stream: int, *, num_entries: int) -> Tensor:
+    def one_for_all(seeds: Tensor, positions: Tensor, *, stream: int, num_entries: int) -> Tensor:
         return uniforms(seeds, positions, stream, num_entries=1).expand(-1, num_entries)
 
     monkeypatch.setattr(tree_module, "uniforms", one_for_all)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from kernels.reference import rejection as ops
-from kernels.reference.philox import Stream, uniform
+from kernels.reference.philox import Stream
 from kernels.reference.sampling import greedy_argmax
-from runner.engine.sampling import SamplingRows, put_rows, rows_at, sample_at, sample_tokens
+from runner.engine.sampling import SamplingRows, put_rows, rows_at, sample_at, sample_last, sample_tokens
+from runner.engine.step_operations import uniforms
 from runner.engine.upload import to_device
 from verifier.draft_batch import DraftBatch
 from verifier.traversal import traverse
@@ -50,8 +51,8 @@ class Rule(ABC):
     def accept_noise(self, batch: DraftBatch, rows: SamplingRows) -> Tensor:
         """One uniform variate a draft, [num_drafts] float64."""
         seeds, positions = rows.seeds[batch.row_idx], rows.positions[batch.row_idx]
-        draft_step = rows.positions[batch.first_row_idx[batch.request_idx]] if self.keys_by_draft_step else 0
-        return uniform(seeds, positions, Stream.ACCEPT, draft_step)
+        steps = rows.positions[batch.first_row_idx[batch.request_idx]] if self.keys_by_draft_step else None
+        return uniforms(seeds, positions, steps, stream=Stream.ACCEPT).squeeze(1)
 
 
 class Strict(Rule):
@@ -249,11 +250,5 @@ def _draw_recovered(
         scale = None if scale is None else rows_at(scale, random)
         residual = ops.residual(p, batch.probs.index_select(0, rejected_idx), scale)
     recovered = torch.where(rows_at(is_rejected, random).unsqueeze(1), residual.log(), target_logits)
-    return sample_at(
-        put_rows(logits, random, recovered),
-        rows.seeds[last],
-        rows.positions[last],
-        random,
-        # The recovered token must not reuse noise that the draft or a coupled target draw has used here.
-        torch.where(is_rejected, int(Stream.RESIDUAL), int(Stream.TARGET)),
-    )
+    logits = put_rows(logits, random, recovered)
+    return sample_last(logits, is_rejected, rows.seeds[last], rows.positions[last], random)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from kernels.reference import rejection as ops
-from kernels.reference.philox import Stream, uniforms
-from runner.engine.sampling import SamplingRows, sample_at
+from kernels.reference.philox import Stream
+from runner.engine.sampling import SamplingRows, sample_last
+from runner.engine.step_operations import uniforms
 from runner.engine.upload import to_device
 from verifier.tree_batch import TreeBatch
 
@@ -52,15 +53,15 @@ def traverse(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Te
     # It looks at drafts beyond the cut: no step may meet the noise of an earlier one.
     steps = rows.positions[tree.first_row_idx[tree.request_idx]]
     judges = tree.parent_row_idx
-    u = uniforms(rows.seeds[judges], rows.positions[judges], Stream.ACCEPT, steps, num_entries=tree.widest_level)
+    keys = (rows.seeds[judges], rows.positions[judges], steps)
+    u = uniforms(*keys, stream=Stream.ACCEPT, num_entries=tree.widest_level)
     u = u.gather(1, tree.place_in_level.unsqueeze(1)).squeeze(1)  # [num_drafts]
     is_kept = torch.ones_like(chances.top, dtype=torch.bool)  # the pending token always is
     is_kept[tree.row_idx] = u * chances.bottom[tree.row_idx] < chances.top[tree.row_idx]
     last = _first_kept(is_kept, tree)
     probs, is_reduced = _left(processed, tree, chances, last)
     logits = torch.where(is_reduced.unsqueeze(1), probs.log(), processed.index_select(0, last))
-    stream = torch.where(is_reduced, int(Stream.RESIDUAL), int(Stream.TARGET))
-    return last, sample_at(logits, rows.seeds[last], rows.positions[last], None, stream)
+    return last, sample_last(logits, is_reduced, rows.seeds[last], rows.positions[last], None)
 
 
 def _chances(processed: Tensor, tree: TreeBatch) -> _Chances:

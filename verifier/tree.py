@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels.reference import rejection as ops
-from kernels.reference.philox import Stream, uniform, uniforms
-from runner.engine.sampling import SamplingRows, rows_at, sample_at
+from kernels.reference.philox import Stream
+from runner.engine.sampling import SamplingRows, rows_at, sample_last
+from runner.engine.step_operations import uniforms
 from verifier.tree_batch import TreeBatch
 
 
@@ -51,7 +52,7 @@ def reject_recursively(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -
     for width in tree.widths:
         p = processed.index_select(0, row).softmax(dim=-1)
         remaining, child = p, torch.full_like(row, -1)
-        u = uniforms(rows.seeds[row], rows.positions[row], Stream.ACCEPT, num_entries=width)
+        u = uniforms(rows.seeds[row], rows.positions[row], stream=Stream.ACCEPT, num_entries=width)
         for rank, drafts in enumerate(tree.children[row, :width].unbind(1)):
             known = drafts.clamp(min=0)
             token_ids = tree.token_ids[known]
@@ -70,9 +71,7 @@ def reject_recursively(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -
         row = tree.rows_behind(child, row)
     assert left is not None, "a tree has a draft"
     logits = torch.where(is_rejected.unsqueeze(1), left.log(), processed.index_select(0, row))
-    # The recovered token must not reuse noise that the drafts or a coupled target draw have used here.
-    stream = torch.where(is_rejected, int(Stream.RESIDUAL), int(Stream.TARGET))
-    return row, sample_at(logits, rows.seeds[row], rows.positions[row], None, stream)
+    return row, sample_last(logits, is_rejected, rows.seeds[row], rows.positions[row], None)
 
 
 def longest_accepted(tree: TreeBatch, accepted: Tensor) -> Tensor:
@@ -99,7 +98,7 @@ def follow_rates(tree: TreeBatch, rows: SamplingRows, rates: Sequence[float]) ->
     row = tree.first_row_idx
     is_open = torch.ones_like(row, dtype=torch.bool)
     for rate in rates[: len(tree.widths)]:
-        noise = uniform(rows.seeds[row], rows.positions[row], Stream.ACCEPT)
+        noise = uniforms(rows.seeds[row], rows.positions[row], stream=Stream.ACCEPT).squeeze(1)
         first = tree.children[row, 0]
         is_open = is_open & (noise < rate) & (first >= 0)
         row = tree.rows_behind(torch.where(is_open, first, -1), row)

@@ -25,6 +25,7 @@ __all__ = [
     "put_rows",
     "rows_at",
     "sample_at",
+    "sample_last",
     "sample_tokens",
 ]
 
@@ -70,7 +71,7 @@ def mask_and_penalise(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def sample_tokens(
-    processed: Tensor, rows: SamplingRows, stream: int | Tensor = Stream.TARGET, draft_step: int | Tensor = 0
+    processed: Tensor, rows: SamplingRows, stream: int = Stream.TARGET, draft_step: int | Tensor = 0
 ) -> Tensor:
     """One token for each row of processed logits, [num_rows] int64; greedy rows: argmax. Ties go to the lowest id."""
     return sample_at(processed, rows.seeds, rows.positions, rows.random_row_idx, stream, draft_step)
@@ -88,26 +89,30 @@ def sample_at(
     seeds: Tensor,  # [num_rows] int64
     positions: Tensor,  # [num_rows] int64
     random_row_idx: Tensor | None,  # [num_random] int64; None = all rows
-    stream: int | Tensor,
+    stream: int,
     draft_step: int | Tensor = 0,
 ) -> Tensor:
     """`sample_tokens` with the keys given one by one, for rows picked out on the device."""
-    all_greedy = random_row_idx is not None and len(random_row_idx) == 0
-    if isinstance(stream, int) and (runs_kernels(processed) or not all_greedy):
-        return _sample_by_kernel(processed, seeds, positions, random_row_idx, stream, draft_step)
-    if random_row_idx is None:
-        return ops.gumbel_argmax(processed, seeds, positions, stream, draft_step)
-    token_ids = ops.greedy_argmax(processed)
-    if random_row_idx.shape[0] == 0:
-        return token_ids
-    drawn = ops.gumbel_argmax(
-        processed.index_select(0, random_row_idx),
-        seeds[random_row_idx],
-        positions[random_row_idx],
-        stream[random_row_idx] if isinstance(stream, Tensor) else stream,
-        draft_step[random_row_idx] if isinstance(draft_step, Tensor) else draft_step,
+    if random_row_idx is not None and len(random_row_idx) == 0 and not runs_kernels(processed):
+        return ops.greedy_argmax(processed)
+    return _sample_by_kernel(processed, seeds, positions, random_row_idx, stream, draft_step)
+
+
+def sample_last(
+    processed: Tensor,  # [num_requests, vocab] float32: the target's rows, or what rejections left of them
+    is_rejected: Tensor,  # [num_requests] bool: which
+    seeds: Tensor,  # [num_requests] int64
+    positions: Tensor,  # [num_requests] int64
+    random_row_idx: Tensor | None,  # [num_random] int64; None = all rows
+) -> Tensor:
+    """The recovered or bonus token of each request, [num_requests] int64.
+
+    A recovered token must not reuse noise that the drafts or a coupled target draw have used at its position.
+    """
+    recovered, of_target = (
+        sample_at(processed, seeds, positions, random_row_idx, stream) for stream in (Stream.RESIDUAL, Stream.TARGET)
     )
-    return token_ids.index_copy_(0, random_row_idx, drawn)
+    return torch.where(is_rejected, recovered, of_target)
 
 
 def _sample_by_kernel(

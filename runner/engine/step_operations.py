@@ -70,6 +70,20 @@ def follow_verified(lengths: Tensor, last_token_ids: Tensor, verified: Verified)
     return on_cpu(lengths, last_token_ids, *verified)
 
 
+def uniforms(
+    seeds: Tensor, positions: Tensor, draft_steps: Tensor | None = None, *, stream: int, num_entries: int = 1
+) -> Tensor:
+    """Float64 in (0, 1), [num_rows, num_entries]; kernels/reference/philox.py, bit for bit."""
+    keys = (seeds, positions, draft_steps)
+    if runs_kernels(seeds):
+        from kernels.uniforms import uniforms as kernel
+
+        return kernel(*keys, stream=stream, num_entries=num_entries)
+    from kernels.cpu.uniforms import uniforms as on_cpu
+
+    return on_cpu(*keys, stream=stream, num_entries=num_entries)
+
+
 def verify_strict(drawn: Tensor, draft_token_ids: Tensor, cu_num_draft_tokens: Tensor, *, longest: int) -> Verified:
     """drawn: [num_drafts + num_requests] int64; the others as kernels/rejection.py has them."""
     if runs_kernels(drawn):
