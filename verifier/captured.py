@@ -18,6 +18,7 @@ from runner.engine.operations import take_rows
 from runner.engine.step_operations import chain_rows, fit_drafts, tree_rows, walk_tree
 from verifier.kernel_rules import ChainJudge
 from verifier.rules import Rule, Strict, Synthetic
+from verifier.tensor_judge import TensorJudge
 
 
 class VerifiedBatch(NamedTuple):
@@ -26,7 +27,7 @@ class VerifiedBatch(NamedTuple):
 
 
 class CapturedVerifier(ABC):
-    def __init__(self, target: ModelRunner, *, num_tokens: int, greedy_only: bool) -> None:
+    def __init__(self, target: ModelRunner, *, num_tokens: int, greedy_only: bool = False) -> None:
         """
         Args:
             num_tokens: drafts of each request, at most.
@@ -54,18 +55,18 @@ def captured_verifier(
         if isinstance(rule, Synthetic):
             return None
         return TreeVerifier(target, num_tokens=num_tokens, depth=tree_depth, greedy_only=not isinstance(rule, Strict))
-    # For greedy requests the rules without a kernel accept what the strict one accepts.
-    is_known = num_tokens == 0 or ChainJudge.knows(rule, target.device)
-    judge = ChainJudge(rule if is_known else Strict(), target.device) if num_tokens > 0 else None
-    return ChainVerifier(target, judge, num_tokens=num_tokens, max_num_seqs=max_num_seqs, greedy_only=not is_known)
+    judge: ChainJudge | TensorJudge | None = None
+    if num_tokens > 0:
+        judge = ChainJudge(rule, target.device) if ChainJudge.knows(rule, target.device) else TensorJudge(rule)
+    return ChainVerifier(target, judge, num_tokens=num_tokens, max_num_seqs=max_num_seqs)
 
 
 class ChainVerifier(CapturedVerifier):
     def __init__(
-        self, target: ModelRunner, judge: ChainJudge | None, *, num_tokens: int, max_num_seqs: int, greedy_only: bool
+        self, target: ModelRunner, judge: ChainJudge | TensorJudge | None, *, num_tokens: int, max_num_seqs: int
     ) -> None:
         """judge: None = nothing is drafted."""
-        super().__init__(target, num_tokens=num_tokens, greedy_only=greedy_only)
+        super().__init__(target, num_tokens=num_tokens)
         self._judge = judge
         counts = torch.arange(num_tokens + 1, device=target.device).unsqueeze(1)
         # Of every number of drafts that a step may have for each request: [num_tokens + 1, max_num_seqs + 1] int64.

@@ -60,6 +60,29 @@ class DraftBatch:
             num_slots=num_slots,
         )
 
+    @classmethod
+    def of_equal(cls, token_ids: Tensor, probs: Tensor | None, num_requests: int) -> DraftBatch:
+        """Of as many slots for each request, none of them greedy; on the device alone.
+
+        token_ids: [num_requests * slots] int64; probs: as many rows.
+        """
+        num_slots = len(token_ids) // num_requests
+        drafts = torch.arange(len(token_ids), device=token_ids.device)
+        requests = torch.arange(num_requests, device=token_ids.device)
+        request_idx = drafts // num_slots
+        return cls(
+            token_ids=token_ids,
+            probs=probs,
+            request_idx=request_idx,
+            draft_idx=drafts % num_slots,
+            row_idx=drafts + request_idx,
+            first_row_idx=requests * (num_slots + 1),
+            first_draft_idx=requests * num_slots,
+            random_draft_idx=None,
+            random_request_idx=None,
+            num_slots=[num_slots] * num_requests,
+        )
+
     @property
     def longest(self) -> int:
         return max(self.num_slots, default=0)
@@ -85,6 +108,17 @@ class DraftBatch:
     def target_probs(self, processed: Tensor) -> Tensor:
         """p of every draft of a request that is not greedy, [num_random, vocab]."""
         return processed.index_select(0, rows_at(self.row_idx, self.random_draft_idx)).softmax(dim=-1)
+
+    def assemble(self, num_accepted: Tensor, last_token_ids: Tensor) -> Tensor:
+        """[num_requests, longest + 1] int64: accepted tokens, then the recovered or bonus token, then -1."""
+        return ops.assemble_tokens(
+            self.token_ids,
+            last_token_ids,
+            num_accepted,
+            self.request_idx,
+            self.draft_idx,
+            max_num_draft_tokens=self.longest,
+        )
 
     def of_drafts(self, probs: Tensor) -> Tensor:
         """Each draft's own entry of probs [num_random, vocab], 0 for a draft of -1; [num_random]."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.reference import rejection as ops
 from runner.engine.backend import runs_kernels
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows, draw_tokens, process_logits
@@ -78,16 +77,8 @@ class RejectionSampler:
             return _verify_tree(rule, processed, TreeBatch.build(drafts, rows), rows)
         batch = DraftBatch.build(drafts, rows)
         num_accepted, last_token_ids = rule.verify(processed, batch, rows)
-        token_ids = ops.assemble_tokens(
-            batch.token_ids,
-            last_token_ids,
-            num_accepted,
-            batch.request_idx,
-            batch.draft_idx,
-            max_num_draft_tokens=batch.longest,
-        )
         return VerifyOutput(
-            token_ids=token_ids,
+            token_ids=batch.assemble(num_accepted, last_token_ids),
             num_accepted_tokens=num_accepted,
             num_draft_tokens=batch.num_draft_tokens() if drafts.is_padded else None,
         )

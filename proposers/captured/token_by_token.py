@@ -24,6 +24,7 @@ class CapturedChains(CapturedDrafter):
         num_tokens: int,
         draft_sample_method: str,
         needs_draft_probs: bool,
+        keys_by_draft_step: bool,
         max_model_len: int,
         device: torch.device,
         num_scratch_rows: int = 0,
@@ -31,6 +32,7 @@ class CapturedChains(CapturedDrafter):
     ) -> None:
         super().__init__(num_tokens, max_model_len, num_scratch_rows, tree_depth=tree_depth)
         self.draft_sample_method, self.needs_draft_probs = draft_sample_method, needs_draft_probs
+        self.keys_by_draft_step = keys_by_draft_step
         self.steps = torch.arange(num_tokens, device=device).unsqueeze(1)  # [num_tokens, 1]: places of the drafts
 
     @abstractmethod
@@ -54,22 +56,27 @@ class CapturedChains(CapturedDrafter):
         for step in range(self.num_tokens):
             if step > 0:
                 logits = self.next_logits(batch, step, drafted[-1])
-            token_ids, step_probs = self._draw(logits, batch.sampling(positions[step]))
+            token_ids, step_probs = self._draw(logits, batch.sampling(positions[step]), batch.lengths)
             drafted.append(token_ids)
             if step_probs is not None:
                 probs.append(step_probs)
         flat = torch.stack(probs, dim=1).flatten(0, 1) if probs else None
         return CapturedDrafts(torch.stack(drafted, dim=1), flat)
 
-    def _draw(self, logits: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor | None]:
-        """runner.engine.sampling.draft_tokens, where nothing masks or penalises."""
+    def _draw(self, logits: Tensor, rows: RowSampling, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+        """runner.engine.sampling.draft_tokens, where nothing masks or penalises.
+
+        lengths: [count] int64, the committed tokens: the step's key, where the rule asks for one.
+        """
         if self.draft_sample_method == "greedy" or rows.all_greedy:
             return rows.argmax(logits, self._known_ids), None
-        stream = Stream.DRAFT if self.draft_sample_method == "probabilistic" else Stream.TARGET
+        is_coupled = self.draft_sample_method == "coupled"
+        stream = Stream.TARGET if is_coupled else Stream.DRAFT
+        draft_steps = lengths if self.keys_by_draft_step and not is_coupled else None
         if not self.needs_draft_probs:
-            return rows.draw(logits, stream, self._known_ids), None
+            return rows.draw(logits, stream, self._known_ids, draft_steps), None
         logits = over_target_vocabulary(logits, self.known_tokens)
-        return rows.draw(logits, stream), rows.processed(logits).softmax(dim=-1)
+        return rows.draw(logits, stream, draft_steps=draft_steps), rows.processed(logits).softmax(dim=-1)
 
     def candidates(self, logits: Tensor, rows: RowSampling, width: int) -> Candidates:
         """What trees grow by: the tokens that come first behind each row of logits, as draft_sample_method says.

@@ -137,6 +137,7 @@ class TokenByTokenProposer(Proposer):
             "num_tokens": num_tokens,
             "draft_sample_method": self.draft_sample_method,
             "needs_draft_probs": self.context.needs_draft_probs,
+            "keys_by_draft_step": self.context.keys_by_draft_step,
             "device": self.context.device,
         }
 

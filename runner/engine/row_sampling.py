@@ -39,18 +39,32 @@ class RowSampling:
             "top_p": self.top_p,
         }
 
-    def draw(self, logits: Tensor, stream: Stream = Stream.TARGET, token_ids: Tensor | None = None) -> Tensor:
+    def draw(
+        self,
+        logits: Tensor,
+        stream: Stream = Stream.TARGET,
+        token_ids: Tensor | None = None,
+        draft_steps: Tensor | None = None,
+    ) -> Tensor:
         """A token for each row of logits [num_rows, vocab] float32: [num_rows] int64, -1 for padding.
 
         token_ids: [vocab] int64, the token of each column of a part of the vocabulary; None: a column's number is it.
+        draft_steps: [num_rows] int64, a key of the noise; None = 0.
         """
         if self.all_greedy:
             return self.argmax(logits, token_ids)
         if runs_kernels(logits):
             from kernels.sampling import sample
 
-            values = self._parameters
-            return sample(logits, self.seeds, self.positions, stream=int(stream), token_ids=token_ids, **values)
+            return sample(
+                logits,
+                self.seeds,
+                self.positions,
+                stream=int(stream),
+                draft_steps=draft_steps,
+                token_ids=token_ids,
+                **self._parameters,
+            )
         from kernels.cpu.sampling import sample as on_cpu
 
         temperatures = self.temperatures
@@ -61,6 +75,7 @@ class RowSampling:
             self.seeds,
             self.positions,
             stream=int(stream),
+            draft_steps=draft_steps,
             is_greedy=self.is_greedy,
             temperatures=temperatures,
             token_ids=token_ids,
