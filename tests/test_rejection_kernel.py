@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import rejection as compiled_ops
+from kernels.cpu.probabilistic_rejection import verify_probabilistic as compiled_probabilistic
+from kernels.cpu.sampling import SPLIT
 from kernels.reference.sampling import fixed_point_weights, greedy_argmax
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows, sample_tokens
-from tests.sampling_for_tests import assert_follows
+from tests.sampling_for_tests import assert_follows, sampled_rows
+from verifier import rejection_sampler
+from verifier.draft_batch import DraftBatch
 from verifier.rejection_sampler import RejectionSampler
+from verifier.rules import Probabilistic
 
 triton_ops = pytest.importorskip("kernels.rejection")
 probabilistic_ops = pytest.importorskip("kernels.probabilistic_rejection")
@@ -69,7 +74,9 @@ class Case:
         drafts = DraftTokens(
             token_ids=self.draft_ids, cu_num_draft_tokens=self.cu, probs=self.probs if has_probs else None
         )
-        return sampler(self.processed, drafts, self.rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rejection_sampler, "verify_chains", lambda *_: None)
+            return sampler(self.processed, drafts, self.rows)
 
     def by_kernels(
         self,
@@ -91,6 +98,12 @@ class Case:
         seeds, positions = padded(self.seeds), padded(self.positions)
         positions[len(self.positions) :] = -1
         keys: dict[str, Any] = {"max_num_draft_tokens": self.max_draft}
+        if method == "probabilistic" and compiled:
+            processed = padded(self.processed)
+            keys |= {"is_greedy": padded(self.is_greedy), "argmax": padded(greedy_argmax(self.logits))}
+            return compiled_probabilistic(
+                processed, processed.softmax(dim=-1), drafts, probs, cu.long(), seeds, positions, **keys
+            )
         if method == "probabilistic":
             maxima = self.processed.amax(dim=1)
             truncated = truncation.TruncatedRows(
@@ -142,9 +155,8 @@ def test_decisions_and_tokens_are_the_rules(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probabilistic_ops, "BLOCK", 64 if has_probs else 32)
         assert_same(case.by_kernels(method, kernel_device, has_probs=has_probs, num_padding=2), wanted, case)
-    if method != "probabilistic":
-        on_cpu = case.by_kernels(method, torch.device("cpu"), num_padding=2, compiled=True)
-        assert_same(on_cpu, wanted, case)
+    on_cpu = case.by_kernels(method, torch.device("cpu"), has_probs=has_probs, num_padding=2, compiled=True)
+    assert_same(on_cpu, wanted, case)
     lengths = torch.tensor(case.cu).diff()
     fates = {(n, n == length) for n, length in zip(wanted.num_accepted_tokens.tolist(), lengths.tolist(), strict=True)}
     assert len(fates) >= 6
@@ -156,6 +168,7 @@ def test_a_token_is_drawn_from_p_where_nothing_is_left_of_max_p_minus_q(kernel_d
     case.probs = case.processed[~case.is_bonus].softmax(dim=-1) * 2 + 1e-3
     wanted = case.by_rules("probabilistic")
     assert_same(case.by_kernels("probabilistic", kernel_device), wanted, case)
+    assert_same(case.by_kernels("probabilistic", torch.device("cpu"), compiled=True), wanted, case)
     assert int((wanted.num_accepted_tokens < torch.tensor(case.cu).diff()).sum()) >= 3
 
 
@@ -221,3 +234,39 @@ def first_tokens(num_requests: int, device: torch.device) -> tuple[Tensor, Tenso
 def test_accepted_and_recovered_tokens_together_follow_the_target_distribution() -> None:
     token_ids, distribution = first_tokens(50_000, torch.device("cuda"))
     assert_follows(token_ids, distribution, "first token")
+
+
+@pytest.mark.parametrize("has_probs", [True, False])
+def test_compiled_for_a_cpu_a_long_row_gives_the_same_in_parts(has_probs: bool) -> None:
+    """Rows of three splits, done by one thread or by two; the recovered token is the definition's."""
+    vocab_size, num_requests = 2 * SPLIT + 37, 6
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(2 * num_requests, vocab_size, generator=generator)
+    probs = (logits[::2] + torch.randn(num_requests, vocab_size, generator=generator)).softmax(dim=-1)
+    drafts = probs.argmax(dim=1) if has_probs else torch.randint(vocab_size, (num_requests,), generator=generator)
+    drafts[0] = -1
+    seeds = torch.arange(num_requests).repeat_interleave(2)
+    positions = torch.tensor([70, 71]).repeat(num_requests)
+    cu = torch.arange(num_requests + 1)
+    q = probs if has_probs else None
+
+    def verify() -> Any:
+        return compiled_probabilistic(
+            logits, logits.softmax(dim=-1), drafts, q, cu, seeds, positions, max_num_draft_tokens=1
+        )
+
+    num_threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(verify())
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    rule, rows = Probabilistic(), sampled_rows(seeds, positions, vocab_size)
+    batch = DraftBatch.of_equal(drafts, q, num_requests)
+    num_accepted, last = rule.verify(logits, batch, rows)
+    assert torch.equal(found[0].num_accepted_tokens, num_accepted)
+    assert torch.equal(found[0].token_ids, batch.assemble(num_accepted, last))
+    assert {0, 1} <= set(num_accepted.tolist()) or not has_probs

@@ -57,7 +57,7 @@ def captured_verifier(
         return TreeVerifier(target, num_tokens=num_tokens, depth=tree_depth, greedy_only=not isinstance(rule, Strict))
     judge: ChainJudge | TensorJudge | None = None
     if num_tokens > 0:
-        judge = ChainJudge(rule, target.device) if ChainJudge.knows(rule, target.device) else TensorJudge(rule)
+        judge = ChainJudge(rule, target.device) if ChainJudge.knows(rule) else TensorJudge(rule)
     return ChainVerifier(target, judge, num_tokens=num_tokens, max_num_seqs=max_num_seqs)
 
 

@@ -23,15 +23,15 @@ class ChainJudge:
     """A rule's kernel, with what it needs on the device; reads nothing back and uploads nothing."""
 
     def __init__(self, rule: Rule, device: torch.device) -> None:
-        assert self.knows(rule, device)
+        assert self.knows(rule)
         self.rule = rule
         self._rates: Tensor | None = None
         if isinstance(rule, Synthetic):
             self._rates = to_device(rule.conditional_rates, torch.float64, device)
 
     @staticmethod
-    def knows(rule: Rule, device: torch.device) -> bool:
-        return isinstance(rule, Strict | Synthetic) or (isinstance(rule, Probabilistic) and runs_kernels(device))
+    def knows(rule: Rule) -> bool:
+        return isinstance(rule, Strict | Synthetic | Probabilistic)
 
     def __call__(
         self,
@@ -44,20 +44,7 @@ class ChainJudge:
         longest: int,  # draft of a request
     ) -> Verified:
         if isinstance(self.rule, Probabilistic) and not rows.all_greedy:
-            from kernels.probabilistic_rejection import verify_probabilistic
-
-            return verify_probabilistic(
-                logits,
-                rows.truncated(logits),
-                draft_token_ids,
-                draft_probs,
-                cu_num_draft_tokens,
-                rows.seeds,
-                rows.positions,
-                max_num_draft_tokens=longest,
-                is_greedy=rows.is_greedy,
-                temperatures=rows.temperatures,
-            )
+            return _by_probabilities(logits, rows, draft_token_ids, draft_probs, cu_num_draft_tokens, longest)
         drawn = rows.draw(logits)
         if self._rates is None:
             return verify_strict(drawn, draft_token_ids, cu_num_draft_tokens, longest=longest)
@@ -74,12 +61,46 @@ class ChainJudge:
         )
 
 
+def _by_probabilities(
+    logits: Tensor, rows: RowSampling, draft_token_ids: Tensor, draft_probs: Tensor | None, cu: Tensor, longest: int
+) -> Verified:
+    keys = (rows.seeds, rows.positions)
+    if runs_kernels(logits):
+        from kernels.probabilistic_rejection import verify_probabilistic
+
+        return verify_probabilistic(
+            logits,
+            rows.truncated(logits),
+            draft_token_ids,
+            draft_probs,
+            cu,
+            *keys,
+            max_num_draft_tokens=longest,
+            is_greedy=rows.is_greedy,
+            temperatures=rows.temperatures,
+        )
+    from kernels.cpu.probabilistic_rejection import verify_probabilistic as on_cpu
+
+    processed = rows.processed(logits).contiguous()
+    return on_cpu(
+        processed,
+        processed.softmax(dim=-1),
+        draft_token_ids,
+        None if draft_probs is None else draft_probs.contiguous(),
+        cu,
+        *keys,
+        max_num_draft_tokens=longest,
+        is_greedy=rows.is_greedy,
+        argmax=None if rows.is_greedy is None else rows.argmax(logits),
+    )
+
+
 def verify_chains(rule: Rule, logits: Tensor, drafts: DraftTokens, rows: SamplingRows) -> VerifyOutput | None:
     """What the rule says of a step whose drafts are chains; None where it has no kernel.
 
     logits: [num_drafts + num_requests, vocab], unprocessed, as RejectionSampler takes them.
     """
-    if not ChainJudge.knows(rule, logits.device):
+    if not ChainJudge.knows(rule):
         return None
     verified = ChainJudge(rule, logits.device)(
         mask_and_penalise(logits, rows),

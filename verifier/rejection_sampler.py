@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from runner.engine.backend import runs_kernels
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows, draw_tokens, process_logits
 from verifier.draft_batch import DraftBatch
@@ -68,7 +67,7 @@ class RejectionSampler:
             token_ids = draw_tokens(logits, rows)
             return VerifyOutput(token_ids=token_ids.unsqueeze(1), num_accepted_tokens=torch.zeros_like(token_ids))
         rule = Strict() if rows.all_greedy and not isinstance(self.rule, Synthetic) else self.rule
-        if runs_kernels(logits.device) and not drafts.has_branches:
+        if not drafts.has_branches:
             output = verify_chains(rule, logits, drafts, rows)
             if output is not None:
                 return output
