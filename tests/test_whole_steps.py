@@ -84,6 +84,24 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 3},
     "ngram_gpu": {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     **{
+        f"draft_model_{rule}": {
+            "method": "draft_model",
+            "num_speculative_tokens": 3,
+            "rejection_sample_method": rule,
+            "draft_sample_method": "probabilistic",
+        }
+        for rule in ("probabilistic", "block", "typical")
+    },
+    "eagle_block": {"method": "eagle", "num_speculative_tokens": 3, "rejection_sample_method": "block"},
+    "medusa_block": {"method": "medusa", "num_speculative_tokens": 3, "rejection_sample_method": "block"},
+    "ngram_block": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 2,
+        "rejection_sample_method": "block",
+    },
+    **{
         f"{method}_{kind}": {"method": method, "num_speculative_tokens": 6, "speculative_token_tree": tree}
         for method in ("eagle", "medusa", "dflash")
         for kind, tree in (("dynamic", "dynamic"), ("static", CHOICES))
@@ -154,14 +172,16 @@ def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
     llm.engine.target.model = HashingModel()  # type: ignore[assignment]
     engine, proposer = llm.engine, cast(Any, llm.engine.proposer)
     heads = {"eagle": HashingHead, "p_eagle": HashingMaskableHead, "dflash": HashingBlocks}
-    base = method.removesuffix("_dynamic").removesuffix("_static")
+    base = method
+    for suffix in ("_dynamic", "_static", "_probabilistic", "_block", "_typical"):
+        base = base.removesuffix(suffix)
     if base in heads:
         proposer.head = proposer.runner.head = heads[base](proposer.head)
     elif base == "medusa":
         proposer.heads = HashingLastStates()
     elif method == "mlp_speculator":
         proposer.speculator = HashingRecurrence()
-    elif method in ("draft_model", "draft_model_greedy"):
+    elif base in ("draft_model", "draft_model_greedy"):
         proposer.runner.model = HashingModel(is_draft=True)
     elif method == "pard":
         proposer.runner.model = HashingMaskModel(proposer.mask_token_id)
@@ -284,7 +304,7 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(build: Build, metho
             assert getattr(record, name) == getattr(expected, name), name
     if "ngram" in method:
         assert sum(count for record in whole for count in record.num_draft_tokens) > 0
-    if method not in ("none", "ngram", "ngram_gpu", "suffix", "draft_model_greedy"):
+    if not method.startswith(("none", "ngram", "suffix")) and method != "draft_model_greedy":
         accepted = [count for record in whole for count in record.num_accepted_tokens]
         all_of_them = 2 if "_static" in method or "_dynamic" in method else 3
         assert {0, all_of_them} <= set(accepted), "drafts were rejected, and accepted to the last"
@@ -304,7 +324,12 @@ def drafts_of(records: list[RequestRecord]) -> dict[tuple[str, int, int], int]:
     }
 
 
-LOADS = {name: spec for name, spec in METHODS.items() if spec is not None and "greedy" not in name}
+# Where the rule keeps only the distribution, texts follow the drafts.
+LOADS = {
+    name: spec
+    for name, spec in METHODS.items()
+    if spec is not None and "greedy" not in name and "rejection_sample_method" not in spec
+}
 
 
 @pytest.mark.parametrize("method", LOADS)
