@@ -133,6 +133,7 @@ def _best_tokens(
     stream: int,
 ) -> Tensor:
     check_rows(logits, positions, seeds, draft_steps, is_greedy, temperatures, token_ids)
+    assert temperatures is None or temperatures.dtype == torch.float32, "the interpreter would take any"
     num_rows, vocab_size = logits.shape
     block = BLOCK if token_ids is None else BLOCK_WITH_IDS
     num_splits = triton.cdiv(vocab_size, block)
@@ -154,7 +155,7 @@ def _best_tokens(
         vocab_size,
         int(stream),
         BLOCK=block,
-        num_warps=NUM_WARPS * block // BLOCK,
+        num_warps=max(1, NUM_WARPS * block // BLOCK),
         enable_fp_fusion=False,
     )
     best_token_kernel[(num_rows,)](

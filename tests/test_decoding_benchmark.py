@@ -153,11 +153,13 @@ def test_an_error_of_the_device_leaves_the_rounds_that_are_there(
     assert not found["is_complete"] and found["cases"]["plain"]["rounds"] == 2
 
 
-def test_a_directory_is_read_where_there_is_no_hydra(model: str) -> None:
+def test_shapes_are_read_where_there_is_no_hydra(model: str) -> None:
+    """A directory's, and those that have a name."""
     without = (
-        "import sys; sys.modules['hydra'] = None; import runner.benchmarks.decoding; "
+        "import sys; sys.modules |= {'hydra': None, 'omegaconf': None}; import runner.benchmarks.decoding; "
         "from runner.benchmarks.shared_target import SharedTarget; "
-        "SharedTarget(sys.argv[1], device='cpu', prompt_tokens=4, new_tokens=4, max_batch_size=1)"
+        "[SharedTarget(model, device='cpu', prompt_tokens=4, new_tokens=4, max_batch_size=1) "
+        "for model in (sys.argv[1], 'llama8b')]"
     )
     done = subprocess.run([sys.executable, "-c", without, model], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

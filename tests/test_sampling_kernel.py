@@ -237,7 +237,8 @@ def test_greedy_ties_go_to_the_lowest_id_and_padding_to_minus_one(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_ops, "BLOCK", 32)
         assert triton_ops.greedy(logits, positions).tolist() == [3, 66, 5, 0, 0, -1, 9]
-    drawn = triton_ops.sample(logits, positions, positions, stream=0, is_greedy=positions >= 0, temperatures=positions)
+    asked = {"is_greedy": positions >= 0, "temperatures": positions.float()}
+    drawn = triton_ops.sample(logits, positions, positions, stream=0, **asked)
     assert drawn.tolist() == [3, 66, 5, 0, 0, -1, 9]
 
 

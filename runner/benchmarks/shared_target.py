@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from runner.benchmarks.steady_steps import decode_steadily, longest_output, synchronize
 from runner.config import ModelConfig, SpeculativeConfig
@@ -136,11 +137,9 @@ class SharedTarget:
 
 
 def _read_model(name: str) -> ModelConfig:
-    if (files("conf") / "model" / f"{name}.yaml").is_file():
-        from runner.cli.compose import Composer  # Hydra, which a directory does without
-
-        with Composer() as composer:
-            return composer.config([f"model={name}"]).model
+    option = files("conf") / "model" / f"{name}.yaml"  # read without Hydra, which a machine for benchmarks may lack
+    if option.is_file():
+        return ModelConfig.model_validate(yaml.safe_load(option.read_text(encoding="utf-8")))
     return ModelConfig(model=name)
 
 
