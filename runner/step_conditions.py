@@ -13,7 +13,7 @@ from runner.metrics import InParts
 @dataclass(frozen=True, kw_only=True)
 class StepConditions:
     drafter: CapturedDrafter
-    greedy_only: bool  # the rule is captured for greedy requests only
+    greedy_only: bool  # the rule judges trees, in whole steps only those of greedy requests
     max_model_len: int  # tokens of a request that the target can see
     max_drafted_len: int  # tokens of a request that target and drafter can see
 

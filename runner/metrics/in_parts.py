@@ -42,8 +42,8 @@ _NOTED: dict[InParts, tuple[str, str | None]] = {  # reason -> what happened, an
         "method.speculative_token_tree=null drafts chains, which run whole",
     ),
     InParts.SAMPLED: (
-        "a request was sampled, and this rule is captured for greedy requests only",
-        "method.rejection_sample_method=strict is captured for all",
+        "a request was sampled, whose draft trees only the strict rule judges in whole steps",
+        "method.speculative_token_tree=null drafts chains, which run whole under every rule",
     ),
     InParts.STRUCTURED_OUTPUTS: ("a request asked for structured_outputs", _APART),
     InParts.PENALTIES: ("a request asked for penalties", _APART),
