@@ -259,3 +259,75 @@ def test_engines_in_threads_of_their_own_say_what_they_say_alone() -> None:
     with ThreadPoolExecutor(2) as pool:
         for _ in range(4):
             assert list(pool.map(text, engines)) == [alone, alone]
+
+
+def small_calls(state: Tensor) -> list[Tensor]:
+    """Calls of every kind that lowering.py knows, of numbers of many types; and some that it must leave to torch."""
+    n = torch.arange(24).view(2, 3, 4) * 7 % 11 - 3
+    small, f = n.int(), (n.double() / 7).float()
+    b, row, strange = n > 1, n[0, 0], torch.tensor([0.1, float("nan"), float("-inf"), -0.0])
+    columns = f.transpose(1, 2)
+    out = torch.empty(2, 3, 8, dtype=torch.int64)
+    torch.cat((n, n - 1), dim=2, out=out)
+    clamped = torch.empty_like(n)
+    torch.clamp(n, min=0, out=clamped)
+    state[:, 1:3].copy_(n[:, :2, 0])
+    state.mul_(2).clamp_(max=9)
+    state[0].zero_()
+    return [
+        *(n + row, n - 2, 3 - n, n * b, b * b, n + small, small + 2**30 + 2**30, b + b, n / 2, n // 2, n % 3),
+        *(f + columns.transpose(1, 2), f - 0.1, 0.1 - f, f * f, f / (f + 0.3), f / 3, torch.add(f, f, alpha=2)),
+        *(f.double() * 0.1, f + n, f >= 0.1, f == f, strange == strange, strange < 0.0, strange * 0.0, f > n),
+        *(n >= row, n != 3, small <= 2, b == b, b & ~b, b | (n < 0), n ^ 5, n.logical_and(b), b.logical_xor(b)),
+        *(n.clamp(0, 3), n.clamp(min=row), small.clamp(max=2), f.clamp(0.0, 0.5), strange.clamp(min=0.0)),
+        *(torch.where(b, n, row), torch.where(b, n, -1), torch.where(b, f, 0.5), torch.where(b, n, f)),
+        *(torch.where(n.bool(), small, small * 2), torch.where(b[0], 1, 2)),
+        *(n.float(), n.bool(), small.long(), b.double(), f.half(), f.double(), f.double().float(), f.bfloat16() + 1),
+        *(
+            columns.contiguous(),
+            columns.clone(),
+            small.to(torch.int64),
+            n[:, ::2].clone(),
+            n[:, :, 1:2].expand(2, 3, 5) + 0,
+        ),
+        *(torch.full((2, 3), 7), torch.full_like(f, 0.1), n.new_zeros(3), torch.ones(2, 2), torch.full((2,), True)),
+        *(torch.stack((n, n + 1), dim=1), torch.stack(list(n.unbind(2)), dim=0), torch.cat((row, row[:0], row))),
+        *(torch.cat((f, f.double()), dim=1), torch.cat((f.bfloat16(), f.bfloat16()), dim=-1), torch.zeros(0) + 1),
+        *(
+            f[0].index_select(0, row[:2].clamp(0, 2)),
+            row.index_select(0, row.clamp(0, 3)),
+            f.index_select(1, row[:1] * 0),
+        ),
+        *(f[0].t().index_select(0, row.clamp(0, 3)), torch.arange(3000) + 1, torch.arange(40_000).clone()),
+        *(out, clamped, state.clone(), n.sum() + 1, torch.tensor(5) + n[0, 0, 0]),
+    ]
+
+
+def test_small_calls_of_torch_are_written_down_as_kernels_with_its_bits() -> None:
+    """NaNs too; memory of nobody else is held, and what a program needs it keeps."""
+    state = torch.arange(6).view(2, 3) - 3
+    wanted = [small_calls(state), small_calls(state)]  # the second goes on from the first
+    state.copy_(torch.arange(6).view(2, 3) - 3)
+    graph = record_prepared(lambda: tuple(small_calls(state)), (), pool=Pool())
+    assert isinstance(graph.replay, Program)
+    gc.collect()
+    for expected in wanted:
+        graph.replay()
+        for index, (found, own) in enumerate(zip(graph.outputs, expected, strict=True)):
+            assert found.dtype == own.dtype and found.shape == own.shape and found.stride() == own.stride(), index
+            assert torch.equal(found != found, own != own), index
+            assert torch.equal(found.nan_to_num(7.5), own.nan_to_num(7.5)), index
+
+
+def test_a_chain_of_small_calls_leaves_nothing_to_torch() -> None:
+    x, y = torch.arange(8), torch.arange(8.0).view(2, 4)
+
+    def compute() -> Tensors:
+        counts = (x - 3).clamp(min=1) * (x >= 2)
+        return torch.stack((counts, torch.where(counts > 3, counts, -1)), dim=1), torch.cat((y * 2, y + y), dim=1)
+
+    graph = record_prepared(compute, (), pool=Pool())
+    assert isinstance(graph.replay, Program) and len(graph.replay._parts) == 1
+    graph.replay()
+    for found, wanted in zip(graph.outputs, compute(), strict=True):
+        assert torch.equal(found, wanted)

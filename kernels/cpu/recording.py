@@ -78,6 +78,7 @@ class Recording:
         self._calls: list[tuple[int, Any, int]] = []  # as Team has them; since the last of:
         self._parts: list[Callable[[], None]] = []
         self._threads = torch.get_num_threads()  # for which kernels make room
+        self._kept = list[Tensor]()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         block = self._pool.free_block(prod(shape) * dtype.itemsize)
@@ -90,6 +91,11 @@ class Recording:
         block = self._blocks.get(tensor.untyped_storage()._cdata)
         return tensor if block is None else block.unseen(tensor)
 
+    def keep(self, tensor: Tensor) -> None:
+        """Have the program hold what is not the pool's, for those who write down kernels of somebody else's tensors."""
+        if tensor.untyped_storage()._cdata not in self._blocks:
+            self._kept.append(tensor)
+
     def add_kernel(self, address: int, arguments: Any, parts: int) -> None:
         self._calls.append((address, arguments, parts))
 
@@ -100,7 +106,7 @@ class Recording:
 
     def program(self) -> Program:
         self._end_team()
-        return Program(self._parts, set(self._blocks.values()))
+        return Program(self._parts, {*self._blocks.values()}, self._kept)
 
     def _end_team(self) -> None:
         if self._calls:
@@ -111,8 +117,8 @@ class Recording:
 class Program:
     """What a recording has written down. Whatever it reads must be where it was; it keeps its own blocks alone."""
 
-    def __init__(self, parts: Sequence[Callable[[], None]], blocks: set[Block]) -> None:
-        self._parts, self._keeps = parts, blocks
+    def __init__(self, parts: Sequence[Callable[[], None]], blocks: set[Block], kept: Sequence[Tensor]) -> None:
+        self._parts, self._keeps = parts, (blocks, kept)
 
     def __call__(self) -> None:
         """In the mode that it was recorded in: torch keeps what inference mode has made from being written outside."""

@@ -71,19 +71,20 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     """[table_rows, width], [num_rows] int64, each a row of the table -> [num_rows, width]."""
     assert rows.is_contiguous() and rows.dtype == torch.int64
     taken = empty(len(rows), table.shape[1], dtype=table.dtype)
-    _take(taken, table, rows)
+    take_into(taken, table, rows)
     return taken
 
 
 def beside(first: Tensor, second: Tensor) -> Tensor:
     """[num_rows, a] and [num_rows, b] of one dtype -> [num_rows, a + b]."""
     both, width = empty(len(first), first.shape[1] + second.shape[1], dtype=first.dtype), first.shape[1]
-    _take(both[:, :width], first)
-    _take(both[:, width:], second)
+    take_into(both[:, :width], first)
+    take_into(both[:, width:], second)
     return both
 
 
-def _take(taken: Tensor, table: Tensor, rows: Tensor | None = None) -> None:
+def take_into(taken: Tensor, table: Tensor, rows: Tensor | None = None) -> None:
+    """`take_rows` with a place for them, whose rows lie any distance apart; rows None: all of the table's, in order."""
     assert taken.dtype == table.dtype and taken.stride(1) == table.stride(1) == 1
     assert taken.shape[1] == table.shape[1] and (rows is not None or len(taken) == len(table))
     addresses = (taken.data_ptr(), table.data_ptr(), 0 if rows is None else rows.data_ptr())

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from kernels.cpu.lowering import lower
 from kernels.cpu.recording import Recording
 from kernels.cpu.under_way import NotRecordableError
 
@@ -73,6 +74,9 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return flat.as_strided(shape.shape, shape.stride())
 
     def _add(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        outs = _written(func, args, kwargs) if results is None else [results]
+        if len(outs) == 1 and isinstance(outs[0], Tensor) and lower(func, args, kwargs, outs[0], self._recorded.keep):
+            return
         own_args, own_kwargs, own_results = tree_map_only(Tensor, self._recorded.unseen, (args, kwargs, results))
         targets = tree_leaves(own_results) if results is not None else []
         self._recorded.add_part(_call(func, own_args, own_kwargs, targets))
