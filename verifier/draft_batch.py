@@ -93,6 +93,8 @@ class DraftBatch:
 
     def padded(self, values: Tensor) -> Tensor:
         """One value a draft as [num_requests, longest], zero where a request has fewer drafts."""
+        if min(self.num_slots) == self.longest:
+            return values.view(len(self.num_slots), self.longest)
         padded = torch.zeros(len(self.num_slots), self.longest, dtype=values.dtype, device=values.device)
         padded[self.request_idx, self.draft_idx] = values
         return padded
@@ -111,14 +113,7 @@ class DraftBatch:
 
     def assemble(self, num_accepted: Tensor, last_token_ids: Tensor) -> Tensor:
         """[num_requests, longest + 1] int64: accepted tokens, then the recovered or bonus token, then -1."""
-        return ops.assemble_tokens(
-            self.token_ids,
-            last_token_ids,
-            num_accepted,
-            self.request_idx,
-            self.draft_idx,
-            max_num_draft_tokens=self.longest,
-        )
+        return ops.assemble_tokens(self.padded(self.token_ids), last_token_ids, num_accepted)
 
     def of_drafts(self, probs: Tensor) -> Tensor:
         """Each draft's own entry of probs [num_random, vocab], 0 for a draft of -1; [num_random]."""

@@ -36,15 +36,10 @@ def request_seeds(setting: Setting, num_requests: int, rows_of_a_request: int) -
 
 def check_verified(verified: reference.Verified, drafts: Tensor, accepted: Tensor, last_token_ids: Tensor) -> None:
     """verified is what accepted [num_requests, K] bool leaves of drafts [num_requests, K], then last_token_ids."""
-    num_requests, num_drafts = drafts.shape
     counts = reference.count_accepted(accepted)
-    request_idx = torch.arange(num_requests, device=drafts.device).repeat_interleave(num_drafts)
-    draft_idx = torch.arange(num_drafts, device=drafts.device).repeat(num_requests)
-    wanted = reference.assemble_tokens(
-        drafts.flatten(), last_token_ids, counts, request_idx, draft_idx, max_num_draft_tokens=num_drafts
-    )
+    wanted = reference.assemble_tokens(drafts, last_token_ids, counts)
     check_equal("accepted tokens", verified.num_accepted_tokens, counts)
-    check_equal("draft tokens", verified.num_draft_tokens, torch.full_like(counts, num_drafts))
+    check_equal("draft tokens", verified.num_draft_tokens, torch.full_like(counts, drafts.shape[1]))
     check_equal("tokens", verified.token_ids, wanted)
 
 

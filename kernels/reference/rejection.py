@@ -135,20 +135,15 @@ def last_accepted(accepted: Tensor) -> Tensor:
 
 
 def assemble_tokens(
-    draft_token_ids: Tensor,  # [num_drafts] int64
+    draft_token_ids: Tensor,  # [num_requests, K] int64
     last_token_ids: Tensor,  # [num_requests] int64: recovered or bonus token
     num_accepted_tokens: Tensor,  # [num_requests] int64
-    request_idx: Tensor,  # [num_drafts] int64
-    draft_idx: Tensor,  # [num_drafts] int64
-    *,
-    max_num_draft_tokens: int,
 ) -> Tensor:
-    """[num_requests, max_num_draft_tokens + 1] int64: accepted tokens, then the recovered or bonus token, then -1."""
-    shape = (last_token_ids.shape[0], max_num_draft_tokens + 1)
-    token_ids = torch.full(shape, -1, dtype=torch.int64, device=last_token_ids.device)
-    is_accepted = draft_idx < num_accepted_tokens[request_idx]
-    token_ids[request_idx, draft_idx] = torch.where(is_accepted, draft_token_ids, -1)
-    return token_ids.scatter_(1, num_accepted_tokens.unsqueeze(1), last_token_ids.unsqueeze(1))
+    """[num_requests, K + 1] int64: accepted tokens, then the recovered or bonus token, then -1."""
+    token_ids = torch.cat((draft_token_ids, draft_token_ids.new_full((len(draft_token_ids), 1), -1)), dim=1)
+    places, accepted = torch.arange(token_ids.shape[1], device=token_ids.device), num_accepted_tokens.unsqueeze(1)
+    last = torch.where(places == accepted, last_token_ids.unsqueeze(1), -1)
+    return torch.where(places < accepted, token_ids, last)
 
 
 def _excess(p: Tensor, q: Tensor, scale: Tensor | None) -> Tensor:
