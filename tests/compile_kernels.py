@@ -1,7 +1,7 @@
 """Compiles every Triton kernel for GPUs that need not be there; run by test_kernels_aot.py in a process of its own.
 
 The interpreter of the other tests is chosen when a kernel is decorated, and what it decorates cannot be compiled.
-A new kernel is one line of KERNELS.
+A new kernel is one line of KERNELS. With "-" it compiles kernels from standard input instead, for sm_90.
 """
 
 from __future__ import annotations
@@ -452,9 +452,12 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
 
 
 if __name__ == "__main__":
+    wanted = KERNELS
+    if sys.argv[1:] == ["-"]:
+        wanted = [Kernel(**{**own, "compute_capabilities": (90,)}) for own in json.load(sys.stdin)]
     found: dict[str, Any] = {
         f"{kernel} sm_{capability}": asdict(compile_kernel(kernel, capability))
-        for kernel in KERNELS
+        for kernel in wanted
         for capability in kernel.compute_capabilities
     }
     json.dump(found, sys.stdout)

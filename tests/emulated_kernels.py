@@ -61,10 +61,14 @@ def _variant(kernel: InterpretedFunction[Any], args: Any, kwargs: Any) -> Hashab
         if isinstance(value, torch.Tensor):
             is_aligned = name not in any_alignment and value.data_ptr() % ALIGNED_TO == 0
             kinds.append((name, value.dtype, is_aligned))
-        elif isinstance(value, bool) or not isinstance(value, int) or "constexpr" in str(annotations.get(name)):
+        elif _is_constant(value) or name not in kernel.arg_names or "constexpr" in str(annotations.get(name)):
             kinds.append((name, type(value), value if not isinstance(value, float) else None))
-        elif name in kernel.arg_names and name not in general:
+        elif name not in general:
             kinds.append((name, value == 1, value % ALIGNED_TO == 0, value >= 2**31))
         else:
             kinds.append((name, value >= 2**31))
     return tuple(kinds)
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, bool) or not isinstance(value, int)

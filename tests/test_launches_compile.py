@@ -1,0 +1,93 @@
+"""What an engine launches on an emulated GPU is what Triton compiles, in the very variants: the interpreter takes more.
+
+It divides by integers where a float is due and asks for no number of warps; tests/compile_kernels.py compiles what its
+table says, and a launch may ask for something else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Hashable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compile_kernels import KERNELS, OVERLAPS, Kernel
+from tests.conftest import Engines, complete
+from tests.emulated_device import EmulatedDevice
+from tests.test_emulated_gpu import CASES, CUT, GPU, PROMPTS
+
+pytest.importorskip("triton")
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+}
+METHODS = ("none", "probabilistic", "block", "eagle3 tree", "ngram_gpu")
+
+
+def kernel_of(variant: tuple[Any, ...]) -> Kernel:
+    """As tests/compile_kernels.py has it, of what tests/emulated_kernels.py calls a variant."""
+    function, *kinds = variant
+    types, constants, options = dict[str, str](), dict[str, Any](), dict[str, Any]()
+    for name, *kind in kinds:
+        if name not in function.__code__.co_varnames[: function.__code__.co_argcount]:
+            options[name] = kind[1]
+        elif isinstance(kind[0], torch.dtype):
+            types[name] = f"*{TYPES[kind[0]]}"
+        elif kind[0] is float:
+            types[name] = "fp32"
+        elif isinstance(kind[0], type):
+            constants[name] = kind[1]
+        else:  # an integer: whether it is 1 and divisible by 16, where that is looked at, and whether it takes 64 bits
+            is_one, divides = kind[:2] if len(kind) == 3 else (False, False)
+            if is_one:
+                constants[name] = 1
+            else:
+                types[name] = ("i64" if kind[-1] else "i32") + (":16" if divides else "")
+    options.pop("launch_pdl", None)
+    constants.pop(OVERLAPS, None)  # what the GPU is decides it
+    order = [name for name in function.__code__.co_varnames if name in types]
+    return Kernel(
+        module=function.__module__,
+        name=function.__name__,
+        signature=" ".join(types[name] for name in order),
+        constants=constants,
+        options=options,
+    )
+
+
+def test_every_variant_that_engines_launch_compiles_for_hopper(emulated_gpu: EmulatedDevice) -> None:
+    for name in METHODS:
+        method, params = CASES[name]
+        complete(Engines()(method, **GPU), PROMPTS, [params[0], CUT])
+    variants: set[Hashable] = emulated_gpu.variants
+    found = {str(kernel): kernel for kernel in (kernel_of(variant) for variant in variants)}  # type: ignore[arg-type]
+    launched = {kernel.name for kernel in found.values()}
+    # Of contexts that are split, and of trees whose candidates are drawn.
+    assert launched == {kernel.name for kernel in KERNELS} - {"merge_kernel", "perturb_kernel"}
+    root = Path(__file__).parent.parent
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compile_kernels", "-"],
+        cwd=root,
+        env=environment | {"PYTHONPATH": str(root), "TRITON_DISABLE_LINE_INFO": "1"},
+        input=json.dumps([asdict(kernel) for kernel in found.values()]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(json.loads(done.stdout)) == len(found)
