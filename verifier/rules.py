@@ -50,8 +50,10 @@ class Rule(ABC):
 
     def accept_noise(self, batch: DraftBatch, rows: SamplingRows) -> Tensor:
         """One uniform variate a draft, [num_drafts] float64."""
-        seeds, positions = rows.seeds[batch.row_idx], rows.positions[batch.row_idx]
-        steps = rows.positions[batch.first_row_idx[batch.request_idx]] if self.keys_by_draft_step else None
+        seeds, positions = rows_at(rows.seeds, batch.row_idx), rows_at(rows.positions, batch.row_idx)
+        steps = None
+        if self.keys_by_draft_step:
+            steps = rows_at(rows_at(rows.positions, batch.first_row_idx), batch.request_idx)
         return uniforms(seeds, positions, steps, stream=Stream.ACCEPT).squeeze(1)
 
 
@@ -226,7 +228,8 @@ def _draw_target(processed: Tensor, rows: SamplingRows, last: Tensor, random: Te
 
     random: requests that are not greedy; None = all.
     """
-    return sample_at(processed.index_select(0, last), rows.seeds[last], rows.positions[last], random, Stream.TARGET)
+    keys = rows_at(rows.seeds, last), rows_at(rows.positions, last)
+    return sample_at(rows_at(processed, last), *keys, random, Stream.TARGET)
 
 
 def _draw_recovered(
@@ -245,10 +248,10 @@ def _draw_recovered(
     rejected_idx, target_logits = rows_at(rejected_idx, random), rows_at(logits, random)
     p = target_logits.softmax(dim=-1)
     if batch.probs is None:
-        residual = ops.residual_one_hot(p, batch.token_ids[rejected_idx])
+        residual = ops.residual_one_hot(p, rows_at(batch.token_ids, rejected_idx))
     else:
         scale = None if scale is None else rows_at(scale, random)
         residual = ops.residual(p, batch.probs.index_select(0, rejected_idx), scale)
     recovered = torch.where(rows_at(is_rejected, random).unsqueeze(1), residual.log(), target_logits)
     logits = put_rows(logits, random, recovered)
-    return sample_last(logits, is_rejected, rows.seeds[last], rows.positions[last], random)
+    return sample_last(logits, is_rejected, rows_at(rows.seeds, last), rows_at(rows.positions, last), random)

@@ -6,6 +6,8 @@ and recorded like kernels.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from verifier.rules import Rule
 class TensorJudge:
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
+        self._layouts = dict[tuple[int, int], DraftBatch]()  # by drafts and requests; a step runs before it is captured
 
     def __call__(
         self,
@@ -50,7 +53,10 @@ class TensorJudge:
         self, logits: Tensor, rows: RowSampling, draft_token_ids: Tensor, draft_probs: Tensor | None, num_requests: int
     ) -> Verified:
         """As if no request were greedy."""
-        batch = DraftBatch.of_equal(draft_token_ids, draft_probs, num_requests)
+        layout = len(draft_token_ids), num_requests
+        if layout not in self._layouts:
+            self._layouts[layout] = DraftBatch.of_equal(draft_token_ids, None, num_requests)
+        batch = replace(self._layouts[layout], token_ids=draft_token_ids, probs=draft_probs)
         drawn = SamplingRows(
             vocab_size=logits.shape[1],
             is_greedy=(False,) * len(logits),
