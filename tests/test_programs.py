@@ -271,6 +271,12 @@ def small_calls(state: Tensor) -> list[Tensor]:
     torch.cat((n, n - 1), dim=2, out=out)
     clamped = torch.empty_like(n)
     torch.clamp(n, min=0, out=clamped)
+    compared, wider, wide_bools = f.clone(), torch.empty_like(n), torch.empty_like(n)
+    compared.ge_(0.1)
+    torch.add(small + 2**30, small + 2**30, out=wider)
+    torch.add(b, b, out=wide_bools)
+    torch.tensor([1, 2, 3]).fill_(-5)  # nobody's: the program must hold what it writes to
+    huge = 2**60 + 2**36 + 1
     state[:, 1:3].copy_(n[:, :2, 0])
     state.mul_(2).clamp_(max=9)
     state[0].zero_()
@@ -299,6 +305,9 @@ def small_calls(state: Tensor) -> list[Tensor]:
             f.index_select(1, row[:1] * 0),
         ),
         *(f[0].t().index_select(0, row.clamp(0, 3)), torch.arange(3000) + 1, torch.arange(40_000).clone()),
+        *(compared, wider, wide_bools, small >= 2**32 + 2, small + torch.tensor(2**32 + 2), small.clamp(max=9)),
+        torch.stack((torch.complex(f, f), torch.complex(f, -f))).real,
+        *((n + huge).float(), torch.full((2,), huge, dtype=torch.float32), f + huge),
         *(out, clamped, state.clone(), n.sum() + 1, torch.tensor(5) + n[0, 0, 0]),
     ]
 
@@ -317,6 +326,13 @@ def test_small_calls_of_torch_are_written_down_as_kernels_with_its_bits() -> Non
             assert found.dtype == own.dtype and found.shape == own.shape and found.stride() == own.stride(), index
             assert torch.equal(found != found, own != own), index
             assert torch.equal(found.nan_to_num(7.5), own.nan_to_num(7.5)), index
+
+
+def test_a_view_that_negates_what_it_shows_is_computed_anew() -> None:
+    numbers = torch.complex(torch.arange(3.0), torch.arange(3.0) + 1)
+    graph = record_prepared(lambda: (numbers.conj().imag + 1,), (), pool=Pool())
+    graph.replay()
+    assert graph.outputs[0].tolist() == [0.0, -1.0, -2.0]
 
 
 def test_a_chain_of_small_calls_leaves_nothing_to_torch() -> None:

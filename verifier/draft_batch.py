@@ -93,7 +93,7 @@ class DraftBatch:
 
     def padded(self, values: Tensor) -> Tensor:
         """One value a draft as [num_requests, longest], zero where a request has fewer drafts."""
-        if min(self.num_slots) == self.longest:
+        if min(self.num_slots, default=0) == self.longest:
             return values.view(len(self.num_slots), self.longest)
         padded = torch.zeros(len(self.num_slots), self.longest, dtype=values.dtype, device=values.device)
         padded[self.request_idx, self.draft_idx] = values

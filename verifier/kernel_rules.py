@@ -1,7 +1,7 @@
 """Chains of drafts judged by kernels, Triton's or a CPU's: the rules of verifier/rules.py that have one.
 
 Same streams and keys as there, so both decide alike but for ties within a rounding. Greedy requests are judged by the
-target's argmax, here inside the launch.
+target's argmax.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ class Rule(ABC):
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """(accepted draft tokens, the token after them), both [num_requests] int64.
 
+        The definition; where verifier/kernel_rules.py has a kernel of the rule, that judges chains.
+
         processed: [num_rows, vocab] float32, what process_logits made of the target's logits.
         """
 

@@ -1,6 +1,8 @@
 """Which calls of torch are written down as small_operations.py's kernels instead; all others stay torch's.
 
-They are those whose result such a kernel has to the bit, of few numbers: of many torch's own loops are faster.
+They are those whose result such a kernel has to the bit, of few numbers: of many torch's own loops are faster. What
+torch checks, it has checked when the computation was made before it was recorded; a replay checks nothing, indices
+neither.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from kernels.cpu.rows import WHOLE, take_into
 from kernels.cpu.small_operations import FLOATS, INTEGERS, NUM_DIMS, RAW, Operation, choose, compute
 
 MOST_COMPUTED, MOST_COPIED = 1 << 11, 1 << 15  # numbers
+LARGEST_WHOLE = 2**53  # beyond it an integer is not a float64
 
 Keep = Callable[[Tensor], None]
 COMPARISONS = {name: Operation[name.upper()] for name in ("ge", "gt", "le", "lt", "eq", "ne")}
@@ -26,38 +29,63 @@ OF_BOOLS = {"mul", *COMPARISONS, *BITWISE, *LOGICAL}  # that give bools
 
 
 def lower(func: Any, args: Any, kwargs: Any, out: Tensor, keep: Keep) -> bool:
-    """Write the call down as kernels, if that can be; whether it was. keep: takes what the kernels read for good.
+    """Write the call down as kernels, if that can be; whether it was. keep: takes what they read or write for good.
 
     out: the one tensor that the call writes to.
     """
-    if out.numel() == 0 or out.dim() > NUM_DIMS or out.device.type != "cpu":
+    if out.numel() == 0 or out.dim() > NUM_DIMS or out.device.type != "cpu" or out.is_complex():
         return False
     name = func._schema.name.removeprefix("aten::")
     lowering = LOWERINGS.get(name.removesuffix("_") if not name.startswith("_") else name)
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    return lowering is not None and lowering(name.removesuffix("_"), named, out, keep)
+    is_lowered = lowering is not None and lowering(name.removesuffix("_"), named, out, keep)
+    if is_lowered:
+        keep(out)
+    return is_lowered
 
 
 def _binary(name: str, named: dict[str, Any], out: Tensor, keep: Keep) -> bool:
     a, b = named["self"], named["other"]
     if named.get("alpha", 1) != 1 or named.get("rounding_mode") is not None or out.numel() > MOST_COMPUTED:
         return False
-    tensors = [own for own in (a, b) if isinstance(own, Tensor)]
-    if all(own.dtype in INTEGERS for own in tensors):
-        if name == "div" or not all(isinstance(own, Tensor | int) for own in (a, b)) or out.dtype not in INTEGERS:
-            return False
-        are_bools = all(own.dtype == torch.bool for own in tensors)
-        if (name in LOGICAL and not are_bools) or (out.dtype == torch.bool and name not in OF_BOOLS):
-            return False
-        dtype = torch.int64
-    else:
-        dtype = tensors[0].dtype
-        if name not in ARITHMETIC | COMPARISONS or dtype not in FLOATS or any(own.dtype != dtype for own in tensors):
-            return False
-        if out.dtype not in (dtype, torch.bool):
-            return False
+    dtype = torch.result_type(a, b)  # that torch computes in
+    is_known = _fits_integers if dtype in INTEGERS else _fits_floats
+    if not is_known(name, dtype, (a, b), out):
+        return False
+    dtype = torch.int64 if dtype in INTEGERS else dtype
     compute(BINARY[name], out, _tensor(a, dtype, keep), _tensor(b, dtype, keep))
     return True
+
+
+def _fits_integers(name: str, dtype: torch.dtype, operands: tuple[Tensor | float, ...], out: Tensor) -> bool:
+    """Whether computing in int64, and storing as many bits as the result has, is what torch does."""
+    if name == "div" or out.dtype not in INTEGERS or (out.dtype == torch.bool and name not in OF_BOOLS):
+        return False
+    if dtype == torch.bool:
+        return name in OF_BOOLS
+    if name in LOGICAL:
+        return False
+    if dtype == torch.int64:
+        return True
+    # What is wider than int32, torch would cut first; and it would cut the result before it stores it.
+    is_cut = any(_is_wider(own) for own in operands)
+    return not is_cut and (name in COMPARISONS or out.dtype == torch.int32)
+
+
+def _is_wider(operand: Tensor | float) -> bool:
+    if isinstance(operand, Tensor):
+        return operand.dtype == torch.int64
+    limits = torch.iinfo(torch.int32)
+    return not limits.min <= operand <= limits.max
+
+
+def _fits_floats(name: str, dtype: torch.dtype, operands: tuple[Tensor | float, ...], out: Tensor) -> bool:
+    """Whether torch computes in the type of the tensors, and rounds what it gives once."""
+    if dtype not in FLOATS or name not in ARITHMETIC | COMPARISONS:
+        return False
+    if any(own.dtype != dtype if isinstance(own, Tensor) else abs(own) > LARGEST_WHOLE for own in operands):
+        return False
+    return out.dtype == (torch.bool if name in COMPARISONS else dtype)
 
 
 def _clamp(name: str, named: dict[str, Any], out: Tensor, keep: Keep) -> bool:
@@ -65,7 +93,8 @@ def _clamp(name: str, named: dict[str, Any], out: Tensor, keep: Keep) -> bool:
     bounds = torch.iinfo(torch.int64)
     if x.dtype not in (torch.int64, torch.int32) or out.dtype != x.dtype or out.numel() > MOST_COMPUTED:
         return False
-    if not all(own is None or isinstance(own, int) for own in (least, most)):
+    given = [own for own in (least, most) if own is not None]
+    if not all(isinstance(own, int) and (x.dtype == torch.int64 or not _is_wider(own)) for own in given):
         return False
     lowest, highest = (bounds.min if least is None else least), (bounds.max if most is None else most)
     compute(
@@ -113,7 +142,8 @@ def _fill(name: str, named: dict[str, Any], out: Tensor, keep: Keep) -> bool:
         value = named.get(key, value)
     if name in ("ones", "new_ones", "ones_like"):
         value = 1
-    return isinstance(value, int | float) and _copied(_tensor(value, out.dtype, keep), out, keep)
+    is_known = isinstance(value, int | float) and (out.dtype in INTEGERS or not abs(value) > LARGEST_WHOLE)
+    return is_known and _copied(_tensor(value, out.dtype, keep), out, keep)
 
 
 def _cat(name: str, named: dict[str, Any], out: Tensor, keep: Keep) -> bool:
@@ -128,7 +158,8 @@ def _cat(name: str, named: dict[str, Any], out: Tensor, keep: Keep) -> bool:
         return False  # torch leaves empty vectors out
     for place, own in zip(places, tensors, strict=True):
         if own.numel():
-            _copied(own, place, keep)
+            is_copied = _copied(own, place, keep)
+            assert is_copied, "a part of what may be copied may be"
     return True
 
 

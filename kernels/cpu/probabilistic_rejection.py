@@ -216,8 +216,12 @@ def verify_probabilistic(
     values = (processed, p, draft_token_ids, draft_probs, cu_num_draft_tokens, seeds, positions, is_greedy, argmax)
     assert all(own is None or own.is_contiguous() for own in values)
     assert processed.dtype == p.dtype == torch.float32 and (is_greedy is None) == (argmax is None)
-    assert draft_probs is None or draft_probs.dtype == torch.float32
+    integers_of = (draft_token_ids, cu_num_draft_tokens, seeds, positions, *([] if argmax is None else [argmax]))
+    assert all(own.dtype == torch.int64 for own in integers_of) and processed.shape == p.shape
     (num_rows, vocab_size), num_requests = p.shape, len(cu_num_draft_tokens) - 1
+    assert len(seeds) == len(positions) == num_rows == len(draft_token_ids) + num_requests
+    assert draft_probs is None or draft_probs.dtype == torch.float32
+    assert draft_probs is None or draft_probs.shape == (len(draft_token_ids), vocab_size)
     width, num_splits = max_num_draft_tokens + 1, -(-vocab_size // SPLIT)
     token_ids, counts = empty(num_requests, width, dtype=torch.int64), empty(2, num_requests, dtype=torch.int64)
     verified = Verified(token_ids, counts[0], counts[1])

@@ -78,7 +78,7 @@ class Recording:
         self._calls: list[tuple[int, Any, int]] = []  # as Team has them; since the last of:
         self._parts: list[Callable[[], None]] = []
         self._threads = torch.get_num_threads()  # for which kernels make room
-        self._kept = list[Tensor]()
+        self._kept = dict[int, Any]()  # storages that are not the pool's
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         block = self._pool.free_block(prod(shape) * dtype.itemsize)
@@ -93,8 +93,9 @@ class Recording:
 
     def keep(self, tensor: Tensor) -> None:
         """Have the program hold what is not the pool's, for those who write down kernels of somebody else's tensors."""
-        if tensor.untyped_storage()._cdata not in self._blocks:
-            self._kept.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks:
+            self._kept[storage._cdata] = storage
 
     def add_kernel(self, address: int, arguments: Any, parts: int) -> None:
         self._calls.append((address, arguments, parts))
@@ -106,7 +107,7 @@ class Recording:
 
     def program(self) -> Program:
         self._end_team()
-        return Program(self._parts, {*self._blocks.values()}, self._kept)
+        return Program(self._parts, [*self._blocks.values(), *self._kept.values()])
 
     def _end_team(self) -> None:
         if self._calls:
@@ -115,10 +116,10 @@ class Recording:
 
 
 class Program:
-    """What a recording has written down. Whatever it reads must be where it was; it keeps its own blocks alone."""
+    """What a recording has written down. Whatever it reads must be where it was; it keeps what the recording says."""
 
-    def __init__(self, parts: Sequence[Callable[[], None]], blocks: set[Block], kept: Sequence[Tensor]) -> None:
-        self._parts, self._keeps = parts, (blocks, kept)
+    def __init__(self, parts: Sequence[Callable[[], None]], keeps: Sequence[Any]) -> None:
+        self._parts, self._keeps = parts, keeps
 
     def __call__(self) -> None:
         """In the mode that it was recorded in: torch keeps what inference mode has made from being written outside."""

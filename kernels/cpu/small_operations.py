@@ -128,7 +128,7 @@ def float_of(operation: Any, a: Any, b: Any) -> Any:
         return a - b
     if operation == MUL:
         return a * b
-    return a / b if operation == DIV else a
+    return a / b if operation == DIV else a  # CONVERT
 
 
 @cache
@@ -154,8 +154,10 @@ def computing(of_floats: bool, to_floats: bool) -> Kernel:
                                 store_integer(r.out, place, r.out_kind, np.int64(compared(r.operation, x, y)))
                         else:
                             p, q = integer_at(r.a, at, r.a_kind), integer_at(r.b, beside, r.b_kind)
-                            if to_floats:
+                            if to_floats and r.out_kind == 0:
                                 store_float(r.out, place, r.out_kind, np.float64(p))
+                            elif to_floats:  # rounded once
+                                carray(pointer(r.out + 4 * place), (1,), np.float32)[0] = np.float32(p)
                             else:
                                 end = integer_at(r.c, c_place + n * r.c_3, r.c_kind)
                                 value = integer_of(r.operation, p, q, end, r.out_kind)

@@ -1,4 +1,4 @@
-"""What torch itself computes in a recorded computation: refused, or written down as a call between the kernels.
+"""What torch itself computes in a recorded computation: refused, or written down, as a kernel or between the kernels.
 
 A call that is written down is not made, for what it reads is not there yet: only shapes are known, which torch's "meta"
 device computes. Where they depend on values, as where a value is read back, nothing can be recorded.
@@ -74,6 +74,8 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return flat.as_strided(shape.shape, shape.stride())
 
     def _add(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        if any(isinstance(own, Tensor) and (own.is_neg() or own.is_conj()) for own in tree_leaves((args, kwargs))):
+            raise NotRecordableError(f"{func} of a view that negates what it shows")
         outs = _written(func, args, kwargs) if results is None else [results]
         if len(outs) == 1 and isinstance(outs[0], Tensor) and lower(func, args, kwargs, outs[0], self._recorded.keep):
             return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kernels.cpu.recording import Pool
 
 MAX_OUTPUT_BYTES = 1 << 28  # of the graphs of a store
-MAX_GRAPHS = 512  # of a store: one takes some ten kilobytes beside its outputs
+MAX_GRAPHS = 512  # of a store: one takes some ten kilobytes beside its outputs, a rule's tensors as many again
 _one_at_a_time = threading.Lock()  # recordings of all threads: garbage is collected in none of them, or in all
 
 
