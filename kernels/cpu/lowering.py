@@ -123,7 +123,7 @@ def _copy(name: str, named: dict[str, Any], out: Tensor, keep: Keep) -> bool:
 
 def _copied(source: Tensor, out: Tensor, keep: Keep) -> bool:
     """A copy, to another type too."""
-    if out.numel() > MOST_COPIED or out.device != source.device or out.is_complex() or source.dim() > out.dim():
+    if out.numel() > MOST_COPIED or out.device != source.device or source.dim() > out.dim():
         return False
     if source.dtype == out.dtype and out.element_size() in RAW:
         choose(out, _tensor(source, source.dtype, keep))

@@ -173,10 +173,8 @@ def choosing_last() -> Kernel:
         num_splits = (a.vocab_size + SPLIT - 1) // SPLIT
         images = integers(a.images, a.num_requests * num_splits)
         tokens = integers(a.tokens, a.num_requests * num_splits)
-        token_ids, num_accepted = (
-            integers(a.token_ids, a.num_requests * a.width),
-            integers(a.num_accepted, a.num_requests),
-        )
+        token_ids = integers(a.token_ids, a.num_requests * a.width)
+        num_accepted = integers(a.num_accepted, a.num_requests)
         last_rows, rejected = integers(a.last_rows, a.num_requests), integers(a.rejected, a.num_requests)
         seeds, positions = integers(a.seeds, a.num_rows), integers(a.positions, a.num_rows)
         logits, p = floats(a.processed, a.num_rows, a.vocab_size), floats(a.p, a.num_rows, a.vocab_size)
