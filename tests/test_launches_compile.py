@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Hashable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ TYPES = {
 METHODS = ("none", "probabilistic", "block", "eagle3 tree", "ngram_gpu")
 
 
-def kernel_of(variant: tuple[Any, ...]) -> Kernel:
+def kernel_of(variant: Any) -> Kernel:
     """As tests/compile_kernels.py has it, of what tests/emulated_kernels.py calls a variant."""
     function, *kinds = variant
     types, constants, options = dict[str, str](), dict[str, Any](), dict[str, Any]()
@@ -73,8 +72,7 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(emulated_gpu: Emu
     for name in METHODS:
         method, params = CASES[name]
         complete(Engines()(method, **GPU), PROMPTS, [params[0], CUT])
-    variants: set[Hashable] = emulated_gpu.variants
-    found = {str(kernel): kernel for kernel in (kernel_of(variant) for variant in variants)}  # type: ignore[arg-type]
+    found = {str(kernel): kernel for kernel in map(kernel_of, emulated_gpu.variants)}
     launched = {kernel.name for kernel in found.values()}
     # Of contexts that are split, and of trees whose candidates are drawn.
     assert launched == {kernel.name for kernel in KERNELS} - {"merge_kernel", "perturb_kernel"}

@@ -275,7 +275,6 @@ def small_calls(state: Tensor) -> list[Tensor]:
     compared.ge_(0.1)
     torch.add(small + 2**30, small + 2**30, out=wider)
     torch.add(b, b, out=wide_bools)
-    torch.tensor([1, 2, 3]).fill_(-5)  # nobody's: the program must hold what it writes to
     huge = 2**60 + 2**36 + 1
     state[:, 1:3].copy_(n[:, :2, 0])
     state.mul_(2).clamp_(max=9)
@@ -313,7 +312,7 @@ def small_calls(state: Tensor) -> list[Tensor]:
 
 
 def test_small_calls_of_torch_are_written_down_as_kernels_with_its_bits() -> None:
-    """NaNs too; memory of nobody else is held, and what a program needs it keeps."""
+    """NaNs too, and states that go on."""
     state = torch.arange(6).view(2, 3) - 3
     wanted = [small_calls(state), small_calls(state)]  # the second goes on from the first
     state.copy_(torch.arange(6).view(2, 3) - 3)
@@ -326,6 +325,24 @@ def test_small_calls_of_torch_are_written_down_as_kernels_with_its_bits() -> Non
             assert found.dtype == own.dtype and found.shape == own.shape and found.stride() == own.stride(), index
             assert torch.equal(found != found, own != own), index
             assert torch.equal(found.nan_to_num(7.5), own.nan_to_num(7.5)), index
+
+
+def test_a_program_keeps_what_its_kernels_read_and_write_of_nobody() -> None:
+    """A tensor that was only written to was gone at a replay, which wrote to what lay there by then."""
+    addresses = list[int]()
+
+    def compute() -> Tensors:
+        read, written = torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
+        addresses[:] = [read.data_ptr(), written.data_ptr()]
+        written.fill_(-5)
+        return (read + 1,)
+
+    graph = record_prepared(compute, (), pool=Pool())
+    assert isinstance(graph.replay, Program)
+    kept = {own.data_ptr() for own in graph.replay._keeps if isinstance(own, torch.UntypedStorage)}
+    assert set(addresses) <= kept
+    graph.replay()
+    assert graph.outputs[0].tolist() == [2, 3, 4]
 
 
 def test_a_view_that_negates_what_it_shows_is_computed_anew() -> None:

@@ -100,13 +100,16 @@ def compared(operation: Any, a: Any, b: Any) -> Any:
 
 
 @exact
-def integer_of(operation: Any, a: Any, b: Any, c: Any, out_kind: Any) -> Any:
+def arithmetic(operation: Any, a: Any, b: Any) -> Any:
     if operation == ADD:
         return a + b
-    if operation == SUB:
-        return a - b
-    if operation == MUL:
-        return a * b
+    return a - b if operation == SUB else a * b
+
+
+@exact
+def integer_of(operation: Any, a: Any, b: Any, c: Any, out_kind: Any) -> Any:
+    if operation <= MUL:
+        return arithmetic(operation, a, b)
     if operation == AND:
         return a & b
     if operation == OR:
@@ -122,12 +125,8 @@ def integer_of(operation: Any, a: Any, b: Any, c: Any, out_kind: Any) -> Any:
 
 @exact
 def float_of(operation: Any, a: Any, b: Any) -> Any:
-    if operation == ADD:
-        return a + b
-    if operation == SUB:
-        return a - b
-    if operation == MUL:
-        return a * b
+    if operation <= MUL:
+        return arithmetic(operation, a, b)
     return a / b if operation == DIV else a  # CONVERT
 
 
