@@ -26,8 +26,8 @@ from kernels.cpu.recording import empty
 from kernels.cpu.rows import widened
 from kernels.cpu.threads import parts_of
 
-PART_BYTES = 1 << 17  # of a panel, for the turns of many rows: it and the next one fit in any second cache
-AHEAD = 1024  # bytes of a panel that are asked for before they are read
+PART_BYTES = 1 << 16  # of a panel, for the turns of many rows: it and the next one fit in any second cache
+AHEAD = 512  # bytes of a panel that are asked for before they are read
 PART_WORK = 1 << 17  # products, made in some microseconds; reading a weight takes as long as TURN_ROWS of them
 
 Arguments = arguments_of(

@@ -11,6 +11,8 @@ from numba.extending import intrinsic
 
 from kernels.cpu.compiled import compiled
 
+CACHE_LINE = 64  # bytes
+
 
 def _pointer(_context: Any, _address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -37,7 +39,18 @@ def call_llvm(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
     return builder.call(function, arguments)
 
 
+def _touch(_context: Any, _address: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.IntType(64)
+        # Compilers leave out what nobody uses, but not what other threads may have a part in.
+        builder.load_atomic(builder.inttoptr(arguments[0], kind.as_pointer()), "monotonic", kind.width // 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 pointer: Any = intrinsic(_pointer)  # of an int64 address
+touch: Any = intrinsic(_touch)  # 8 bytes at an address, a multiple of 8, are read for nothing but to have them near
 call: Any = intrinsic(_call)  # of a kernel at an address: a pointer to its arguments, part, num_parts and thread
 
 
