@@ -28,13 +28,13 @@ from kernels.cpu.compiled import compiled, vectorized
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.key_panels import KEYS, pair_keys, pair_values, spread_keys, spread_values
+from kernels.cpu.key_panels import KEYS, fetch, pair_keys, pair_values, spread_keys, spread_values
 from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.panels import LANES, has_feature, multiplies_pairs
 
 HEADS = 4  # of one KV head, at most, that are a unit of work
-TURNS = 8  # of neighbouring units that take keys in together, as these lie in memory
+NEIGHBOURS = 512  # rows of neighbouring units, at most, that take keys in together, as these lie in memory
 TREE_ROWS = 64  # of one tree, at most, that do so
 OFFSETS = 3  # of every key: where it lies in the cache, its own numbers, and its values
 NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
@@ -65,7 +65,7 @@ def vectors_of(head_dim: int) -> int:
 def room_of(tile_size: int, group: int, head_dim: int) -> int:
     """float32 that a thread needs for tiles of so many rows; whole vectors, so that each thread's begins on a line."""
     wide = -(-head_dim // LANES) * LANES
-    rows = max(tile_size * min(group, HEADS), TURNS * ROWS) + ROWS
+    rows = max(tile_size * min(group, HEADS), NEIGHBOURS) + ROWS
     panels, turn, units = 2 * KEYS * wide, 2 * ROWS * KEYS, rows * (2 * wide + 2)  # in this order
     return -(-(panels + turn + units) // LANES) * LANES
 
@@ -232,7 +232,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
     """Of tensors of these elements, with values and keys in panels of so many vectors; is_paired: of bfloat16s."""
     lanes, key_lanes, turn_rows = LANES * vectors, LANES * key_vectors, ROWS if on_amx else TURN_ROWS
     factor, dtype = (ELEMENTS[torch.bfloat16], torch.bfloat16) if is_paired else (np.float32, torch.float32)
-    factor_bytes, kind = np.dtype(factor).itemsize, kind_of(dtype)
+    factor_bytes, element_bytes, kind = np.dtype(factor).itemsize, np.dtype(element).itemsize, kind_of(dtype)
     inputs = 2 if is_paired else 1  # of a step in vector lanes
     step_keys = INPUTS if on_amx else inputs
 
@@ -266,7 +266,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                 size = min(a.segments_per_table - family % families * TREE_ROWS, TREE_ROWS)
             first_row, segment = integers(a.rows, num_tiles)[tile], integers(a.segments, num_tiles)[tile]
             turns = (size * min(group, HEADS) + turn_rows - 1) // turn_rows
-            members = min(end - unit, of_tile - first_unit, max(TURNS // max(turns, 1), 1))
+            members = min(end - unit, of_tile - first_unit, max(NEIGHBOURS // max(turns * turn_rows, 1), 1))
             wanted_at = results_at + 4 * members * turns * turn_rows * columns * lanes
             totals_at = wanted_at + factor_bytes * members * turns * turn_rows * dim
             results = carray(pointer(results_at), (members * turns, columns, turn_rows, lanes), np.float32)
@@ -294,6 +294,8 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                         begin = np.int64(0) if is_first else max(shared_keys - start, 0)  # the others lie there already
                         if paths > 1 or member == 0:
                             offsets_into(offsets[0, begin:], a, segment + low, start + begin, start + count)
+                            if member == 0 and members == of_tile:
+                                fetch(a.kv, offsets[0], begin, count, element_bytes, a.width)
                         shift_offsets(offsets, count, kv_head * dim, (a.num_kv_heads + kv_head) * dim)
                         seen = max(first_key - start, 0), count
                         if is_paired:
@@ -302,7 +304,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                         else:
                             keys_from = offsets_at + 8 * KEYS
                             spread_keys(keys_at, a.kv, flat, offsets[1], keys_from, begin, count, dim, key_lanes)
-                            spread_values(values_at, a.kv, flat, offsets[2], begin, seen, dim, lanes)
+                            spread_values(values_at, flat, offsets[2], begin, seen, dim, lanes)
                     heads = heads_of(first_unit + member, group, blocks)[1]
                     row, behind = low * heads, high * heads
                     while row < behind:

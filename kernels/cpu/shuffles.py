@@ -1,4 +1,4 @@
-"""Rows of keys and values as products take them: asked for in time, and moved within vector registers."""
+"""Rows of keys and values as products take them: moved within vector registers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.elements import BFLOAT16, FLOAT16, SHORT
-from kernels.cpu.multiply_add import FLOATS, HALVES, INT, WORDS, load, number, prefetch
+from kernels.cpu.multiply_add import FLOATS, HALVES, INT, WORDS, load, number
 from kernels.cpu.panels import LANES
 
 SHORTS = ir.VectorType(SHORT, LANES)
@@ -40,16 +40,15 @@ def _widened(builder: Any, words: Any, like: Any) -> list[Any]:
 
 
 def _transpose(
-    _context: Any, target: Any, target_bytes: Any, rows: Any, offsets: Any, offset_bytes: Any, ahead: Any, like: Any
+    _context: Any, target: Any, target_bytes: Any, rows: Any, offsets: Any, offset_bytes: Any, like: Any
 ) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        target, target_bytes, rows, offsets, offset_bytes, ahead, _ = arguments
+        target, target_bytes, rows, offsets, offset_bytes, _ = arguments
         vectors = []
         for index in range(LANES):
             offset = load(builder, builder.add(offsets, number(8 * index)), INT, 8)
             place = builder.add(rows, builder.mul(offset, offset_bytes))
             vectors.append(load(builder, place, WORDS, 2))
-            prefetch(builder, builder.add(place, ahead))
         for distance in (8, 4, 2, 1):
             vectors = _swap(builder, vectors, distance)
         widened = [own for vector in vectors for own in _widened(builder, vector, like)]
@@ -58,16 +57,14 @@ def _transpose(
             builder.store(vector, builder.inttoptr(place, vector.type.as_pointer())).align = 4
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6, like), generate
+    return types.void(*[types.int64] * 5, like), generate
 
 
-def _interleave(_context: Any, _target: Any, _low: Any, _high: Any, _ahead: Any) -> Any:
+def _interleave(_context: Any, _target: Any, _low: Any, _high: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        target, low, high, ahead = arguments
+        target, low, high = arguments
         halves = ir.VectorType(ir.IntType(16), 2 * LANES)
         vectors = [load(builder, address, halves, 2) for address in (low, high)]
-        for address in (low, high):
-            prefetch(builder, builder.add(address, ahead))
         for half in range(2):
             lanes = [index for lane in range(half * LANES, (half + 1) * LANES) for index in (lane, lane + 2 * LANES)]
             pairs = builder.shuffle_vector(*vectors, ir.Constant(ir.VectorType(WORDS.element, 2 * LANES), lanes))
@@ -75,20 +72,11 @@ def _interleave(_context: Any, _target: Any, _low: Any, _high: Any, _ahead: Any)
             builder.store(pairs, builder.inttoptr(place, halves.as_pointer())).align = 4
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), generate
-
-
-def _ask_for(_context: Any, _address: Any) -> Any:
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        prefetch(builder, arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    return types.void(*[types.int64] * 3), generate
 
 
 # target[d, row] = rows[offsets[row] + d], of LANES words of LANES rows each, in float32 if `like` is of 16 bits and as
 # they are if not: addresses of the target, whose rows lie target_bytes apart, of the rows, and of their int64 offsets,
-# in units of offset_bytes. What lies `ahead` bytes behind what it reads is asked for, by `interleave` too.
+# in units of offset_bytes.
 transpose: Any = intrinsic(_transpose)
 interleave: Any = intrinsic(_interleave)  # target[i] = low[i], high[i] for 2 * LANES numbers of 16 bits: addresses
-ask_for: Any = intrinsic(_ask_for)  # the line of a cache at an address, which is to be read soon
