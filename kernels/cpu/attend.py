@@ -294,7 +294,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                         begin = np.int64(0) if is_first else max(shared_keys - start, 0)  # the others lie there already
                         if paths > 1 or member == 0:
                             offsets_into(offsets[0, begin:], a, segment + low, start + begin, start + count)
-                            if member == 0 and members == of_tile:
+                            if member == 0 and members == of_tile:  # a part of the heads would leave gaps as well
                                 fetch(a.kv, offsets[0], begin, count, element_bytes, a.width)
                         shift_offsets(offsets, count, kv_head * dim, (a.num_kv_heads + kv_head) * dim)
                         seen = max(first_key - start, 0), count

@@ -27,7 +27,7 @@ UNWIDENED = np.uint32(0)  # words that shuffles.transpose leaves as they are
 def fetch(kv: Any, offsets: Any, begin: Any, count: Any, size: Any, width: Any) -> None:
     """Whole rows of keys and values into a core's caches, in the order in which they lie: memory reads ahead then.
 
-    Heads one after another skip from row to row: so a core of an EPYC was given 10 GB/s, and in order 20.
+    Heads one after another skip from row to row, which memory serves at a fraction of that speed.
     """
     for key in range(begin, count):
         row = kv + size * np.int64(offsets[key])

@@ -151,7 +151,7 @@ class Sums:
         factors = [kind.weights(builder, builder.add(line, number(kind.vector_bytes * at))) for at in self.vectors]
         if ahead:
             wanted = builder.add(ahead[0], builder.mul(step, ahead[1]))
-            # Asked into the first cache, they made two turns of four rows take 1.8 times as long on an EPYC (Zen 4).
+            # Not the first cache: it has so few misses under way that those who ask would wait for them.
             for distance in range(0, min(ASKED_LINES * CACHE_LINE, kind.vector_bytes * count), CACHE_LINE):
                 prefetch(builder, builder.add(wanted, number(distance)), SECOND_CACHE)
         for row in self.rows:

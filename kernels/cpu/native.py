@@ -42,7 +42,8 @@ def call_llvm(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
 def _touch(_context: Any, _address: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.IntType(64)
-        # Compilers leave out what nobody uses, but not what other threads may have a part in.
+        # Compilers leave out what nobody uses, but not what other threads may have a part in; atomics.load would have
+        # what follows wait for it on some CPUs.
         builder.load_atomic(builder.inttoptr(arguments[0], kind.as_pointer()), "monotonic", kind.width // 8)
         return context.get_dummy_value()
 
