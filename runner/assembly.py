@@ -14,10 +14,10 @@ import torch
 from proposers.base import Proposer, ProposerContext, check_tap_layers, proposer_class
 from runner.cache_size import num_cache_blocks
 from runner.config import SpeculativeConfig, SuffixMethod
+from runner.engine.block_manager import BlockManager
 from runner.engine.errors import UserError
 from runner.engine.grammar import GrammarCompiler
 from runner.engine.grammar_store import GrammarStore
-from runner.engine.kv_cache import BlockManager
 from runner.engine.loader import LoadedModel
 from runner.engine.memory import release_unused
 from runner.engine.model_runner import ModelRunner

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.engine.block_manager import BlockManager
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.kv_cache import BlockManager, PagedKVCache
+from runner.engine.kv_cache import PagedKVCache
 from runner.engine.segment import Family, Segment
 from runner.engine.tile_shape import ROW_INVARIANT_TILES
 

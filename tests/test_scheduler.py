@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proposers.base import draft_tokens_from_lists
-from runner.engine.kv_cache import BlockManager
+from runner.engine.block_manager import BlockManager
 from runner.engine.request import DraftTokens, Request, RequestStatus, VerifyOutput
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from runner.engine.block_manager import BlockManager
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.kv_cache import BlockManager, PagedKVCache
+from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Part
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.model_runner import ModelRunner

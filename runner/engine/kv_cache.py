@@ -1,4 +1,4 @@
-"""The paged KV cache: tensors on the device, and the bookkeeping of their blocks on the host.
+"""The paged KV cache: tensors on the device. Whose their blocks are is `block_manager.py`'s.
 
 One block table serves every model of a run: block b of the target's cache and block b of the draft's hold the
 same positions of the same request. Block 0 is the null block, for rows that belong to no request. On a CPU they write
@@ -8,7 +8,6 @@ zeros.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -59,42 +58,3 @@ def move_kv_on(device: torch.device, *, widest: int) -> Callable[..., None]:
     else:
         from kernels.cpu.move_kv import move_kv
     return partial(move_kv, widest=widest)
-
-
-class BlockManager:
-    """Hands out physical blocks 1..num_blocks-1; first in, first out, so a leak shows early."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks must be >= 2 (block 0 is reserved), got {num_blocks}")
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self._free = deque(range(1, num_blocks))
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_usable_blocks(self) -> int:
-        return self.num_blocks - 1
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def grow(self, block_table: list[int], num_tokens: int) -> bool:
-        """Extend block_table to hold num_tokens; False, and nothing changed, when too few blocks are free."""
-        missing = self.num_blocks_for(num_tokens) - len(block_table)
-        if missing > len(self._free):
-            return False
-        block_table.extend(self._free.popleft() for _ in range(missing))
-        return True
-
-    def release(self, block_table: list[int]) -> None:
-        self._free.extend(block_table)
-        block_table.clear()
-
-    def check_integrity(self, tables: list[list[int]]) -> None:
-        """Every block is free or owned, exactly once."""
-        owned = [block for table in tables for block in table]
-        counted = sorted([*self._free, *owned])
-        assert counted == list(range(1, self.num_blocks)), "a KV block leaked or is owned twice"

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from runner.engine.block_manager import BlockManager
 from runner.engine.draft_budget import DraftBudget
-from runner.engine.kv_cache import BlockManager
 from runner.engine.request import Request, RequestStatus, StepOutcome
 from runner.engine.stopping import StopRules
 
