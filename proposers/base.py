@@ -18,7 +18,7 @@ from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
 from runner.engine.hidden_states import NORMED
 from runner.engine.loader import LoadedModel
-from runner.engine.request import DraftTokens, VerifyOutput
+from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
 
@@ -77,6 +77,15 @@ class Proposer(ABC):
 
     def release(self, request_id: str) -> None:  # noqa: B027 - optional
         """Forget a request."""
+
+    def fills_blocks(self, request: Request) -> bool:
+        """Whether `update` puts into the blocks of this request's prompt all that drafting from them needs.
+
+        Then requests whose prompts begin alike share them, and start behind them: no step brings those tokens again.
+        Asked once the request's step is over, when it may have ended. Blocks are known by their tokens and the next
+        one (runner/engine/prefix_cache.py), so what is kept at a position may depend on these and all earlier ones.
+        """
+        return self.cache_bytes_per_block == 0 and not self.tap_layers
 
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         """Its drafting as something that can be captured with a whole step; None: the host takes part in it.

@@ -14,7 +14,7 @@ from typing import Any
 from proposers.base import Proposer, ProposerContext
 from proposers.captured.drafter import CapturedDrafter
 from runner.engine.errors import UserError
-from runner.engine.request import DraftTokens, VerifyOutput
+from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 
 
@@ -53,6 +53,9 @@ class CustomClassProposer(Proposer):
 
     def release(self, request_id: str) -> None:
         self.inner.release(request_id)
+
+    def fills_blocks(self, request: Request) -> bool:
+        return self.inner.fills_blocks(request)
 
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         return self.inner.captured_drafter(num_tokens)

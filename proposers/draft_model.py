@@ -111,9 +111,9 @@ class DraftModelProposer(TokenByTokenProposer):
                 # KV of rejected drafts is void; what was committed of them is what the target has computed.
                 known = self._num_computed.get(request.request_id, 0)
                 self._num_computed[request.request_id] = min(known, request.num_computed_tokens)
-            elif item.start < self.max_model_len and self.may_draft(
-                request
-            ):  # the draft follows the target through prompts, chunk by chunk
+            elif item.start < self.max_model_len and self.may_draft(request):
+                # The draft follows the target through prompts, chunk by chunk, from where the first one starts.
+                self._num_computed.setdefault(request.request_id, item.start)
                 parts.append(self._part(request, min(item.start + item.num_new_tokens, self.max_model_len)))
         if parts:
             self.runner.run(parts)

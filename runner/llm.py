@@ -27,7 +27,7 @@ from runner.engine.scheduler import Scheduler
 from runner.engine.stopping import StopRules
 from runner.engine.structured_outputs import StructuredOutputsParams
 from runner.metrics import MetricsCollector
-from runner.metrics.totals import DraftTotals
+from runner.metrics.totals import RequestTotals
 from runner.model_files import model_path
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import PROMPT_RULE, Prompt, is_token_ids, make_requests
@@ -77,7 +77,8 @@ class LLM:
         self.config = config
         self.engine = assemble(config, target_info)
         self.metrics = MetricsCollector()  # of the generate() that runs, or ran last
-        self._totals = DraftTotals()  # of those before it
+        self._totals = RequestTotals()  # of those before it
+        self._cached_for = self.engine.proposer  # whose requests left in the KV cache what is known there
         self._to_abort: set[str] = set()  # prompts of the generate() that runs
         self._running = threading.Lock()
 
@@ -150,6 +151,8 @@ class LLM:
             Counter(name="vllm:spec_decode_num_draft_tokens", value=totals.num_draft_tokens),
             Counter(name="vllm:spec_decode_num_accepted_tokens", value=totals.num_accepted_tokens),
             Vector(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=totals.num_accepted_at),
+            Counter(name="vllm:prefix_cache_queries", value=totals.num_prompt_tokens),
+            Counter(name="vllm:prefix_cache_hits", value=totals.num_cached_tokens),
         ]
 
     def run(
@@ -164,8 +167,12 @@ class LLM:
         categories: Mapping[str, str] | None = None,  # request_id -> category, for the breakdown
         observer: Observer | None = None,
     ) -> RequestTraces:
-        """Bring requests to their end with one proposer; a request that cannot run fails and the rest go on."""
+        """Bring requests to their end with one proposer; a request that cannot run fails and the rest go on.
+
+        Finds nothing in the cache that earlier calls left there, so that every call does the same work.
+        """
         with self._one_at_a_time():
+            self.engine.block_manager.forget()
             loop = self._request_loop(proposer, metrics, max_draft_tokens, categories)
             return loop.run(requests, max_concurrency=max_concurrency, arrivals=arrivals, observer=observer)
 
@@ -208,6 +215,9 @@ class LLM:
     def scheduler_for(self, proposer: Proposer, max_draft_tokens: int | None = None) -> Scheduler:
         """An empty schedule over the engine's cache; for those who drive a StepLoop themselves."""
         engine, hardware = self.engine, self.config.hardware
+        if proposer is not self._cached_for:  # the one before may have left out what this one keeps in blocks
+            engine.block_manager.forget()
+            self._cached_for = proposer
         num_speculative_tokens = proposer.num_speculative_tokens
         if max_draft_tokens is not None:
             num_speculative_tokens = min(num_speculative_tokens, max_draft_tokens)
@@ -225,6 +235,7 @@ class LLM:
             num_speculative_tokens=num_speculative_tokens,
             num_speculative_tokens_per_batch_size=self.config.method.num_speculative_tokens_per_batch_size or (),
             disable_by_batch_size=self.config.method.disable_by_batch_size,
+            fills_blocks=proposer.fills_blocks if hardware.enable_prefix_caching else None,
         )
 
     def _check_speculative_model(self, name: str | None) -> None:

@@ -42,6 +42,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one a prompt token, None for the first
     error: str | None = None  # why it failed, or the first completion that did; None when none did
+    num_cached_tokens: int = 0  # of the prompt, that its first completion found in the prefix cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,7 @@ def collect_outputs(
                 )
                 for index, child in enumerate(children)
             ),
+            num_cached_tokens=children[0].num_cached_tokens,
             error=next((errors[child.request_id] for child in children if child.request_id in errors), None),
         )
         for prompt_index, children in grouped.items()

@@ -46,7 +46,8 @@ def write_outputs(
     """Writes one JSON object a line and request, in the order given.
 
     `arrival` is in seconds since the first request's, `ttft_ms` and `tpot_ms` are as in the summary (null without a
-    first or a second token), `seed` is the request's own. The last three fields have one entry per step that yielded
+    first or a second token), `seed` is the request's own, `num_cached_tokens` are those of its prompt that the prefix
+    cache had. The last three fields have one entry per step that yielded
     tokens: how many were drafted, how many of those were accepted, and how many tokens were committed.
     `prompt_token_ids` is there when the prompt came without text, `cumulative_logprob`, `logprobs` and
     `prompt_logprobs` where they were asked for (token ids as text, as vLLM's server gives them).
@@ -94,6 +95,7 @@ def _output(record: RequestRecord, start: float) -> dict[str, Any]:
         "finish_reason": record.finish_reason,
         "seed": record.seed,
         "arrival": record.arrival_time - start,
+        "num_cached_tokens": record.num_cached_tokens,
         "ttft_ms": next(iter(to_first_token_ms([record])), None),
         "tpot_ms": next(iter(per_output_token_ms([record])), None),
         "num_draft_tokens": list(record.num_draft_tokens),

@@ -73,4 +73,5 @@ class RequestTraces:
             num_draft_tokens=tuple(trace.num_draft_tokens),
             draft_depths=tuple(trace.draft_depths),
             num_accepted_tokens=tuple(trace.num_accepted_tokens),
+            num_cached_tokens=request.num_cached_tokens,
         )

@@ -116,6 +116,17 @@ def test_logits_and_kv_of_trees_chunks_and_preemption_have_plain_decodings_bits(
     assert preempted
 
 
+def test_behind_a_prefix_that_was_found_tokens_are_those_behind_one_that_was_computed(
+    emulated_gpu: EmulatedDevice,
+) -> None:
+    llm = Engines()({"method": "eagle3", "num_speculative_tokens": 2}, **{**GPU, "batch_invariant": True})
+    prompts = [{"prompt_token_ids": [*range(3, 20), last]} for last in (20, 21)]
+    outputs = [llm.generate(prompts, GREEDY) for _ in range(2)]
+    assert [[output.num_cached_tokens for output in each] for each in outputs] == [[0, 16], [16, 16]]
+    assert [output.outputs for output in outputs[0]] == [output.outputs for output in outputs[1]]
+    assert llm.metrics.num_accepted_tokens > 0
+
+
 def test_kernels_launched_one_by_one_say_what_the_cpu_says(engines: Engines, emulated_gpu: EmulatedDevice) -> None:
     params = [replace(GREEDY, max_tokens=4), replace(DRAWN, max_tokens=4)]
     expected = texts(engines(DRAFT_MODEL, **SMALL), params)

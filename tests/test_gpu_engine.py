@@ -151,6 +151,19 @@ def test_logits_and_kv_keep_their_bits_whatever_the_method_and_the_schedule(
     Bits.of(engines(spec, **{**GPU, "enforce_eager": True, **schedule}), *workload(16)).assert_agree(plain_bits)
 
 
+@pytest.mark.parametrize("spec", [None, METHODS[4], METHODS[7], METHODS[8], METHODS[14]], ids=repr)
+def test_a_prefix_that_was_found_changes_no_token(spec: dict[str, Any] | None, engines: Engines) -> None:
+    begun, params = workload(16)
+    shared = list(range(3, 603))
+    prompts = [{"prompt_token_ids": shared + prompt["prompt_token_ids"][:40]} for prompt in begun]
+    off = engines(spec, **GPU, enable_prefix_caching=False).generate(prompts, params)
+    llm = engines(spec, **GPU)
+    for least in (592 * 15, 592 * 16):
+        found = llm.generate(prompts, params)
+        assert sum(output.num_cached_tokens for output in found) >= least
+        assert [output.outputs for output in found] == [output.outputs for output in off]
+
+
 @pytest.mark.parametrize("spec", [None, *METHODS[1:6]], ids=repr)
 def test_steady_decoding_is_a_graph_a_step(
     spec: dict[str, Any] | None, engines: Engines, monkeypatch: pytest.MonkeyPatch

@@ -118,7 +118,7 @@ def play(llm: LLM, traffic: Traffic) -> tuple[list[Request], list[Request]]:
 @pytest.mark.parametrize("method", METHODS)
 def test_no_traffic_changes_a_text(engines: Engines, reference: dict[str, Request], method: str) -> None:
     num_examples = NUM_EXAMPLES.get(method, 1)  # the others share a loop with one of these
-    llm = engines(method_config(method, MAX_K), num_gpu_blocks_override=11, max_num_batched_tokens=4096)
+    llm = engines(method_config(method, MAX_K), num_gpu_blocks_override=10, max_num_batched_tokens=4096)
 
     @settings(max_examples=num_examples, suppress_health_check=list(HealthCheck))
     @given(traffic=traffics(NUM_REQUESTS))

@@ -146,12 +146,15 @@ class HeadProposer(LevelByLevelProposer):
                 self.release(request.request_id)
                 continue
             states = output.hidden_states.of(index, request.num_computed_tokens - item.start)
-            known = self._known.setdefault(request.request_id, KnownStates(states=[]))
+            known = self._known.setdefault(request.request_id, KnownStates(next_position=item.start + 1, states=[]))
             known.states.append(states)
             # The head follows the target through prompts, chunk by chunk, and through a time without drafts.
             if not item.is_decoding or len(known.states) > MAX_STEPS_BEHIND:
                 behind.append(request)
         self._follow(behind)
+
+    def fills_blocks(self, request: Request) -> bool:
+        return super().fills_blocks(request) and request.num_tokens <= self.max_model_len
 
     def release(self, request_id: str) -> None:
         self._known.pop(request_id, None)

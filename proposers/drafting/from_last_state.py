@@ -92,6 +92,9 @@ class LastStateProposer(TokenByTokenProposer):
         if last:  # copied: a view would keep the states of the whole step
             self._states.update(zip(last, torch.stack(list(last.values())), strict=True))
 
+    def fills_blocks(self, request: Request) -> bool:
+        return True  # the last token's state is all that is kept, and not there
+
     @property
     def can_capture(self) -> bool:
         """Whether its products take any number of rows, as captured steps have them."""

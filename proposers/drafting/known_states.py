@@ -11,5 +11,5 @@ import torch
 class KnownStates:
     """How far the head has come with one request."""
 
-    next_position: int = 1  # of the first token whose row is not computed; x_0 has no state before it
+    next_position: int  # of the first token whose row is not computed; x_0 has none, for lack of a state before it
     states: list[torch.Tensor]  # of the positions next_position - 1 up to the last computed one, rows in pieces

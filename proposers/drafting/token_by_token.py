@@ -131,6 +131,10 @@ class TokenByTokenProposer(Proposer):
         """The key of a step's draws, where the rule asks for one: the committed tokens of each row's request."""
         return rows.positions - step if self.context.keys_by_draft_step else 0
 
+    def fills_blocks(self, request: Request) -> bool:
+        """Of drafters with KV of their own, which follow requests that go on and may get drafts."""
+        return self.num_speculative_tokens == 0 or (not request.is_finished and self.may_draft(request))
+
     def captured_arguments(self, num_tokens: int) -> dict[str, Any]:
         """Of CapturedChains, but for what the drafter is."""
         return {

@@ -1,8 +1,8 @@
 """This engine and vLLM behind one face, each to be built in a process of its own: both have the shape of vLLM's LLM.
 
-vLLM runs as it comes (torch.compile, its own defaults), but for its prefix cache, since this engine has none: repeated
-prompts would be read from it. It lives in the process that asks, without a second one for its core. vLLM is imported
-when it is built, never before.
+Neither has its prefix cache: every round has the same prompts, which would be read from it. Otherwise vLLM runs as it
+comes (torch.compile, its own defaults). It lives in the process that asks, without a second one for its core. vLLM is
+imported when it is built, never before.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def open_this_engine(
         dtype=dtype,
         num_threads=num_threads,
         block_size=BLOCK_SIZE,
+        enable_prefix_caching=False,
         num_gpu_blocks_override=CACHE_TOKENS // BLOCK_SIZE,
     )
     return OfflineEngine(llm, SamplingParams, llm.engine.device.type, counts_drafts=True)

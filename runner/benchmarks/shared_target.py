@@ -129,6 +129,7 @@ class SharedTarget:
                     "device": self.device.type,
                     "dtype": self.dtype,
                     "block_size": BLOCK_SIZE,
+                    "enable_prefix_caching": False,  # rounds repeat their prompts
                     "max_num_seqs": self.max_batch_size,
                     **hardware,
                 },

@@ -4,9 +4,9 @@ The tiny family on a CPU, or on a GPU where both can use one: plain decoding and
 same weights, speculative_config, threads, dtype, prompts and output lengths (eos ignored), one prompt at a time and 16
 at once. First every engine says all texts, greedily and with a seed each, and they are held to those of its own plain
 decoding. Then engines in processes of their own take turns, and ratios are taken round by round; all of them stay in
-memory for that. vLLM runs as it comes, in one process, but for its prefix cache, since this engine has none, and
-without its batch invariant mode; what it refuses is shown in its own words. --model compares plain decoding of another
-model's shape, with random weights.
+memory for that. Prefix caches are off, since rounds repeat their prompts. Otherwise vLLM runs as it comes, in one
+process, without its batch invariant mode; what it refuses is shown in its own words. --model compares plain decoding of
+another model's shape, with random weights.
 """
 
 from __future__ import annotations

@@ -33,6 +33,9 @@ class HardwareConfig(Node):
     enable_chunked_prefill: bool = Field(
         default=True, description="split prompts over steps; without it a prompt must fit max_num_batched_tokens"
     )
+    enable_prefix_caching: bool = Field(
+        default=True, description="prompts that begin alike share KV blocks, also over calls of generate"
+    )
     enforce_eager: bool = Field(default=False, description="capture no CUDA graphs; on a CPU, record nothing")
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="share of the device's memory for weights and KV cache, in (0, 1]"

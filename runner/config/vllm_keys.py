@@ -47,10 +47,10 @@ NEUTRAL = (None, False, "auto")  # values by which vLLM's switches are off: noth
 # Switches of vLLM's own machinery: they change no token, and no setting of ours corresponds to them.
 KEYS_WITHOUT_EFFECT = {
     "attention_backend": "the draft computes attention as the target does",
-    "disable_eagle_block_drop": "prefix caching is not here",
+    "disable_eagle_block_drop": "no block that was found in the prefix cache is dropped",
     "disable_log_stats": "a run always has its statistics",
     "disable_logprobs": "logprobs come with speculation as they do without",
-    "disable_lookahead_block_hashes": "prefix caching is not here",
+    "disable_lookahead_block_hashes": "a block's key in the prefix cache holds the next token, for every method",
     "disable_mqa_scorer": "drafts are always scored in one pass",
     "disable_padded_drafter_batch": "drafting pads no batch",
     "draft_lm_head_quantization": "a head that drafts with the target's lm_head reads it as it is",

@@ -45,6 +45,9 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # tokens whose KV is in the target's cache
     block_table: list[int] = field(default_factory=list)  # physical block of each block_size positions
+    prefix_keys: list[bytes] = field(default_factory=list, repr=False)  # what its prompt's blocks are known by
+    num_known_blocks: int = 0  # of block_table, its first: requests whose prompts begin alike may find them
+    num_cached_tokens: int = 0  # of the prompt, that others had computed when it was first admitted
     num_preemptions: int = 0
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for eos
@@ -83,6 +86,11 @@ class Request:
                 device=device,
             )
         return self.tensors
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether it may start behind what others have computed of its prompt: nothing is asked of those tokens."""
+        return self.sampling_params.prompt_logprobs is None
 
     @property
     def is_finished(self) -> bool:

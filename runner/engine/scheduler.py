@@ -1,17 +1,19 @@
 """Which requests run in a step, with how many tokens each, and what becomes of the result.
 
-Continuous batching with chunked prefill under a token budget (Yu et al., Orca; Agrawal et al., arXiv 2308.16369)
-and preemption by recompute. `commit` is the one writer of a Request's state. Knows no tensor.
+Continuous batching with chunked prefill under a token budget (Yu et al., Orca; Agrawal et al., arXiv 2308.16369),
+preemption by recompute, and prompts that begin alike computed once (prefix caching, as in vLLM and SGLang). `commit` is
+the one writer of a Request's state. Knows no tensor.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from runner.engine.block_manager import BlockManager
 from runner.engine.draft_budget import DraftBudget
+from runner.engine.prefix_cache import PrefixCache
 from runner.engine.request import Request, RequestStatus, StepOutcome
 from runner.engine.stopping import StopRules
 
@@ -71,7 +73,9 @@ class Scheduler:
         num_speculative_tokens: int,
         num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
         disable_by_batch_size: int | None = None,
+        fills_blocks: Callable[[Request], bool] | None = None,
     ) -> None:
+        """fills_blocks: the proposer's; None: no prefix caching."""
         self.blocks, self.stop_rules, self.vocab_size = block_manager, stop_rules, vocab_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
@@ -80,6 +84,7 @@ class Scheduler:
             per_batch_size=num_speculative_tokens_per_batch_size,
             disable_by_batch_size=disable_by_batch_size,
         )
+        self.prefixes = PrefixCache(block_manager, fills_blocks)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -120,6 +125,7 @@ class Scheduler:
         return None
 
     def add(self, request: Request) -> None:
+        self.prefixes.open(request)
         self.waiting.append(request)
 
     @property
@@ -129,6 +135,8 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Decode what runs, go on with prompts that are not done, then admit in order of arrival."""
+        for request in self.running:  # the drafter has followed by now
+            self.prefixes.make_known(request)
         budget = self.max_num_batched_tokens
         max_draft_tokens = self.max_draft_tokens
         preempted: list[Request] = []
@@ -136,7 +144,7 @@ class Scheduler:
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted below, by an earlier request's need
-            item = self._fit(request, budget, max_draft_tokens)
+            item = self._fit(request, request.num_computed_tokens, budget, max_draft_tokens)
             if item is None:
                 continue  # no budget left; it keeps its blocks and its turn
             while not self._reserve(item):
@@ -151,18 +159,8 @@ class Scheduler:
             else:
                 scheduled.append(item)
                 budget -= item.num_reserved_tokens
-        while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
-            request = self.waiting[0]
-            item = self._fit(request, budget, max_draft_tokens)
-            if item is None or not self._has_room(request):
-                break
-            reserved = self._reserve(item)
-            assert reserved, "a request with room for all its tokens has room for some"
-            self.waiting.popleft()
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
-            scheduled.append(item)
-            budget -= item.num_reserved_tokens
+        if self.waiting and not preempted:
+            scheduled += self._admit(budget, max_draft_tokens)
         scheduled.sort(key=lambda item: not item.is_decoding)
         return Schedule(scheduled=scheduled, preempted=preempted)
 
@@ -215,7 +213,9 @@ class Scheduler:
     @property
     def may_admit(self) -> bool:
         """Whether a request that waits has a place and room; the token budget may be against it all the same."""
-        return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._has_room(self.waiting[0])
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return False
+        return self._has_room(self.waiting[0], self.prefixes.find(self.waiting[0]))
 
     def reserve_ahead(self, num_tokens: int) -> bool:
         """Blocks for this many tokens behind those committed of every running request.
@@ -246,9 +246,40 @@ class Scheduler:
             left -= {*self.stop_rules.eos_token_ids, *params.stop_token_ids}
         return bool(left)
 
-    def _fit(self, request: Request, budget: int, max_draft_tokens: int) -> ScheduledRequest | None:
-        """The largest part of a request that the token budget allows; None when that is nothing."""
-        pending = request.num_tokens - request.num_computed_tokens
+    def _admit(self, budget: int, max_draft_tokens: int) -> list[ScheduledRequest]:
+        """Take in those that wait as long as there are places, budget and room.
+
+        Those whose prompts go on as one does that is being computed are passed over: they will find it in the cache.
+        """
+        admitted, passed_over = list[ScheduledRequest](), list[Request]()
+        under_way = {key for request in self.running for key in self.prefixes.keys_to_come(request)}
+        while self.waiting and len(self.running) + len(passed_over) < self.max_num_seqs:
+            request = self.waiting[0]
+            found = self.prefixes.find(request)
+            if request.reads_prefix and not under_way.isdisjoint(request.prefix_keys[len(found) : len(found) + 1]):
+                passed_over.append(self.waiting.popleft())
+                continue
+            item = self._fit(request, len(found) * self.blocks.block_size, budget, max_draft_tokens)
+            if item is None or not self._has_room(request, found):
+                break
+            self.blocks.share(found, request.block_table)
+            reserved = self._reserve(item)
+            assert reserved, "a request with room for all its tokens has room for some"
+            self.waiting.popleft()
+            request.num_computed_tokens, request.num_known_blocks = item.start, len(found)
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = item.start
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+            under_way.update(self.prefixes.keys_to_come(request))
+            admitted.append(item)
+            budget -= item.num_reserved_tokens
+        self.waiting.extendleft(reversed(passed_over))
+        return admitted
+
+    def _fit(self, request: Request, start: int, budget: int, max_draft_tokens: int) -> ScheduledRequest | None:
+        """The largest part of a request, from token `start` on, that the token budget allows; None: that is nothing."""
+        pending = request.num_tokens - start
         is_decoding = pending == 1 and bool(request.output_token_ids)
         if budget <= 0 or (pending > budget and not self.enable_chunked_prefill):
             return None
@@ -257,20 +288,21 @@ class Scheduler:
         max_draft_tokens = min(max_draft_tokens, self.draft_room(request), budget - 1) if is_decoding else 0
         return ScheduledRequest(
             request=request,
-            start=request.num_computed_tokens,
+            start=start,
             num_new_tokens=num_new_tokens,
             max_draft_tokens=max_draft_tokens,
             yields_token=num_new_tokens == pending,
             is_decoding=is_decoding,
         )
 
-    def _has_room(self, request: Request) -> bool:
-        """Free blocks for all its tokens and the next one.
+    def _has_room(self, request: Request, found: Sequence[int]) -> bool:
+        """Free blocks for all its tokens and the next one, but for those that it shares.
 
         Admitting for a first chunk alone would let a long prompt start, run out, be preempted and start again. Those
         that run have theirs: while one has yet to take blocks for its prompt, it takes the budget too.
         """
-        return self.blocks.num_blocks_for(request.num_tokens + 1) <= self.blocks.num_free_blocks
+        missing = self.blocks.num_blocks_for(request.num_tokens + 1) - len(found)
+        return missing <= self.blocks.num_free_blocks - self.blocks.num_unowned(found)
 
     def _reserve(self, item: ScheduledRequest) -> bool:
         """Blocks for full acceptance, so that the step never stops for memory half way."""
@@ -289,6 +321,7 @@ class Scheduler:
         request.status = status
         if request in self.running:
             self.running.remove(request)
+        self.prefixes.make_known(request)
         self._release(request)
 
     def _release(self, request: Request) -> None:

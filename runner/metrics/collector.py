@@ -119,6 +119,8 @@ class MetricsCollector:
           whole, without the host between drafts and verification.
         - whole_step_share: num_whole_steps / num_decoding_steps; None where the engine captures no steps.
         - steps_in_parts: why the other decoding steps did not run whole (`InParts`) -> number of steps.
+        - num_cached_tokens: prompt tokens that the prefix cache had when their request was first admitted;
+          prefix_cache_hit_rate: the same / num_prompt_tokens.
         - duration_s: time spent in steps; pauses between calls of generate, until a request arrives, or while a grammar
           is compiled do not count.
         - output_tokens_per_second: output tokens / duration_s.
@@ -153,6 +155,8 @@ class MetricsCollector:
         """
         finished = [record for record in self.records if not record.failed]
         num_output_tokens = sum(len(record.token_ids) for record in finished)
+        num_prompt_tokens = sum(len(record.prompt_token_ids) for record in finished)
+        num_cached_tokens = sum(record.num_cached_tokens for record in finished)
         num_request_steps = sum(len(record.tokens_per_step) for record in finished)
         duration_s = sum(point.total_seconds for point in self.step_points)
         num_whole_steps = self.num_decoding_steps - self.steps_in_parts.total()
@@ -174,6 +178,9 @@ class MetricsCollector:
             "steps_in_parts": {str(reason): count for reason, count in sorted(self.steps_in_parts.items())},
             "num_request_steps": num_request_steps,
             "num_preemptions": num_preemptions,
+            "num_prompt_tokens": num_prompt_tokens,
+            "num_cached_tokens": num_cached_tokens,
+            "prefix_cache_hit_rate": ratio(num_cached_tokens, num_prompt_tokens),
             "num_output_tokens": num_output_tokens,
             **acceptance(finished, num_speculative_tokens),
             "tokens_per_step": ratio(num_output_tokens, num_request_steps),

@@ -1,4 +1,4 @@
-"""Totals of drafts over requests: what is left of a call of generate() when its records are let go of."""
+"""Totals over requests: what is left of a call of generate() when its records are let go of."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ from collections.abc import Iterable
 from runner.metrics.records import RequestRecord
 
 
-class DraftTotals:
-    """Running totals; `num_accepted_at[i]` counts the drafts whose token i was accepted, up to the deepest draft."""
+class RequestTotals:
+    """Running totals of prompts and drafts.
+
+    `num_accepted_at[i]` counts the drafts whose token i was accepted, up to the deepest draft.
+    """
 
     def __init__(self) -> None:
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.num_accepted_at: list[int] = []
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
 
     def add(self, records: Iterable[RequestRecord]) -> None:
         for record in records:
+            self.num_prompt_tokens += len(record.prompt_token_ids)
+            self.num_cached_tokens += record.num_cached_tokens
             for drafted, depth, accepted in record.drafts:
                 self.num_drafts += 1
                 self.num_draft_tokens += drafted

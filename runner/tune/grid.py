@@ -10,7 +10,7 @@ from statistics import median
 from runner.engine.errors import UserError
 from runner.llm import LLM
 from runner.metrics import MetricsCollector, StepPoint
-from runner.metrics.totals import DraftTotals
+from runner.metrics.totals import RequestTotals
 from runner.passes import Pass, run_pass, warm_up
 from runner.workload import WorkloadItem
 
@@ -27,7 +27,7 @@ class Grid:
     # Of each repeat: tokens/s over the full steps, in which as many requests as the batch size got tokens.
     tokens_per_second: dict[Cell, list[float]] = field(default_factory=dict)
     num_full_steps: dict[Cell, int] = field(default_factory=dict)  # of all repeats
-    drafts: dict[int, DraftTotals] = field(default_factory=dict)  # speculative tokens -> of all passes
+    drafts: dict[int, RequestTotals] = field(default_factory=dict)  # speculative tokens -> of all passes
     core_wait_shares: list[float] = field(default_factory=list)  # of passes, where the system tells them
     texts: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)  # request_id -> its texts in all passes
 
@@ -62,7 +62,7 @@ class Grid:
         )
 
     def mean_acceptance_length(self, num_speculative_tokens: int) -> float | None:
-        totals = self.drafts.get(num_speculative_tokens, DraftTotals())
+        totals = self.drafts.get(num_speculative_tokens, RequestTotals())
         return 1 + totals.num_accepted_tokens / totals.num_drafts if totals.num_drafts else None
 
     @property
@@ -93,7 +93,7 @@ class Grid:
         tokens, seconds = sum(point.num_output_tokens for point in full), sum(point.total_seconds for point in full)
         self.tokens_per_second.setdefault(cell, []).append(tokens / seconds)
         self.num_full_steps[cell] = self.num_full_steps.get(cell, 0) + len(full)
-        self.drafts.setdefault(cell[1], DraftTotals()).add(one.metrics.records)
+        self.drafts.setdefault(cell[1], RequestTotals()).add(one.metrics.records)
         if (share := one.metrics.core_wait_share) is not None:
             self.core_wait_shares.append(share)
         for record in one.metrics.records:

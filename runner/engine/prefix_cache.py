@@ -1,0 +1,65 @@
+"""Prompts that begin alike are computed once: later ones start behind the blocks that are there (vLLM, SGLang).
+
+Only blocks of prompts are shared. A token that was generated went through the kernels for generated tokens, and the
+same token in a later prompt goes through those for prompts, whose bits may differ.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from runner.engine.block_manager import BlockManager
+from runner.engine.request import Request
+
+KEY_BYTES = 32  # equal keys of unequal texts would break the promise: there are none
+
+
+class PrefixCache:
+    """Which blocks a request may begin with, and which of its own others may."""
+
+    def __init__(self, blocks: BlockManager, fills_blocks: Callable[[Request], bool] | None) -> None:
+        """fills_blocks: the proposer's; None: nothing is shared."""
+        self.blocks, self._fills_blocks = blocks, fills_blocks
+
+    def open(self, request: Request) -> None:
+        """Comes before everything else."""
+        if self._fills_blocks is not None:
+            request.prefix_keys = prefix_keys(request.prompt_token_ids, self.blocks.block_size)
+
+    def find(self, request: Request) -> list[int]:
+        """Blocks that hold the beginning of its prompt already."""
+        return self.blocks.find(request.prefix_keys) if request.reads_prefix else []
+
+    def keys_to_come(self, request: Request) -> Sequence[bytes]:
+        """Of blocks that others will find once this request has computed them."""
+        keys = request.prefix_keys[request.num_known_blocks :]
+        return keys if keys and self._is_filled(request) else ()
+
+    def make_known(self, request: Request) -> None:
+        """Let others find what is complete of its prompt; comes when the drafter has followed, or never will."""
+        known, keys = request.num_known_blocks, request.prefix_keys
+        complete = min(len(keys), (request.num_computed_tokens - 1) // self.blocks.block_size)
+        if known < complete and self._is_filled(request):
+            self.blocks.keep(keys[known:complete], request.block_table[known:complete])
+            request.num_known_blocks = complete
+
+    def _is_filled(self, request: Request) -> bool:
+        return self._fills_blocks is not None and self._fills_blocks(request)
+
+
+def prefix_keys(prompt_token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Keys of the blocks that hold prompt tokens alone and have another one behind them.
+
+    So at least one token of the prompt is behind the last of them, for the target has to predict what follows. A key is
+    a digest of the block's tokens, of the key before it, and of the token behind it: a drafter's head keeps at place p
+    its row of the token at p + 1 (proposers/drafting/from_hidden_states.py). So a block that is found can be used as it
+    is, whatever the method (vLLM's lookahead block hashes).
+    """
+    keys, before = list[bytes](), b""
+    for end in range(block_size, len(prompt_token_ids), block_size):
+        tokens = array("q", prompt_token_ids[end - block_size : end + 1])
+        before = blake2b(before + tokens.tobytes(), digest_size=KEY_BYTES).digest()
+        keys.append(before)
+    return keys
