@@ -132,6 +132,11 @@ class LLM:
         """
         self._to_abort.add(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what earlier calls left in the KV cache, so that prompts are computed anew; under vLLM's name."""
+        with self._one_at_a_time():
+            self.engine.block_manager.forget()
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],

@@ -78,10 +78,11 @@ def unread_note(items: Sequence[WorkloadItem]) -> list[str]:
 
 
 def synthetic_workload(config: SyntheticWorkload, vocab_size: int) -> list[WorkloadItem]:
-    """Prompts of random token ids, the same for the same seed."""
+    """Prompts of random token ids behind a prefix of such, the same for the same seed."""
     generator = torch.Generator().manual_seed(config.seed % 2**63)
     rows = torch.randint(vocab_size, (config.num_requests, config.prompt_len), generator=generator).tolist()
-    return [WorkloadItem(prompt={"prompt_token_ids": row}) for row in rows]
+    prefix = torch.randint(vocab_size, (config.prefix_len,), generator=generator).tolist()
+    return [WorkloadItem(prompt={"prompt_token_ids": [*prefix, *row]}) for row in rows]
 
 
 def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[WorkloadItem]:

@@ -389,7 +389,7 @@ def test_an_interrupt_leaves_the_engine_as_good_as_new(
     params = replace(SAMPLED, temperature=0.7, max_tokens=14, seed=3)
     expected = token_ids(engines().generate(PROMPTS, params))
     llm = engines(METHODS[method], num_gpu_blocks_override=9, max_num_seqs=3, max_num_batched_tokens=40)
-    llm.engine.block_manager.forget()  # so that there is enough to do
+    llm.reset_prefix_cache()  # so that there is enough to do
     owner = {"verify": llm.engine.verifier, "propose": llm.engine.proposer, "update": llm.engine.proposer}
     with monkeypatch.context() as patch:
         if where in owner:

@@ -187,11 +187,11 @@ def test_behind_a_prefix_that_was_found_all_is_said_and_drafted_as_behind_one_th
     prompts = [talk for talk, _ in TALKS]
     alone = []
     for talk in prompts:
-        llm.engine.block_manager.forget()
+        llm.reset_prefix_cache()
         (output,), steps = say(llm, [talk], SAMPLED)
         assert output.num_cached_tokens == 0
         alone.append((output.outputs[0].token_ids, *steps.values()))
-    llm.engine.block_manager.forget()
+    llm.reset_prefix_cache()
     found = list[int]()
     for talk, expected in zip(prompts, alone, strict=True):
         (output,), steps = say(llm, [talk], SAMPLED)
@@ -242,9 +242,9 @@ def test_a_prefix_that_was_found_has_the_bits_of_one_that_was_computed(
     caches, prompts = Caches(llm), [talk for talk, _ in TALKS]
     computed = []
     for talk in prompts:
-        llm.engine.block_manager.forget()
+        llm.reset_prefix_cache()
         computed += caches.of([talk])
-    llm.engine.block_manager.forget()
+    llm.reset_prefix_cache()
     for number, (ours, theirs) in enumerate(zip(caches.of(prompts), computed, strict=True)):
         assert len(ours) == 2
         for found, alone in zip(ours, theirs, strict=True):
@@ -256,7 +256,7 @@ def test_a_draft_model_computes_no_token_of_a_prefix_that_was_found(
     engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = engines({"method": method, "num_speculative_tokens": 2})
-    llm.engine.block_manager.forget()
+    llm.reset_prefix_cache()
     runner = llm.engine.proposer.runner  # type: ignore[attr-defined]
     run, starts = runner.run, list[int]()
     monkeypatch.setattr(
@@ -275,7 +275,7 @@ def test_n_completions_compute_their_prompt_once(engines: Engines, method: str) 
     llm = engines(config)
     asked = SamplingParams(temperature=0.9, n=4, max_tokens=6, seed=1, ignore_eos=True)
     talk = prompt((4 * BLOCK_SIZE + 3, 9))
-    llm.engine.block_manager.forget()
+    llm.reset_prefix_cache()
     (output,) = llm.generate([{"prompt_token_ids": talk}], asked)
     found = [record.num_cached_tokens for record in sorted(llm.metrics.records, key=lambda record: record.request_id)]
     assert found == [0, *[4 * BLOCK_SIZE] * 3]
@@ -293,14 +293,14 @@ def test_requests_of_one_token_leave_their_prompt_to_the_next_where_the_drafter_
     for method, found in ((None, 32), ({"method": "ngram", "num_speculative_tokens": 2}, 32), ("draft_model", 0)):
         config = {"method": method, "num_speculative_tokens": 2} if isinstance(method, str) else method
         llm = engines(config)
-        llm.engine.block_manager.forget()
+        llm.reset_prefix_cache()
         llm.generate([talk], short)
         assert llm.generate([talk], short)[0].num_cached_tokens == found
 
 
 def test_what_a_drafter_did_not_follow_is_not_found_by_those_that_it_follows(engines: Engines) -> None:
     llm = engines({"method": "draft_model", "num_speculative_tokens": 3})
-    llm.engine.block_manager.forget()
+    llm.reset_prefix_cache()
     talk = {"prompt_token_ids": prompt((40, 11))}
     drafted = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     plain = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, speculative_sampling=False)
@@ -310,7 +310,7 @@ def test_what_a_drafter_did_not_follow_is_not_found_by_those_that_it_follows(eng
 
 def test_a_head_that_sees_shorter_texts_leaves_no_longer_prompt_to_them(engines: Engines) -> None:
     llm = engines({"method": "eagle3", "num_speculative_tokens": 3, "max_model_len": 60})
-    llm.engine.block_manager.forget()
+    llm.reset_prefix_cache()
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     long, short = prompt((70, 12)), prompt((40, 12))
     found = [llm.generate([{"prompt_token_ids": talk}], params)[0].num_cached_tokens for talk in (long, short, long)]
@@ -340,7 +340,7 @@ def test_every_measured_pass_does_the_same_work(engines: Engines) -> None:
 
 def test_prompt_logprobs_are_those_of_every_token_also_where_the_prompt_is_in_the_cache(engines: Engines) -> None:
     llm = engines()
-    llm.engine.block_manager.forget()
+    llm.reset_prefix_cache()
     talk = {"prompt_token_ids": prompt((40, 15))}
     asked = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=2, ignore_eos=True)
     (first,) = llm.generate([talk], asked)
@@ -373,7 +373,7 @@ def test_a_request_that_was_preempted_finds_its_own_prompt(engines: Engines) -> 
         loop.step()
     assert requests[1].num_cached_tokens == 0, "of others it found nothing"
     for request in requests:
-        llm.engine.block_manager.forget()
+        llm.reset_prefix_cache()
         (alone,) = llm.generate([{"prompt_token_ids": request.prompt_token_ids}], params)
         assert request.output_token_ids == list(alone.outputs[0].token_ids)
 
@@ -381,7 +381,7 @@ def test_a_request_that_was_preempted_finds_its_own_prompt(engines: Engines) -> 
 def test_totals_of_the_prefix_cache_have_the_names_of_vllm(engines: Engines) -> None:
     llm = engines(max_num_seqs=2)
     before = {metric.name: metric for metric in llm.get_metrics()}
-    llm.engine.block_manager.forget()
+    llm.reset_prefix_cache()
     talk = {"prompt_token_ids": prompt((40, 18))}
     for _ in range(3):
         llm.generate([talk], SamplingParams(temperature=0.0, max_tokens=2))

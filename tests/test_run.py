@@ -226,6 +226,21 @@ def test_a_model_without_files_runs_on_random_weights(tmp_path: Path) -> None:
     assert summary["num_output_tokens"] == 3 * 12
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_prompts_that_begin_alike_are_computed_once(tmp_path: Path, caches: bool) -> None:
+    workload = {"name": "synthetic", "num_requests": 3, "prompt_len": 20, "prefix_len": 40}
+    hardware = {"device": "cpu", "enable_prefix_caching": caches}
+    summary = execute(config(method={"method": "draft_model"}, workload=workload, hardware=hardware), tmp_path)
+    assert summary["num_prompt_tokens"] == 180
+    assert summary["num_cached_tokens"] == (64 if caches else 0)
+    assert summary["prefix_cache_hit_rate"] == (64 / 180 if caches else 0)
+    assert summary["identical_to_baseline"] == {"requests": 3, "identical": 3}
+    lines = [json.loads(line) for line in (tmp_path / "outputs.jsonl").read_text().splitlines()]
+    assert [line["num_cached_tokens"] for line in lines] == ([0, 32, 32] if caches else [0, 0, 0])
+    assert len({tuple(line["prompt_token_ids"][:40]) for line in lines}) == 1
+    assert len({tuple(line["prompt_token_ids"]) for line in lines}) == 3
+
+
 def test_a_draft_that_numbers_its_tokens_otherwise_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "draft"
     shutil.copytree(DRAFT_DIR, other)

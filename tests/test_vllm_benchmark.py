@@ -27,12 +27,23 @@ LENGTHS = ["--prompt-len", "4", "--output-len", "3"]
 
 
 class EchoLLM:
-    """vLLM's LLM in miniature: says the prompt's first token and the seed, drafts two and accepts one every time."""
+    """vLLM's LLM in miniature: says the prompt's first token and the seed, drafts two and accepts one every time.
+
+    It can be asked again only once it has forgotten what it was asked before.
+    """
 
     def __init__(self) -> None:
         self.num_drafts = 0
+        self.known: set[tuple[int, ...]] = set()
+
+    def reset_prefix_cache(self) -> bool:
+        self.known.clear()
+        return True
 
     def generate(self, prompts: list[Any], params: list[dict[str, Any]], *, use_tqdm: bool) -> list[Any]:
+        asked = {tuple(prompt["prompt_token_ids"]) for prompt in prompts}
+        assert not asked & self.known, "a prompt would be found in the cache, not computed"
+        self.known |= asked
         self.num_drafts += 1
         said = [
             (prompt["prompt_token_ids"][0], param["seed"] or 0, len(prompts))[: param["max_tokens"]]
@@ -246,6 +257,16 @@ def test_nothing_is_compared_with_an_engine_that_cannot_decode(
     assert message in capsys.readouterr().err
 
 
+def test_prompts_begin_alike_as_far_as_asked_for() -> None:
+    prompts = vllm._prompts(vllm._parse(["--prompt-len", "9", "--prefix-len", "5"]))
+    assert len({tuple(prompt[:5]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[:6]) for prompt in prompts}) > 1
+    assert {len(prompt) for prompt in prompts} == {9} and len(prompts) == 16
+    assert "prompt 9 (5 shared)" in vllm._title(
+        vllm._parse(["--prompt-len", "9", "--prefix-len", "5"]), {"vllm": "1", "torch": "2"}
+    )
+
+
 def test_other_threads_than_asked_for_end_the_comparison() -> None:
     """vLLM computes with one thread where OMP_NUM_THREADS is not set: ratios would compare machines."""
     with pytest.raises(vllm.UserError, match="both sides must compute with --threads 2 threads, got 1"):
@@ -276,6 +297,7 @@ def test_vllm_is_not_imported_before_an_engine_of_it_is_built() -> None:
     [
         (["--methods", "medusa"], "invalid choice: 'medusa'"),
         (["--rounds", "0"], "--rounds: must be an integer >= 1, got '0'"),
+        (["--prefix-len", "64"], "--prefix-len must lie in [0, 63], got 64"),
         (["--output-len", "1000"], "must be 1024 tokens together at most, the target's context, got 64 and 1000"),
     ],
 )

