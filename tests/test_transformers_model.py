@@ -155,6 +155,9 @@ def test_greedy_text_from_a_checkpoint_directory_is_that_of_transformers_with_an
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
         assert list(output.outputs[0].token_ids) == expected[0, ids.shape[1] :].tolist()
         assert speculative.outputs[0].token_ids == output.outputs[0].token_ids
+    again = drafted.generate(prompts, params)
+    assert [output.num_cached_tokens for output in again] == [16, 0, 48], "behind what was found in the cache"
+    assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in plain]
     assert {counter.name: counter for counter in drafted.get_metrics()}[
         "vllm:spec_decode_num_draft_tokens"
     ].value > 0, "nothing was drafted, so nothing was tested"
