@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from runner.engine.block_manager import BlockManager
 from runner.engine.draft_budget import DraftBudget
 from runner.engine.prefix_cache import PrefixCache
+from runner.engine.refusal import refusal
 from runner.engine.request import Request, RequestStatus, StepOutcome
 from runner.engine.stopping import StopRules
 
@@ -98,31 +99,7 @@ class Scheduler:
 
     def refusal(self, request: Request) -> str | None:
         """Why a request can never run, or None when it can."""
-        limit, num_prompt = self.stop_rules.max_model_len, request.num_prompt_tokens
-        if num_prompt == 0:
-            return "the prompt must have at least one token, got none"
-        if num_prompt >= limit:
-            return f"the prompt must be shorter than max_model_len ({limit} tokens), got {num_prompt}; shorten it"
-        strange = next((token for token in request.prompt_token_ids if not 0 <= token < self.vocab_size), None)
-        if strange is not None:
-            rule = f"prompt_token_ids must lie in [0, {self.vocab_size - 1}], the vocabulary"
-            return f"{rule}, got {strange}; use the target's tokenizer"
-        try:
-            request.sampling_params.check_token_ids(self.vocab_size)
-        except ValueError as error:
-            return str(error)
-        if not all(0 <= token < self.vocab_size for word in request.bad_words_token_ids for token in word):
-            return f"bad_words must be spelled in tokens in [0, {self.vocab_size - 1}]; use the target's tokenizer"
-        if not self._leaves_a_token(request):
-            return (
-                "allowed_token_ids must hold a token that bad_words and min_tokens leave, "
-                f"got {list(request.sampling_params.allowed_token_ids or ())}"
-            )
-        longest = min(limit, num_prompt + request.sampling_params.max_tokens)
-        if self.blocks.num_blocks_for(longest) > self.blocks.num_usable_blocks:
-            room = self.blocks.num_usable_blocks * self.blocks.block_size
-            return f"prompt and max_tokens must fit the KV cache ({room} tokens), got {longest}; lower max_tokens"
-        return None
+        return refusal(request, stop_rules=self.stop_rules, vocab_size=self.vocab_size, blocks=self.blocks)
 
     def add(self, request: Request) -> None:
         self.prefixes.open(request)
@@ -235,16 +212,6 @@ class Scheduler:
             self.waiting.remove(request)
         request.finish_reason = finish_reason
         self._finish(request, RequestStatus.FAILED)
-
-    def _leaves_a_token(self, request: Request) -> bool:
-        """Whether its allowed tokens, if it names any, hold one that no other rule forbids from the start."""
-        params = request.sampling_params
-        if params.allowed_token_ids is None:
-            return True
-        left = set(params.allowed_token_ids) - {word[0] for word in request.bad_words_token_ids if len(word) == 1}
-        if params.min_tokens:
-            left -= {*self.stop_rules.eos_token_ids, *params.stop_token_ids}
-        return bool(left)
 
     def _admit(self, budget: int, max_draft_tokens: int) -> list[ScheduledRequest]:
         """Take in those that wait as long as there are places, budget and room.
