@@ -22,6 +22,7 @@ from runner.prompts import make_requests
 from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 from tests.conftest import Engines
+from tests.proposers_for_tests import RaggedProposer
 from tests.test_losslessness import METHOD_KEYS
 
 BLOCK_SIZE = 16
@@ -306,6 +307,20 @@ def test_what_a_drafter_did_not_follow_is_not_found_by_those_that_it_follows(eng
     plain = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, speculative_sampling=False)
     found = [llm.generate([talk], params)[0].num_cached_tokens for params in (plain, plain, drafted, drafted, plain)]
     assert found == [0, 0, 0, 32, 32]
+
+
+def test_a_proposer_that_reads_hidden_states_says_itself_whether_it_needs_those_of_every_token(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"method": "custom_class", "model": "tests.proposers_for_tests.RaggedProposer"}
+    llm = engines({**config, "num_speculative_tokens": 2})
+    monkeypatch.setattr(RaggedProposer, "tap_layers", (0,))
+    talk, params = {"prompt_token_ids": prompt((40, 20))}, SamplingParams(temperature=0.0, max_tokens=2)
+    for says, found in ((False, 0), (True, 32)):
+        if says:
+            monkeypatch.setattr(RaggedProposer, "fills_blocks", lambda self, request: True)
+        llm.reset_prefix_cache()
+        assert [llm.generate([talk], params)[0].num_cached_tokens for _ in range(2)] == [0, found]
 
 
 def test_a_head_that_sees_shorter_texts_leaves_no_longer_prompt_to_them(engines: Engines) -> None:
