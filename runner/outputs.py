@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from runner.engine.logprobs import TokenLogprobs
@@ -42,7 +42,8 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one a prompt token, None for the first
     error: str | None = None  # why it failed, or the first completion that did; None when none did
-    num_cached_tokens: int = 0  # of the prompt, that its first completion found in the prefix cache
+    # Of the prompt, that its first completion found in the prefix cache; no part of the answer.
+    num_cached_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

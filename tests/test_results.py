@@ -29,6 +29,7 @@ def record(**fields: Any) -> RequestRecord:
         "tokens_per_step": (1, 2),
         "num_draft_tokens": (0, 4),
         "num_accepted_tokens": (0, 1),
+        "num_cached_tokens": 1,
     }
     return RequestRecord(**{**defaults, **fields})
 
@@ -61,6 +62,7 @@ def test_outputs_have_text_tokens_times_and_per_step_counts(tmp_path: Path) -> N
         "finish_reason": "length",
         "seed": 2**64 - 1,
         "arrival": 0.0,
+        "num_cached_tokens": 1,
         "ttft_ms": 125.0,
         "tpot_ms": 62.5,
         "num_draft_tokens": [0, 4],
