@@ -161,6 +161,12 @@ def test_failed_requests_are_shown_only_when_there_are_some() -> None:
     assert "2, 8 output tokens, 3 failed" in shown({**summary(), "num_failed_requests": 3})
 
 
+def test_the_prefix_cache_is_shown_only_where_something_was_found() -> None:
+    found = {"num_cached_tokens": 1200, "num_prompt_tokens": 4800, "prefix_cache_hit_rate": 0.25}
+    assert "prefix cache                  25.0% (1,200 of 4,800 prompt tokens)" in shown(summary() | found)
+    assert "prefix cache" not in shown(summary())
+
+
 def test_one_category_needs_no_table() -> None:
     assert "category" not in shown(summary(num_categories=1))
 
