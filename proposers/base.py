@@ -48,7 +48,8 @@ class Proposer(ABC):
     """Guesses tokens. Reads requests, never writes them; keeps what it knows by request_id.
 
     One step: `propose` before verification, `update` after its result is committed. `release` comes when a request
-    finishes, and when it is preempted: it will then come back from its first token.
+    finishes, and when it is preempted: it will then come back from its first token or, as any request may begin, from
+    behind those that are found in the cache (`fills_blocks`).
     """
 
     # Whether `propose` gives chains without probs and needs the committed tokens alone: then steps run whole between
@@ -82,8 +83,9 @@ class Proposer(ABC):
         """Whether `update` puts into the blocks of this request's prompt all that drafting from them needs.
 
         Then requests whose prompts begin alike share them, and start behind them: no step brings those tokens again.
-        Asked once the request's step is over, when it may have ended. Blocks are known by their tokens and the next
-        one (runner/engine/prefix_cache.py), so what is kept at a position may depend on these and all earlier ones.
+        Asked once the request's step is over, when it may have ended, and before, whether others should wait for it.
+        Blocks are known by their tokens and the next one (runner/engine/prefix_cache.py), so what is kept at a position
+        may depend on these and all earlier ones.
         """
         return self.cache_bytes_per_block == 0 and not self.tap_layers
 

@@ -80,6 +80,9 @@ class DFlashProposer(OnePassProposer):
     def allocate_cache(self, num_blocks: int) -> None:
         self.runner.allocate_cache(num_blocks)
 
+    def fills_blocks(self, request: Request) -> bool:
+        return self.follows(request)
+
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.head.config.max_draft_tokens, self.head.max_model_len - request.num_tokens))
 

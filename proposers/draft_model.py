@@ -84,6 +84,9 @@ class DraftModelProposer(TokenByTokenProposer):
     def allocate_cache(self, num_blocks: int) -> None:
         self.runner.allocate_cache(num_blocks)
 
+    def fills_blocks(self, request: Request) -> bool:
+        return self.follows(request)
+
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return max(0, min(limit, self.max_model_len - request.num_tokens))
 

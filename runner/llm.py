@@ -156,8 +156,8 @@ class LLM:
             Counter(name="vllm:spec_decode_num_draft_tokens", value=totals.num_draft_tokens),
             Counter(name="vllm:spec_decode_num_accepted_tokens", value=totals.num_accepted_tokens),
             Vector(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=totals.num_accepted_at),
-            Counter(name="vllm:prefix_cache_queries", value=totals.num_prompt_tokens),
-            Counter(name="vllm:prefix_cache_hits", value=totals.num_cached_tokens),
+            Counter(name="vllm:prefix_cache_queries", value=totals.prefix_cache_queries),
+            Counter(name="vllm:prefix_cache_hits", value=totals.prefix_cache_hits),
         ]
 
     def run(
@@ -210,7 +210,7 @@ class LLM:
 
     def refusals(self, requests: Sequence[Request]) -> list[str | None]:
         """Why each of these requests could never run here; None where it can."""
-        scheduler = self.scheduler_for(self.engine.plain_proposer)
+        scheduler = self.scheduler_for(self._cached_for)
         reasons = []
         for request in requests:
             reasons.append(scheduler.refusal(request) or self.engine.grammars.open(request))

@@ -42,8 +42,8 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one a prompt token, None for the first
     error: str | None = None  # why it failed, or the first completion that did; None when none did
-    # Of the prompt, that its first completion found in the prefix cache; no part of the answer.
-    num_cached_tokens: int = field(default=0, compare=False)
+    # Of the prompt, that its first completion found in the prefix cache, None: not looked for; no part of the answer.
+    num_cached_tokens: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,19 @@ class RequestLoop:
         observer: Observer | None = None,
     ) -> RequestTraces:
         """What LLM.run says."""
+        try:
+            return self._run(requests, max_concurrency, arrivals, observer)
+        except BaseException:  # perhaps in the middle of the bookkeeping; no request is left that has a block
+            self._scheduler.blocks.reset()
+            raise
+
+    def _run(
+        self,
+        requests: Sequence[Request],
+        max_concurrency: int | None,
+        arrivals: Sequence[float] | None,
+        observer: Observer | None,
+    ) -> RequestTraces:
         steps, scheduler = self._steps, self._scheduler
         arriving, started = deque(requests), time.perf_counter()
         due = deque([] if arrivals is None else [started + seconds for seconds in arrivals])

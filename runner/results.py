@@ -47,7 +47,7 @@ def write_outputs(
 
     `arrival` is in seconds since the first request's, `ttft_ms` and `tpot_ms` are as in the summary (null without a
     first or a second token), `seed` is the request's own, `num_cached_tokens` are those of its prompt that the prefix
-    cache had. The last three fields have one entry per step that yielded
+    cache had (null where it was not asked). The last three fields have one entry per step that yielded
     tokens: how many were drafted, how many of those were accepted, and how many tokens were committed.
     `prompt_token_ids` is there when the prompt came without text, `cumulative_logprob`, `logprobs` and
     `prompt_logprobs` where they were asked for (token ids as text, as vLLM's server gives them).

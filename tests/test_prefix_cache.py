@@ -193,7 +193,7 @@ def test_behind_a_prefix_that_was_found_all_is_said_and_drafted_as_behind_one_th
         assert output.num_cached_tokens == 0
         alone.append((output.outputs[0].token_ids, *steps.values()))
     llm.reset_prefix_cache()
-    found = list[int]()
+    found = list[int | None]()
     for talk, expected in zip(prompts, alone, strict=True):
         (output,), steps = say(llm, [talk], SAMPLED)
         assert (output.outputs[0].token_ids, *steps.values()) == expected
@@ -285,7 +285,7 @@ def test_n_completions_compute_their_prompt_once(engines: Engines, method: str) 
     off = engines(config, enable_prefix_caching=False)
     (expected,) = off.generate([{"prompt_token_ids": talk}], asked)
     assert output.outputs == expected.outputs
-    assert all(record.num_cached_tokens == 0 for record in off.metrics.records)
+    assert all(record.num_cached_tokens is None for record in off.metrics.records)
 
 
 def test_requests_of_one_token_leave_their_prompt_to_the_next_where_the_drafter_has_no_cache(engines: Engines) -> None:
@@ -297,6 +297,16 @@ def test_requests_of_one_token_leave_their_prompt_to_the_next_where_the_drafter_
         llm.reset_prefix_cache()
         llm.generate([talk], short)
         assert llm.generate([talk], short)[0].num_cached_tokens == found
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+def test_requests_of_one_token_wait_for_nobody_who_leaves_them_nothing(engines: Engines, method: str) -> None:
+    llm = engines({"method": method, "num_speculative_tokens": 2})
+    talks = [{"prompt_token_ids": prompt((40, 21), (5, seed))} for seed in range(6)]
+    llm.reset_prefix_cache()
+    outputs = llm.generate(talks, SamplingParams(temperature=0.0, max_tokens=1))
+    num_found = sum(output.num_cached_tokens > 0 for output in outputs)
+    assert (len(llm.metrics.step_points), num_found) == ((2, 5) if method == "ngram" else (1, 0))
 
 
 def test_what_a_drafter_did_not_follow_is_not_found_by_those_that_it_follows(engines: Engines) -> None:
@@ -344,6 +354,45 @@ def test_another_proposer_finds_nothing_of_the_one_before(engines: Engines) -> N
     assert llm.generate([talk], params)[0].num_cached_tokens == 32
 
 
+def test_asking_what_would_be_refused_leaves_the_cache_alone(engines: Engines) -> None:
+    llm = engines({"method": "draft_model", "num_speculative_tokens": 3})
+    talk, params = {"prompt_token_ids": prompt((40, 22))}, SamplingParams(temperature=0.0, max_tokens=4)
+    llm.generate([talk], params)
+    assert llm.refusals(make_requests([talk], [params], llm.engine.tokenizer, 0)) == [None]
+    assert llm.generate([talk], params)[0].num_cached_tokens == 32
+
+
+@pytest.mark.parametrize("where", ["_take", "release", "share", "keep", "find"])
+def test_an_interrupt_within_the_bookkeeping_loses_no_block(
+    engines: Engines, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes between any two lines: here with the call's work half done, or all of it."""
+    llm = engines(num_gpu_blocks_override=12)
+    talks = [{"prompt_token_ids": prompt((40, 23), (5, seed))} for seed in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    expected = llm.generate(talks, params)
+    blocks = llm.engine.block_manager
+    call, num_calls = getattr(blocks, where), 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            if where == "release" and args[0]:
+                call([args[0].pop()])
+            raise KeyboardInterrupt
+        return call(*args)
+
+    llm.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(talks, params)
+    blocks.check_integrity([])
+    assert blocks.num_free_blocks == blocks.num_usable_blocks
+    assert llm.generate(talks, params) == expected
+
+
 def test_every_measured_pass_does_the_same_work(engines: Engines) -> None:
     llm = engines()
     talk, params = {"prompt_token_ids": prompt((40, 14))}, SamplingParams(temperature=0.0, max_tokens=4)
@@ -362,7 +411,7 @@ def test_prompt_logprobs_are_those_of_every_token_also_where_the_prompt_is_in_th
     (second,) = llm.generate([talk], asked)
     assert second.prompt_logprobs == first.prompt_logprobs
     assert second.prompt_logprobs is not None and len(second.prompt_logprobs) == 40
-    assert second.num_cached_tokens == 0
+    assert second.num_cached_tokens is None
     (third,) = llm.generate([talk], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     assert third.num_cached_tokens == 32, "what it computed is there for others"
     assert third.outputs[0].token_ids == first.outputs[0].token_ids
@@ -400,6 +449,9 @@ def test_totals_of_the_prefix_cache_have_the_names_of_vllm(engines: Engines) -> 
     talk = {"prompt_token_ids": prompt((40, 18))}
     for _ in range(3):
         llm.generate([talk], SamplingParams(temperature=0.0, max_tokens=2))
+    llm.generate([talk], SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0))  # does not ask
+    with pytest.warns(UserWarning, match="max_model_len"):
+        llm.generate([{"prompt_token_ids": prompt((300, 1))}], SamplingParams())  # never came that far
     after = {metric.name: metric for metric in llm.get_metrics()}
     names = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits")
     assert [after[name].value - before[name].value for name in names] == [120, 64]  # type: ignore[union-attr]

@@ -162,7 +162,7 @@ def test_failed_requests_are_shown_only_when_there_are_some() -> None:
 
 
 def test_the_prefix_cache_is_shown_only_where_something_was_found() -> None:
-    found = {"num_cached_tokens": 1200, "num_prompt_tokens": 4800, "prefix_cache_hit_rate": 0.25}
+    found = {"prefix_cache_hits": 1200, "prefix_cache_queries": 4800, "prefix_cache_hit_rate": 0.25}
     assert "prefix cache                  25.0% (1,200 of 4,800 prompt tokens)" in shown(summary() | found)
     assert "prefix cache" not in shown(summary())
 

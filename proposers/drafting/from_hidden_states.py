@@ -154,7 +154,7 @@ class HeadProposer(LevelByLevelProposer):
         self._follow(behind)
 
     def fills_blocks(self, request: Request) -> bool:
-        return super().fills_blocks(request) and request.num_tokens <= self.max_model_len
+        return self.follows(request) and request.num_tokens <= self.max_model_len
 
     def release(self, request_id: str) -> None:
         self._known.pop(request_id, None)

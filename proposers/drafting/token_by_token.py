@@ -131,10 +131,6 @@ class TokenByTokenProposer(Proposer):
         """The key of a step's draws, where the rule asks for one: the committed tokens of each row's request."""
         return rows.positions - step if self.context.keys_by_draft_step else 0
 
-    def fills_blocks(self, request: Request) -> bool:
-        """Of drafters with KV of their own, which follow requests that go on and may get drafts."""
-        return self.num_speculative_tokens == 0 or (not request.is_finished and self.may_draft(request))
-
     def captured_arguments(self, num_tokens: int) -> dict[str, Any]:
         """Of CapturedChains, but for what the drafter is."""
         return {
@@ -146,8 +142,13 @@ class TokenByTokenProposer(Proposer):
         }
 
     def may_draft(self, request: Request) -> bool:
-        """Whether a request may ever get drafts."""
-        return self.num_speculative_tokens > 0 and request.sampling_params.max_draft_tokens != 0
+        """Whether a request may ever get drafts; the last token of one is the target's own."""
+        params = request.sampling_params
+        return self.num_speculative_tokens > 0 and params.max_draft_tokens != 0 and params.max_tokens > 1
+
+    def follows(self, request: Request) -> bool:
+        """What a drafter that computes prompts into KV of its own says to `fills_blocks`: those of `may_draft`."""
+        return self.num_speculative_tokens == 0 or (not request.is_finished and self.may_draft(request))
 
 
 def _rows(active: list[int], num_rows: int, device: torch.device) -> slice | torch.Tensor:

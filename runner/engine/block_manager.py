@@ -17,9 +17,13 @@ class BlockManager:
         if num_blocks < 2:
             raise ValueError(f"num_blocks must be >= 2 (block 0 is reserved), got {num_blocks}")
         self.num_blocks, self.block_size = num_blocks, block_size
-        self._free = deque(range(1, num_blocks))  # what is in them is of no use to anybody
+        self.reset()
+
+    def reset(self) -> None:
+        """As at the start: nobody has a block, and nothing is known of what is in them."""
+        self._free = deque(range(1, self.num_blocks))  # what is in them is of no use to anybody
         self._unowned: dict[int, None] = {}  # of use and nobody's, in the order in which they were let go of
-        self._num_owners = [0] * num_blocks
+        self._num_owners = [0] * self.num_blocks
         self._block_of: dict[bytes, int] = {}  # by the key of what is in it
         self._key_of: dict[int, bytes] = {}
 
@@ -44,7 +48,8 @@ class BlockManager:
 
     def release(self, block_table: list[int]) -> None:
         """Let go of a request's blocks, of its last one first: it is of use only where those before it are."""
-        for block in reversed(block_table):
+        while block_table:  # one by one: an interrupted release goes on where it was
+            block = block_table.pop()
             self._num_owners[block] -= 1
             if self._num_owners[block] > 0:
                 continue
@@ -52,7 +57,6 @@ class BlockManager:
                 self._unowned[block] = None
             else:
                 self._free.append(block)
-        block_table.clear()
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks with these contents, up to the first that is not there."""
@@ -73,7 +77,7 @@ class BlockManager:
         for block in blocks:
             self._unowned.pop(block, None)
             self._num_owners[block] += 1
-        block_table.extend(blocks)
+            block_table.append(block)
 
     def keep(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """What is in these blocks is complete, and known by these keys; where another block has it too, that one is."""

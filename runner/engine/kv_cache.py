@@ -1,7 +1,7 @@
 """The paged KV cache: tensors on the device. Whose their blocks are is `block_manager.py`'s.
 
 One block table serves every model of a run: block b of the target's cache and block b of the draft's hold the
-same positions of the same request. Block 0 is the null block, for rows that belong to no request. On a CPU they write
+same positions of the same text. Block 0 is the null block, for rows that belong to no request. On a CPU they write
 there, and nobody reads it unmasked. A GPU's kernels store nothing in it, so rows of absent requests attend to its
 zeros.
 """

@@ -32,6 +32,13 @@ class PrefixCache:
         """Blocks that hold the beginning of its prompt already."""
         return self.blocks.find(request.prefix_keys) if request.reads_prefix else []
 
+    def share(self, request: Request, found: Sequence[int]) -> None:
+        """Begin its block table with these, which `find` found just now."""
+        self.blocks.share(found, request.block_table)
+        request.num_known_blocks = len(found)
+        if self._fills_blocks is not None and request.reads_prefix and request.num_preemptions == 0:
+            request.num_cached_tokens = len(found) * self.blocks.block_size
+
     def keys_to_come(self, request: Request) -> Sequence[bytes]:
         """Of blocks that others will find once this request has computed them."""
         keys = request.prefix_keys[request.num_known_blocks :]

@@ -47,7 +47,8 @@ class Request:
     block_table: list[int] = field(default_factory=list)  # physical block of each block_size positions
     prefix_keys: list[bytes] = field(default_factory=list, repr=False)  # what its prompt's blocks are known by
     num_known_blocks: int = 0  # of block_table, its first: requests whose prompts begin alike may find them
-    num_cached_tokens: int = 0  # of the prompt, that others had computed when it was first admitted
+    # Of the prompt, that others had computed when it was first admitted; None: it was not looked for.
+    num_cached_tokens: int | None = None
     num_preemptions: int = 0
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for eos

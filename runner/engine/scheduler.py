@@ -1,8 +1,8 @@
 """Which requests run in a step, with how many tokens each, and what becomes of the result.
 
 Continuous batching with chunked prefill under a token budget (Yu et al., Orca; Agrawal et al., arXiv 2308.16369),
-preemption by recompute, and prompts that begin alike computed once (prefix caching, as in vLLM and SGLang). `commit` is
-the one writer of a Request's state. Knows no tensor.
+preemption by recompute, and prompts that begin alike computed once (prefix caching, as in vLLM and SGLang). What a step
+decided is written into requests by `commit` alone. Knows no tensor.
 """
 
 from __future__ import annotations
@@ -217,25 +217,25 @@ class Scheduler:
         """Take in those that wait as long as there are places, budget and room.
 
         Those whose prompts go on as one does that is being computed are passed over: they will find it in the cache.
+        They keep their places and their room.
         """
-        admitted, passed_over = list[ScheduledRequest](), list[Request]()
+        admitted, passed_over, num_promised_blocks = list[ScheduledRequest](), list[Request](), 0
         under_way = {key for request in self.running for key in self.prefixes.keys_to_come(request)}
         while self.waiting and len(self.running) + len(passed_over) < self.max_num_seqs:
             request = self.waiting[0]
             found = self.prefixes.find(request)
             if request.reads_prefix and not under_way.isdisjoint(request.prefix_keys[len(found) : len(found) + 1]):
                 passed_over.append(self.waiting.popleft())
+                num_promised_blocks += self._num_missing_blocks(request, found)
                 continue
             item = self._fit(request, len(found) * self.blocks.block_size, budget, max_draft_tokens)
-            if item is None or not self._has_room(request, found):
+            if item is None or not self._has_room(request, found, num_promised_blocks):
                 break
-            self.blocks.share(found, request.block_table)
+            self.prefixes.share(request, found)
             reserved = self._reserve(item)
             assert reserved, "a request with room for all its tokens has room for some"
             self.waiting.popleft()
-            request.num_computed_tokens, request.num_known_blocks = item.start, len(found)
-            if request.num_preemptions == 0:
-                request.num_cached_tokens = item.start
+            request.num_computed_tokens = item.start
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             under_way.update(self.prefixes.keys_to_come(request))
@@ -262,21 +262,24 @@ class Scheduler:
             is_decoding=is_decoding,
         )
 
-    def _has_room(self, request: Request, found: Sequence[int]) -> bool:
+    def _has_room(self, request: Request, found: Sequence[int], num_promised_blocks: int = 0) -> bool:
         """Free blocks for all its tokens and the next one, but for those that it shares.
 
         Admitting for a first chunk alone would let a long prompt start, run out, be preempted and start again. Those
         that run have theirs: while one has yet to take blocks for its prompt, it takes the budget too.
         """
-        missing = self.blocks.num_blocks_for(request.num_tokens + 1) - len(found)
-        return missing <= self.blocks.num_free_blocks - self.blocks.num_unowned(found)
+        num_free_blocks = self.blocks.num_free_blocks - self.blocks.num_unowned(found)
+        return self._num_missing_blocks(request, found) + num_promised_blocks <= num_free_blocks
+
+    def _num_missing_blocks(self, request: Request, found: Sequence[int]) -> int:
+        return self.blocks.num_blocks_for(request.num_tokens + 1) - len(found)
 
     def _reserve(self, item: ScheduledRequest) -> bool:
         """Blocks for full acceptance, so that the step never stops for memory half way."""
         return self.blocks.grow(item.request.block_table, item.start + item.num_reserved_tokens)
 
     def _preempt(self, request: Request) -> None:
-        """Give up a request's cache; it starts again, prompt and output, when blocks are free."""
+        """Give up a request's cache; it starts again, prompt and output, when blocks are free, behind what is found."""
         self.running.remove(request)
         self._release(request)
         request.num_computed_tokens = 0

@@ -19,6 +19,7 @@ from runner.metrics.rates import (
     to_first_token_ms,
 )
 from runner.metrics.records import RequestRecord, StepPoint, StepRecord
+from runner.metrics.totals import RequestTotals
 
 # What a summary keeps of method=none.
 BASELINE_KEYS = ("output_tokens_per_second", "output_tokens_per_second_range", "tpot_ms", "measured_in")
@@ -119,8 +120,8 @@ class MetricsCollector:
           whole, without the host between drafts and verification.
         - whole_step_share: num_whole_steps / num_decoding_steps; None where the engine captures no steps.
         - steps_in_parts: why the other decoding steps did not run whole (`InParts`) -> number of steps.
-        - num_cached_tokens: prompt tokens that the prefix cache had when their request was first admitted;
-          prefix_cache_hit_rate: the same / num_prompt_tokens.
+        - prefix_cache_queries: prompt tokens of requests that the prefix cache was asked for; prefix_cache_hits: those
+          that it had when their request was first admitted; prefix_cache_hit_rate: hits / queries.
         - duration_s: time spent in steps; pauses between calls of generate, until a request arrives, or while a grammar
           is compiled do not count.
         - output_tokens_per_second: output tokens / duration_s.
@@ -155,8 +156,8 @@ class MetricsCollector:
         """
         finished = [record for record in self.records if not record.failed]
         num_output_tokens = sum(len(record.token_ids) for record in finished)
-        num_prompt_tokens = sum(len(record.prompt_token_ids) for record in finished)
-        num_cached_tokens = sum(record.num_cached_tokens for record in finished)
+        totals = RequestTotals()
+        totals.add(finished)
         num_request_steps = sum(len(record.tokens_per_step) for record in finished)
         duration_s = sum(point.total_seconds for point in self.step_points)
         num_whole_steps = self.num_decoding_steps - self.steps_in_parts.total()
@@ -178,9 +179,9 @@ class MetricsCollector:
             "steps_in_parts": {str(reason): count for reason, count in sorted(self.steps_in_parts.items())},
             "num_request_steps": num_request_steps,
             "num_preemptions": num_preemptions,
-            "num_prompt_tokens": num_prompt_tokens,
-            "num_cached_tokens": num_cached_tokens,
-            "prefix_cache_hit_rate": ratio(num_cached_tokens, num_prompt_tokens),
+            "prefix_cache_queries": totals.prefix_cache_queries,
+            "prefix_cache_hits": totals.prefix_cache_hits,
+            "prefix_cache_hit_rate": ratio(totals.prefix_cache_hits, totals.prefix_cache_queries),
             "num_output_tokens": num_output_tokens,
             **acceptance(finished, num_speculative_tokens),
             "tokens_per_step": ratio(num_output_tokens, num_request_steps),

@@ -49,7 +49,7 @@ class RequestRecord:
     num_accepted_tokens: tuple[int, ...]
     # The most draft tokens that each step could accept, the depth of its draft tree; None = chains, all of them.
     draft_depths: tuple[int, ...] | None = None
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache; None: not looked for
 
     @property
     def drafts(self) -> list[tuple[int, int, int]]:

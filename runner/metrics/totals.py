@@ -8,7 +8,7 @@ from runner.metrics.records import RequestRecord
 
 
 class RequestTotals:
-    """Running totals of prompts and drafts.
+    """Running totals of drafts and of the prefix cache.
 
     `num_accepted_at[i]` counts the drafts whose token i was accepted, up to the deepest draft.
     """
@@ -18,13 +18,14 @@ class RequestTotals:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.num_accepted_at: list[int] = []
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
+        self.prefix_cache_queries = 0  # tokens
+        self.prefix_cache_hits = 0  # tokens
 
     def add(self, records: Iterable[RequestRecord]) -> None:
         for record in records:
-            self.num_prompt_tokens += len(record.prompt_token_ids)
-            self.num_cached_tokens += record.num_cached_tokens
+            if record.num_cached_tokens is not None:
+                self.prefix_cache_queries += len(record.prompt_token_ids)
+                self.prefix_cache_hits += record.num_cached_tokens
             for drafted, depth, accepted in record.drafts:
                 self.num_drafts += 1
                 self.num_draft_tokens += drafted

@@ -98,8 +98,8 @@ def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Tab
         of_all = f"{summary['num_whole_steps']:,} of {summary['num_decoding_steps']:,} decoding steps"
         grid.add_row("whole steps", f"{percent(whole)} ({of_all})")
     grid.add_row("peak memory", mebibytes(summary["peak_memory_bytes"]))
-    if summary["num_cached_tokens"]:
-        of_all = f"{summary['num_cached_tokens']:,} of {summary['num_prompt_tokens']:,} prompt tokens"
+    if summary["prefix_cache_hits"]:
+        of_all = f"{summary['prefix_cache_hits']:,} of {summary['prefix_cache_queries']:,} prompt tokens"
         grid.add_row("prefix cache", f"{percent(summary['prefix_cache_hit_rate'])} ({of_all})")
     if summary["num_preemptions"]:
         grid.add_row("preemptions", number(summary["num_preemptions"]))
