@@ -143,7 +143,7 @@ def test_the_order_of_requests_changes_no_token(
 ) -> None:
     """Under chunks and preemption, so that neighbours differ all the way. Requests are greedy or seeded."""
     order = [7, 3, 11, 0, 9, 5, 1, 10, 8, 2, 6, 4]
-    llm = engines(method_config(method, 4), num_gpu_blocks_override=12, max_num_seqs=6, max_num_batched_tokens=47)
+    llm = engines(method_config(method, 4), num_gpu_blocks_override=10, max_num_seqs=6, max_num_batched_tokens=47)
     requests, _ = complete(llm, [PROMPTS[i] for i in order], [PARAMS[i] for i in order])
     first_of = {i: sum(params.n for params in PARAMS[:i]) for i in order}
     assert answers(requests) == [

@@ -368,7 +368,7 @@ def test_an_interrupt_within_the_bookkeeping_loses_no_block(
 ) -> None:
     """Ctrl-C comes between any two lines: here with the call's work half done, or all of it."""
     llm = engines(num_gpu_blocks_override=12)
-    talks = [{"prompt_token_ids": prompt((40, 23), (5, seed))} for seed in range(4)]
+    talks = [{"prompt_token_ids": prompt((40, 23 + seed % 2), (5, seed))} for seed in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     expected = llm.generate(talks, params)
     blocks = llm.engine.block_manager
