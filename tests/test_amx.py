@@ -28,11 +28,12 @@ from numba import types
 from kernels.cpu.attend import attention
 from kernels.cpu.compiled import compiled_for_c
 from kernels.cpu.linear_amx import products
-attentions = (attention(np.uint16, vectors, 4, True, True) for vectors in (4, 2))
-for kernel in (products(4, np.uint16), products(1, np.float32), *attentions):
+names = ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease")
+attentions = [(attention(np.uint16, vectors, 4, True, True), (*names, "prefetcht1")) for vectors in (4, 2)]
+for kernel, wanted in ((products(4, np.uint16), names), (products(1, np.float32), names), *attentions):
     compiled = compiled_for_c(kernel._function, (types.voidptr, *[types.int64] * 3))
     code = compiled._library.get_asm_str()
-    print(all(name in code for name in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease")))
+    print(all(name in code for name in wanted))
 """
 
 

@@ -24,7 +24,7 @@ from numba import carray  # type: ignore[attr-defined]
 
 from kernels.cpu.amx import INPUTS, ROWS, configure, multiply_tiles, release
 from kernels.cpu.bits import bits_of_float, float_of_bits, ordered
-from kernels.cpu.compiled import compiled, vectorized
+from kernels.cpu.compiled import compiled, inlined, vectorized
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import exp2
 from kernels.cpu.kernel import Kernel, arguments_of
@@ -36,7 +36,8 @@ from kernels.cpu.panels import LANES, has_feature, multiplies_pairs
 HEADS = 4  # of one KV head, at most, that are a unit of work
 NEIGHBOURS = 512  # rows of neighbouring units, at most, that take keys in together, as these lie in memory
 TREE_ROWS = 64  # of one tree, at most, that do so
-OFFSETS = 3  # of every key: where it lies in the cache, its own numbers, and its values
+# Of every key where it lies in the cache, its own numbers, and its values; and where those of the next KEYS lie.
+OFFSETS = 4
 NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
 SMALLEST = np.float32(2.0**-126)  # normal number: a matrix unit takes smaller ones for zero
 
@@ -97,6 +98,20 @@ def shift_offsets(offsets: Any, count: Any, key_column: Any, value_column: Any) 
 
 
 @vectorized
+def keys_ahead(offsets: Any, a: Any, segment: Any, start: Any, end: Any, heads: Any) -> Any:
+    """Where the keys lie that are taken in after KEYS from `start` on by one of KV heads, how many, and by which head.
+
+    heads: this one, the first, and the one behind the last of those that take keys in together, up to `end`.
+    """
+    head, first, behind = heads
+    if head + 1 < behind:
+        return offsets[0], min(end - start, KEYS), head + 1
+    count = max(min(end - start - KEYS, KEYS), 0)
+    offsets_into(offsets[3], a, segment, start + KEYS, start + KEYS + count)
+    return offsets[3], count, first
+
+
+@inlined
 def keys_of(a: Any, tile: Any, row: Any) -> Any:
     """The first key that a row of a tile sees, and the one behind the last. A tree's rows are tiles, one each."""
     apart = row if a.segments_per_table > 1 else np.int64(0)
@@ -107,7 +122,7 @@ def keys_of(a: Any, tile: Any, row: Any) -> Any:
     return max(own - a.window + 1, 0) if a.window else np.int64(0), min(min(last, last_key) + 1, a.max_context)
 
 
-@vectorized
+@inlined
 def keys_from(a: Any, tile: Any, row: Any, start: Any) -> Any:
     """Those of KEYS keys from `start` on, counted from there."""
     first, end = keys_of(a, tile, row)
@@ -125,7 +140,7 @@ def keys_of_rows(a: Any, tile: Any, low: Any, high: Any) -> Any:
     return first, end
 
 
-@vectorized
+@inlined
 def weigh(weights: Any, scores: Any, largest: Any, scale: Any, count: Any) -> Any:
     """Weights of as many keys; the largest score so far, and the sum of the weights."""
     total, found = NOTHING, ordered(bits_of_float(largest))
@@ -141,7 +156,7 @@ def weigh(weights: Any, scores: Any, largest: Any, scale: Any, count: Any) -> An
     return largest, total
 
 
-@vectorized
+@inlined
 def weigh_seen(weights: Any, scores: Any, first: Any, end: Any, largest: Any, scale: Any) -> Any:
     """Keys in [first, end); others have no weight."""
     if first == 0 and end == KEYS:
@@ -278,10 +293,11 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                 begin_rows(wanted, totals, member * turns * turn_rows, queries, first_row, size, first_head, heads)
             first_key, num_keys = keys_of_rows(a, tile, 0, size)
             shared_keys = integers(a.branch_starts, a.num_segments)[segment] if is_tree else num_keys + KEYS
+            # Rows of a tile take in together what lies before here, and then each its own path.
+            together = min(num_keys, shared_keys // KEYS * KEYS)
             start = first_key // KEYS * KEYS
             while start < num_keys:
-                # Rows of a tree take in together what lies before it, and then each its own path.
-                paths = 1 if start + KEYS <= shared_keys else size
+                paths = 1 if start < together else size
                 for visit in range(members * paths):
                     member, path = visit // paths, visit % paths
                     low, high = (path, path + 1) if paths > 1 else (np.int64(0), size)
@@ -297,14 +313,21 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             if member == 0 and members == of_tile:  # a part of the heads would leave gaps as well
                                 fetch(a.kv, offsets[0], begin, count, element_bytes, a.width)
                         shift_offsets(offsets, count, kv_head * dim, (a.num_kv_heads + kv_head) * dim)
-                        seen = max(first_key - start, 0), count
+                        next_keys, num_next, next_head = offsets[0], np.int64(0), kv_head
+                        if paths == 1 and members < of_tile:
+                            kv_heads = kv_head, first_unit // blocks, (first_unit + members - 1) // blocks + 1
+                            next_keys, num_next, next_head = keys_ahead(offsets, a, segment, start, together, kv_heads)
+                        keys_next = next_keys, num_next, next_head * dim
+                        values_next = next_keys, num_next, (a.num_kv_heads + next_head) * dim
+                        own, seen = offsets_at + 8 * KEYS, (max(first_key - start, 0), count)
                         if is_paired:
-                            pair_keys(keys_at, a.kv, offsets_at + 8 * KEYS, begin, count, dim)
-                            pair_values(values_at, a.kv, offsets[2], begin, seen, step_keys, a.zeros, dim, lanes)
+                            pair_keys(keys_at, a.kv, own, begin, count, keys_next, dim)
+                            pair_values(
+                                values_at, a.kv, offsets[2], begin, seen, values_next, step_keys, a.zeros, dim, lanes
+                            )
                         else:
-                            keys_from = offsets_at + 8 * KEYS
-                            spread_keys(keys_at, a.kv, flat, offsets[1], keys_from, begin, count, dim, key_lanes)
-                            spread_values(values_at, flat, offsets[2], begin, seen, dim, lanes)
+                            spread_keys(keys_at, a.kv, flat, offsets[1], own, begin, count, keys_next, dim, key_lanes)
+                            spread_values(values_at, a.kv, flat, offsets[2], begin, seen, values_next, dim, lanes)
                     heads = heads_of(first_unit + member, group, blocks)[1]
                     row, behind = low * heads, high * heads
                     while row < behind:

@@ -55,6 +55,11 @@ def vectorized(function: Function) -> Function:
     return compiled(function, **VECTORIZED)
 
 
+def inlined(function: Function) -> Function:
+    """`vectorized`, and written out wherever it is called: where a call would take as long as what it does."""
+    return compiled(function, forceinline=True, **VECTORIZED)
+
+
 def exact(function: Function) -> Function:
     """`compiled`, with every operation in its place, whatever it is a part of."""
     return compiled(function, fastmath=False, error_model="numpy")  # unsaid, numba would take the caller's

@@ -2,6 +2,10 @@
 
 In float32: of keys a dimension after another, of values a key after another. In bfloat16, where it is multiplied in
 pairs: of keys a pair of dimensions after another, of values a pair of keys. Keys before `begin` lie there already.
+
+Heads one after another skip from row to row of the cache, which memory serves at a fraction of its speed. Where all
+heads of a row are taken in together, `fetch` reads them first; where a part of them is, those of one head ask for the
+next one's, line by line: `ahead` is where the keys taken in next lie, how many they are, and the head's column there.
 """
 
 # mypy: disable-error-code="arg-type"
@@ -12,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cpu.compiled import vectorized
+from kernels.cpu.compiled import inlined, vectorized
 from kernels.cpu.elements import widen
-from kernels.cpu.native import CACHE_LINE, floats, touch
+from kernels.cpu.native import CACHE_LINE, ask, floats, touch
 from kernels.cpu.panels import LANES
 from kernels.cpu.shuffles import interleave, transpose
 
@@ -25,19 +29,33 @@ UNWIDENED = np.uint32(0)  # words that shuffles.transpose leaves as they are
 
 @vectorized
 def fetch(kv: Any, offsets: Any, begin: Any, count: Any, size: Any, width: Any) -> None:
-    """Whole rows of keys and values into a core's caches, in the order in which they lie: memory reads ahead then.
-
-    Heads one after another skip from row to row, which memory serves at a fraction of that speed.
-    """
+    """Whole rows of keys and values into a core's caches, in the order in which they lie: memory reads ahead then."""
     for key in range(begin, count):
         row = kv + size * np.int64(offsets[key])
         for line in range(row // CACHE_LINE * CACHE_LINE, row + size * width, CACHE_LINE):
             touch(line)
 
 
+@inlined
+def ask_ahead(kv: Any, ahead: Any, first: Any, end: Any, d: Any, size: Any) -> None:
+    """For the lines of dimension d of keys [first, end) of those taken in next."""
+    offsets, count, column = ahead
+    for key in range(first, min(end, count)):
+        ask(kv + size * (np.int64(offsets[key]) + column + d))
+
+
 @vectorized
 def spread_keys(
-    panel: Any, kv: Any, flat: Any, offsets: Any, offsets_at: Any, begin: Any, count: Any, dim: Any, lanes: Any
+    panel: Any,
+    kv: Any,
+    flat: Any,
+    offsets: Any,
+    offsets_at: Any,
+    begin: Any,
+    count: Any,
+    ahead: Any,
+    dim: Any,
+    lanes: Any,
 ) -> None:
     """Panels of `lanes` keys. offsets: in numbers, of all keys that share a vector with those that count."""
     size = flat.itemsize
@@ -47,6 +65,7 @@ def spread_keys(
             for d in range(0, dim, 4 * LANES // size):
                 place, offsets_of_keys = kv + size * d, offsets_at + 8 * key
                 transpose(own + 4 * d * lanes, 4 * lanes, place, offsets_of_keys, size, flat[0])
+                ask_ahead(kv, ahead, key, key + LANES, d, size)
     else:
         rows = floats(panel, KEYS // lanes * dim, lanes)
         for key in range(begin, count):
@@ -56,11 +75,15 @@ def spread_keys(
 
 
 @vectorized
-def spread_values(panel: Any, flat: Any, offsets: Any, begin: Any, seen: Any, dim: Any, lanes: Any) -> None:
+def spread_values(
+    panel: Any, kv: Any, flat: Any, offsets: Any, begin: Any, seen: Any, ahead: Any, dim: Any, lanes: Any
+) -> None:
     """Panels of `lanes` dimensions; zeros before the first key seen: those values are read, and weigh nothing."""
-    first, end = seen
+    (first, end), size = seen, flat.itemsize
     rows = floats(panel, (dim + lanes - 1) // lanes * KEYS, lanes)
     for key in range(begin, end):
+        for d in range(0, dim, CACHE_LINE // size):
+            ask_ahead(kv, ahead, key, key + 1, d, size)
         for column in range((dim + lanes - 1) // lanes):
             own, begin = rows[column * KEYS + key], offsets[key] + np.uint64(column * lanes)
             source = flat[begin : begin + np.uint64(min(lanes, dim - column * lanes))]
@@ -72,17 +95,18 @@ def spread_values(panel: Any, flat: Any, offsets: Any, begin: Any, seen: Any, di
 
 
 @vectorized
-def pair_keys(panel: Any, kv: Any, offsets_at: Any, begin: Any, count: Any, dim: Any) -> None:
+def pair_keys(panel: Any, kv: Any, offsets_at: Any, begin: Any, count: Any, ahead: Any, dim: Any) -> None:
     """One panel of KEYS keys."""
     for key in range(begin // LANES * LANES, count, LANES):
         for d in range(0, dim, 2 * LANES):
             own = panel + 2 * d * KEYS + 4 * key
             transpose(own, 4 * KEYS, kv + 2 * d, offsets_at + 8 * key, 2, UNWIDENED)
+            ask_ahead(kv, ahead, key, key + LANES, d, 2)
 
 
 @vectorized
 def pair_values(
-    panel: Any, kv: Any, offsets: Any, begin: Any, seen: Any, step: Any, zeros: Any, dim: Any, lanes: Any
+    panel: Any, kv: Any, offsets: Any, begin: Any, seen: Any, ahead: Any, step: Any, zeros: Any, dim: Any, lanes: Any
 ) -> None:
     """Panels of `lanes` dimensions, whole steps of keys; zeros, at an address, for keys not in [first, end) = seen."""
     first, end = seen
@@ -94,3 +118,4 @@ def pair_values(
                 highs = kv + 2 * (np.int64(offsets[low + 1]) + d) if sees_high else zeros
                 own = panel + 2 * (column * KEYS + low * lanes + 2 * (d - column))
                 interleave(own, lows, highs)
+                ask_ahead(kv, ahead, low, low + 2, d, 2)

@@ -14,14 +14,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu.native import CACHE_LINE, call_llvm
+from kernels.cpu.native import CACHE_LINE, SECOND_CACHE, call_llvm, prefetch
 from kernels.cpu.panels import LANES, multiplies_pairs
 
-INT, WORD, FLOAT, HALF, BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.HalfType(), ir.IntType(8)
+INT, WORD, FLOAT, HALF = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.HalfType()
 FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF))
 TURN_ROWS = 6  # that share a panel's registers
 UNROLLED = 4  # steps
-FIRST_CACHE, SECOND_CACHE = 3, 2  # of a core, in LLVM's numbers
 ASKED_LINES = 2  # that a step asks for, of four at most: two turns ask for all
 
 Ahead = tuple[Any, Any]  # what is asked for at the first step, and bytes from step to step
@@ -159,12 +158,6 @@ class Sums:
             for vector in self.vectors:
                 at = row * count + vector
                 current[at] = kind.add(builder, inputs, factors[vector], current[at])
-
-
-def prefetch(builder: Any, address: Any, cache: int = FIRST_CACHE) -> None:
-    read, data = 0, 1
-    hints = [number(value, WORD) for value in (read, cache, data)]
-    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.inttoptr(address, BYTE.as_pointer()), *hints])
 
 
 def _add_products(

@@ -11,7 +11,9 @@ from numba.extending import intrinsic
 
 from kernels.cpu.compiled import compiled
 
+BYTE = ir.IntType(8)
 CACHE_LINE = 64  # bytes
+FIRST_CACHE, SECOND_CACHE = 3, 2  # of a core, in LLVM's numbers
 
 
 def _pointer(_context: Any, _address: Any) -> Any:
@@ -23,7 +25,7 @@ def _pointer(_context: Any, _address: Any) -> Any:
 
 def _call(_context: Any, _function: Any, _arguments: Any, _part: Any, _num_parts: Any, _thread: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        anything, number = ir.IntType(8).as_pointer(), ir.IntType(64)
+        anything, number = BYTE.as_pointer(), ir.IntType(64)
         kind = ir.FunctionType(ir.VoidType(), [anything, number, number, number])
         function = builder.inttoptr(arguments[0], kind.as_pointer())
         builder.call(function, [builder.inttoptr(arguments[1], anything), *arguments[2:]])
@@ -50,8 +52,24 @@ def _touch(_context: Any, _address: Any) -> Any:
     return types.void(types.int64), generate
 
 
+def prefetch(builder: Any, address: Any, cache: int = FIRST_CACHE) -> None:
+    """In what an intrinsic generates."""
+    word, read, data = ir.IntType(32), 0, 1
+    hints = [ir.Constant(word, value) for value in (read, cache, data)]
+    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.inttoptr(address, BYTE.as_pointer()), *hints])
+
+
+def _ask(_context: Any, _address: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        prefetch(builder, arguments[0], SECOND_CACHE)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 pointer: Any = intrinsic(_pointer)  # of an int64 address
 touch: Any = intrinsic(_touch)  # 8 bytes at an address, a multiple of 8, are read for nothing but to have them near
+ask: Any = intrinsic(_ask)  # the second cache for the line of an address, which need not be anybody's
 call: Any = intrinsic(_call)  # of a kernel at an address: a pointer to its arguments, part, num_parts and thread
 
 

@@ -23,6 +23,7 @@ from kernels.cpu.threads import parts_of
 from kernels.paged_segments import PagedSegments
 
 PART_PRODUCTS, AMX_PRODUCTS = 1 << 17, 1 << 18  # of queries and keys, at most, made in some microseconds
+PART_UNITS = 4  # where there are enough for all threads: fewer heads read too little of each row of the cache
 
 
 class LayerLaunch:
@@ -50,7 +51,8 @@ class LayerLaunch:
         on_amx = is_paired and has_amx()
         families = len(segments.tile_rows) // rows_of_tree * -(-rows_of_tree // TREE_ROWS)
         units = families * num_kv_heads * -(-group // HEADS)
-        self._parts = parts_of(work, AMX_PRODUCTS if on_amx else PART_PRODUCTS, units)
+        most = max(units // PART_UNITS, min(units, torch.get_num_threads()))
+        self._parts = parts_of(work, AMX_PRODUCTS if on_amx else PART_PRODUCTS, most)
         self._attend = attention(ELEMENTS[query.dtype], vectors_of(head_dim), vectors_of(KEYS), is_paired, on_amx)
         num_floats = room_of(max(segments.max_tile_size, min(rows_of_tree, TREE_ROWS)), group, head_dim)
         assert num_floats % LANES == 0, "a thread's room begins on a line: vectors are read whole"
