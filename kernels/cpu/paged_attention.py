@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.amx import has_amx
-from kernels.cpu.attend import HEADS, OFFSETS, TREE_ROWS, attends_in_pairs, attention, room_of, vectors_of
+from kernels.cpu.attend import HEADS, TREE_ROWS, attends_in_pairs, attention, room_of, vectors_of
 from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
 from kernels.cpu.key_panels import KEYS
@@ -19,6 +19,7 @@ from kernels.cpu.linear import ZEROS
 from kernels.cpu.panels import LANES
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import zeros
+from kernels.cpu.seen_keys import OFFSETS
 from kernels.cpu.threads import parts_of
 from kernels.paged_segments import PagedSegments
 
