@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runner.config import ConfigError, SpeculativeConfig, parse_method
 from runner.config.checkpoint_method import misfit
@@ -40,8 +41,11 @@ def checkpoint(directory: Path, config: dict[str, Any] | None, *names: str, file
         (LLAMA, ("midlayer.hidden_norm.weight", "fc.weight"), "eagle3"),
         (LLAMA, ("layers.0.hidden_norm.weight", "fc.weight"), "eagle3"),
         (LLAMA, ("layers.0.mlp.up_proj.weight", "fc.weight"), "eagle"),
+        ({**LLAMA, "num_hidden_layers": 2}, ("layers.1.mlp.up_proj.weight", "fc.weight"), "eagle"),
         ({"model_type": "eagle", "model": LLAMA}, (), "eagle"),
         (DFLASH, (), "dflash"),
+        ({"dflash_config": {"mask_token_id": 1}}, (), "dflash"),
+        ({**DFLASH, "projector_type": None, "markov_rank": None, "selector_rank": 0, "xpress_rank": 0}, (), "dflash"),
         ({"medusa_num_heads": 2}, (), "medusa"),
         ({"model_type": "medusa", "num_heads": 3}, (), "medusa"),
         ({"architectures": ["MLPSpeculatorPreTrainedModel"], "n_predict": 3}, (), "mlp_speculator"),
@@ -62,13 +66,58 @@ def test_a_local_checkpoint_says_its_method(
     assert parse_method({"model": model, "method": method})[0].method == method
 
 
-def test_pickled_heads_are_known_by_their_file_or_by_the_directorys_name(tmp_path: Path) -> None:
+def pickled(directory: Path, *names: str) -> str:
+    """A directory, called by a hash as those of the hub's cache are, with a pickle of tensors of these names."""
+    model = checkpoint(directory / "0f8c3a", LLAMA)
+    (directory / "0f8c3a" / "model.safetensors").unlink()
+    torch.save({name: torch.zeros(1) for name in names}, directory / "0f8c3a" / "pytorch_model.bin")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("names", "method"),
+    [
+        (("fc.weight", "layers.0.mlp.up_proj.weight"), "eagle"),
+        (("fc.weight", "midlayer.hidden_norm.weight"), "eagle3"),  # without draft_vocab_size: the target's vocabulary
+        (("model.layers.0.mlp.up_proj.weight",), "draft_model"),
+    ],
+)
+def test_pickled_heads_are_known_by_the_names_of_their_tensors(
+    tmp_path: Path, names: tuple[str, ...], method: str
+) -> None:
+    """They were known by the name of their directory, which is a hash in the hub's cache."""
+    model = pickled(tmp_path, *names)
+    assert parse_method({"model": model})[0].method == method
+    assert parse_method({"model": model, "method": method})[0].method == method
+
+
+def test_pickled_medusa_heads_are_known_by_their_file(tmp_path: Path) -> None:
     medusa = checkpoint(tmp_path / "heads", None, file="medusa_lm_head.pt")
     assert parse_method({"model": medusa})[0].method == "medusa"
-    eagle = checkpoint(tmp_path / "EAGLE-llama", LLAMA, file="pytorch_model.bin")
-    assert parse_method({"model": eagle})[0].method == "eagle"
-    plain = checkpoint(tmp_path / "small-llama", LLAMA, file="pytorch_model.bin")
-    assert parse_method({"model": plain})[0].method == "draft_model"
+
+
+class RunsCode:
+    """A pickle of it creates a file when it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        return Path.touch, (self.file,)
+
+
+def test_to_look_into_a_pickle_runs_nothing_of_it(tmp_path: Path) -> None:
+    model = pickled(tmp_path, "fc.weight")
+    torch.save({"fc.weight": RunsCode(tmp_path / "ran")}, Path(model) / "pytorch_model.bin")
+    assert parse_method({"model": model})[0].method == "eagle"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02}q\x00."])
+def test_a_broken_pickle_says_nothing_and_is_left_to_the_loader(tmp_path: Path, content: bytes) -> None:
+    model = pickled(tmp_path, "fc.weight")
+    (Path(model) / "pytorch_model.bin").write_bytes(content)
+    assert parse_method({"model": model})[0].method == "draft_model"
 
 
 def test_the_index_of_a_split_checkpoint_is_enough(tmp_path: Path) -> None:
@@ -87,6 +136,7 @@ def test_files_speak_louder_than_the_directorys_name(tmp_path: Path) -> None:
         ({"speculators_model_type": "dflash2"}, "a dflash2 drafter of the speculators format"),
         ({"speculators_model_type": "dspark"}, "a dspark drafter of the speculators format"),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, "a DSpark drafter"),
+        ({"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 3}, "a DSpark drafter"),
         ({**DFLASH, "dflash_config": {"selector_rank": 8}}, "a DFlash2 drafter"),
         ({**DFLASH, "projector_type": "domino"}, "a DFlash drafter with projector_type=domino"),
         ({**LLAMA, "spd_type": "pard2"}, "a PARD-2 draft model"),

@@ -1,4 +1,4 @@
-"""Which method a drafter's checkpoint is made for, read from its own files: JSON only, no tensor is loaded.
+"""Which method a drafter's checkpoint is made for, read from its own files: no tensor is loaded, no pickle is run.
 
 A local directory is judged by its config.json, and by the names of its tensors where that leaves EAGLE's one layer in
 doubt; a hub id by its name, as in vLLM, which goes for Medusa's and IBM's heads too. Layouts: the projects' own,
@@ -7,13 +7,12 @@ doubt; a hub id by its name, as in vLLM, which goes for Medusa's and IBM's heads
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.config.tensor_names import read_json, tensor_names
 from runner.config.vllm_keys import HUB_MARKS, NAME_MARKS
 from runner.engine.mtp_layout import NUM_MODULES_KEYS
 from runner.tiny import HEAD_NAMES
@@ -45,7 +44,6 @@ _FOREIGN_KEYS = {
 }
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "mtp": "mtp"}
 _EAGLE3_KEYS = {"draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"}
-_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,7 @@ def tokens_of_model(model: str, method: str) -> int | None:
     for method mtp is the number of modules.
     """
     directory = Path(model).expanduser()
-    config = _read_json(directory / "config.json") if directory.is_dir() else {}
+    config = read_json(directory / "config.json") if directory.is_dir() else {}
     found = [config.get(key) for key in ("n_predict", *(NUM_MODULES_KEYS if method == "mtp" else ()))]
     match config.get("speculators_config"):
         case {"proposal_methods": [{"speculative_tokens": tokens}, *_]}:
@@ -120,14 +118,16 @@ def _unavailable(model: str, drafter: Drafter) -> str:
 
 
 def _drafter_in(directory: Path) -> Drafter | None:
-    config = _read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
     nested = config.get("dflash_config")
     values = {**config, **(nested if isinstance(nested, Mapping) else {})}
     for key, kind in _FOREIGN_KEYS.items():
-        if key in values:
+        if values.get(key):  # null and 0 switch such parts off
             return Drafter(kind=kind, method=None)
+    if "dspark" in _architectures(config):
+        return Drafter(kind=_FOREIGN_KEYS["markov_rank"], method=None)
     # Speculators writes the other keys of such projectors (Domino's gru_hidden_dim) with every DFlash head.
-    if (projector := values.get("projector_type", "dflash")) != "dflash":
+    if (projector := values.get("projector_type")) not in (None, "dflash"):
         return Drafter(kind=f"a DFlash drafter with projector_type={projector}", method=None)
     if (speculator := config.get("speculators_model_type")) is not None:
         method = _SPECULATORS.get(str(speculator))
@@ -135,7 +135,7 @@ def _drafter_in(directory: Path) -> Drafter | None:
         return Drafter(kind=kind, method=method)
     if str(config.get("spd_type")) == "pard2":
         return Drafter(kind=_FOREIGN_KEYS["pard2_scale"], method=None)
-    method = _method_of_config(config) or _method_of_files(directory, config)
+    method = _method_of_config(config) or _method_of_files(directory)
     if method is None:
         return None
     is_model = method == "pard" or (method == "mtp" and not _is_mtp_only(config))
@@ -143,9 +143,7 @@ def _drafter_in(directory: Path) -> Drafter | None:
 
 
 def _method_of_config(config: Mapping[str, Any]) -> str | None:
-    listed = config.get("architectures")
-    architectures = " ".join(map(str, listed)).lower() if isinstance(listed, list) else ""
-    family = str(config.get("model_type"))
+    architectures, family = _architectures(config), str(config.get("model_type"))
     marks = {
         "dflash": "dflash_config" in config or "dflash" in architectures,
         "eagle3": "eagle3" in architectures or not _EAGLE3_KEYS.isdisjoint(config),
@@ -158,48 +156,21 @@ def _method_of_config(config: Mapping[str, Any]) -> str | None:
     return next((method for method, is_marked in marks.items() if is_marked), None)
 
 
+def _architectures(config: Mapping[str, Any]) -> str:
+    listed = config.get("architectures")
+    return " ".join(map(str, listed)).lower() if isinstance(listed, list) else ""
+
+
 def _is_mtp_only(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint holds the layer alone, not the model that it belongs to."""
     return str(config.get("model_type")).endswith("_mtp")
 
 
-def _method_of_files(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The original EAGLE repositories write the config of a one-layer Llama; the files tell it from one."""
+def _method_of_files(directory: Path) -> str | None:
+    """The original EAGLE repositories write the config of a small Llama; the tensors tell it from one."""
     if any((directory / f"medusa_lm_head.{suffix}").is_file() for suffix in ("pt", "safetensors")):
         return "medusa"
-    if config.get("num_hidden_layers") != 1:
-        return None
-    names = _tensor_names(directory)
+    names = tensor_names(directory)
     if any(name.startswith("midlayer.") or name.endswith("layers.0.hidden_norm.weight") for name in names):
         return "eagle3"
-    is_published = "eagle" in directory.resolve().name.lower() and (directory / "pytorch_model.bin").is_file()
-    return "eagle" if "fc.weight" in names or is_published else None
-
-
-def _tensor_names(directory: Path) -> set[str]:
-    """The tensors of safetensors files, from the index or from the headers."""
-    weight_map = _read_json(directory / "model.safetensors.index.json").get("weight_map")
-    if isinstance(weight_map, Mapping):
-        return set(map(str, weight_map))
-    return {name for file in sorted(directory.glob("*.safetensors")) for name in _header(file)}
-
-
-def _header(file: Path) -> Mapping[str, Any]:
-    """The JSON that a safetensors file begins with, after its length in eight bytes."""
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        return _as_object(stream.read(length)) if length <= _MAX_HEADER_BYTES else {}
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    return _as_object(file.read_bytes()) if file.is_file() else {}
-
-
-def _as_object(text: bytes) -> Mapping[str, Any]:
-    """A file that is broken says nothing here; the loader says what is wrong with it."""
-    try:
-        values = json.loads(text)
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}
+    return "eagle" if "fc.weight" in names else None
