@@ -82,15 +82,21 @@ def gpu_blocks(
     *,
     free: int,
     peak: int,
+    peak_of_drafts: int | None = None,
     graphs: GraphStore | None = None,
+    speculative_config: dict[str, Any] | None = None,
     **hardware: Any,
 ) -> int:
-    """Blocks on a GPU of 10 GiB of which `free` bytes are free and either of the largest steps takes `peak`."""
-    engine = engines(num_gpu_blocks_override=320).engine
+    """Blocks on a GPU of 10 GiB of which `free` bytes are free, where the largest step of prompts takes `peak`.
+
+    peak_of_drafts: what the largest step that verifies drafts takes; None: as much.
+    """
+    engine = engines(speculative_config, num_gpu_blocks_override=320).engine
+    peaks = {"compute_prompts": peak, "verify_drafts": peak if peak_of_drafts is None else peak_of_drafts}
     monkeypatch.setattr(engine.target, "graphs", graphs)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(cache_size, "peak_bytes", lambda device, work: peak)
+    monkeypatch.setattr(cache_size, "peak_bytes", lambda device, work: peaks[work.__name__])
     monkeypatch.setattr(engine.target, "device", CUDA)
     return num_cache_blocks(
         HardwareConfig(max_num_seqs=4096, max_num_batched_tokens=4096, **hardware),
@@ -110,6 +116,50 @@ def test_the_cache_gets_what_weights_and_the_largest_step_leave(
     half = gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=GIB, gpu_memory_utilization=0.52)
     assert half == int((0.50 * 10 - 2 - 1) * GIB) // per_block
     assert gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=GIB + per_block, gpu_memory_utilization=0.52) == half - 1
+
+
+def test_the_larger_of_the_largest_steps_is_kept_free(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocks(prompts: int, drafts: int) -> int:
+        return gpu_blocks(
+            engines, monkeypatch, free=8 * GIB, peak=prompts, peak_of_drafts=drafts, gpu_memory_utilization=0.52
+        )
+
+    assert blocks(GIB, 0) == blocks(0, GIB) == blocks(GIB, GIB) < blocks(0, 0)
+
+
+def test_a_draft_model_has_its_share_of_every_block(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of the target, and the draft's one."""
+    method = {"method": "draft_model", "num_speculative_tokens": 2}
+    engine = engines(method, num_gpu_blocks_override=320).engine
+    per_block = engine.target.cache_bytes_per_block
+    assert engine.proposer.cache_bytes_per_block == per_block // 2
+    found = gpu_blocks(
+        engines, monkeypatch, free=8 * GIB, peak=GIB, speculative_config=method, gpu_memory_utilization=0.52
+    )
+    assert found == int((0.50 * 10 - 2 - 1) * GIB) // (per_block + per_block // 2)
+
+
+@pytest.mark.parametrize("step", ["compute_prompts", "verify_drafts"])
+def test_a_largest_step_that_does_not_fit_says_what_to_lower(
+    step: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(LargestSteps, "compute_prompts", lambda _: None)
+    monkeypatch.setattr(LargestSteps, "verify_drafts", lambda _: None)
+    monkeypatch.setattr(LargestSteps, step, out_of_memory)
+    monkeypatch.setattr(cache_size, "peak_bytes", lambda device, work: work() or 0)
+    engine = engines(num_gpu_blocks_override=320).engine
+    monkeypatch.setattr(engine.target, "device", CUDA)
+    with pytest.raises(UserError, match=r"max_num_batched_tokens=4096 tokens does not fit cuda:0 .*; lower it or"):
+        num_cache_blocks(
+            HardwareConfig(max_num_seqs=64, max_num_batched_tokens=4096),
+            target=engine.target,
+            proposer=engine.proposer,
+            rejection_sampler=engine.verifier.rejection_sampler,
+            max_model_len=256,
+        )
 
 
 def test_captured_steps_have_their_memory_beside_that_of_others(

@@ -96,23 +96,6 @@ def test_pickled_medusa_heads_are_known_by_their_file(tmp_path: Path) -> None:
     assert parse_method({"model": medusa})[0].method == "medusa"
 
 
-class RunsCode:
-    """A pickle of it creates a file when it is loaded."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, tuple[Path]]:
-        return Path.touch, (self.file,)
-
-
-def test_to_look_into_a_pickle_runs_nothing_of_it(tmp_path: Path) -> None:
-    model = pickled(tmp_path, "fc.weight")
-    torch.save({"fc.weight": RunsCode(tmp_path / "ran")}, Path(model) / "pytorch_model.bin")
-    assert parse_method({"model": model})[0].method == "eagle"
-    assert not (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02}q\x00."])
 def test_a_broken_pickle_says_nothing_and_is_left_to_the_loader(tmp_path: Path, content: bytes) -> None:
     model = pickled(tmp_path, "fc.weight")

@@ -532,7 +532,9 @@ def test_the_manifest_states_the_acceptance_of_every_drafter() -> None:
     assert {method: stated[method]["num_speculative_tokens"] for method in HEAD_DIRS} == {
         method: NUM_SPECULATIVE_TOKENS[method] for method in HEAD_DIRS
     }
-    assert all(stated[method]["mean_acceptance_length"] > 1.4 for method in HEAD_DIRS)
+    accepted = {method: stated[method]["mean_acceptance_length"] for method in HEAD_DIRS}
+    assert min(accepted.values()) > 1.4
+    assert min(accepted["eagle3"], accepted["dflash"]) > stated["draft_model"]["mean_acceptance_length"]
 
 
 def test_the_engine_measures_the_acceptance_that_the_manifest_states() -> None:

@@ -242,6 +242,17 @@ def test_a_swept_group_tells_its_runs_apart() -> None:
     assert [_label(row) for row in rows] == ["ngram, greedy, 0", "ngram, sampled, 1"]
 
 
+@pytest.mark.parametrize(
+    ("lossless", "label"),
+    [("tokens", "ngram"), ("distribution", "ngram"), ("unguaranteed", "ngram, unguaranteed"), (False, "ngram, lossy")],
+)
+def test_the_picture_marks_a_run_that_does_not_keep_plain_decodings_text(lossless: Any, label: str) -> None:
+    with collecting_rows() as rows_of:
+        add_row({"lossless": lossless}, {}, "ngram")
+        (row,) = rows_of(())
+    assert _label(row) == label
+
+
 def test_an_interrupted_sweep_is_killed_and_still_compares_what_ran(uri: str, client: Any) -> None:
     with pytest.raises(KeyboardInterrupt), start_sweep(params={}, experiment_name="tests", tracking_uri=uri) as parent:
         with open_tracker("mlflow", experiment_name="tests", tracking_uri=uri, tags={"method": "ngram"}) as child:

@@ -45,8 +45,11 @@ SHAPES = {
 }
 
 
+SYNTHETIC_RATES = [0.9, 0.6, 0.75, 0.5, *([0.7] * 12)]  # of each depth
+
+
 def make_sampler(method: str) -> RejectionSampler:
-    rates = [0.7] * 16 if method == "synthetic" else None
+    rates = SYNTHETIC_RATES if method == "synthetic" else None
     return RejectionSampler(rejection_sample_method=method, synthetic_conditional_rates=rates)
 
 
@@ -420,7 +423,7 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
         u = uniforms(seed, position, Stream.ACCEPT, num_entries=max(1, len(children)))[0].tolist()
         probs, taken, is_recursive = p, None, False
         if method == "synthetic":
-            taken = children[0] if children and u[0] < 0.7 else None
+            taken = children[0] if children and u[0] < SYNTHETIC_RATES[len(path)] else None
         elif method != "probabilistic" or is_greedy or (case.drafts.probs is None and not shape.is_chain):
             taken = next((child for child in children if tokens[child] == draw(logits, position, Stream.TARGET)), None)
         else:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 
@@ -19,10 +18,9 @@ def tensor_names(directory: Path) -> set[str]:
 
     A pickle's are found among all its strings, so a set may hold some that name no tensor.
     """
-    for index in INDICES:
-        weight_map = read_json(directory / index).get("weight_map")
-        if isinstance(weight_map, Mapping):
-            return set(map(str, weight_map))
+    weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
+    if isinstance(weight_map, Mapping):
+        return set(map(str, weight_map))
     files = sorted(directory.glob("*.safetensors"))
     return {name for file in files for name in _header(file)} or _strings(directory / "pytorch_model.bin")
 
