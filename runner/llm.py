@@ -19,6 +19,7 @@ from tqdm import tqdm
 from proposers.base import Proposer
 from runner.assembly import assemble
 from runner.config import SpeculativeConfig
+from runner.config.from_vllm import without_switches
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
 from runner.engine.request import Request
@@ -52,7 +53,8 @@ class LLM:
         model: directory, hub id, or a name of the tiny family (`tiny`).
         speculative_config: vLLM's, or keys of the `method` group; None is plain decoding. What is read otherwise than
             it was written, or changes nothing, is said by a UserWarning.
-        engine_args: keys of the `model` and `hardware` groups (dtype, max_num_seqs, load_format, ...), and `seed`.
+        engine_args: keys of the `model` and `hardware` groups (dtype, max_num_seqs, load_format, ...), and `seed`;
+            switches of vLLM's that change nothing here are read with a warning.
 
     Raises:
         UserError: an argument or a checkpoint cannot be used; the message says which, why and what to do.
@@ -61,8 +63,9 @@ class LLM:
     def __init__(self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine_args: Any) -> None:
         if model == TARGET_NAME:
             engine_args = {**DRAFTER_KEYS, **engine_args}
+        engine_args, switches = without_switches(engine_args)
         config = SpeculativeConfig.from_engine_args(model, speculative_config, **engine_args)
-        for note in config.notes():  # a run from the command line has them in its summary
+        for note in [*switches, *config.notes()]:  # a run from the command line has them in its summary
             warnings.warn(note, stacklevel=2)
         self._start(config)
 
@@ -151,11 +154,13 @@ class LLM:
         """Totals of every generate() since the start, under vLLM's names so that its scripts read them."""
         totals = copy.deepcopy(self._totals)
         totals.add(self.metrics.records)
+        at = totals.num_accepted_at
+        num_positions = max(len(at), self.engine.proposer.num_speculative_tokens)
         return [
             Counter(name="vllm:spec_decode_num_drafts", value=totals.num_drafts),
             Counter(name="vllm:spec_decode_num_draft_tokens", value=totals.num_draft_tokens),
             Counter(name="vllm:spec_decode_num_accepted_tokens", value=totals.num_accepted_tokens),
-            Vector(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=totals.num_accepted_at),
+            Vector(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=at + [0] * (num_positions - len(at))),
             Counter(name="vllm:prefix_cache_queries", value=totals.prefix_cache_queries),
             Counter(name="vllm:prefix_cache_hits", value=totals.prefix_cache_hits),
         ]

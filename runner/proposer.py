@@ -26,6 +26,7 @@ def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenize
         own_keys |= {"source": source, "draft_sample_method": method.draft_sample_method}
         for key in ("model", "revision"):
             own_keys.pop(key)
+        _require_length_of_target(method.max_model_len, context.max_model_len)
         if own_keys.pop("use_heterogeneous_vocab", False):
             own_keys["vocabularies"] = (
                 read_spelling(tokenizer.backend, "the target"),
@@ -41,6 +42,15 @@ def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenize
             own_keys["corpus"] = Responses(check_responses_file(path), tokenizer, context.vocab_size)
     num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
     return proposer_class(method.method)(num_speculative_tokens=num_tokens, context=context, **own_keys)
+
+
+def _require_length_of_target(asked: int | None, longest: int) -> None:
+    """Raises UserError where a drafter shall follow longer texts than the target's, whose length its config says."""
+    if asked is not None and asked > longest:
+        raise UserError(
+            f"method.max_model_len must be <= the target's max_model_len ({longest}), got {asked}; lower it, or leave "
+            "it out"
+        )
 
 
 def _require_same_tokens(target: ModelSource, draft: ModelSource, *, takes_another: bool) -> None:

@@ -323,7 +323,7 @@ def test_metrics_have_the_names_of_vllm_and_count_what_was_drafted_and_accepted(
     ]
     num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in PROMPTS[:2])
     expected = (
-        [0, 0, 0, [], 0, 0],
+        [0, 0, 0, [0] * 4, 0, 0],
         [4, 14, 14, [4, 4, 3, 3], num_tokens, 0],  # of prompts that are too short to share a block
         [8, 28, 28, [8, 8, 6, 6], 2 * num_tokens, 0],
     )
@@ -506,6 +506,26 @@ def test_a_progress_bar_counts_requests(engines: Engines, capsys: pytest.Capture
     prompts = [{"prompt_token_ids": [token]} for token in (3, 4, 5)]
     engines().generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=True)
     assert "3/3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa"])
+def test_a_drafter_follows_no_longer_texts_than_its_target(method: str) -> None:
+    """A head was asked for 100,000 tokens and took the target's length without a word."""
+    with pytest.raises(
+        UserError, match=r"method\.max_model_len must be <= the target's max_model_len \(\d+\), got 100000"
+    ):
+        LLM("tiny", speculative_config={"method": method, "num_speculative_tokens": 2, "max_model_len": 100_000})
+
+
+def test_switches_of_vllm_that_change_nothing_are_read_with_a_warning() -> None:
+    """Scripts that read its metrics switch them on by disable_log_stats=False."""
+    args = {"disable_log_stats": False, "enable_chunked_prefill": True, "swap_space": 4, "async_scheduling": None}
+    with pytest.warns(UserWarning, match="changes nothing here") as found:
+        LLM("tiny", device="cpu", num_gpu_blocks_override=320, **args)
+    assert [str(warning.message) for warning in found] == [
+        "enable_chunked_prefill=True changes nothing here: prompts are always computed in chunks",
+        "swap_space=4 changes nothing here: a preempted request is computed anew",
+    ]
 
 
 @pytest.mark.parametrize("key", ["num_speculative_tokens", "ngram_prompt_lookup_max", "speculative_model"])

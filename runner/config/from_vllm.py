@@ -16,6 +16,7 @@ from runner.config.checkpoint_method import method_of_model, tokens_of_model
 from runner.config.problem import Problem
 from runner.config.sampler import SamplerConfig
 from runner.config.vllm_keys import (
+    ENGINE_ARGS_WITHOUT_EFFECT,
     KEYS_WITHOUT_EFFECT,
     MTP_SUFFIX,
     NEUTRAL,
@@ -54,7 +55,7 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
     notes: list[str] = []
     problems: list[Problem] = []
     values = _today(given, notes, problems)
-    _drop_switches(values, notes)
+    _drop(values, KEYS_WITHOUT_EFFECT, "speculative_config.", notes)
     _drop_refused(values, problems)
     known = frozenset().union(*fields.values())
     values = {key: value for key, value in values.items() if value is not None or key not in known}
@@ -78,6 +79,13 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
             _take_rule_for_drafting(values, notes)
             _note_drafting_of_rule(values, notes)
     return Translation(values=values, notes=tuple(notes), problems=tuple(problems))
+
+
+def without_switches(engine_args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Arguments of an LLM without vLLM's switches that change nothing here, and a note on each that is on."""
+    kept, notes = dict(engine_args), list[str]()
+    _drop(kept, ENGINE_ARGS_WITHOUT_EFFECT, "", notes)
+    return kept, notes
 
 
 def names_method(model: Any, method: str) -> bool:
@@ -108,10 +116,10 @@ def _today(given: Mapping[str, Any], notes: list[str], problems: list[Problem]) 
     return values
 
 
-def _drop_switches(values: dict[str, Any], notes: list[str]) -> None:
-    for key, reason in KEYS_WITHOUT_EFFECT.items():
+def _drop(values: dict[str, Any], reasons: Mapping[str, str], prefix: str, notes: list[str]) -> None:
+    for key, reason in reasons.items():
         if key in values and (value := values.pop(key)) not in NEUTRAL:
-            notes.append(f"speculative_config.{key}={value!r} changes nothing here: {reason}")
+            notes.append(f"{prefix}{key}={value!r} changes nothing here: {reason}")
 
 
 def _drop_refused(values: dict[str, Any], problems: list[Problem]) -> None:

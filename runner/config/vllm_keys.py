@@ -68,6 +68,15 @@ KEYS_WITHOUT_EFFECT = {
     "xpress_topc": "it is a key of XPress drafters",
 }
 
+# The same of arguments of its LLM.
+ENGINE_ARGS_WITHOUT_EFFECT = {
+    "async_scheduling": "a step is launched before the last one's tokens are read, wherever it can be",
+    "compilation_config": "steps are captured without a compiler; enforce_eager=True turns that off",
+    "disable_log_stats": "statistics are always there, in get_metrics()",
+    "enable_chunked_prefill": "prompts are always computed in chunks",
+    "swap_space": "a preempted request is computed anew",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:

@@ -186,7 +186,10 @@ def _report(
             *core_wait_notes(share, num_threads=config.hardware.num_threads),
         ],
     }
-    title = f"{config.model.model}, method={config.method.method}: tokens/s of full batches over plain decoding's"
+    lossy = ", lossy" if result["lossless"] is False else ""
+    title = (
+        f"{config.model.model}, method={config.method.method}{lossy}: tokens/s of full batches over plain decoding's"
+    )
     print_grid(grid, title=title, identical_texts=result["identical"], console=console)
     for note in result["notes"]:
         console.print(f" note: {note}", style="yellow", highlight=False, soft_wrap=True)
