@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from proposers.base import Proposer
+from runner.drafter_fit import drafter_fit_notes
 from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 from runner.llm import LLM
@@ -152,6 +153,7 @@ def _summaries(
             notes=[
                 *known,
                 *of_sweep,
+                *drafter_fit_notes(config, items, each.metrics.records),
                 *in_parts_notes(each.metrics.steps_in_parts, each.metrics.num_decoding_steps),
                 *core_wait_notes(core_wait_share, num_threads=config.hardware.num_threads),
                 *failures,
