@@ -17,6 +17,7 @@ MOST_SPREAD_TILES = PROGRAMS - 1  # with more, the tiles are programs enough
 WIDE_ROWS = 512  # of more rows a program owns two feature tiles, to read the tokens half as often
 SHARED, WIDE_SHARED = 96 * 1024, 160 * 1024  # bytes of shared memory of a program: two or one to an SM
 MAX_STAGES = 8
+MOST_ROWS = 8192  # of a launch, so far as rows_of_each_kind looks
 PREFETCHED = 8  # steps whose weight lines a program asks for while the launch before it runs
 
 
@@ -58,3 +59,16 @@ def plan_linear(num_rows: int, out_features: int, in_features: int, *, element_s
         num_warps=4 * (1 + is_wide),
         num_stages=min((WIDE_SHARED if is_wide else SHARED) // step_bytes, MAX_STAGES),
     )
+
+
+def rows_of_each_kind(out_features: int, in_features: int, *, element_size: int, gated: bool) -> set[int]:
+    """Numbers of rows that have such a product computed by every kind of program there is for it.
+
+    With few tokens and with the most in a tile, with one or two feature tiles, with partial sums that have programs of
+    their own or not: bits must be the same in all of them, which only the machine can tell.
+    """
+    kinds: dict[tuple[bool, bool, int], int] = {}
+    for num_rows in (2, *range(65, MOST_ROWS, 64)):  # tiles of the most tokens, 64 or 128, and one token more
+        plan = plan_linear(num_rows, out_features, in_features, element_size=element_size, gated=gated)
+        kinds.setdefault((num_rows > 2, plan.is_spread, plan.features), num_rows)
+    return set(kinds.values())

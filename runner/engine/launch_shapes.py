@@ -9,7 +9,7 @@ import torch
 
 from kernels.cpu.panels import Panels, Weight, multiplies_and_adds, unpacked
 from kernels.cpu.panels import can_pack as can_pack_weight
-from kernels.linear_plan import WIDE_ROWS
+from kernels.linear_plan import rows_of_each_kind
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.backend import is_compiled, runs_kernels
@@ -132,47 +132,63 @@ def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight)
     """A row alone against the same row in company, in every product and over a context of two splits."""
     assert isinstance(shape, PagedShape)
     attention, mlp, tile = layer.attention, layer.mlp, shape.linear
-    products: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], Weight], ...] = (
-        (lambda x: attention.qkv_proj(x, tile), attention.qkv_proj.weight),
-        (lambda x: attention.o_proj(x, tile), attention.o_proj.weight),
-        (lambda x: mlp(x, tile), mlp.gate_up_proj.weight),
-        (lambda x: head_logits(x, lm_head, tile), lm_head),
+    asked = (  # what multiplies, and its weights in the order in which rows meet them
+        (lambda x: attention.qkv_proj(x, tile), [attention.qkv_proj.weight]),
+        (lambda x: attention.o_proj(x, tile), [attention.o_proj.weight]),
+        (lambda x: mlp(x, tile), [mlp.gate_up_proj.weight, mlp.down_proj.weight]),
+        (lambda x: head_logits(x, lm_head, tile), [lm_head]),
     )
-    rows_agree = all(_rows_agree(product, unpacked(first)) for product, first in products)
+    rows_agree = all(_rows_agree(product, [unpacked(weight) for weight in weights]) for product, weights in asked)
     return rows_agree and _attentions_agree(shape, attention)
 
 
-def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], first: torch.Tensor) -> bool:
-    """In the smallest tile and in the largest ones. first: the weight that rows meet, of their width and dtype."""
-    counts = (2, 130) if first.element_size() == 4 else (2, 130, WIDE_ROWS + 1)  # float32 has no wide tiles
+def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], weights: Sequence[torch.Tensor]) -> bool:
+    """In every kind of program that may compute the product. weights: as rows meet them; of two the first is gated."""
+    counts = set[int]()
+    for index, weight in enumerate(weights):
+        gated = index < len(weights) - 1
+        out_features, in_features = len(weight) // (1 + gated), weight.shape[1]
+        counts |= rows_of_each_kind(out_features, in_features, element_size=weight.element_size(), gated=gated)
+    first = weights[0]
     generator = torch.Generator(first.device).manual_seed(0)
-    rows = torch.randn(counts[-1], first.shape[1], generator=generator, device=first.device).to(first.dtype)
+    rows = torch.randn(max(counts), first.shape[1], generator=generator, device=first.device).to(first.dtype)
     alone = product(rows[-1:].contiguous())
     return all(torch.equal(product(rows[-count:])[-1:], alone) for count in counts)
 
 
 def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int = 16) -> bool:
+    """A tile's first row and its last against each alone, and a row beside a longer context against the row alone.
+
+    The first row's neighbours see keys that it does not see; a longer context may be split, and then its whole launch.
+    """
     device, dtype = attention.o_proj.weight.device, attention.o_proj.weight.dtype
-    num_heads, num_kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     last = min(shape.max_context, 600) - 1
-    count = min(last + 1, 16)
+    first, short = max(0, last - 15), last // 2
     table = range(1, last // block_size + 2)
-    segments = [
-        Segment(start=last, num_tokens=1, block_table=table),
-        Segment(start=last + 1 - count, num_tokens=count, block_table=table),
-    ]
-    batch = ForwardBatch.build("decode", segments, [0] * (count + 1), shape=shape, block_size=block_size, device=device)
     generator = torch.Generator(device).manual_seed(0)
-    cache = torch.randn(len(table) + 1, block_size, attention.kv_width, generator=generator, device=device).to(dtype)
-    query = torch.randn(len(batch.token_ids), num_heads, dim, generator=generator, device=device).to(dtype)
-    query[count] = query[0]  # the last row of the second segment
-    out = paged_attention(
-        query,
-        cache,
-        batch.attention,
-        num_kv_heads=num_kv_heads,
-        value_dim=dim,
-        scale=dim**-0.5,
-        sliding_window=attention.sliding_window,
-    )
-    return torch.equal(out[0], out[count])
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device).to(dtype)
+
+    cache = random(len(table) + 1, block_size, attention.kv_width)
+    queries = random(last + 1, attention.num_heads, attention.head_dim)
+
+    def attend(*spans: range) -> torch.Tensor:
+        segments = [Segment(start=span.start, num_tokens=len(span), block_table=table) for span in spans]
+        ids = [0] * sum(map(len, spans))
+        batch = ForwardBatch.build("decode", segments, ids, shape=shape, block_size=block_size, device=device)
+        return paged_attention(
+            queries[batch.positions],
+            cache,
+            batch.attention,
+            num_kv_heads=attention.num_kv_heads,
+            value_dim=attention.head_dim,
+            scale=attention.head_dim**-0.5,
+            sliding_window=attention.sliding_window,
+        )[: len(ids)]
+
+    alone = [range(place, place + 1) for place in (first, last, short)]
+    tile = range(first, last + 1)
+    together = attend(tile, *alone)
+    in_tile, beside = together[: len(tile)], together[len(tile) :]
+    return torch.equal(in_tile[[0, -1]], beside[:2]) and torch.equal(attend(alone[2]), beside[2:])
