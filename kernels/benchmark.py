@@ -76,7 +76,6 @@ class Result:
 
 def measure(case: Case, timer: Timer | None, copy_gb_per_second: float | None) -> Result:
     """Checks a case and, if it is right and there is a timer, times it."""
-    import torch
     from triton.errors import TritonError
 
     from kernels.benchmarks.case import CheckFailed
@@ -85,14 +84,14 @@ def measure(case: Case, timer: Timer | None, copy_gb_per_second: float | None) -
     try:
         work = case.prepare()
         checks = work.check()
+        if timer is None or copy_gb_per_second is None:
+            return Result(**named, checks=checks)
+        timing, *others = timer(work.calls, *([work.torch_calls] if work.torch_calls else []))
     except CheckFailed as error:
         return Result(**named, checks=[], failure=str(error))
-    except (TritonError, torch.OutOfMemoryError) as error:  # does not compile, or not for this device
+    except (TritonError, RuntimeError) as error:  # does not compile, does not fit, or what the device said
         message = next(iter(str(error).splitlines()), "")
         return Result(**named, checks=[], failure=f"{type(error).__name__}: {message}")
-    if timer is None or copy_gb_per_second is None:
-        return Result(**named, checks=checks)
-    timing, *others = timer(work.calls, *([work.torch_calls] if work.torch_calls else []))
     gb_per_second = work.num_bytes / timing.median_us / 1e3
     return Result(
         **named,

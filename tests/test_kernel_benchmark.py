@@ -22,6 +22,7 @@ from kernels.benchmarks import case as parts
 from kernels.benchmarks import linear as linear_cases
 from kernels.benchmarks.timing import Timing, summarise
 
+MESSAGE = "out of shared memory\nat a line"
 TIMING = Timing(median_us=10.0, p20_us=9.0, p80_us=12.5)
 
 
@@ -246,13 +247,14 @@ def test_the_check_of_an_op_finds_a_wrong_kernel(
     assert result.failure is not None and result.timing is None and timer.times == 1
 
 
+@pytest.mark.parametrize("error", [TritonError(MESSAGE), RuntimeError(MESSAGE)], ids=["Triton", "the driver"])
 def test_a_failed_check_is_told_and_the_rest_goes_on(
-    setting: parts.Setting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, setting: parts.Setting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A kernel that is wrong, and one that does not compile."""
+    """A kernel that is wrong, and one that does not compile, or that the driver refuses."""
 
     def no_program(*_: Any, **__: Any) -> None:
-        raise TritonError("out of shared memory\nat a line")
+        raise error
 
     norm = importlib.import_module("kernels.rms_norm")
     right = norm.add_rms_norm
@@ -264,7 +266,7 @@ def test_a_failed_check_is_told_and_the_rest_goes_on(
     failures = [found["failure"] is not None for found in report["cases"]]
     assert failures == [True, True, False, True, False, False] and report["is_complete"]
     assert [found["timing"] is None for found in report["cases"]] == failures
-    assert out.count("FAILED: error ") == 2 and "FAILED: TritonError: out of shared memory\n" in out
+    assert out.count("FAILED: error ") == 2 and f"FAILED: {type(error).__name__}: out of shared memory\n" in out
     assert out.count("10.00") == 3 and "3 of 6 checks failed." in err
 
 
