@@ -151,6 +151,14 @@ def test_logits_and_kv_keep_their_bits_whatever_the_method_and_the_schedule(
     Bits.of(engines(spec, **{**GPU, "enforce_eager": True, **schedule}), *workload(16)).assert_agree(plain_bits)
 
 
+def test_products_that_add_up_their_own_partial_sums_keep_bits(engines: Engines) -> None:
+    """`o` and `down` of 4,096 features do so from 257 rows on; of a chunk of 128 every sum has a program of its own."""
+    wide = {**GPU, "architecture": {**ARCHITECTURE, "hidden_size": 4096}, "enforce_eager": True}
+    prompts, params = workload(8)
+    whole = Bits.of(engines(None, **wide), prompts, params)
+    Bits.of(engines(None, **{**wide, **SCHEDULES["small chunks"]}), prompts, params).assert_agree(whole)
+
+
 @pytest.mark.parametrize("spec", [None, METHODS[4], METHODS[7], METHODS[8], METHODS[14]], ids=repr)
 def test_a_prefix_that_was_found_changes_no_token(spec: dict[str, Any] | None, engines: Engines) -> None:
     begun, params = workload(16)
