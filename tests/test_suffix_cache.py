@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kernels.cpu import compiled as compiled_room
 from proposers.lookup.suffix_cache import SuffixCache, SuffixDraft
 from proposers.lookup.suffix_forest import ID_MASK, MAX_NODES, NUM_PREFIXES, SEGMENT_SIZE, SEGMENTS, Forest
-from proposers.lookup.suffix_reference import Substrings, naive_propose, naive_substrings
+from proposers.lookup.suffix_reference import naive_propose, naive_substrings
 from runner.engine.errors import UserError
 from tests.suffix_dump import check_pool, dump_shared
 
@@ -266,58 +266,6 @@ def test_among_equals_what_was_said_last_is_drafted_also_after_an_eviction() -> 
     cache.evict()  # a 1
     cache.insert([5, 2])
     assert cache.propose(row, 1).token_ids == [2]
-
-
-def has_tie(substrings: Substrings, match: tuple[int, ...], num_tokens: int) -> bool:
-    """Whether some token of the draft might as well be another."""
-    for _ in range(num_tokens):
-        counts = sorted(substrings.counts[(*match, token)] for token in substrings.followers.get(match, ()))
-        if not counts:
-            return False
-        if counts[-1:] == counts[-2:-1]:
-            return True
-        longer = substrings.heaviest(match)
-        assert longer is not None
-        match = longer
-    return False
-
-
-def test_scores_and_drafts_are_those_of_arctic_inference() -> None:
-    """Its C++ tree: one of the request, one of responses.
-
-    Left out: equal counts, which fall either way there, and texts shorter than the depth, of which it does not match
-    the whole.
-    """
-    suffix_decoding = pytest.importorskip("arctic_inference.suffix_decoding")
-    generator = np.random.default_rng(11)
-    num_compared = 0
-    for case in range(300):
-        max_depth, vocab_size = int(generator.integers(2, 9)), int(generator.integers(2, 5))
-        texts = [generator.integers(0, vocab_size, generator.integers(9, 60)).tolist() for _ in range(4)]
-        factor = float(generator.choice([0.5, 1.0, 2.0]))
-        cache = make_cache(max_depth, max_spec_factor=factor)
-        row = cache.open()
-        cache.append(row, array(texts[0]))
-        theirs = [suffix_decoding._C.SuffixTree(max_depth) for _ in range(2)]
-        theirs[0].extend(0, texts[0])
-        if case % 2:  # a tree of its own, or one over responses
-            for index, text in enumerate(texts[1:]):
-                cache.insert(text)
-                theirs[1].extend(index, text)
-        context = texts[0][-max_depth:]
-        drafts = [tree.speculate(context, 6, factor, 0.0, 0.1, False) for tree in theirs]
-        draft = drafts[0] if drafts[0].score >= drafts[1].score else drafts[1]
-        ties = [
-            has_tie(naive_substrings(group, max_depth), tuple(texts[0][-length:]), 6)
-            for group in (texts[:1], texts[1:] if case % 2 else [])
-            for length in range(1, len(context))
-        ]
-        if not any(ties):
-            num_compared += 1
-            length = draft.match_len if draft.token_ids else 0  # of an empty draft it is that of some match there
-            expected = SuffixDraft(draft.token_ids, draft.score, length)
-            assert_equal(cache.propose(row, 6), expected)
-    assert num_compared > 50
 
 
 def test_a_compiled_function_notices_that_one_it_calls_has_changed(tmp_path: Path) -> None:
