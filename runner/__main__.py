@@ -52,8 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = add_method_options(quote_json(sys.argv[1:] if argv is None else argv))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what went wrong instead of printing it
     try:
-        with checked(parse_args(argv)):
-            sys.argv[1:] = argv
+        with checked(parse_args(argv), argv) as sys.argv[1:]:
             app()
     except UserError as error:
         return USER_ERROR_STATUS if error in _shown else show_error(error)

@@ -17,14 +17,16 @@ from proposers.base import Proposer
 from runner.drafter_fit import drafter_fit_notes
 from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
+from runner.engine.request import Request
 from runner.llm import LLM
 from runner.machine import describe_run
 from runner.metrics import MetricsCollector, RequestRecord, core_wait_notes, count_identical, in_parts_notes
 from runner.metrics.repeats import middle_repeat, over_repeats
-from runner.outputs import logprob_fields
+from runner.outputs import DecodeToken, logprob_fields
 from runner.passes import Pass, run_pass, warm_up
 from runner.promise import kept_by_rule, kept_by_run, promise_notes
 from runner.report import RunProgress
+from runner.results import OUTPUTS_FILE
 from runner.workload import WorkloadItem, unread_note
 
 MAX_FAILURES_SHOWN = 3
@@ -35,7 +37,7 @@ class Measurement:
     summary: dict[str, Any]
     metrics: MetricsCollector  # of the method, in the middle repeat
     records: list[RequestRecord]  # of the same pass, in the order of the workload
-    logprobs: dict[str, dict[str, Any]]  # request_id -> what outputs.jsonl says of them, where asked for
+    more: dict[str, dict[str, Any]]  # request_id -> what outputs.jsonl says beside its record, in the same pass
     errors: dict[str, str]  # request_id -> why it failed, in the same pass
 
 
@@ -91,13 +93,22 @@ def measure(
         summary=over_repeats(summaries),
         metrics=metrics,
         records=sorted(metrics.records, key=lambda record: place[record.request_id]),
-        logprobs={
-            request.request_id: logprob_fields(request, engine.tokenizer.decode_token)
+        more={
+            request.request_id: _more_of(request, items[request.prompt_index], shown, engine.tokenizer.decode_token)
             for request in requests
-            if request.sampling_params.logprobs is not None or request.sampling_params.prompt_logprobs is not None
         },
         errors=shown.errors,
     )
+
+
+def _more_of(request: Request, item: WorkloadItem, shown: Pass, decode_token: DecodeToken) -> dict[str, Any]:
+    params, error = request.sampling_params, shown.errors.get(request.request_id)
+    more = {} if item.id is None else {"id": item.id}
+    if error is not None:
+        more["error"] = error
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        more |= logprob_fields(request, decode_token)
+    return more
 
 
 def _run(llm: LLM, proposer: Proposer, items: Sequence[WorkloadItem], title: str, metrics: MetricsCollector) -> Pass:
@@ -125,9 +136,12 @@ def _summaries(
     """
     config, engine = llm.config, llm.engine
     errors = {request_id: reason for each in passes for request_id, reason in each.errors.items()}
-    failures = [f"request {request_id} failed: {reason}" for request_id, reason in errors.items()]
+    of_request = {own.request_id: items[own.prompt_index] for each in passes for own in each.requests}
+    failures = [f"request {name}{of_request[name].origin} failed: {reason}" for name, reason in errors.items()]
     if len(failures) > MAX_FAILURES_SHOWN:
-        failures[MAX_FAILURES_SHOWN:] = [f"{len(failures) - MAX_FAILURES_SHOWN} more requests failed"]
+        failures[MAX_FAILURES_SHOWN:] = [
+            f"{len(failures) - MAX_FAILURES_SHOWN} more requests failed, see {OUTPUTS_FILE}"
+        ]
     ours, theirs = [each.metrics.records for each in passes], [each.records for each in plain]
     known = [*config.notes(), *promise_notes(config, engine, items), *unread_note(items)]
     of_sweep = [] if measured_in is None else [f"plain decoding was measured in an earlier point, {measured_in}"]

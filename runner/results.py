@@ -39,7 +39,7 @@ def write_metrics(path: str | Path, summary: Mapping[str, Any]) -> None:
 def write_outputs(
     path: str | Path,
     records: Iterable[RequestRecord],
-    logprobs: Mapping[str, Mapping[str, Any]] | None = None,
+    more: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     method: str | None = None,
 ) -> None:
@@ -53,7 +53,7 @@ def write_outputs(
     `prompt_logprobs` where they were asked for (token ids as text, as vLLM's server gives them).
 
     Args:
-        logprobs: request_id -> those three, of requests that asked for any.
+        more: request_id -> those three, the `id` of the workload's line, and the `error` of a request that failed.
         method: what each line names as the method that it comes from ("none": plain decoding); None: no such field.
     """
     with _written(Path(path)) as file:
@@ -61,7 +61,7 @@ def write_outputs(
         start = min((record.arrival_time for record in records), default=0.0)
         source = {} if method is None else {"method": method}
         for record in records:
-            file.write(_json_line({**_output(record, start), **source, **(logprobs or {}).get(record.request_id, {})}))
+            file.write(_json_line({**_output(record, start), **source, **(more or {}).get(record.request_id, {})}))
 
 
 def write_vllm_config(directory: str | Path, config: Mapping[str, Any] | None, notes: Sequence[str]) -> list[Path]:

@@ -66,7 +66,7 @@ def execute(
         summary = measurement.summary
         files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
         write_metrics(files[0], summary)
-        write_outputs(files[1], measurement.records, measurement.logprobs)
+        write_outputs(files[1], measurement.records, measurement.more)
         files += _write_vllm_config(config, output_dir)
         print_summary(  # before it is recorded: a tracker that fails now does not hide it
             summary,

@@ -29,9 +29,16 @@ class WorkloadItem:
 
     prompt: Prompt
     category: str | None = None
+    id: Any = None  # the line's own, for people
     sampling: Mapping[str, Any] = field(default_factory=dict)  # those of LINE_PARAMS that the line has
     unread_fields: tuple[str, ...] = ()
-    place: str = field(default="a line of the workload", compare=False)  # for errors; path:line where it is a file's
+    place: str | None = field(default=None, compare=False)  # path:line where it is a file's, for errors
+
+    @property
+    def origin(self) -> str:
+        """What a message adds to a request's number: " (id 7, prompts.jsonl:3)"."""
+        known = [text for text in (f"id {self.id}" if self.id is not None else None, self.place) if text is not None]
+        return f" ({', '.join(known)})" if known else ""
 
 
 def read_workload(config: DemoWorkload | JsonlWorkload) -> list[WorkloadItem]:
@@ -55,7 +62,7 @@ def params_of(item: WorkloadItem, params: SamplingParams) -> SamplingParams:
         return replace(params, **item.sampling)
     except ValueError as error:
         own = ", ".join(f"{key}={value}" for key, value in item.sampling.items())
-        raise UserError(f"{item.place} has {own}: {error}; mend it, or sampler") from error
+        raise UserError(f"{item.place or 'the workload'} has {own}: {error}; mend it, or sampler") from error
 
 
 def arrival_times(count: int, request_rate: float, seed: int) -> list[float]:
@@ -116,8 +123,9 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
     """A prompt is a string, a list of chat messages, or token ids; `id` is for people."""
     try:
         row: Any = json.loads(line.strip())
-    except json.JSONDecodeError as error:
-        got = f"{line.strip()[:60]!r}: {error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:  # broken, a number of thousands of digits, or nested too deep
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        got = f"{line.strip()[:60]!r}: {reason}"
         raise UserError(f"{place} must be a JSON object, got {got}; mend that line") from error
     if not isinstance(row, Mapping):
         remedy = f'write {{"{prompt_field}": ...}}, one object a line'
@@ -149,6 +157,7 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
     return WorkloadItem(
         prompt=prompt,
         category=None if category is None else str(category),
+        id=row.get("id"),
         sampling=sampling,
         place=place,
         unread_fields=tuple(key for key in row if key not in (prompt_field, "id", "category", *LINE_PARAMS)),

@@ -178,11 +178,15 @@ def test_the_synthetic_rule_accepts_at_the_rate_it_is_set_to(tmp_path: Path) -> 
 
 def test_a_request_that_cannot_run_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": "def f(x):"}) + "\n" + json.dumps({"prompt": "x = 1\n" * 2000}) + "\n")
+    lines = [{"prompt": "def f(x):"}, {"prompt": "x = 1\n" * 2000, "id": "long"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = execute(config(workload={"name": "jsonl", "path": str(path)}), tmp_path)
     assert (summary["num_requests"], summary["num_failed_requests"]) == (1, 1)
     printed = capsys.readouterr()
-    assert "request 1 failed" in " ".join(printed.out.split())
+    assert f"request 1 (id long, {path}:2) failed" in "\n".join(summary["notes"])
+    answered, failed = (json.loads(line) for line in (tmp_path / "outputs.jsonl").read_text().splitlines())
+    assert (failed["id"], failed["error"][:31]) == ("long", "the prompt must be shorter than")
+    assert answered.keys().isdisjoint(("id", "error"))
     last = printed.err.splitlines()[-1]  # 30 of 31 could fail, and only a word in the box said so
     assert last.startswith("1 of 2 requests failed; request 1: the prompt must be shorter than ")
 

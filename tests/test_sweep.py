@@ -45,6 +45,23 @@ def test_a_sweep_runs_the_cross_product_each_in_its_own_directory(cli: CommandLi
     assert all(output_dir.is_dir() for _, output_dir in ending.jobs)
 
 
+@pytest.mark.parametrize(
+    ("swept", "key"),
+    [
+        ("method=eagle,mtp", "method.speculative_token_tree=dynamic"),
+        ("method=ngram,ngram_gpu", "method.prompt_lookup_max=3"),
+    ],
+)
+def test_a_key_that_the_default_option_of_a_swept_group_lacks_is_set_in_every_point(
+    swept: str, key: str, cli: CommandLine
+) -> None:
+    """Hydra looked for it in the default option too, and said "Could not override"."""
+    ending = cli("-m", swept, key, "tracking=none")
+    assert ending.status == 0, ending.err
+    name, _, value = key.removeprefix("method.").partition("=")
+    assert [str(getattr(config.method, name)) for config, _ in ending.jobs] == [value, value]
+
+
 def test_a_sweep_goes_over_the_options_of_a_users_own_class(cli: CommandLine) -> None:
     own = ["method=custom_class", "method.model=a.B", "method.options={y: null}", "method.options.x=1,[2]"]
     ending = cli("-m", *own, "tracking=none")

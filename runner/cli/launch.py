@@ -44,8 +44,11 @@ def _versions() -> str:
 
 
 @contextmanager
-def checked(args: argparse.Namespace) -> Iterator[None]:
+def checked(args: argparse.Namespace, argv: list[str]) -> Iterator[list[str]]:
     """The context that Hydra runs in; entering it prints the help, or checks everything that will run.
+
+    Yields the arguments for Hydra: those given, but of a sweep without the keys below swept groups. They are in every
+    point, and Hydra would look for them in the group's default option too, which need not have them.
 
     Raises:
         ConfigError, SweepError: what is wrong, before anything ran.
@@ -57,7 +60,7 @@ def checked(args: argparse.Namespace) -> Iterator[None]:
     if args.cfg is not None and args.multirun:
         raise ConfigError([Problem(name="--cfg", rule="shows one configuration", remedy="leave out -m")])
     if args.hydra_help or args.shell_completion or args.info is not None or args.config_path is not None:
-        yield
+        yield argv
         return
     sweep = None
     with Composer(args.config_name, args.config_dir) as composer:
@@ -72,11 +75,11 @@ def checked(args: argparse.Namespace) -> Iterator[None]:
             composer.config(args.overrides)
             _check_directory("hydra.run.dir", hydra.run)
     if sweep is None:
-        yield
+        yield argv
         return
     _report_duplicates(sweep)
     with launching(sweep):
-        yield
+        yield [text for text in argv if text not in sweep.below_swept]
 
 
 def _check_directory(name: str, node: DictConfig) -> None:

@@ -34,6 +34,7 @@ class Sweep:
     configs: tuple[SpeculativeConfig, ...]  # of each point
     duplicates: tuple[tuple[str, ...], ...]  # points left out because an earlier one is the same run
     swept: dict[str, str]  # key -> its values as written
+    below_swept: frozenset[str]  # overrides of keys below a swept group, which its default option may not have
 
 
 class SweepError(UserError):
@@ -103,11 +104,14 @@ def read_sweep(composer: Composer, overrides: list[str], hydra: DictConfig) -> S
             duplicates.append(point)
         else:
             distinct[key] = (point, config)
+    swept = {o.get_key_element(): written_value(o) for o in of_points if o.is_sweep_override()}
+    plain = [o for o in of_points if not o.is_sweep_override()]
     return Sweep(
         points=tuple(point for point, _ in distinct.values()),
         configs=tuple(config for _, config in distinct.values()),
         duplicates=tuple(duplicates),
-        swept={o.get_key_element(): written_value(o) for o in of_points if o.is_sweep_override()},
+        swept=swept,
+        below_swept=frozenset(str(o.input_line) for o in plain if o.key_or_group.partition(".")[0] in swept),
     )
 
 
