@@ -309,6 +309,25 @@ def test_requests_of_one_token_wait_for_nobody_who_leaves_them_nothing(engines: 
     assert (len(llm.metrics.step_points), num_found) == ((2, 5) if method == "ngram" else (1, 0))
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash", "ngram"])
+def test_requests_that_end_with_their_first_token_do_not_wait_for_each_other_in_turn(
+    engines: Engines, method: str
+) -> None:
+    """A drafter does not follow a request that has ended, so each left nothing to the next: 16 requests, 16 steps."""
+    llm = engines({"method": method, "num_speculative_tokens": 4})
+    llm.reset_prefix_cache()
+    talks = [{"prompt_token_ids": prompt((SHARED, 30), (4, 31 + number))} for number in range(6)]
+    ends = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=list(range(llm.engine.target.model.vocab_size)))
+    found = llm.generate(talks, ends)
+    assert len(llm.metrics.step_points) == 2
+    assert all(len(output.outputs[0].token_ids) == 1 for output in found)
+    goes_on = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    llm.generate(talks[:1], goes_on)
+    assert all(
+        output.num_cached_tokens == SHARED // BLOCK_SIZE * BLOCK_SIZE for output in llm.generate(talks[1:], ends)
+    )
+
+
 def test_what_a_drafter_did_not_follow_is_not_found_by_those_that_it_follows(engines: Engines) -> None:
     llm = engines({"method": "draft_model", "num_speculative_tokens": 3})
     llm.reset_prefix_cache()

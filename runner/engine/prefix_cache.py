@@ -22,6 +22,10 @@ class PrefixCache:
     def __init__(self, blocks: BlockManager, fills_blocks: Callable[[Request], bool] | None) -> None:
         """fills_blocks: the proposer's; None: nothing is shared."""
         self.blocks, self._fills_blocks = blocks, fills_blocks
+        self._announced = set[bytes]()  # by keys_to_come, and not there yet
+        # Announced by requests that ended before their drafter had followed, as with a first token that is eos. Where
+        # one does, the next may too: if all the others waited for it, and then for the next, none would share a step.
+        self._in_vain = set[bytes]()
 
     def open(self, request: Request) -> None:
         """Comes before everything else."""
@@ -41,16 +45,26 @@ class PrefixCache:
 
     def keys_to_come(self, request: Request) -> Sequence[bytes]:
         """Of blocks that others will find once this request has computed them."""
-        keys = request.prefix_keys[request.num_known_blocks :]
-        return keys if keys and self._is_filled(request) else ()
+        if request.num_known_blocks == len(request.prefix_keys) or not self._is_filled(request):
+            return ()
+        keys = [key for key in request.prefix_keys[request.num_known_blocks :] if key not in self._in_vain]
+        self._announced.update(keys)
+        return keys
 
     def make_known(self, request: Request) -> None:
         """Let others find what is complete of its prompt; comes when the drafter has followed, or never will."""
-        known, keys = request.num_known_blocks, request.prefix_keys
-        complete = min(len(keys), (request.num_computed_tokens - 1) // self.blocks.block_size)
-        if known < complete and self._is_filled(request):
-            self.blocks.keep(keys[known:complete], request.block_table[known:complete])
+        known = request.num_known_blocks
+        complete = min(len(request.prefix_keys), (request.num_computed_tokens - 1) // self.blocks.block_size)
+        if known >= complete:
+            return
+        keys = request.prefix_keys[known:complete]
+        if self._is_filled(request):
+            self.blocks.keep(keys, request.block_table[known:complete])
             request.num_known_blocks = complete
+            self._announced.difference_update(keys)
+            self._in_vain.difference_update(keys)
+        elif request.is_finished:
+            self._in_vain.update(self._announced.intersection(keys))
 
     def _is_filled(self, request: Request) -> bool:
         return self._fills_blocks is not None and self._fills_blocks(request)
