@@ -158,7 +158,10 @@ def run(
     if num_failed:
         print(f"{num_failed} of {len(results)} checks failed.", file=sys.stderr)
         return 1
-    return 0 if report["is_complete"] else INTERRUPTED
+    if not report["is_complete"]:
+        return INTERRUPTED
+    print(f"\nAll {len(results)} cases are right.")
+    return 0
 
 
 def _with_progress(cases: Sequence[Case]) -> Iterator[Case]:

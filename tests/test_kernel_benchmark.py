@@ -115,7 +115,7 @@ def test_an_error_beyond_twice_torchs_and_a_rounding_fails() -> None:
     for shift, passes in ((2**-19, True), (2**-18, False), (math.nan, False)):
         found = torch.tensor([1.0, -2.0]) + torch.tensor([shift, 0.0])
         if passes:
-            assert parts.check_error(found, by_torch, exact) == "error"
+            assert parts.check_error(found, by_torch, exact) == "accuracy"
         else:
             with pytest.raises(parts.CheckFailed, match="limit"):
                 parts.check_error(found, by_torch, exact)
@@ -150,7 +150,7 @@ def test_the_report_holds_conditions_checks_and_times(
     assert written["hardware"] == "none" and written["copy_gb_per_second"] == 4000.0 and written["is_complete"]
     norm, linear = written["cases"][1], written["cases"][-1]
     assert (norm["op"], norm["case"], norm["dtype"]) == ("rms_norm", "add and norm, 3 rows", "float32")
-    assert norm["checks"] == ["error", "row bits"] and norm["failure"] is None and norm["torch_timing"] is None
+    assert norm["checks"] == ["accuracy", "row bits"] and norm["failure"] is None and norm["torch_timing"] is None
     assert norm["timing"] == {"median_us": 10.0, "p20_us": 9.0, "p80_us": 12.5}
     assert norm["num_bytes"] == (4 * 3 + 1) * 100 * 4
     assert norm["gb_per_second"] == pytest.approx(5200 / 10e-6 / 1e9)

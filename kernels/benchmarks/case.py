@@ -94,7 +94,7 @@ def check_error(found: Tensor, by_torch: Tensor, exact: Tensor) -> str:
     limit = 2 * error_of_torch + ulp
     if not error <= limit:  # a NaN is no small error
         raise CheckFailed(f"error {error:.3g} against float64, limit {limit:.3g}")
-    return "error"
+    return "accuracy"
 
 
 def check_equal(what: str, found: Tensor, wanted: Tensor) -> None:

@@ -57,10 +57,11 @@ class Pool:
     def free_block(self, size: int) -> Block:
         """To which nothing refers that is still to be read."""
         blocks = self._blocks[_rounded(size)]
-        block = next((own for own in blocks if own.is_free), None)
-        if block is None:
-            block = Block(_rounded(size))
-            blocks.add(block)
+        for own in list(blocks):  # of a generator that is left half-way Python loses a Ctrl-C
+            if own.is_free:
+                return own
+        block = Block(_rounded(size))
+        blocks.add(block)
         return block
 
 

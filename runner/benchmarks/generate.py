@@ -17,8 +17,7 @@ import torch
 
 from runner.benchmarks.demo_prompts import demo_prompts
 from runner.benchmarks.turns import ratios, take_turns, turns_parser
-from runner.cli.screen import show_error
-from runner.engine.errors import UserError
+from runner.cli.program import exit_status
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.machine import describe_machine
@@ -35,16 +34,15 @@ SPREAD = ("median", "p20", "p80")
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
+    return exit_status(lambda: _compare(options))
+
+
+def _compare(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
-    try:
-        contestants = _contestants(options)
-    except UserError as error:
-        return show_error(error)
-    rounds = take_turns(contestants, options.rounds)
+    rounds = take_turns(_contestants(options), options.rounds)
     _print_table(rounds, options)
     if options.json is not None:
         write_metrics(options.json, _as_json(rounds, options))
-    return 0
 
 
 def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], float]]:

@@ -25,6 +25,7 @@ from proposers.ngram import NgramProposer
 from proposers.ngram_gpu import ngram_match_on
 from runner.benchmarks.ngram_texts import next_tokens, text_of
 from runner.cli.arguments import at_least, file_to_write
+from runner.cli.program import exit_status
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule, ScheduledRequest
@@ -42,6 +43,10 @@ KEYS = {"min_n": MIN_N, "max_n": MAX_N}
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
+    return exit_status(lambda: _measure(options))
+
+
+def _measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     _check(options.seed)
     texts = [
@@ -63,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print(found)
     if options.json is not None:
         write_metrics(options.json, found)
-    return 0
 
 
 def _check(seed: int) -> None:

@@ -27,6 +27,7 @@ from proposers.lookup.suffix_forest import Int32Array
 from proposers.lookup.suffix_reference import naive_propose
 from runner.benchmarks.suffix_corpora import NAMES, Corpus
 from runner.cli.arguments import at_least, file_to_write
+from runner.cli.program import exit_status
 from runner.machine import describe_machine
 from runner.results import write_metrics
 
@@ -219,6 +220,10 @@ def _resident_bytes() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
+    return exit_status(lambda: _measure_all(options))
+
+
+def _measure_all(options: argparse.Namespace) -> None:
     for name in options.corpora:
         check(name, options.seed)
     print("drafts are those of the definition", file=sys.stderr)
@@ -241,7 +246,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         conditions |= {"depth": DEPTH, "limit": LIMIT}
         found = {**describe_machine("numba", "numpy"), "conditions": conditions, "results": results}
         write_metrics(options.json, found)
-    return 0
 
 
 def _print_table(title: str, results: dict[str, dict[str, float]]) -> None:

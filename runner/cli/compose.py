@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -106,7 +107,9 @@ class Composer:
         """What Hydra says unclearly: values of a sweep without -m, and null or a number for a group."""
         key, value = override.key_or_group, written_value(override)
         if override.is_sweep_override():
-            remedy = f"add -m to run every one of them, or write {key}=[...] for a list"
+            remedy = "add -m to run every one of them"
+            if not GlobalHydra.instance().config_loader().get_group_options(key):
+                remedy += f", write {key}=[{value}] for a list, or {_quoted(key, value)} for one text"
             yield Problem(name=key, rule="must be one value", value=value, remedy=remedy)
         elif not override.is_delete() and not isinstance(override.value(), str | list | dict):
             options = GlobalHydra.instance().config_loader().get_group_options(key)
@@ -210,8 +213,14 @@ def _drop_missing(values: dict[Any, Any], prefix: str = "") -> Iterator[str]:
 
 def _group_of_missing_option(error: BaseException | None) -> str | None:
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
-        return error.missing_cfg_file.rpartition("/")[0]
+        return _group_and_option(error.missing_cfg_file)[0]
     return None
+
+
+def _group_and_option(file: str) -> tuple[str, str]:
+    """Of an option's file; what somebody wrote for a model may be an id or a path, with slashes of its own."""
+    group, _, option = file.partition("/") if file.startswith("model/") else file.rpartition("/")
+    return group, option
 
 
 def _is_unknown_key(error: BaseException) -> bool:
@@ -223,20 +232,20 @@ def _is_unknown_key(error: BaseException) -> bool:
 def _problem_of(error: Exception, overrides: list[str]) -> Problem:
     message = str(error).strip()
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
+        group, option = _group_and_option(error.missing_cfg_file)
         rule = f"must be one of {', '.join(error.options)}"
         remedy = did_you_mean(option, error.options)
         if group == "method" and option in UNAVAILABLE_METHODS:
             remedy = f"{option} is not available yet"
         elif group == "method" and option in available_methods():
             remedy = f"proposers/{option}.py wants a conf/method/{option}.yaml beside the others; README.md has one"
+        elif group == "model" and ("/" in option or not remedy.startswith("did")):
+            remedy = f"a directory or hub id of your own is model=hf model.model={option}"
         elif not remedy.startswith("did"):
             remedy = ""
         return Problem(name=group, rule=rule, value=option, remedy=remedy)
     if isinstance(error, OverrideParseException):
-        is_ours = re.match(rf"\+*{KEY}=", str(error.override))
-        remedy = EXAMPLE if is_ours else message.splitlines()[0]
-        return Problem(name=error.override, rule="is not of the form key=value", remedy=remedy)
+        return _unreadable(str(error.override), message.splitlines()[0])
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return Problem(name=str(error.full_key), rule=f"cannot be resolved: {message.splitlines()[0]}")
     twice = re.match(r"Multiple values for (\S+)\.|Could not append to config\. An item is already at '(\S+)'", message)
@@ -246,3 +255,22 @@ def _problem_of(error: Exception, overrides: list[str]) -> Problem:
     if error.__cause__ is not None:
         message += "\n" + str(error.__cause__).splitlines()[0]
     return Problem(name="configuration:", rule=" ".join(line.strip() for line in message.splitlines() if line.strip()))
+
+
+def _unreadable(override: str, message: str) -> Problem:
+    """An override that Hydra's grammar does not take: no override at all, or a value with characters of its own."""
+    key, is_assignment, value = override.partition("=")
+    if re.match(rf"\+*{KEY}=", override):
+        return Problem(name=override, rule="is not of the form key=value", remedy=EXAMPLE)
+    if is_assignment:
+        remedy = f"if it is text, quote it twice: {_quoted(key, value)} (Hydra: {message})"
+        return Problem(name=key, rule="must be a value that Hydra can read", value=value, remedy=remedy)
+    remedy = "--help shows every group and key"
+    if override in available_methods():
+        remedy = f"write method={override}"
+    return Problem(name=override, rule="is not of the form key=value", remedy=remedy)
+
+
+def _quoted(key: str, value: str) -> str:
+    """The override as a shell hands it on, of a value that Hydra shall take as it is."""
+    return shlex.quote(f'{key}="{value}"')

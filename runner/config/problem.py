@@ -74,6 +74,10 @@ class RuleErrors(ValueError):
         super().__init__("; ".join(str(problem) for problem in problems))
 
 
+# What people call some values elsewhere, and spellings alone would take for another one.
+OTHER_NAMES = {"gpu": "cuda", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """A remedy that names the closest options, or all of them when none is close."""
     options = sorted(options)
@@ -85,6 +89,9 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 def _close(word: str, options: Iterable[str]) -> list[str]:
     """At most two options: those spelled alike, else those of which the word has all parts or beginnings
     of them (`max_dept`, `num_spec`)."""
+    options = list(options)
+    if (other := OTHER_NAMES.get(word)) in options:
+        return [str(other)]
     ratios = {option: difflib.SequenceMatcher(None, option, word).ratio() for option in options}
     best = max(ratios.values(), default=0.0)
     alike = [option for option, ratio in ratios.items() if ratio >= max(0.6, best - 0.2)]

@@ -65,9 +65,19 @@ def resolve_directory(source: ModelSource, *, weights: bool = True, pickles: tup
         reason = _one_line(error)
         raise UserError(
             f"{source.name}={source.model}: cannot be downloaded from the hub ({type(error).__name__}: {reason}); "
-            "check the id, the network and HF_TOKEN, point to a local directory with "
-            f"`model=hf model.model=<directory>`, or try the shape with model.load_format=dummy"
+            f"check the id, the network and HF_TOKEN, or {_without_hub(source)}"
         ) from error
+
+
+def _without_hub(source: ModelSource) -> str:
+    if source.name != "model.model":  # a drafter
+        return f"point to a local directory with {source.name}=<directory>"
+    if source.is_dummy:
+        return "give the shape as model.hf_config, or point to a directory with a config.json"
+    return (
+        "point to a local directory (model=hf model.model=<directory>), or try the speed of its shape before the "
+        "download: model.load_format=dummy, where the config is in the cache or given as model.hf_config"
+    )
 
 
 def load_config(source: ModelSource) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.cli.program import exit_status
 from runner.config import DemoWorkload
 from runner.llm import LLM, SamplingParams
 from runner.metrics import MetricsCollector
@@ -62,16 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = arguments.family / "manifest.json"
     if not path.is_file():
         parser.error(f"--family must be a directory that runner.tiny has filled, got {arguments.family}")
+    return exit_status(lambda: _measure(arguments, path))
+
+
+def _measure(arguments: argparse.Namespace, path: Path) -> None:
     measured: dict[str, dict[str, Any]] = {}
     for method in arguments.methods:
         measured |= measure_acceptance(arguments.family, [method])
-        print(f"{method}: mean acceptance length {measured[method]['mean_acceptance_length']:.3f}", flush=True)
+        found = measured[method]
+        by_position = ", ".join(f"{100 * rate:.0f}" for rate in found["acceptance_per_position"])
+        length = f"{found['mean_acceptance_length']:.3f}"
+        print(f"{method}: mean acceptance length {length} ({by_position} % by position)", flush=True)
     if arguments.write:
         manifest = read_manifest(path)
         conditions = {"temperature": 0, "max_tokens": MAX_TOKENS}
         acceptance = {**manifest.get("acceptance", {}), "conditions": conditions, **measured}
         write_manifest(path, {**manifest, "acceptance": acceptance})
-    return 0
 
 
 if __name__ == "__main__":

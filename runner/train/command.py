@@ -98,7 +98,7 @@ def _print_result(options: argparse.Namespace, record: dict[str, Any]) -> None:
         text += f"{length:.2f} ({by_position} % by position)"
     if (speedup := found["speedup"]) is not None:
         text += f", {speedup:.2f}x plain decoding's speed"
-    print(text)
+    print("\n".join([text, *(f"note: {note}" for note in found["notes"])]))
     print(use_it([*options.overrides, _model_override(options.output)]))
 
 
