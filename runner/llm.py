@@ -90,7 +90,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = None,
         observer: Observer | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, in order.
@@ -98,7 +98,7 @@ class LLM:
         Args:
             prompts: a string, token ids, chat messages or {"prompt_token_ids": [...]}, or a list of these.
             sampling_params: one for all prompts or one each; None: SamplingParams().
-            use_tqdm: show a progress bar on stderr.
+            use_tqdm: show a progress bar on stderr; None: where that is a terminal.
             observer: called after every step with the metrics of this call so far.
 
         Raises:
@@ -112,7 +112,7 @@ class LLM:
             requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
             self._totals.add(self.metrics.records)
             self.metrics = MetricsCollector()
-            with tqdm(total=len(requests), desc="requests", disable=not use_tqdm) as bar:
+            with tqdm(total=len(requests), desc="requests", disable=None if use_tqdm is None else not use_tqdm) as bar:
 
                 def observe(metrics: MetricsCollector) -> None:
                     bar.update(len(metrics.records) - bar.n)
@@ -145,7 +145,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete one conversation, or a list of them, through the tokenizer's chat template."""
         return self.generate(messages, sampling_params, use_tqdm=use_tqdm)

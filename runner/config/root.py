@@ -243,7 +243,7 @@ class SpeculativeConfig(Node):
     def notes(self) -> list[str]:
         """What the run reads otherwise than it was written, or does not do although asked for; one sentence each."""
         translated = () if self.speculative_config is None else parse_method(self.speculative_config)[1]
-        return [*translated, *self.method.notes()]
+        return [*translated, *self.method.notes(), *self.sampler.notes()]
 
     def to_vllm(self) -> tuple[dict[str, Any] | None, list[str]]:
         """vLLM's speculative_config for this run, or None, and notes on what has no counterpart there."""

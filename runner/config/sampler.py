@@ -6,6 +6,7 @@ The ranges live in SamplingParams: this node checks by building one.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
@@ -79,7 +80,8 @@ class SamplerConfig(Node):
     ignore_eos: bool = Field(default=False, description="generate on after eos, as throughput benchmarks do")
     structured_outputs: Annotated[dict[str, Any] | None, BeforeValidator(_schema_as_text)] = Field(
         default=None,
-        description="form of the output: one of {json: schema}, {regex: ...}, {choice: [...]}, {grammar: ...}",
+        description="form of the output: one of {json: schema}, {regex: ...}, {choice: [...]}, {grammar: ...}, "
+        "{json_object: true}",
     )
     logprobs: int | None = Field(
         default=None,
@@ -88,6 +90,14 @@ class SamplerConfig(Node):
     prompt_logprobs: int | None = Field(
         default=None, description="the same for each prompt token, >= 0, -1 for all; null tells nothing"
     )
+
+    def notes(self) -> list[str]:
+        """Hydra reads no escapes, so a shell's "\\n" comes as two characters."""
+        escaped = [text for text in (*self.stop, *self.bad_words) if re.search(r"\\[nt]", text)]
+        return [
+            f"sampler: {text!r} holds a backslash and a letter, not a line's end or a tab; in bash write $'...\\n...'"
+            for text in escaped
+        ]
 
     @model_validator(mode="after")
     def _check_ranges(self) -> SamplerConfig:

@@ -25,6 +25,7 @@ FORMATS = {
     "whole_step_share": percent,
 }
 PATTERNS = {"output_tokens_per_second": "{:,.1f}", "speedup": "{:.2f}"}  # of their ranges over repeats
+ROOM_FOR_RANGES = 110  # columns of a terminal
 MARKED = (False, "unguaranteed")  # values of lossless that the table shows
 HEADINGS = dict(zip(FORMATS, ("acceptance", "length", "tokens/s", "speed-up", "whole"), strict=True))
 KEPT = ("acceptance_rate", "mean_acceptance_length", "output_tokens_per_second")  # columns also without a value
@@ -61,8 +62,10 @@ def print_comparison(
     tells_identity = any(row.get("identical_to_baseline") or row.get("lossless") in MARKED for row in rows)
     for heading in (*(HEADINGS[key] for key in forms), *(["identical"] if tells_identity else [])):
         table.add_column(heading, justify="right", no_wrap=True)
+    console = console or open_wide_console()
+    is_narrow = console.is_terminal and console.width < ROOM_FOR_RANGES
     for index, row in enumerate(rows):
-        cells = [Text(_cell(row, key), _style(row, key, index == best.get(key))) for key in forms]
+        cells = [Text(_cell(row, key, is_narrow=is_narrow), _style(row, key, index == best.get(key))) for key in forms]
         same, lossless = row.get("identical_to_baseline"), row.get("lossless")
         table.add_row(
             _name(row, by_run=ambiguous) + Text(" *" if index == first else "", "bold green"),
@@ -71,7 +74,6 @@ def print_comparison(
             *cells,
             *([Text(identical(same, lossless), identical_style(same, lossless))] if tells_identity else []),
         )
-    console = console or open_wide_console()
     if params or any(row.get("output_tokens_per_second_lowest") is not None for row in rows):
         make_room(console, table)
     console.print(table, crop=False)
@@ -89,12 +91,15 @@ def print_comparison(
         console.print(Text(f" on {machine}", "dim"), soft_wrap=True)
 
 
-def _cell(row: Mapping[str, Any], key: str) -> str:
-    """The value, and the range of its repeats."""
+def _cell(row: Mapping[str, Any], key: str, *, is_narrow: bool) -> str:
+    """The value, and the range of its repeats beside it or, where that would be too wide, below."""
     text, pattern = FORMATS[key](row.get(key)), PATTERNS.get(key)
     if pattern is None or row.get(f"{key}_lowest") is None:
         return text
-    return ranged(text, range_of(row, key), pattern)
+    ends = range_of(row, key)
+    if not is_narrow:
+        return ranged(text, ends, pattern)
+    return f"{text}\n" + " to ".join(pattern.replace(".1f", ".0f").format(end) for end in ends)
 
 
 def _best(rows: Sequence[Mapping[str, Any]], key: str) -> int | None:
