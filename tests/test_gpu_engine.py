@@ -152,7 +152,7 @@ def test_logits_and_kv_keep_their_bits_whatever_the_method_and_the_schedule(
 
 
 def test_products_that_add_up_their_own_partial_sums_keep_bits(engines: Engines) -> None:
-    """`o` and `down` of 4,096 features do so from 257 rows on; of a chunk of 128 every sum has a program of its own."""
+    """`o` and `down` of 4,096 features do so in steps of 2,048 rows; in those of 128 each has a program."""
     wide = {**GPU, "architecture": {**ARCHITECTURE, "hidden_size": 4096}, "enforce_eager": True}
     prompts, params = workload(8)
     whole = Bits.of(engines(None, **wide), prompts, params)

@@ -212,7 +212,7 @@ def test_rows_of_an_8b_model_keep_their_bits(op: str, out_features: int, in_feat
 def test_an_engine_asks_for_a_row_in_every_kind_of_program(dtype: torch.dtype) -> None:
     """Of an MLP of 14336 features of 4096: tiles of two sizes, partial sums of `down` spread over programs or not.
 
-    What adds up its own partial sums, as `down` does from 257 rows on, nobody asked at the start.
+    What adds up its own partial sums, as `down` does with 257 to 512 rows and from 641 on, nobody asked at the start.
     """
     asked = set[int]()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import statistics
 import sys
 import time
@@ -230,7 +231,9 @@ def _measure_all(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("arctic_inference") is None:
         print("arctic-inference is not installed: no comparison", file=sys.stderr)
     results: dict[str, dict[int, dict[str, dict[str, float]]]] = {}
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=_end_on_interrupt, max_tasks_per_child=1
+    ) as processes:
         for name in options.corpora:
             for count in options.responses:
                 work = (name, count, options.length, options.rounds, options.seed)
@@ -246,6 +249,11 @@ def _measure_all(options: argparse.Namespace) -> None:
         conditions |= {"depth": DEPTH, "limit": LIMIT}
         found = {**describe_machine("numba", "numpy"), "conditions": conditions, "results": results}
         write_metrics(options.json, found)
+
+
+def _end_on_interrupt() -> None:
+    """Ctrl-C reaches a child as well, whose traceback would say nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _print_table(title: str, results: dict[str, dict[str, float]]) -> None:

@@ -1,6 +1,6 @@
 """Which method a drafter's checkpoint is made for, read from its own files: no tensor is loaded, no pickle is run.
 
-A local directory is judged by its config.json, and by the names of its tensors where that leaves EAGLE's one layer in
+A local directory is judged by its config.json, and by the names of its tensors where that leaves EAGLE's layers in
 doubt; a hub id by its name, as in vLLM, which goes for Medusa's and IBM's heads too. Layouts: the projects' own,
 `speculators`, vLLM's.
 """
