@@ -9,6 +9,8 @@ from runner.engine.request import Request
 from runner.engine.scheduler import Schedule, ScheduledRequest, Scheduler
 from runner.metrics import InParts
 
+MAX_TOP_LOGPROBS = 64  # for each token; every place of a step has room for as many
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepConditions:
@@ -36,9 +38,9 @@ class StepConditions:
 
     def _unmet_by(self, request: Request) -> InParts | None:
         params = request.sampling_params
-        if params.changes_logits and (reason := _what_changes_logits(request)) is not None:
-            return reason
-        if params.logprobs is not None:
+        if params.structured_outputs is not None:
+            return InParts.STRUCTURED_OUTPUTS
+        if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
             return InParts.LOGPROBS
         if self.greedy_only and not params.is_greedy:
             return InParts.SAMPLED
@@ -56,16 +58,3 @@ class StepConditions:
             return None
         num_tokens = sum(each.num_reserved_tokens for each in schedule.scheduled)
         return InParts.TOKEN_BUDGET if num_tokens >= scheduler.max_num_batched_tokens else InParts.KV_CACHE
-
-
-def _what_changes_logits(request: Request) -> InParts | None:
-    params = request.sampling_params
-    asked = (
-        (bool(params.structured_outputs), InParts.STRUCTURED_OUTPUTS),
-        (params.has_penalties, InParts.PENALTIES),
-        (bool(params.logit_bias), InParts.LOGIT_BIAS),
-        (params.min_tokens > len(request.output_token_ids), InParts.MIN_TOKENS),
-        (params.allowed_token_ids is not None, InParts.ALLOWED_TOKEN_IDS),
-        (bool(params.bad_words), InParts.BAD_WORDS),
-    )
-    return next((reason for holds, reason in asked if holds), None)

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.reference.logprobs import num_columns, top_logprobs
 from proposers.base import Proposer
 from proposers.captured.drafter import CapturedDrafter, GoingOn
 from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch, DeviceRequests, SamplingFlags
 from runner.engine.download import Download
 from runner.engine.draft_trees import tree_shape
+from runner.engine.logprobs import TokenLogprobs, unpack
 from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import bucket
 from runner.engine.programs import step_graph_store
@@ -41,7 +43,9 @@ class LaunchedStep:
     places: list[int]  # of the scheduled requests in the batch; all other places are empty
     depth: int  # of the drafts
     seconds_to_find: float  # drafts on the host, before it was launched
-    packed: Download  # [count, depth + 3] int64, as kernels/follow_verified.py lays it out; then the parents of trees
+    # [count, width] int64: depth + 3 as kernels/follow_verified.py has them; the parents of trees; the bits of logprobs
+    packed: Download
+    num_top_logprobs: int | None  # that are told beside each token's own; None: none are
 
     @property
     def requests(self) -> list[Request]:
@@ -49,8 +53,19 @@ class LaunchedStep:
 
     def read(self) -> StepOutcome:
         """Waits for the step."""
-        packed, width = self.packed.read().tolist(), self.depth + 1
-        rows = [packed[place] for place in self.places]
+        packed, width = self.packed.read(), self.depth + 1
+        logprobs = dict[str, tuple[list[TokenLogprobs], list[TokenLogprobs]]]()
+        if self.num_top_logprobs is not None:
+            num_numbers = width * num_columns(self.num_top_logprobs)
+            packed, bits = packed[:, :-num_numbers], packed[:, -num_numbers:].contiguous()
+            told = bits.view(torch.float64).view(len(bits), width, -1).tolist()
+            logprobs = {
+                request.request_id: ([], [unpack(row, request.sampling_params.logprobs) for row in told[place]])
+                for place, request in zip(self.places, self.requests, strict=True)
+                if request.sampling_params.logprobs is not None
+            }
+        all_rows = packed.tolist()
+        rows = [all_rows[place] for place in self.places]
         num_drafts = [row[width + 1] for row in rows]
         trees = [row[width + 2 : width + 2 + count] for row, count in zip(rows, num_drafts, strict=True)]
         return StepOutcome(
@@ -58,6 +73,7 @@ class LaunchedStep:
             num_accepted_tokens=[row[width] for row in rows],
             num_draft_tokens=num_drafts,
             draft_depths=[tree_shape(parents).depth for parents in trees] if any(trees) else num_drafts,
+            logprobs=logprobs,
         )
 
 
@@ -73,6 +89,7 @@ class WholeSteps:
         max_draft_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
+        eos_token_ids: tuple[int, ...],
     ) -> None:
         """
         Args:
@@ -87,14 +104,14 @@ class WholeSteps:
             max_model_len=max_model_len,
             max_drafted_len=min(max_model_len, drafter.max_model_len or max_model_len),
         )
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self.eos_token_ids = max_num_seqs, eos_token_ids
         # On a CPU a step is done when it is launched, so the next one waits until it is known who goes on; where the
         # host drafts, until it is known what follows.
         self.runs_ahead = runs_kernels(target.device) and not drafter.drafts_on_host
         self._graphs = step_graph_store(target.device)
         self._on_device: DeviceRequests | None = None
         # Of the steps under way:
-        self._sampling_flags = SamplingFlags.of([])
+        self._sampling_flags = SamplingFlags.of([], ())
         self._count = 0  # places in the batch
 
     @classmethod
@@ -132,6 +149,7 @@ class WholeSteps:
             max_draft_tokens=max_draft_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            eos_token_ids=proposer.context.eos_token_ids,
         )
 
     def start(self, schedule: Schedule) -> LaunchedStep:
@@ -141,12 +159,14 @@ class WholeSteps:
                 capacity=self.max_num_seqs,
                 max_model_len=self.conditions.max_model_len,
                 block_size=self.target.block_size,
+                vocab_size=self.target.model.vocab_size,
+                eos_token_ids=self.eos_token_ids,
                 device=self.target.device,
             )
         requests = [item.request for item in schedule.scheduled]
-        self._sampling_flags = SamplingFlags.of([request.sampling_params for request in requests])
+        self._sampling_flags = SamplingFlags.of(requests, self.eos_token_ids)
         self._count = min(bucket(len(requests)), self.max_num_seqs)
-        self._on_device.load(requests)
+        self._on_device.load(requests, self._sampling_flags)
         self.drafter.start(requests)
         longest = max(request.num_tokens for request in requests)
         return self._launch(schedule, list(range(len(requests))), longest=longest)
@@ -224,14 +244,24 @@ class WholeSteps:
             places=places,
             packed=Download(packed),
             depth=self.drafter.depth if self.drafter.drafts_trees else num_tokens,
+            num_top_logprobs=self._sampling_flags.num_top_logprobs,
             seconds_to_find=seconds_to_find,
         )
 
     def _step(self, batch: DeviceBatch) -> Tensor:
         drafted = self.drafter.draft(batch)
-        verified, taps = self.verifier(
+        verified, logits, taps = self.verifier(
             batch, drafted.token_ids, drafted.probs, drafted.parents, self.drafter.tap_layers
         )
         self.drafter.learn(batch, taps, verified.token_ids)
-        packed = follow_verified(batch.lengths, batch.last_token_ids, verified)
-        return packed if drafted.parents is None else torch.cat((packed, drafted.parents), dim=1)
+        processors, num_top = batch.processors, batch.sampling_flags.num_top_logprobs
+        if processors is not None and processors.bad_words is not None:
+            processors.bad_words.follow(verified)
+        said = None if processors is None else processors.said
+        packed = [follow_verified(batch.lengths, batch.last_token_ids, verified, said)]
+        if drafted.parents is not None:
+            packed.append(drafted.parents)
+        if num_top is not None:
+            told = top_logprobs(logits, verified.token_ids.flatten().clamp(min=0), num_top)
+            packed.append(told.view(torch.int64).view(batch.count, -1))
+        return packed[0] if len(packed) == 1 else torch.cat(packed, dim=1)

@@ -125,16 +125,21 @@ def test_drafts_that_could_not_be_committed_are_none(how: str, kernel_device: to
     assert nothing.shape == (4, 0) and rows.tolist() == [[2], [4], [6], [8]]
 
 
+@pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("how", FOLLOW)
-def test_requests_move_on_by_what_was_verified(how: str, kernel_device: torch.device) -> None:
-    """All drafts accepted, some, none, and a place without a request, whose tokens are padding."""
+def test_requests_move_on_by_what_was_verified(how: str, counts: bool, kernel_device: torch.device) -> None:
+    """All drafts accepted, some, none, and a place without a request, which has padding; one says a token twice."""
     lengths = torch.tensor([9, 5, 7, 0])
     last = torch.tensor([[1, 2], [3, 4], [5, 6], [0, 0]])
-    token_ids = torch.tensor([[10, 11, 12], [13, 14, -1], [15, -1, -1], [-1, -1, -1]])
+    token_ids = torch.tensor([[10, 11, 10], [13, 14, -1], [15, -1, -1], [-1, -1, -1]])
     num_accepted, num_drafts = torch.tensor([2, 1, 0, 0]), torch.tensor([2, 2, 1, 0])
     device = kernel_device if how == "kernel" else torch.device("cpu")
     arguments = [t.to(device) for t in (lengths, last, token_ids, num_accepted, num_drafts)]
-    packed = FOLLOW[how](*arguments)
-    assert packed.tolist() == [[10, 11, 12, 2, 2], [13, 14, -1, 1, 2], [15, -1, -1, 0, 1], [-1, -1, -1, 0, 0]]
+    said = torch.zeros(4, 20, dtype=torch.int32, device=device) if counts else None
+    packed = FOLLOW[how](*arguments, said)
+    assert packed.tolist() == [[10, 11, 10, 2, 2], [13, 14, -1, 1, 2], [15, -1, -1, 0, 1], [-1, -1, -1, 0, 0]]
     assert arguments[0].tolist() == [12, 7, 8, 0]
-    assert arguments[1].tolist() == [[11, 12], [13, 14], [6, 15], [0, 0]]
+    assert arguments[1].tolist() == [[11, 10], [13, 14], [6, 15], [0, 0]]
+    if said is not None:
+        found = {(request, token): int(said[request, token]) for request, token in said.nonzero().tolist()}
+        assert found == {(0, 10): 2, (0, 11): 1, (1, 13): 1, (1, 14): 1, (2, 15): 1}

@@ -23,6 +23,7 @@ from verifier.tensor_judge import TensorJudge
 
 class VerifiedBatch(NamedTuple):
     verified: Verified  # its token_ids: [count, depth + 1]
+    logits: Tensor  # [count * (depth + 1), vocab] float32, as the target gave them, that these tokens were judged by
     taps: list[Tensor]  # [count * (depth + 1), width] each: the last committed token's, then those of accepted drafts
 
 
@@ -68,7 +69,10 @@ class ChainVerifier(CapturedVerifier):
         """judge: None = nothing is drafted."""
         super().__init__(target, num_tokens=num_tokens)
         self._judge = judge
-        counts = torch.arange(num_tokens + 1, device=target.device).unsqueeze(1)
+        places = torch.arange(num_tokens + 1, device=target.device)
+        # [num_tokens + 1, num_tokens]: which drafts stand in front of what a row predicts.
+        self._is_ancestor = places[:-1] < places.unsqueeze(1)
+        counts = places.unsqueeze(1)
         # Of every number of drafts that a step may have for each request: [num_tokens + 1, max_num_seqs + 1] int64.
         self._cu = counts * torch.arange(max_num_seqs + 1, device=target.device)
 
@@ -83,14 +87,22 @@ class ChainVerifier(CapturedVerifier):
         drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.limits)
         launch, predicted = self.target.decode_launch(batch, token_ids.flatten(), offset=-1, num_rows=batch.num_rows)
         hidden, taps = self.target.compute(launch, tap_layers)
-        logits = self.target.model.logits(hidden, launch.linear_tile)
-        rows = batch.sampling(predicted)
-        num_tokens = batch.num_rows - 1
+        logits = of_target = self.target.model.logits(hidden, launch.linear_tile)
+        rows, num_tokens = batch.sampling(predicted), batch.num_rows - 1
+        if batch.processors is not None:
+            logits = batch.processors.apply(logits, predicted, self._ancestors(drafts) if num_tokens else None)
         if self._judge is None or num_tokens == 0:
             none = self._cu[0, : batch.count]
-            return VerifiedBatch(Verified(rows.draw(logits).unsqueeze(1), none, none), taps)
+            return VerifiedBatch(Verified(rows.draw(logits).unsqueeze(1), none, none), of_target, taps)
         cu = self._cu[num_tokens, : batch.count + 1]
-        return VerifiedBatch(self._judge(logits, rows, drafts.flatten(), draft_probs, cu, longest=num_tokens), taps)
+        verified = self._judge(logits, rows, drafts.flatten(), draft_probs, cu, longest=num_tokens)
+        return VerifiedBatch(verified, of_target, taps)
+
+    def _ancestors(self, drafts: Tensor) -> Tensor:
+        """[count, num_tokens] -> [count * (num_tokens + 1), num_tokens], -1 behind each row's."""
+        num_tokens = drafts.shape[1]
+        is_ancestor = self._is_ancestor[: num_tokens + 1, :num_tokens]
+        return torch.where(is_ancestor, drafts.unsqueeze(1), -1).flatten(0, 1)
 
 
 class TreeVerifier(CapturedVerifier):
@@ -99,6 +111,8 @@ class TreeVerifier(CapturedVerifier):
     def __init__(self, target: ModelRunner, *, num_tokens: int, depth: int, greedy_only: bool) -> None:
         super().__init__(target, num_tokens=num_tokens, greedy_only=greedy_only)
         self.depth = depth
+        self._nodes = torch.arange(-1, num_tokens, device=target.device)
+        self._places = torch.arange(depth, device=target.device)
 
     def __call__(
         self,
@@ -118,9 +132,24 @@ class TreeVerifier(CapturedVerifier):
         rows = tree_rows(batch.lengths, slots, parents, first=0, offset=-1, depth=self.depth, **shape.tree_tiles)
         launch = batch.tree_launch(token_ids.flatten(), rows, shape)
         hidden, taps = self.target.compute(launch, tap_layers)
-        logits = self.target.model.logits(hidden, shape.linear)
+        logits = of_target = self.target.model.logits(hidden, shape.linear)
+        if batch.processors is not None:
+            logits = batch.processors.apply(logits, rows.predicted, self._ancestors(drafts, parents))
         drawn = batch.sampling(rows.predicted).draw(logits)
         walked = walk_tree(drawn, drafts, parents, slots, depth=self.depth)
         self.target.cache.move(walked.source_slots, walked.target_slots)
         verified = Verified(walked.token_ids, walked.num_accepted_tokens, walked.num_draft_tokens)
-        return VerifiedBatch(verified, [take_rows(tap, walked.rows) for tap in taps])
+        if batch.sampling_flags.num_top_logprobs is not None:
+            of_target = take_rows(of_target, walked.rows)
+        return VerifiedBatch(verified, of_target, [take_rows(tap, walked.rows) for tap in taps])
+
+    def _ancestors(self, drafts: Tensor, parents: Tensor) -> Tensor:
+        """The way to each node, and to the pending token none: [count * (num_tokens + 1), depth], -1 behind each."""
+        nodes, upwards = self._nodes.expand(len(drafts), -1), list[Tensor]()
+        for _ in range(self.depth):
+            known = nodes.clamp(min=0)
+            upwards.append(torch.where(nodes >= 0, drafts.gather(1, known), -1))
+            nodes = torch.where(nodes >= 0, parents.gather(1, known), -1)
+        way = torch.stack(upwards, dim=2).flatten(0, 1)  # from each node up
+        places = (way >= 0).sum(dim=1, keepdim=True) - 1 - self._places
+        return torch.where(places >= 0, way.gather(1, places.clamp(min=0)), -1)

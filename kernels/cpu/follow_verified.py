@@ -5,16 +5,18 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.native import integers
+from kernels.cpu.native import integers, pointer
 from kernels.cpu.recording import empty
 
 Arguments = arguments_of(
-    "packed", "lengths", "last_token_ids", "token_ids", "num_accepted", "num_draft_tokens", "num_requests", "width"
+    *("packed", "lengths", "last_token_ids", "token_ids", "num_accepted", "num_draft_tokens", "said"),  # said 0: none
+    *("num_requests", "width", "vocab_size"),
 )
 
 
@@ -26,6 +28,7 @@ def following() -> Kernel:
         last, gained = integers(a.last_token_ids, a.num_requests * 2), integers(a.token_ids, a.num_requests * a.width)
         num_accepted = integers(a.num_accepted, a.num_requests)
         num_drafts = integers(a.num_draft_tokens, a.num_requests)
+        said = carray(pointer(a.said), (a.num_requests, a.vocab_size), np.int32)  # not read where there is none
         for request in range(part, a.num_requests, num_parts):
             own, accepted, place = request * a.width, num_accepted[request], request * (a.width + 2)
             for step in range(a.width):
@@ -35,6 +38,8 @@ def following() -> Kernel:
                 last[2 * request] = gained[own + accepted - 1] if accepted > 0 else last[2 * request + 1]
                 last[2 * request + 1] = gained[own + accepted]
                 lengths[request] += accepted + 1
+                for step in range(accepted + 1 if a.said else 0):
+                    said[request, gained[own + step]] += np.int32(1)
 
     return Kernel(follow, Arguments)
 
@@ -45,11 +50,15 @@ def follow_verified(
     token_ids: Tensor,  # [num_requests, width] int64
     num_accepted: Tensor,  # [num_requests] int64
     num_draft_tokens: Tensor,  # [num_requests] int64
+    said: Tensor | None = None,  # [num_requests, vocab] int32
 ) -> Tensor:  # [num_requests, width + 2] int64
     """All arguments contiguous."""
-    tensors = (lengths, last_token_ids, token_ids, num_accepted, num_draft_tokens)
-    assert all(tensor.is_contiguous() for tensor in tensors)
+    tensors = (lengths, last_token_ids, token_ids, num_accepted, num_draft_tokens, said)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     num_requests, width = token_ids.shape
     packed = empty(num_requests, width + 2, dtype=torch.int64)
-    following()(packed.data_ptr(), *(tensor.data_ptr() for tensor in tensors), num_requests, width)
+    following()(
+        *(packed.data_ptr(), *(0 if tensor is None else tensor.data_ptr() for tensor in tensors)),
+        *(num_requests, width, 0 if said is None else said.shape[1]),
+    )
     return packed

@@ -12,9 +12,13 @@ def follow_verified(
     token_ids: Tensor,  # [num_requests, width] int64: accepted, recovered or bonus, then -1
     num_accepted: Tensor,  # [num_requests] int64
     num_draft_tokens: Tensor,  # [num_requests] int64
+    said: Tensor | None = None,  # [num_requests, vocab] int32: how often each token was said; None: nobody counts
 ) -> Tensor:  # [num_requests, width + 2] int64: token_ids, num_accepted and num_draft_tokens, packed for the host
-    """Writes lengths and last_token_ids in place; absent requests stay as they are."""
+    """Writes lengths, last_token_ids and said in place; absent requests stay as they are."""
     is_here = lengths > 0
+    if said is not None:
+        is_new = (token_ids >= 0) & is_here.unsqueeze(1)
+        said.scatter_add_(1, token_ids.clamp(min=0), is_new.to(torch.int32))
     before = torch.cat((last_token_ids[:, 1:], token_ids), dim=1)  # the token in front of each of the step's
     places = num_accepted.clamp(min=0).unsqueeze(1)
     gained = torch.cat((before.gather(1, places), token_ids.gather(1, places)), dim=1)

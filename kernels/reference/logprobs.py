@@ -14,6 +14,11 @@ from kernels.reference.order_keys import order_keys, token_ids_of
 _SLAB_ELEMENTS = 1 << 22  # logits at a time: their keys and logprobs are larger than they are
 
 
+def num_columns(num_top: int) -> int:
+    """Of top_logprobs."""
+    return 3 + 2 * num_top
+
+
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
     """What a row of logits says of one token and of the num_top likeliest, all in one tensor for one copy.
 
@@ -23,11 +28,11 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
         num_top: in [0, vocab].
 
     Returns:
-        [num_rows, 3 + 2 * num_top] float64, which holds ids and float32 exactly: token id, its logprob (float32
+        [num_rows, num_columns(num_top)] float64, which holds ids and float32 exactly: token id, its logprob (float32
         log_softmax), its rank from 1, the top tokens' ids in order of rank, their logprobs.
     """
     num_rows, vocab_size = logits.shape
-    packed = torch.empty(num_rows, 3 + 2 * num_top, dtype=torch.float64, device=logits.device)
+    packed = torch.empty(num_rows, num_columns(num_top), dtype=torch.float64, device=logits.device)
     step = max(1, _SLAB_ELEMENTS // vocab_size)
     for rows in (slice(first, first + step) for first in range(0, num_rows, step)):
         logprobs = logits[rows].to(torch.float32).log_softmax(dim=-1)

@@ -41,12 +41,15 @@ class CapturedGrownTrees(CapturedHead):
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
         positions = batch.lengths + self.steps[: self.depth]
         logits = self.first_logits(batch)
+        path: Tensor | None = None  # [count * num_rows, level] int64: the nodes on the way to each row
         self.begin(batch)
         for level in range(self.depth):
-            rows = batch.sampling(positions[level])
-            following = self.grow(level, self.candidates(logits, rows, self.width(level)))
+            following = self.grow(level, self.candidates(batch, logits, positions[level], self.width(level), path))
             if level + 1 < self.depth:
                 logits = self._level_logits(batch, following, level)
+                if batch.processors is not None:
+                    fresh = following.token_ids.view(-1, 1)
+                    path = fresh if path is None else torch.cat((path.index_select(0, following.rows), fresh), dim=1)
         tree = self.tree()
         return CapturedDrafts(tree.token_ids, parents=tree.parents)
 

@@ -45,10 +45,12 @@ class CapturedRankedTrees(CapturedDrafter):
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
         chains, last_token_ids = self.chains, batch.last_token_ids[:, 1]
         positions = batch.lengths + chains.steps
-        levels = list[Candidates]()
+        levels, path = list[Candidates](), None
         for place in range(self.depth):
             logits = chains.next_logits(batch, place, last_token_ids) if place else chains.first_logits(batch)
-            levels.append(chains.candidates(logits, batch.sampling(positions[place]), self.width(place)))
+            if place and batch.processors is not None:  # they see the first path, as in steps in parts
+                path = torch.stack([level.token_ids[:, 0] for level in levels], dim=1)
+            levels.append(chains.candidates(batch, logits, positions[place], self.width(place), path))
         tree = self.choose(levels)
         return CapturedDrafts(tree.token_ids, parents=tree.parents)
 

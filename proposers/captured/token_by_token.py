@@ -12,7 +12,6 @@ from kernels.reference.top_candidates import Candidates
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, no_drafts
 from proposers.vocabularies.partial import KnownTokens, over_target_vocabulary
 from runner.engine.device_requests import DeviceBatch
-from runner.engine.row_sampling import RowSampling
 
 
 class CapturedChains(CapturedDrafter):
@@ -56,36 +55,54 @@ class CapturedChains(CapturedDrafter):
         for step in range(self.num_tokens):
             if step > 0:
                 logits = self.next_logits(batch, step, drafted[-1])
-            token_ids, step_probs = self._draw(logits, batch.sampling(positions[step]), batch.lengths)
+            token_ids, step_probs = self._draw(batch, logits, positions[step], drafted)
             drafted.append(token_ids)
             if step_probs is not None:
                 probs.append(step_probs)
         flat = torch.stack(probs, dim=1).flatten(0, 1) if probs else None
         return CapturedDrafts(torch.stack(drafted, dim=1), flat)
 
-    def _draw(self, logits: Tensor, rows: RowSampling, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
-        """runner.engine.sampling.draft_tokens, where nothing masks or penalises.
+    def _draw(
+        self, batch: DeviceBatch, logits: Tensor, positions: Tensor, drafted: list[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """runner.engine.sampling.draft_tokens, and what process_logits does before it.
 
-        lengths: [count] int64, the committed tokens: the step's key, where the rule asks for one.
+        positions: [count] int64. drafted: what was drafted in front of them, [count] int64 each.
         """
+        path = torch.stack(drafted, dim=1) if drafted and batch.processors is not None else None
+        logits, known = self._changed(batch, logits, positions, path)
+        known_ids, rows = None if known is None else known.ids, batch.sampling(positions)
         if self.draft_sample_method == "greedy" or rows.all_greedy:
-            return rows.argmax(logits, self._known_ids), None
+            return rows.argmax(logits, known_ids), None
         is_coupled = self.draft_sample_method == "coupled"
         stream = Stream.TARGET if is_coupled else Stream.DRAFT
-        draft_steps = lengths if self.keys_by_draft_step and not is_coupled else None
+        # The committed tokens: the step's key, where the rule asks for one.
+        draft_steps = batch.lengths if self.keys_by_draft_step and not is_coupled else None
         if not self.needs_draft_probs:
-            return rows.draw(logits, stream, self._known_ids, draft_steps), None
-        logits = over_target_vocabulary(logits, self.known_tokens)
+            return rows.draw(logits, stream, known_ids, draft_steps), None
+        logits = over_target_vocabulary(logits, known)
         return rows.draw(logits, stream, draft_steps=draft_steps), rows.processed(logits).softmax(dim=-1)
 
-    def candidates(self, logits: Tensor, rows: RowSampling, width: int) -> Candidates:
+    def candidates(
+        self, batch: DeviceBatch, logits: Tensor, positions: Tensor, width: int, path: Tensor | None
+    ) -> Candidates:
         """What trees grow by: the tokens that come first behind each row of logits, as draft_sample_method says.
 
-        logits: [len(rows) * n, known], n rows of each request; candidates are `width`, or all there are.
+        Args:
+            logits: [count * n, known], n rows of each request; candidates are `width`, or all there are.
+            positions: [count] int64, of the candidates.
+            path: [count * n, depth] int64: the drafts in front of them; None: none, or nobody asks.
         """
+        logits, known = self._changed(batch, logits, positions, path)
         stream = {"greedy": None, "probabilistic": Stream.DRAFT, "coupled": Stream.TARGET}[self.draft_sample_method]
-        return rows.candidates(logits, min(width, logits.shape[1]), stream, self._known_ids)
+        known_ids, rows = None if known is None else known.ids, batch.sampling(positions)
+        return rows.candidates(logits, min(width, logits.shape[1]), stream, known_ids)
 
-    @property
-    def _known_ids(self) -> Tensor | None:
-        return None if self.known_tokens is None else self.known_tokens.ids
+    def _changed(
+        self, batch: DeviceBatch, logits: Tensor, positions: Tensor, path: Tensor | None
+    ) -> tuple[Tensor, KnownTokens | None]:
+        """Masked and penalised as requests ask; and the tokens of the columns, as known_tokens has them."""
+        if batch.processors is None:
+            return logits, self.known_tokens
+        logits = over_target_vocabulary(logits, self.known_tokens)
+        return batch.processors.apply(logits, positions, path), None

@@ -68,7 +68,7 @@ def _compare(
     beginnings, last_token_ids = tensors[rows[0]].bad_words
     num_words, length = beginnings.shape
     slots = {b: slot for slot, b in enumerate(dict.fromkeys(request_idx[r] for r in rows))}
-    histories = to_device([_tail(requests[b].output_token_ids, length) for b in slots], torch.int64, device)
+    histories = to_device([tail_of(requests[b].output_token_ids, length) for b in slots], torch.int64, device)
     index = to_device(
         [[slots[request_idx[r]] for r in rows], [num_ancestors[r] for r in rows], [path_idx[r] for r in rows], rows],
         torch.int64,
@@ -84,6 +84,7 @@ def _compare(
     return row_idx, last_token_ids.repeat(len(rows)), applies.flatten()
 
 
-def _tail(token_ids: list[int], length: int) -> list[int]:
+def tail_of(token_ids: list[int], length: int) -> list[int]:
+    """The last tokens, NO_TOKEN in front where there are fewer."""
     tail = token_ids[max(0, len(token_ids) - length) :]
     return [NO_TOKEN] * (length - len(tail)) + tail

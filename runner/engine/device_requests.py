@@ -14,32 +14,38 @@ from torch import Tensor
 from kernels.paged_segments import PagedSegments
 from kernels.reference.philox import seed_to_int64
 from kernels.reference.tree_rows import NO_BRANCH, TreeRows
+from runner.engine.device_processors import DeviceProcessors, ProcessorFlags, Processors
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.paged_shape import PagedAttention, PagedShape
+from runner.engine.paged_shape import PagedAttention, PagedShape, bucket
 from runner.engine.request import Request
 from runner.engine.row_sampling import RowSampling
-from runner.engine.sampling_params import SamplingParams
 from runner.engine.step_operations import chain_rows, place_dtype
 from runner.engine.upload import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """Which sampling parameters any request of a batch uses. Kernels are given no tensor of the others."""
+    """What any request of a batch asks for. Kernels are given no tensor of the rest."""
 
     all_greedy: bool
     min_p: bool
     top_k: bool
     top_p: bool
+    processors: ProcessorFlags | None
+    num_top_logprobs: int | None  # of the request that asks for the most; None: nobody asks for logprobs
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> SamplingFlags:
+    def of(cls, requests: Sequence[Request], eos_token_ids: tuple[int, ...]) -> SamplingFlags:
+        params = [request.sampling_params for request in requests]
         drawn = [p for p in params if not p.is_greedy]
+        asked = [p.logprobs for p in params if p.logprobs is not None]
         return cls(
             all_greedy=not drawn,
             min_p=any(p.min_p > 0.0 for p in drawn),
             top_k=any(p.top_k > 0 for p in drawn),
             top_p=any(p.top_p < 1.0 for p in drawn),
+            processors=ProcessorFlags.of(requests, eos_token_ids),
+            num_top_logprobs=bucket(max(asked)) if asked else None,
         )
 
 
@@ -106,6 +112,7 @@ class DeviceBatch:
     branch_starts: Tensor  # [count]
     branch_slots: Tensor  # [count, 0]
     sampling_flags: SamplingFlags
+    processors: Processors | None  # None: nobody asks to change logits
     max_context: int  # keys that any row sees lie before it
     of_requests: _Values
     of_rows: _Values
@@ -190,7 +197,16 @@ class DeviceBatch:
 
 
 class DeviceRequests:
-    def __init__(self, *, capacity: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
         self.capacity, self.max_model_len, self.device = capacity, max_model_len, device
         self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.limits = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -205,10 +221,15 @@ class DeviceRequests:
         self._of_rows: dict[int, _Values] = {}  # by the rows of each request in a verification
         self._unfilled = set[int]()  # of these
         self._loaded: tuple[Tensor, Tensor] | None = None  # sampling parameters, integers and floats, of each request
+        self._processors = DeviceProcessors(
+            capacity=capacity, vocab_size=vocab_size, eos_token_ids=eos_token_ids, device=device
+        )
         self._num_blocks: list[int] = []  # of each request's table, here already
 
-    def load(self, requests: Sequence[Request]) -> None:
+    def load(self, requests: Sequence[Request], sampling_flags: SamplingFlags) -> None:
         """Requests with at least two tokens, in the first places; the others are absent from now on."""
+        if sampling_flags.processors is not None:
+            self._processors.load(requests, sampling_flags.processors)
         params = [request.sampling_params for request in requests]
         self.lengths.zero_()
         self.block_tables.zero_()
@@ -290,6 +311,7 @@ class DeviceRequests:
             branch_starts=self._branch_starts[:count],
             branch_slots=self._branch_slots[:count],
             sampling_flags=sampling_flags,
+            processors=self._processors.of_batch(count, sampling_flags.processors),
             max_context=max_context,
             of_requests=self._of_requests,
             of_rows=self._of_rows[num_rows],

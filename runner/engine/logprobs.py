@@ -44,19 +44,20 @@ class StepLogprobs:
         """request_id -> (prompt tokens, output tokens); one copy from the device."""
         rows = iter(self.packed.tolist())
         prompts = {
-            request_id: [_unpack(next(rows), asked.num_prompt_top) for _ in range(asked.num_prompt_rows)]
+            request_id: [unpack(next(rows), asked.num_prompt_top) for _ in range(asked.num_prompt_rows)]
             for request_id, asked in self.asked.items()
         }
         return {
             request_id: (
                 prompts[request_id],
-                [_unpack(next(rows), asked.num_output_top) for _ in range(asked.num_output_rows)],
+                [unpack(next(rows), asked.num_output_top) for _ in range(asked.num_output_rows)],
             )
             for request_id, asked in self.asked.items()
         }
 
 
-def _unpack(row: list[float], num_top: int) -> TokenLogprobs:
+def unpack(row: list[float], num_top: int) -> TokenLogprobs:
+    """Of one row of kernels.reference.logprobs.top_logprobs, the num_top likeliest of those that it has."""
     widest = (len(row) - 3) // 2
     return TokenLogprobs(
         token_id=int(row[0]),

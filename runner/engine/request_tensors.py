@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kernels.reference.mask_and_penalise import PROMPT
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.upload import to_device
 
@@ -76,6 +77,10 @@ class RequestTensors:
         if len(new):
             self._counts.index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
         return self._counts
+
+    def write_said(self, output_token_ids: list[int], row: Tensor) -> None:
+        """`output_counts`, and PROMPT on top of the prompt's tokens, into row [vocab] int32."""
+        torch.add(self.output_counts(output_token_ids), self.is_in_prompt.to(torch.int32), alpha=PROMPT, out=row)
 
     @cached_property
     def _counts(self) -> Tensor:

@@ -59,15 +59,26 @@ def fit_drafts(
     return on_cpu(draft_token_ids, last_token_ids, lengths, limits)
 
 
-def follow_verified(lengths: Tensor, last_token_ids: Tensor, verified: Verified) -> Tensor:
+def mask_and_penalise(logits: Tensor, **tables: Tensor | None) -> Tensor:
+    """kernels/reference/mask_and_penalise.py."""
+    if runs_kernels(logits):
+        from kernels.mask_and_penalise import mask_and_penalise as kernel
+
+        return kernel(logits, **tables)
+    from kernels.cpu.mask_and_penalise import mask_and_penalise as on_cpu
+
+    return on_cpu(logits, **tables)
+
+
+def follow_verified(lengths: Tensor, last_token_ids: Tensor, verified: Verified, said: Tensor | None) -> Tensor:
     """kernels/reference/follow_verified.py."""
     if runs_kernels(lengths):
         from kernels.follow_verified import follow_verified as kernel
 
-        return kernel(lengths, last_token_ids, *verified)
+        return kernel(lengths, last_token_ids, *verified, said)
     from kernels.cpu.follow_verified import follow_verified as on_cpu
 
-    return on_cpu(lengths, last_token_ids, *verified)
+    return on_cpu(lengths, last_token_ids, *verified, said)
 
 
 def uniforms(

@@ -21,11 +21,6 @@ class InParts(StrEnum):
     SYNTHETIC_TREES = "synthetic_trees"
     SAMPLED = "sampled"
     STRUCTURED_OUTPUTS = "structured_outputs"
-    PENALTIES = "penalties"
-    LOGIT_BIAS = "logit_bias"
-    MIN_TOKENS = "min_tokens"
-    ALLOWED_TOKEN_IDS = "allowed_token_ids"
-    BAD_WORDS = "bad_words"
     LOGPROBS = "logprobs"
     FEWER_DRAFTS = "fewer_drafts"
     DRAFTER_LENGTH = "drafter_length"
@@ -46,12 +41,7 @@ _NOTED: dict[InParts, tuple[str, str | None]] = {  # reason -> what happened, an
         "method.speculative_token_tree=null drafts chains, which run whole under every rule",
     ),
     InParts.STRUCTURED_OUTPUTS: ("a request asked for structured_outputs", _APART),
-    InParts.PENALTIES: ("a request asked for penalties", _APART),
-    InParts.LOGIT_BIAS: ("a request asked for logit_bias", _APART),
-    InParts.MIN_TOKENS: ("a request had fewer tokens than the min_tokens that it asked for", _APART),
-    InParts.ALLOWED_TOKEN_IDS: ("a request asked for allowed_token_ids", _APART),
-    InParts.BAD_WORDS: ("a request asked for bad_words", _APART),
-    InParts.LOGPROBS: ("a request asked for logprobs", _APART),
+    InParts.LOGPROBS: ("a request asked for very many logprobs", _APART),
     InParts.FEWER_DRAFTS: ("a request asked for fewer drafts (speculative_ratio, speculative_sampling)", _APART),
     InParts.DRAFTER_LENGTH: (
         "a text was longer than the drafter reads",

@@ -1,0 +1,210 @@
+"""What requests of whole steps ask to change in their logits: masks, biases and penalties, on the device.
+
+A table has a row for each place of the batch, and is made when a request first asks for what it holds. The host fills
+the rows when whole steps begin; the steps themselves count on what they commit. Same numbers, and so same bits, as
+runner/engine/sampling_rows.py has for steps in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.reference.rejection import Verified
+from runner.engine.bad_words import tail_of
+from runner.engine.paged_shape import bucket
+from runner.engine.request import Request
+from runner.engine.step_operations import mask_and_penalise
+from runner.engine.upload import to_device
+
+UNCHANGED = -0.0  # added to a logit, leaves its very bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorFlags:
+    """Which tables the requests of a batch need, and how wide they are."""
+
+    bias: bool
+    penalties: bool
+    num_ending: int  # eos and stop tokens that wait for min_tokens: of the request that has the most
+    num_bad_words: int  # likewise
+    longest_beginning: int  # tokens before a bad word's last, at least one
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], eos_token_ids: tuple[int, ...]) -> ProcessorFlags | None:
+        """None where nobody asks for anything."""
+        if not any(request.sampling_params.changes_logits for request in requests):
+            return None
+        params = [request.sampling_params for request in requests]
+        waiting = [request.sampling_params for request in requests if waits(request)]
+        words = [word for request in requests for word in request.bad_words_token_ids]
+        flags = cls(
+            bias=any(p.logit_bias or p.allowed_token_ids is not None for p in params),
+            penalties=any(p.has_penalties for p in params),
+            num_ending=bucket(max((len({*eos_token_ids, *p.stop_token_ids}) for p in waiting), default=0)),
+            num_bad_words=bucket(max((len(request.bad_words_token_ids) for request in requests), default=0)),
+            longest_beginning=bucket(max((len(word) - 1 for word in words), default=0) or 1),
+        )
+        return flags if any((flags.bias, flags.penalties, flags.num_ending, flags.num_bad_words)) else None
+
+
+def waits(request: Request) -> bool:
+    """Whether the output may not end yet."""
+    return len(request.output_token_ids) < request.sampling_params.min_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadWordTables:
+    beginnings: Tensor  # [count, words, longest] int64: what stands before a word's last token, -1 in front
+    last_token_ids: Tensor  # [count, words] int64; -1: no word
+    tails: Tensor  # [count, longest] int64: the output's last tokens
+    places: Tensor  # [longest] int64: 0, 1, ...
+
+    def forbidden(self, ancestors: Tensor | None, num_rows: int) -> Tensor:
+        """[num_rows, words] int64: last tokens of words whose others stand before a row; -1: of no word."""
+        (count, longest), rows_of_each = self.tails.shape, num_rows // len(self.tails)
+        said = self.tails.unsqueeze(1).expand(-1, rows_of_each, -1).reshape(num_rows, longest)
+        if ancestors is not None:
+            said = _behind(torch.cat((said, ancestors), dim=1), (ancestors >= 0).sum(dim=1), self.places)
+        is_said = said.view(count, rows_of_each, 1, longest) == self.beginnings.unsqueeze(1)
+        applies = ((self.beginnings < 0).unsqueeze(1) | is_said).all(dim=-1)
+        return torch.where(applies, self.last_token_ids.unsqueeze(1), -1).view(num_rows, -1)
+
+    def follow(self, verified: Verified) -> None:
+        said = torch.cat((self.tails, verified.token_ids), dim=1)
+        self.tails.copy_(_behind(said, verified.num_accepted_tokens + 1, self.places))
+
+
+def _behind(token_ids: Tensor, starts: Tensor, places: Tensor) -> Tensor:
+    """As many tokens of each row as there are places, from starts [num_rows] on."""
+    return token_ids.gather(1, starts.unsqueeze(1) + places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processors:
+    """Of a batch's requests: views, the same ones in every step. None: nobody asks for it."""
+
+    bias: Tensor | None  # [count, vocab] float32
+    said: Tensor | None  # [count, vocab] int32, as kernels/reference/mask_and_penalise.py has it
+    penalties: Tensor | None  # [count, 3] float32
+    ending: Tensor | None  # [count, most] int64: eos and stop tokens, -1 behind them
+    ends_from: Tensor | None  # [count] int64: the first position where they may stand
+    bad_words: BadWordTables | None
+
+    def apply(self, logits: Tensor, positions: Tensor, ancestors: Tensor | None) -> Tensor:
+        """What mask_and_penalise of runner/engine/sampling.py makes of the rows; never changes its input.
+
+        Args:
+            logits: [num_rows, vocab] float32, as many rows of each request.
+            positions: [num_rows] int64, that the rows predict; or [count], where all of a request's predict the same.
+            ancestors: [num_rows, depth] int64, drafts before what a row predicts, -1 behind them; None: there are none.
+        """
+        forbidden = list[Tensor]()
+        if self.ending is not None and self.ends_from is not None:
+            count, most = self.ending.shape
+            is_early = positions.view(count, -1) < self.ends_from.unsqueeze(1)
+            early = torch.where(is_early.unsqueeze(2), self.ending.unsqueeze(1), -1)
+            forbidden.append(early.expand(-1, len(logits) // count, -1).reshape(-1, most))
+        if self.bad_words is not None:
+            forbidden.append(self.bad_words.forbidden(ancestors, len(logits)))
+        return mask_and_penalise(
+            logits,
+            bias=self.bias,
+            forbidden=torch.cat(forbidden, dim=1).contiguous() if forbidden else None,
+            said=self.said,
+            penalties=self.penalties,
+            ancestors=None if self.said is None or ancestors is None else ancestors.contiguous(),
+        )
+
+
+class DeviceProcessors:
+    def __init__(self, *, capacity: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self.capacity, self.vocab_size, self.eos_token_ids, self.device = capacity, vocab_size, eos_token_ids, device
+        self._tables: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def load(self, requests: Sequence[Request], flags: ProcessorFlags) -> None:
+        """Fill the first places; the others keep what they have, and nobody looks at them."""
+        count, device = len(requests), self.device
+        params = [request.sampling_params for request in requests]
+        tensors = [request.tensors_on(device, self.vocab_size, self.eos_token_ids) for request in requests]
+        if flags.bias:
+            bias = self._table("bias", torch.float32, self.vocab_size)
+            bias[:count].fill_(UNCHANGED)
+            for row, p, own in zip(bias, params, tensors, strict=False):
+                if p.logit_bias:
+                    row.index_copy_(0, *own.logit_bias)
+                if p.allowed_token_ids is not None:
+                    row.masked_fill_(~own.is_allowed, float("-inf"))
+        if flags.penalties:
+            values = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
+            self._table("penalties", torch.float32, 3)[:count].copy_(to_device(values, torch.float32, device))
+            said = self._table("said", torch.int32, self.vocab_size)
+            said[:count].zero_()
+            for row, request, own in zip(said, requests, tensors, strict=False):
+                if request.sampling_params.has_penalties:
+                    own.write_said(request.output_token_ids, row)
+        if flags.num_ending:
+            ending = [
+                _padded({*self.eos_token_ids, *p.stop_token_ids} if waits(request) else (), flags.num_ending)
+                for request, p in zip(requests, params, strict=True)
+            ]
+            self._table("ending", torch.int64, flags.num_ending)[:count].copy_(to_device(ending, torch.int64, device))
+            ends_from = [request.num_prompt_tokens + request.sampling_params.min_tokens for request in requests]
+            self._table("ends_from", torch.int64)[:count].copy_(to_device(ends_from, torch.int64, device))
+        if flags.num_bad_words:
+            self._load_bad_words(requests, flags)
+
+    def _load_bad_words(self, requests: Sequence[Request], flags: ProcessorFlags) -> None:
+        count, words, longest = len(requests), flags.num_bad_words, flags.longest_beginning
+        empty = (-1,) * longest
+        beginnings, last_token_ids, tails = list[list[tuple[int, ...]]](), list[list[int]](), list[list[int]]()
+        for request in requests:
+            own = request.bad_words_token_ids
+            fronts = [(*empty[len(word) - 1 :], *word[:-1]) for word in own]
+            beginnings.append(fronts + [empty] * (words - len(own)))
+            last_token_ids.append(_padded([word[-1] for word in own], words))
+            tails.append(tail_of(request.output_token_ids, longest))
+        tables = self._bad_words(count, flags)
+        tables.beginnings.copy_(to_device(beginnings, torch.int64, self.device))
+        tables.last_token_ids.copy_(to_device(last_token_ids, torch.int64, self.device))
+        tables.tails.copy_(to_device(tails, torch.int64, self.device))
+
+    def of_batch(self, count: int, flags: ProcessorFlags | None) -> Processors | None:
+        """Views of the first `count` places."""
+        if flags is None:
+            return None
+        vocab_size, num_ending = self.vocab_size, flags.num_ending
+        return Processors(
+            bias=self._table("bias", torch.float32, vocab_size)[:count] if flags.bias else None,
+            said=self._table("said", torch.int32, vocab_size)[:count] if flags.penalties else None,
+            penalties=self._table("penalties", torch.float32, 3)[:count] if flags.penalties else None,
+            ending=self._table("ending", torch.int64, num_ending)[:count] if num_ending else None,
+            ends_from=self._table("ends_from", torch.int64)[:count] if num_ending else None,
+            bad_words=self._bad_words(count, flags) if flags.num_bad_words else None,
+        )
+
+    def _bad_words(self, count: int, flags: ProcessorFlags) -> BadWordTables:
+        words, longest = flags.num_bad_words, flags.longest_beginning
+        return BadWordTables(
+            beginnings=self._table("beginnings", torch.int64, words, longest)[:count],
+            last_token_ids=self._table("last_token_ids", torch.int64, words)[:count],
+            tails=self._table("tails", torch.int64, longest)[:count],
+            places=self._table("places", torch.int64, longest)[0],
+        )
+
+    def _table(self, name: str, dtype: torch.dtype, *widths: int) -> Tensor:
+        """[capacity, *widths]; captured steps go on reading it where it is."""
+        if (name, widths) not in self._tables:
+            with torch.inference_mode(False):  # steps change it, whatever mode they are in
+                table = torch.zeros(self.capacity, *widths, dtype=dtype, device=self.device)
+                if name == "places":
+                    table.copy_(torch.arange(widths[0], device=self.device))
+            self._tables[name, widths] = table
+        return self._tables[name, widths]
+
+
+def _padded(token_ids: Sequence[int] | set[int] | tuple[()], width: int) -> list[int]:
+    return [*token_ids, *[-1] * (width - len(token_ids))]
