@@ -30,6 +30,7 @@ OPS = (  # modules of kernels.benchmarks
     "paged_attention",
     "rms_norm",
     "rope",
+    "mask_and_penalise",
     "sampling",
     "perturb",
     "uniforms",

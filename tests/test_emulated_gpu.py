@@ -20,6 +20,7 @@ from runner.engine.request import VerifyOutput
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Scheduler
 from runner.llm import LLM
+from runner.metrics import InParts
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
 from tests.test_gpu_engine import Bits, allowed
@@ -79,21 +80,28 @@ def test_captured_steps_say_what_the_cpu_says(name: str, engines: Engines, emula
     assert emulated_gpu.graph_sizes and emulated_gpu.num_replays > 0
 
 
-WITH_A_PART_OF_THE_HOST = {
-    "logprobs": replace(DRAWN, logprobs=2, prompt_logprobs=1),
-    "penalties": replace(DRAWN, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2),
-    "words": replace(GREEDY, logit_bias={4: 2.0}, allowed_token_ids=tuple(range(3, 40)), min_tokens=2),
+TREE = {"method": "eagle", "num_speculative_tokens": 3, "speculative_token_tree": STATIC}
+ASKED = {
+    "logprobs": (TREE, replace(DRAWN, logprobs=2, prompt_logprobs=1)),
+    "more logprobs than steps have room for": (TREE, replace(DRAWN, logprobs=-1)),
+    "penalties": (DRAFT_MODEL, replace(DRAWN, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2)),
+    "words": (DRAFT_MODEL, replace(GREEDY, logit_bias={4: 2.0}, allowed_token_ids=range(3, 40), min_tokens=4)),
+    "all of it": (TREE, replace(DRAWN, repetition_penalty=1.2, logit_bias={4: 2.0}, min_tokens=4, logprobs=0)),
 }
 
 
-@pytest.mark.parametrize("asked", WITH_A_PART_OF_THE_HOST)
-def test_captured_passes_leave_the_host_its_part(asked: str, engines: Engines, emulated_gpu: EmulatedDevice) -> None:
-    params = [WITH_A_PART_OF_THE_HOST[asked], replace(GREEDY, logprobs=0)]
-    tree = {"method": "eagle", "num_speculative_tokens": 3, "speculative_token_tree": STATIC}
-    method = tree if asked == "logprobs" else DRAFT_MODEL
-    expected = texts(engines(method, **SMALL), params)
+@pytest.mark.parametrize("asked", ASKED)
+def test_whatever_a_request_asks_for(asked: str, engines: Engines, emulated_gpu: EmulatedDevice) -> None:
+    """Of steps that run whole, and of one that needs the host; the second time they were captured meanwhile."""
+    method, first = ASKED[asked]
+    params = [first, replace(GREEDY, logprobs=0)]
+    expected, _ = complete(engines(method, **SMALL), PROMPTS, params)
     llm = Engines()(method, **GPU)
-    assert texts(llm, params) == expected and texts(llm, params) == expected  # passes that were captured meanwhile
+    for _ in range(2):
+        found, metrics = complete(llm, PROMPTS, params)
+        assert [request.output_token_ids for request in found] == [request.output_token_ids for request in expected]
+        assert [[told.rank for told in r.logprobs] for r in found] == [[t.rank for t in r.logprobs] for r in expected]
+        assert (InParts.LOGPROBS in metrics.steps_in_parts) == (first.logprobs == -1)
     assert emulated_gpu.num_replays > 1
 
 

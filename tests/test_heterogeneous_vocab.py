@@ -463,7 +463,8 @@ def test_a_draft_of_the_same_vocabulary_drafts_the_same_with_the_flag_and_withou
     same = family.draft("same", WORDS)
     runs = []
     for flag in (True, False):
-        llm = family.engine(same, use_heterogeneous_vocab=flag, rejection_sample_method="probabilistic")
+        keys = {"use_heterogeneous_vocab": flag, "rejection_sample_method": "probabilistic"}
+        llm = family.engine(same, engine_args={"enforce_eager": True}, **keys)  # whole steps tell nobody their drafts
         guesses = record_drafts(llm)
         requests, _ = complete(llm, PROMPTS[:5], PARAMS[:5])
         runs.append((answers(requests), guesses))

@@ -208,6 +208,7 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("paged_attention", "paged_attention", "paged_attention", _scaled),
     ("rms_norm", "rms_norm", "add_rms_norm", lambda results: (_scaled(results[0]), results[1])),
     ("rope", "rope", "rope_and_write", None),
+    ("mask_and_penalise", "mask_and_penalise", "mask_and_penalise", _scaled),
     ("sampling", "sampling", "greedy", _shifted),
     ("uniforms", "uniforms", "uniforms", _shifted),
     ("truncation", "truncation", "truncate_rows", lambda truncated: truncated._replace(masses=truncated.masses + 1)),

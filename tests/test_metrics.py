@@ -191,13 +191,13 @@ def test_where_steps_are_not_captured_nothing_is_said_of_whole_ones() -> None:
 def test_a_note_names_the_commonest_reasons_for_steps_in_parts_and_what_to_do_about_the_first() -> None:
     inevitable = {InParts.PROMPT: 30, InParts.CATCH_UP: 2, InParts.UNCAPTURED: 4, InParts.HOST_DRAFTS: 9}
     assert in_parts_notes(inevitable, 1000) == []
-    avoidable = {InParts.KV_CACHE: 7, InParts.LOGPROBS: 1200, InParts.PENALTIES: 3, InParts.MIN_TOKENS: 2}
+    avoidable = {InParts.KV_CACHE: 7, InParts.LOGPROBS: 1200, InParts.STRUCTURED_OUTPUTS: 3, InParts.SAMPLED: 2}
     (note,) = in_parts_notes({**inevitable, **avoidable}, 2000)
     assert note == (
-        "1,212 of 2,000 decoding steps ran in parts, not whole: a request asked for logprobs (1,200), the "
-        "KV cache had too few free blocks for the drafts of all requests (7), a request asked for penalties (3), "
-        "other reasons (2, see steps_in_parts in metrics.json); a request with such an option takes its whole batch "
-        "along, so give these requests a run of their own"
+        "1,212 of 2,000 decoding steps ran in parts, not whole: a request asked for very many logprobs (1,200), the "
+        "KV cache had too few free blocks for the drafts of all requests (7), a request asked for structured_outputs "
+        "(3), other reasons (2, see steps_in_parts in metrics.json); a request with such an option takes its whole "
+        "batch along, so give these requests a run of their own"
     )
 
 

@@ -52,12 +52,10 @@ def conditions(drafter: CapturedDrafter | None = None, **changed: Any) -> StepCo
         ({"temperature": 0.7, "top_k": 3, "stop_token_ids": [9], "speculative_ratio": 4}, None),
         ({"prompt_logprobs": 0, "min_tokens": 1}, None),  # both are done with
         ({"structured_outputs": {"regex": "a"}}, InParts.STRUCTURED_OUTPUTS),
-        ({"presence_penalty": 0.5}, InParts.PENALTIES),
-        ({"logit_bias": {3: 1.0}}, InParts.LOGIT_BIAS),
-        ({"min_tokens": 2}, InParts.MIN_TOKENS),
-        ({"allowed_token_ids": [5, 6]}, InParts.ALLOWED_TOKEN_IDS),
-        ({"bad_words": ["x"]}, InParts.BAD_WORDS),
-        ({"logprobs": 0}, InParts.LOGPROBS),
+        ({"presence_penalty": 0.5, "logit_bias": {3: 1.0}, "allowed_token_ids": [5, 6]}, None),
+        ({"min_tokens": 2, "bad_words": ["x"], "logprobs": 64}, None),
+        ({"logprobs": 65}, InParts.LOGPROBS),
+        ({"logprobs": -1}, InParts.LOGPROBS),
         ({"speculative_ratio": 3}, InParts.FEWER_DRAFTS),
     ],
 )
@@ -98,14 +96,14 @@ def test_too_little_room_for_all_drafts_is_named(limits: dict[str, int], num_req
 def test_a_drafter_that_has_to_catch_up_hides_no_lasting_reason() -> None:
     drafter = Drafter(4)
     drafter.is_behind = True
-    for asked, reason in (({}, InParts.CATCH_UP), ({"logprobs": 0}, InParts.LOGPROBS)):
+    for asked, reason in (({}, InParts.CATCH_UP), ({"logprobs": -1}, InParts.LOGPROBS)):
         scheduler = make_scheduler()
         assert conditions(drafter).unmet(decoding(scheduler, asked), scheduler) is reason
 
 
 def test_a_step_in_which_a_request_arrives_is_blamed_on_nothing_else() -> None:
     scheduler = make_scheduler()
-    scheduler.commit(decoding(scheduler, {"logprobs": 0}), verdict([[5]]).read(drafts_of([4])))
+    scheduler.commit(decoding(scheduler, {"logprobs": -1}), verdict([[5]]).read(drafts_of([4])))
     scheduler.add(make_request(1, request_id="late"))
     assert conditions().unmet(scheduler.schedule(), scheduler) is InParts.PROMPT
 

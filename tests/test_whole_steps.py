@@ -23,6 +23,7 @@ from kernels.reference.chain_rows import chain_rows
 from kernels.reference.fit_drafts import fit_drafts
 from kernels.reference.follow_verified import follow_verified
 from kernels.reference.likeliest_tree import add_level, likeliest_tree
+from kernels.reference.mask_and_penalise import mask_and_penalise
 from kernels.reference.ngram_match import ngram_match
 from kernels.reference.perturb import perturb
 from kernels.reference.philox import Stream
@@ -59,6 +60,7 @@ import kernels.chain_rows
 import kernels.fit_drafts
 import kernels.follow_verified
 import kernels.likeliest_tree
+import kernels.mask_and_penalise
 import kernels.ngram_match
 import kernels.perturb
 import kernels.rejection
@@ -142,6 +144,7 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.fit_drafts, "fit_drafts", fit_drafts)
     monkeypatch.setattr(kernels.ngram_match, "ngram_match", ngram_match)
     monkeypatch.setattr(kernels.follow_verified, "follow_verified", follow_verified)
+    monkeypatch.setattr(kernels.mask_and_penalise, "mask_and_penalise", mask_and_penalise)
     monkeypatch.setattr(kernels.sampling, "sample", draw)
     monkeypatch.setattr(kernels.sampling, "greedy", take_the_argmax)
     monkeypatch.setattr(kernels.rejection, "verify_strict", verify_strict)
@@ -210,7 +213,9 @@ def play(llm: LLM, traffic: Traffic, *, whole: bool) -> tuple[list[Request], lis
         {"prompt_token_ids": [(7 * index + place) % VOCAB_SIZE for place in range(length)]}
         for index, (_, length) in enumerate(traffic.arrivals)
     ]
-    requests = make_requests(prompts, list(traffic.params), engine.tokenizer, 0)
+    requests = make_requests(prompts, [replace(p, bad_words=()) for p in traffic.params], engine.tokenizer, 0)
+    for request, params in zip(requests, traffic.params, strict=True):  # there is no tokenizer to spell words
+        request.sampling_params, request.bad_words_token_ids = params, BAD_WORDS if params.bad_words else ()
     num_launched = 0
     launch = WholeSteps._launch
 
@@ -240,8 +245,9 @@ def play(llm: LLM, traffic: Traffic, *, whole: bool) -> tuple[list[Request], lis
 @st.composite
 def traffics(draw: st.DrawFn) -> Traffic:
     count = draw(st.integers(2, 5))
-    in_parts = replace(GREEDY, logprobs=0), replace(SAMPLED, presence_penalty=0.5), replace(SAMPLED, min_tokens=6)
-    choices = st.sampled_from([GREEDY, SAMPLED, *in_parts])
+    asked = replace(SAMPLED, presence_penalty=0.5, logprobs=2), replace(SAMPLED, min_tokens=6, bad_words=("x y",))
+    in_parts = replace(GREEDY, logprobs=-1)
+    choices = st.sampled_from([GREEDY, SAMPLED, *asked, in_parts])
     return Traffic(
         arrivals=tuple(draw(st.tuples(st.integers(0, 9), st.integers(9, 24))) for _ in range(count)),
         params=tuple(replace(draw(choices), max_tokens=draw(st.integers(9, 30))) for _ in range(count)),
@@ -308,6 +314,48 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(build: Build, metho
         accepted = [count for record in whole for count in record.num_accepted_tokens]
         all_of_them = 2 if "_static" in method or "_dynamic" in method else 3
         assert {0, all_of_them} <= set(accepted), "drafts were rejected, and accepted to the last"
+
+
+BAD_WORDS = ((21,), (5, 9), (9, 30, 31), *((token, token + 1) for token in range(40, 60)))
+ASKED = {
+    "penalties": replace(GREEDY, repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=-0.2),
+    "repetition": replace(SAMPLED, repetition_penalty=0.8),
+    "bias": replace(SAMPLED, logit_bias={5: 1.5, 9: -2.0}),
+    "a part of the tokens": replace(GREEDY, allowed_token_ids=tuple(range(2, 60)), logit_bias={61: 50.0}),
+    "min_tokens": replace(GREEDY, min_tokens=9, stop_token_ids=(*range(3, 30), 45)),
+    "bad words": replace(SAMPLED, bad_words=("x",)),
+    "logprobs": replace(SAMPLED, logprobs=3),
+    "the chosen token's logprobs": replace(GREEDY, logprobs=0, presence_penalty=0.7),
+    "nothing": SAMPLED,
+}
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_whatever_requests_ask_their_steps_are_whole_and_what_they_are_in_parts(
+    build: Build, method: str, max_num_seqs: int
+) -> None:
+    """Each by itself, and in company that asks for something else; the bits of logprobs too."""
+    llm = build(method)
+    params = tuple(replace(asked, max_tokens=24) for asked in ASKED.values())
+    traffic = Traffic(
+        arrivals=tuple((0, 3 + index) for index in range(len(params))),
+        params=params,
+        cancelled={},
+        max_num_seqs=max_num_seqs,
+    )
+    in_parts, expected, _ = play(llm, traffic, whole=False)
+    whole, found, num_launched = play(llm, traffic, whole=True)
+    assert num_launched > (20 if max_num_seqs == 1 else 5)
+    for request, like in zip(whole, in_parts, strict=True):
+        assert request.output_token_ids == like.output_token_ids and request.logprobs == like.logprobs
+        assert len(request.logprobs) == (
+            len(request.output_token_ids) if like.sampling_params.logprobs is not None else 0
+        )
+    by_id = {record.request_id: record for record in expected}
+    for record in found:
+        for name in ("tokens_per_step", "num_draft_tokens", "draft_depths", "num_accepted_tokens"):
+            assert getattr(record, name) == getattr(by_id[record.request_id], name), name
 
 
 def drafts_of(records: list[RequestRecord]) -> dict[tuple[str, int, int], int]:
@@ -489,7 +537,7 @@ def test_a_run_counts_its_whole_steps_and_notes_why_others_were_none(
         llm,
         [
             WorkloadItem(prompt={"prompt_token_ids": [5, 6]}, sampling={**greedy, "max_tokens": 20}),
-            WorkloadItem(prompt={"prompt_token_ids": [7]}, sampling={**greedy, "max_tokens": 5, "logprobs": 0}),
+            WorkloadItem(prompt={"prompt_token_ids": [7]}, sampling={**greedy, "max_tokens": 5, "logprobs": -1}),
         ],
     )
     numbers, points = measured.summary, measured.metrics.step_points
