@@ -35,6 +35,7 @@ OPS = (  # modules of kernels.benchmarks
     "perturb",
     "uniforms",
     "top_candidates",
+    "top_logprobs",
     "truncation",
     "rejection",
     "probabilistic_rejection",

@@ -1,9 +1,7 @@
 """The tokens that come first in each row of logits, and their log-probabilities, in two launches.
 
 The vocabulary is cut among programs that each leave their best tokens in order, ranked as kernels/sampling.py ranks
-them, and their sum of exponentials; a second launch merges a row's lists and sums. A logit's exponential depends on the
-logit alone but for a power of two, and sums are in float64. So neither the rows beside a row nor the way the vocabulary
-is cut moves a token, nor a log-probability but where the last bits of a float64 decide how it is rounded.
+them, and their sum of exponentials; a second launch merges a row's lists and sums (kernels/ranked_parts.py).
 Follows kernels/reference/top_candidates.py.
 """
 
@@ -17,32 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.drawn_scores import load_scores
+from kernels.ranked_parts import LEAST, log_of_sums, log_prob_of, store_best, sum_of_exponentials, take_best
 from kernels.reference.top_candidates import Candidates
 from kernels.scores import check_rows, ranks_of, token_of, value_of
 
 BLOCK = 1024  # columns of a program
-LEAST: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # the rank of nothing
-NO_EXPONENT: tl.constexpr = tl.constexpr(-0x40000000)
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-LN_2_HIGH: tl.constexpr = tl.constexpr(0.693359375)  # few bits, so that products with exponents are exact
-LN_2_LOW: tl.constexpr = tl.constexpr(-2.12194440e-4)
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def sum_of_exponentials(scores):
-    """(sum, exponent): exp of the float32 scores adds up to the float64 sum times 2**exponent; without NaN or +inf."""
-    is_number = scores > float("-inf")
-    finite = tl.where(is_number, scores, 0.0)
-    exponents = tl.floor(finite * LOG2_E + 0.5)
-    mantissas = tl.exp(finite - exponents * LN_2_HIGH - exponents * LN_2_LOW)
-    exponents = tl.where(is_number, exponents.to(tl.int32), NO_EXPONENT)
-    largest = tl.max(exponents, axis=0)
-    # Below 2**-126 of the largest nothing reaches the last bit of the sum.
-    lower = exponents - largest
-    powers = ((tl.maximum(lower, -126) + 127) << 23).to(tl.float32, bitcast=True)
-    terms = tl.where(is_number & (lower >= -126), mantissas * powers, 0.0)
-    return tl.sum(terms.to(tl.float64), axis=0), largest
 
 
 @triton.jit(
@@ -94,11 +71,7 @@ def block_candidates_kernel(
     total, exponent = sum_of_exponentials(scores)
     tl.store(sums_ptr + part, total)
     tl.store(exponents_ptr + part, exponent)
-    ranks = ranks_of(scores, tokens, end)
-    for place in range(width):
-        best = tl.max(ranks, axis=0)
-        tl.store(ranks_ptr + part * width + place, best)
-        ranks = tl.where(ranks == best, LEAST, ranks)
+    store_best(ranks_ptr + part * width, ranks_of(scores, tokens, end), width)
 
 
 @triton.jit(do_not_specialize=["num_splits", "listed", "width"])
@@ -117,27 +90,14 @@ def merge_candidates_kernel(
     split = tl.arange(0, SPLITS)
     is_split = split < num_splits
     part = row * num_splits + split
-    exponents = tl.load(exponents_ptr + part, mask=is_split, other=NO_EXPONENT)
-    largest = tl.max(exponents, axis=0)
-    lower = exponents - largest
-    powers = ((tl.maximum(lower, -1022) + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-    sums = tl.load(sums_ptr + part, mask=is_split & (lower >= -1022), other=0.0)
-    total = tl.sum(sums * powers, axis=0)
-    log_sum = largest.to(tl.float64) * LN_2 + tl.log(tl.where(total > 0.0, total, 1.0))
-
+    log_sum = log_of_sums(sums_ptr, exponents_ptr, part, is_split)
     ranks_ptr += part * listed
     taken = tl.zeros((SPLITS,), dtype=tl.int32)  # of each list
     heads = tl.load(ranks_ptr, mask=is_split, other=LEAST)
     for place in range(width):
-        best = tl.max(heads, axis=0)
-        score = value_of(best >> 32)
-        log_prob = tl.minimum(score.to(tl.float64) - log_sum, 0.0).to(tl.float32)
+        best, heads, taken = take_best(ranks_ptr, heads, taken, is_split, listed)
         tl.store(token_ids_ptr + row * width + place, token_of(best))
-        tl.store(log_probs_ptr + row * width + place, tl.where(score > float("-inf"), log_prob, float("-inf")))
-        is_best = is_split & (heads == best)
-        taken += is_best.to(tl.int32)
-        following = tl.load(ranks_ptr + taken, mask=is_best & (taken < listed), other=LEAST)
-        heads = tl.where(is_best, following, heads)
+        tl.store(log_probs_ptr + row * width + place, log_prob_of(value_of(best >> 32), log_sum))
 
 
 def top_candidates(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.reference.logprobs import num_columns, top_logprobs
+from kernels.reference.top_logprobs import num_columns
 from proposers.base import Proposer
 from proposers.captured.drafter import CapturedDrafter, GoingOn
 from runner.engine.backend import runs_kernels
@@ -26,7 +26,7 @@ from runner.engine.paged_shape import bucket
 from runner.engine.programs import step_graph_store
 from runner.engine.request import Request, StepOutcome
 from runner.engine.scheduler import CommittedTokens, Schedule, ScheduledRequest, Scheduler
-from runner.engine.step_operations import follow_verified
+from runner.engine.step_operations import follow_verified, top_logprobs
 from runner.metrics import InParts
 from runner.step_conditions import StepConditions
 from verifier.captured import CapturedVerifier, captured_verifier

@@ -379,6 +379,22 @@ KERNELS = [
         max_shared=1024,
     ),
     Kernel(
+        module="kernels.top_logprobs",
+        name="block_logprobs_kernel",
+        signature="*i64 *i32 *fp64 *i32 *fp32 *i64 i32 i32 i32",
+        constants={"BLOCK": 1024},
+        options=NO_FUSION,
+        max_shared=8192,
+    ),
+    Kernel(
+        module="kernels.top_logprobs",
+        name="merge_logprobs_kernel",
+        signature="*fp64 *i64 *i32 *fp64 *i32 *fp32 *i64 i32 i32 i32 i32",
+        constants={"SPLITS": 128},
+        options={"num_warps": 1, "enable_fp_fusion": False},
+        max_shared=1024,
+    ),
+    Kernel(
         module="kernels.sampling",
         name="best_token_kernel",
         signature="*i64 *i64 *i64 i32",

@@ -211,6 +211,7 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("mask_and_penalise", "mask_and_penalise", "mask_and_penalise", _scaled),
     ("sampling", "sampling", "greedy", _shifted),
     ("uniforms", "uniforms", "uniforms", _shifted),
+    ("top_logprobs", "top_logprobs", "top_logprobs", _scaled),
     ("truncation", "truncation", "truncate_rows", lambda truncated: truncated._replace(masses=truncated.masses + 1)),
     ("rejection", "rejection", "verify_strict", _with_first(_shifted)),
     ("probabilistic_rejection", "probabilistic_rejection", "verify_probabilistic", _with_first(_shifted)),

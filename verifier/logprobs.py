@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.reference.logprobs import top_logprobs
 from runner.engine.logprobs import AskedRows, StepLogprobs
 from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.engine.step_operations import top_logprobs
 from runner.engine.upload import to_device
 
 
@@ -61,7 +61,7 @@ class LogprobGatherer:
     def take_prompt_logits(self, logits: torch.Tensor) -> None:
         """The next rows [num_rows, vocab] of prompt tokens whose successors are known."""
         next_ids = self._next_ids[self._num_taken : self._num_taken + len(logits)]
-        self._packed.append(top_logprobs(logits, next_ids, self._num_top))
+        self._packed.append(top_logprobs(logits.to(torch.float32), next_ids, self._num_top))
         self._num_taken += len(logits)
 
     def finish(
@@ -80,7 +80,8 @@ class LogprobGatherer:
             # Behind the first rejection stands -1; the values there are thrown away.
             yielded = token_ids[index[1], index[2]].clamp(min=0)
             rows = index[0] if row_order is None else row_order[index[0]]
-            self._packed.append(top_logprobs(logits.index_select(0, rows), yielded, self._num_top))
+            asked = logits.index_select(0, rows).to(torch.float32)
+            self._packed.append(top_logprobs(asked, yielded, self._num_top))
         if not self._packed:
             return None
         return StepLogprobs(packed=torch.cat(self._packed), asked=self._asked)

@@ -35,7 +35,7 @@ class AskedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLogprobs:
-    """Rows of kernels.reference.logprobs.top_logprobs: all prompt rows, then all output rows, request by request."""
+    """Rows of kernels/reference/top_logprobs.py: all prompt rows, then all output rows, request by request."""
 
     packed: Tensor  # [num_rows, 3 + 2 * num_top] float64
     asked: Mapping[str, AskedRows]  # request_id -> its rows, in their order
@@ -57,7 +57,7 @@ class StepLogprobs:
 
 
 def unpack(row: list[float], num_top: int) -> TokenLogprobs:
-    """Of one row of kernels.reference.logprobs.top_logprobs, the num_top likeliest of those that it has."""
+    """Of one row of kernels/reference/top_logprobs.py, the num_top likeliest of those that it has."""
     widest = (len(row) - 3) // 2
     return TokenLogprobs(
         token_id=int(row[0]),

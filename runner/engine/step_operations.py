@@ -70,6 +70,17 @@ def mask_and_penalise(logits: Tensor, **tables: Tensor | None) -> Tensor:
     return on_cpu(logits, **tables)
 
 
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    """kernels/reference/top_logprobs.py."""
+    if runs_kernels(logits):
+        from kernels.top_logprobs import top_logprobs as kernel
+
+        return kernel(logits, token_ids, num_top)
+    from kernels.cpu.top_logprobs import top_logprobs as on_cpu
+
+    return on_cpu(logits, token_ids, num_top)
+
+
 def follow_verified(lengths: Tensor, last_token_ids: Tensor, verified: Verified, said: Tensor | None) -> Tensor:
     """kernels/reference/follow_verified.py."""
     if runs_kernels(lengths):
