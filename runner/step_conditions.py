@@ -44,9 +44,8 @@ class StepConditions:
             return InParts.LOGPROBS
         if self.greedy_only and not params.is_greedy:
             return InParts.SAMPLED
-        asked = params.max_draft_tokens
-        if asked is not None and asked < self.drafter.num_tokens and not self.drafter.drafts_on_host:
-            return InParts.FEWER_DRAFTS
+        if params.max_draft_tokens == 0 and self.drafter.num_tokens > 0 and not self.drafter.drafts_on_host:
+            return InParts.NO_DRAFTS
         reached = request.num_tokens + self.drafter.reach
         if reached > self.max_drafted_len:
             return InParts.MAX_MODEL_LEN if reached > self.max_model_len else InParts.DRAFTER_LENGTH

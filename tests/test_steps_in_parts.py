@@ -56,7 +56,9 @@ def conditions(drafter: CapturedDrafter | None = None, **changed: Any) -> StepCo
         ({"min_tokens": 2, "bad_words": ["x"], "logprobs": 64}, None),
         ({"logprobs": 65}, InParts.LOGPROBS),
         ({"logprobs": -1}, InParts.LOGPROBS),
-        ({"speculative_ratio": 3}, InParts.FEWER_DRAFTS),
+        ({"speculative_ratio": 1}, None),
+        ({"speculative_ratio": 0}, InParts.NO_DRAFTS),
+        ({"speculative_sampling": False}, InParts.NO_DRAFTS),
     ],
 )
 def test_one_request_is_named_by_what_it_asks_for(asked: dict[str, Any], reason: InParts | None) -> None:

@@ -84,7 +84,7 @@ class ChainVerifier(CapturedVerifier):
         parents: Tensor | None,
         tap_layers: tuple[int, ...],
     ) -> VerifiedBatch:
-        drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.limits)
+        drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.step_limits)
         launch, predicted = self.target.decode_launch(batch, token_ids.flatten(), offset=-1, num_rows=batch.num_rows)
         hidden, taps = self.target.compute(launch, tap_layers)
         logits = of_target = self.target.model.logits(hidden, launch.linear_tile)
@@ -124,7 +124,7 @@ class TreeVerifier(CapturedVerifier):
     ) -> VerifiedBatch:
         assert parents is not None and self.target.cache is not None
         num_rows, block_size, shape = self.num_tokens + 1, self.target.block_size, self.target.paged_shape
-        drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.limits)
+        drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.step_limits)
         # Node j is stored j + 1 places behind the pending token, whatever its depth.
         slots = chain_rows(
             batch.lengths, batch.block_tables, offset=-1, num_rows=num_rows, block_size=block_size, rows_per_tile=1

@@ -32,7 +32,7 @@ class CapturedDFlash(CapturedOnePass):
         token_ids = torch.cat((batch.last_token_ids[:, 1:], masks), dim=1).flatten()
         launch, _ = self.runner.decode_launch(batch, token_ids, offset=-1, num_rows=num_rows)
         # A row sees as much of its block as in a step in parts, where no mask stands beyond the room for drafts.
-        room = (batch.limits - batch.lengths - 1).clamp(1, len(self._depths))
+        room = (batch.step_limits - batch.lengths - 1).clamp(1, len(self._depths))
         depths = self._depths.index_select(0, room - 1)
         segments = launch.attention.segments
         ends = (batch.lengths - 2 + num_silent + depths).clamp(min=0).to(torch.int32).unsqueeze(1)

@@ -32,6 +32,7 @@ class SamplingFlags:
     top_k: bool
     top_p: bool
     processors: ProcessorFlags | None
+    caps: bool  # a request wants fewer drafts than the others
     num_top_logprobs: int | None  # of the request that asks for the most; None: nobody asks for logprobs
 
     @classmethod
@@ -45,6 +46,7 @@ class SamplingFlags:
             top_k=any(p.top_k > 0 for p in drawn),
             top_p=any(p.top_p < 1.0 for p in drawn),
             processors=ProcessorFlags.of(requests, eos_token_ids),
+            caps=any(p.max_draft_tokens is not None for p in params),
             num_top_logprobs=bucket(max(asked)) if asked else None,
         )
 
@@ -106,6 +108,7 @@ class DeviceBatch:
     num_rows: int  # of each request in a verification
     lengths: Tensor  # [count] int64: committed tokens; 0: absent
     limits: Tensor  # [count] int64: committed tokens that a request may come to
+    caps: Tensor | None  # [count] int64: tokens that a step may bring a request; None: nobody asks for fewer
     num_prompt_tokens: Tensor  # [count] int64
     last_token_ids: Tensor  # [count, 2] int64: the last two committed tokens
     block_tables: Tensor  # [count, max_blocks] of place_dtype, as the next two
@@ -116,6 +119,11 @@ class DeviceBatch:
     max_context: int  # keys that any row sees lie before it
     of_requests: _Values
     of_rows: _Values
+
+    @property
+    def step_limits(self) -> Tensor:
+        """[count] int64: committed tokens that a request may come to in this step."""
+        return self.limits if self.caps is None else torch.minimum(self.limits, self.lengths + self.caps)
 
     def launch(
         self,
@@ -210,6 +218,7 @@ class DeviceRequests:
         self.capacity, self.max_model_len, self.device = capacity, max_model_len, device
         self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.limits = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.caps = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.num_prompt_tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.last_token_ids = torch.zeros(capacity, 2, dtype=torch.int64, device=device)
         max_blocks = -(-max_model_len // block_size)
@@ -245,6 +254,7 @@ class DeviceRequests:
                 [before for before, _ in last],
                 [token_id for _, token_id in last],
                 [request.num_prompt_tokens for request in requests],
+                [self.max_model_len if p.max_draft_tokens is None else p.max_draft_tokens + 1 for p in params],
                 [seed_to_int64(request.seed) for request in requests],
                 [p.is_greedy for p in params],
                 [0 if p.is_greedy else max(p.top_k, 0) for p in params],
@@ -265,7 +275,8 @@ class DeviceRequests:
         self.limits[: len(requests)].copy_(numbers[1])
         self.last_token_ids[: len(requests)].copy_(numbers[2:4].t())
         self.num_prompt_tokens[: len(requests)].copy_(numbers[4])
-        self._loaded, self._unfilled = (numbers[5:], floats), set(self._of_rows)
+        self.caps[: len(requests)].copy_(numbers[5])
+        self._loaded, self._unfilled = (numbers[6:], floats), set(self._of_rows)
         self._of_requests.fill(*self._loaded, 1)
         self.extend_tables(range(len(requests)), requests)
 
@@ -305,6 +316,7 @@ class DeviceRequests:
             num_rows=num_rows,
             lengths=self.lengths[:count],
             limits=self.limits[:count],
+            caps=self.caps[:count] if sampling_flags.caps else None,
             num_prompt_tokens=self.num_prompt_tokens[:count],
             last_token_ids=self.last_token_ids[:count],
             block_tables=self.block_tables[:count],

@@ -22,7 +22,7 @@ class InParts(StrEnum):
     SAMPLED = "sampled"
     STRUCTURED_OUTPUTS = "structured_outputs"
     LOGPROBS = "logprobs"
-    FEWER_DRAFTS = "fewer_drafts"
+    NO_DRAFTS = "no_drafts"
     DRAFTER_LENGTH = "drafter_length"
     MAX_MODEL_LEN = "max_model_len"
     TOKEN_BUDGET = "token_budget"
@@ -42,7 +42,7 @@ _NOTED: dict[InParts, tuple[str, str | None]] = {  # reason -> what happened, an
     ),
     InParts.STRUCTURED_OUTPUTS: ("a request asked for structured_outputs", _APART),
     InParts.LOGPROBS: ("a request asked for very many logprobs", _APART),
-    InParts.FEWER_DRAFTS: ("a request asked for fewer drafts (speculative_ratio, speculative_sampling)", _APART),
+    InParts.NO_DRAFTS: ("a request asked for no drafts (speculative_sampling, speculative_ratio)", _APART),
     InParts.DRAFTER_LENGTH: (
         "a text was longer than the drafter reads",
         "lower sampler.max_tokens, or take a drafter for longer texts (method.max_model_len may be what limits it)",
