@@ -16,15 +16,14 @@ What follows the sum is float32 too: bias, gate and activation come before the o
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap, prefetch
-from kernels.linear_plan import MOST_SPREAD_TILES, PREFETCHED, plan_linear
+from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
+from kernels.linear_plan import PREFETCHED, plan_linear
 
 
 @triton.jit
@@ -135,13 +134,10 @@ def linear_kernel(
         places = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         partial_ptrs = partials_ptr + tile.to(tl.int64) * (SPLITS * FEATURES * TOKENS) + places
         tl.store(partial_ptrs + first_split * (FEATURES * TOKENS), total)
-        tl.debug_barrier()  # all threads have stored before one announces it
-        if tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        if is_last_to_arrive(arrivals_ptr + tile, SPLITS):
             total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
             for place in tl.static_range(SPLITS):
-                # Past the first-level cache, which knows nothing of what other SMs stored.
                 total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
-            tl.store(arrivals_ptr + tile, 0)
             finish_tile(total, None, bias_ptr, out_ptr, features, tokens, num_rows, out_features, False)
     else:
         finish_tile(total, up_total, bias_ptr, out_ptr, features, tokens, num_rows, out_features, GATED)
@@ -171,15 +167,6 @@ def gated_linear(
     return _launch(x, weight, bias, x.dtype, gated=True)
 
 
-@cache
-def _arrivals(device: torch.device) -> Tensor:
-    """A counter a tile for every spread launch on the device; the last to arrive puts it back to zero.
-
-    Made at the first of them, which is no captured one: a launch has to be compiled before it can be captured.
-    """
-    return torch.zeros(MOST_SPREAD_TILES, dtype=torch.int32, device=device)
-
-
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *, gated: bool) -> Tensor:
     num_rows, in_features = x.shape
     out_features = len(weight) // (1 + gated)
@@ -195,7 +182,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
         num_programs *= plan.splits
         num_partials = num_programs * plan.features * plan.tokens
         partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device)
+        arrivals = arrival_counters(x.device)
     overlaps = can_overlap(x.device)
     linear_kernel[(num_programs,)](
         x,

@@ -2,7 +2,7 @@
 
 A logit's exponential depends on the logit alone but for a power of two, and sums are in float64. So neither the rows
 beside a row nor the way the vocabulary is cut moves a token, nor a log-probability but where the last bits of a float64
-decide how it is rounded.
+decide how it is rounded. The last program to arrive merges (kernels/last_to_arrive.py).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -39,11 +39,11 @@ def sum_of_exponentials(scores):
 @triton.jit
 def log_of_sums(sums_ptr, exponents_ptr, parts, is_part):
     """float64: the logarithm of what the parts of a row add up to."""
-    exponents = tl.load(exponents_ptr + parts, mask=is_part, other=NO_EXPONENT)
+    exponents = tl.load(exponents_ptr + parts, mask=is_part, other=NO_EXPONENT, cache_modifier=".cg")
     largest = tl.max(exponents, axis=0)
     lower = exponents - largest
     powers = ((tl.maximum(lower, -1022) + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-    sums = tl.load(sums_ptr + parts, mask=is_part & (lower >= -1022), other=0.0)
+    sums = tl.load(sums_ptr + parts, mask=is_part & (lower >= -1022), other=0.0, cache_modifier=".cg")
     total = tl.sum(sums * powers, axis=0)
     return largest.to(tl.float64) * LN_2 + tl.log(tl.where(total > 0.0, total, 1.0))
 
@@ -65,6 +65,12 @@ def store_best(ranks_ptr, ranks, width):
 
 
 @triton.jit
+def first_heads(ranks_ptr, is_part, listed):
+    """The best of each part's list, of `listed` ranks."""
+    return tl.load(ranks_ptr, mask=is_part & (listed > 0), other=LEAST, cache_modifier=".cg")
+
+
+@triton.jit
 def take_best(ranks_ptr, heads, taken, is_part, listed):
     """(the best of all lists' heads, the heads without it, how many each list has given).
 
@@ -73,5 +79,5 @@ def take_best(ranks_ptr, heads, taken, is_part, listed):
     best = tl.max(heads, axis=0)
     is_best = is_part & (heads == best)
     taken += is_best.to(tl.int32)
-    following = tl.load(ranks_ptr + taken, mask=is_best & (taken < listed), other=LEAST)
+    following = tl.load(ranks_ptr + taken, mask=is_best & (taken < listed), other=LEAST, cache_modifier=".cg")
     return best, tl.where(is_best, following, heads), taken

@@ -1,7 +1,7 @@
 """A token for each logits row: the argmax, or the Gumbel-max draw from the row's distribution.
 
-The vocabulary is cut among programs that each leave their best token, ranked by (score, lowest id) in one integer; a
-second launch takes the best of a row. Every score depends on its row and token alone and the largest integer is the
+The vocabulary is cut among programs that each leave their best token, ranked by (score, lowest id) in one integer; the
+last to arrive takes the best of a row. Every score depends on its row and token alone and the largest integer is the
 same in any order, so neither the rows beside a row nor the way the vocabulary is cut can move a token. Rows that cut
 their distribution (min_p, top_k, top_p) take the cut from kernels/truncation.py. Follows kernels/reference/sampling.py.
 """
@@ -16,16 +16,19 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.drawn_scores import BLOCK_WITH_IDS, load_scores
-from kernels.scores import check_rows, ranks_of, token_of
+from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
+from kernels.scores import best_of_splits, check_rows, ranks_of, token_of
 from kernels.truncation import TruncatedRows, truncate_rows
 
 BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "cuts_ptr"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["positions_ptr", "cuts_ptr"])
 def draw_kernel(
+    drawn_ptr,  # [num_rows] int64
     ranks_ptr,  # [num_rows, num_splits] int64
+    arrivals_ptr,  # [num_rows] int32, zeros before and after
     logits_ptr,  # [num_rows, vocab_size], rows row_stride apart
     positions_ptr,  # [num_rows] int64
     seeds_ptr,  # [num_rows] int64, or None: all rows are greedy
@@ -37,9 +40,11 @@ def draw_kernel(
     row_stride,
     vocab_size,
     stream,
+    num_splits,
     BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,  # >= num_splits
 ):
-    """ranks[row, split] = the best of BLOCK tokens."""
+    """The best token of each row, -1 for padding; ranks[row, split] = the best of BLOCK tokens."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions_ptr + row)
     if position >= 0:
@@ -60,26 +65,12 @@ def draw_kernel(
             split * BLOCK,
             BLOCK,
         )
-        best = tl.max(ranks_of(scores, tokens, end), axis=0)
-        tl.store(ranks_ptr + row * tl.num_programs(1) + split, best)
-
-
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
-def best_token_kernel(
-    token_ids_ptr,  # [num_rows] int64
-    ranks_ptr,  # [num_rows, num_splits] int64
-    positions_ptr,  # [num_rows] int64
-    num_splits,
-    SPLITS: tl.constexpr,  # >= num_splits
-):
-    """The best token of each row; -1 for padding."""
-    row = tl.program_id(0).to(tl.int64)
-    token_id = tl.full((), -1, dtype=tl.int64)
-    if tl.load(positions_ptr + row) >= 0:
-        splits = tl.arange(0, SPLITS)
-        ranks = tl.load(ranks_ptr + row * num_splits + splits, mask=splits < num_splits, other=-0x7FFFFFFFFFFFFFFF)
-        token_id = token_of(tl.max(ranks, axis=0))
-    tl.store(token_ids_ptr + row, token_id)
+        ranks_ptr += row * num_splits
+        tl.store(ranks_ptr + split, tl.max(ranks_of(scores, tokens, end), axis=0))
+        if is_last_to_arrive(arrivals_ptr + row, num_splits):
+            tl.store(drawn_ptr + row, token_of(best_of_splits(ranks_ptr, num_splits, 1, SPLITS)))
+    elif split == 0:
+        tl.store(drawn_ptr + row, tl.full((), -1, dtype=tl.int64))
 
 
 def sample(
@@ -142,7 +133,9 @@ def _best_tokens(
         return drawn
     ranks = torch.empty(num_rows, num_splits, dtype=torch.int64, device=logits.device)
     draw_kernel[(num_rows, num_splits)](
+        drawn,
         ranks,
+        arrival_counters(logits.device),
         logits,
         positions,
         seeds,
@@ -154,11 +147,10 @@ def _best_tokens(
         logits.stride(0),
         vocab_size,
         int(stream),
+        num_splits,
         BLOCK=block,
+        SPLITS=triton.next_power_of_2(num_splits),
         num_warps=max(1, NUM_WARPS * block // BLOCK),
         enable_fp_fusion=False,
-    )
-    best_token_kernel[(num_rows,)](
-        drawn, ranks, positions, num_splits, SPLITS=triton.next_power_of_2(num_splits), num_warps=1
     )
     return drawn

@@ -42,6 +42,16 @@ def token_of(rank):
 
 
 @triton.jit
+def best_of_splits(ranks_ptr, num_splits, distance, SPLITS: tl.constexpr):
+    """The highest of a row's ranks, `distance` apart, which other programs of the launch may have stored."""
+    splits = tl.arange(0, SPLITS)
+    ranks = tl.load(
+        ranks_ptr + splits * distance, mask=splits < num_splits, other=-0x7FFFFFFFFFFFFFFF, cache_modifier=".cg"
+    )
+    return tl.max(ranks, axis=0)
+
+
+@triton.jit
 def load_logits(row_ptr, tokens, vocab_size):
     return tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
 

@@ -1,7 +1,7 @@
-"""The tokens that come first in each row of logits, and their log-probabilities, in two launches.
+"""The tokens that come first in each row of logits, and their log-probabilities, in one launch.
 
 The vocabulary is cut among programs that each leave their best tokens in order, ranked as kernels/sampling.py ranks
-them, and their sum of exponentials; a second launch merges a row's lists and sums (kernels/ranked_parts.py).
+them, and their sum of exponentials; the last to arrive merges a row's lists and sums (kernels/ranked_parts.py).
 Follows kernels/reference/top_candidates.py.
 """
 
@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.drawn_scores import load_scores
-from kernels.ranked_parts import LEAST, log_of_sums, log_prob_of, store_best, sum_of_exponentials, take_best
+from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
+from kernels.ranked_parts import first_heads, log_of_sums, log_prob_of, store_best, sum_of_exponentials, take_best
 from kernels.reference.top_candidates import Candidates
 from kernels.scores import check_rows, ranks_of, token_of, value_of
 
@@ -23,13 +24,16 @@ BLOCK = 1024  # columns of a program
 
 
 @triton.jit(
-    do_not_specialize=["rows_of_owner", "width"],
+    do_not_specialize=["rows_of_owner", "width", "num_splits", "listed"],
     do_not_specialize_on_alignment=["positions_ptr", "seeds_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr"],
 )
-def block_candidates_kernel(
-    ranks_ptr,  # [num_rows, num_splits, width] int64
+def top_candidates_kernel(
+    candidates_ptr,  # [num_rows, width] int64
+    log_probs_ptr,  # [num_rows, width] float32
+    ranks_ptr,  # [num_rows, num_splits, listed] int64, each list from the best on
     sums_ptr,  # [num_rows, num_splits] float64
     exponents_ptr,  # [num_rows, num_splits] int32
+    arrivals_ptr,  # [num_rows] int32, zeros before and after
     logits_ptr,  # [num_rows, vocab_size], rows row_stride apart
     positions_ptr,  # [num_owners] int64, or None without seeds
     seeds_ptr,  # [num_owners] int64, or None
@@ -40,9 +44,12 @@ def block_candidates_kernel(
     rows_of_owner,
     row_stride,
     vocab_size,
-    width,
     stream,
+    width,
+    num_splits,
+    listed,
     BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,  # >= num_splits
 ):
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     owner = row // rows_of_owner
@@ -67,37 +74,21 @@ def block_candidates_kernel(
         BLOCK,
     )
     scores = tl.where(scores == scores, scores, float("-inf"))
-    part = row * tl.num_programs(1) + split
+    part = row * num_splits + split
     total, exponent = sum_of_exponentials(scores)
     tl.store(sums_ptr + part, total)
     tl.store(exponents_ptr + part, exponent)
-    store_best(ranks_ptr + part * width, ranks_of(scores, tokens, end), width)
-
-
-@triton.jit(do_not_specialize=["num_splits", "listed", "width"])
-def merge_candidates_kernel(
-    token_ids_ptr,  # [num_rows, width] int64
-    log_probs_ptr,  # [num_rows, width] float32
-    ranks_ptr,  # [num_rows, num_splits, listed] int64, each list from the best on
-    sums_ptr,  # [num_rows, num_splits] float64
-    exponents_ptr,  # [num_rows, num_splits] int32
-    num_splits,
-    listed,
-    width,
-    SPLITS: tl.constexpr,  # >= num_splits
-):
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    is_split = split < num_splits
-    part = row * num_splits + split
-    log_sum = log_of_sums(sums_ptr, exponents_ptr, part, is_split)
-    ranks_ptr += part * listed
-    taken = tl.zeros((SPLITS,), dtype=tl.int32)  # of each list
-    heads = tl.load(ranks_ptr, mask=is_split, other=LEAST)
-    for place in range(width):
-        best, heads, taken = take_best(ranks_ptr, heads, taken, is_split, listed)
-        tl.store(token_ids_ptr + row * width + place, token_of(best))
-        tl.store(log_probs_ptr + row * width + place, log_prob_of(value_of(best >> 32), log_sum))
+    store_best(ranks_ptr + part * listed, ranks_of(scores, tokens, end), listed)
+    if is_last_to_arrive(arrivals_ptr + row, num_splits):
+        splits = tl.arange(0, SPLITS)
+        parts, is_part = row * num_splits + splits, splits < num_splits
+        log_sum = log_of_sums(sums_ptr, exponents_ptr, parts, is_part)
+        lists_ptr = ranks_ptr + parts * listed
+        taken, heads = tl.zeros((SPLITS,), dtype=tl.int32), first_heads(lists_ptr, is_part, listed)
+        for place in range(width):
+            best, heads, taken = take_best(lists_ptr, heads, taken, is_part, listed)
+            tl.store(candidates_ptr + row * width + place, token_of(best))
+            tl.store(log_probs_ptr + row * width + place, log_prob_of(value_of(best >> 32), log_sum))
 
 
 def top_candidates(
@@ -127,10 +118,12 @@ def top_candidates(
     ranks = torch.empty(num_rows, num_splits, listed, dtype=torch.int64, device=logits.device)
     sums = torch.empty(num_rows, num_splits, dtype=torch.float64, device=logits.device)
     exponents = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
-    block_candidates_kernel[(num_rows, num_splits)](
+    top_candidates_kernel[(num_rows, num_splits)](
+        *found,
         ranks,
         sums,
         exponents,
+        arrival_counters(logits.device),
         logits,
         None if seeds is None else positions,
         seeds,
@@ -141,22 +134,13 @@ def top_candidates(
         num_rows // num_owners,
         logits.stride(0),
         vocab_size,
-        listed,
         int(stream),
-        BLOCK=BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    merge_candidates_kernel[(num_rows,)](
-        *found,
-        ranks,
-        sums,
-        exponents,
+        width,
         num_splits,
         listed,
-        width,
+        BLOCK=BLOCK,
         SPLITS=triton.next_power_of_2(num_splits),
-        num_warps=1,
+        num_warps=4,
         enable_fp_fusion=False,
     )
     return found

@@ -327,16 +327,16 @@ KERNELS = [
         Kernel(
             module="kernels.sampling",
             name="draw_kernel",
-            signature=signature,
-            constants={"BLOCK": block, **dict.fromkeys(absent)},
+            signature=f"*i64 *i64 *i32 {pointers} i32 i32 i32 i32",
+            constants={"BLOCK": block, "SPLITS": 32 * 4096 // block, **dict.fromkeys(absent)},
             options={"num_warps": block // 512},
             max_shared=8192,
         )
-        for signature, block, absent in (
-            ("*i64 *fp32 *i64 *i64 *i64 *i1 *fp32 *fp32 i32 i32 i32", 4096, ("token_ids_ptr",)),
-            ("*i64 *fp32 *i64 *i64 *i64 *i1 *fp32 *fp32 *i64 i32 i32 i32", 1024, ()),
-            ("*i64 *fp32 *i64 i32 i32 i32", 4096, (*GREEDY_HAS_NO, "token_ids_ptr")),
-            ("*i64 *fp32 *i64 *i64 i32 i32 i32", 1024, GREEDY_HAS_NO),
+        for pointers, block, absent in (
+            ("*fp32 *i64 *i64 *i64 *i1 *fp32 *fp32", 4096, ("token_ids_ptr",)),
+            ("*fp32 *i64 *i64 *i64 *i1 *fp32 *fp32 *i64", 1024, ()),
+            ("*fp32 *i64", 4096, (*GREEDY_HAS_NO, "token_ids_ptr")),
+            ("*fp32 *i64 *i64", 1024, GREEDY_HAS_NO),
         )
     ),
     Kernel(
@@ -359,9 +359,9 @@ KERNELS = [
     *(
         Kernel(
             module="kernels.top_candidates",
-            name="block_candidates_kernel",
-            signature=f"*i64 *fp64 *i32 *fp32 {pointers} i32 i32 i32 i32 i32",
-            constants={"BLOCK": 1024, **dict.fromkeys(absent)},
+            name="top_candidates_kernel",
+            signature=f"*i64 *fp32 *i64 *fp64 *i32 *i32 *fp32 {pointers} i32 i32 i32 i32 i32 i32 i32",
+            constants={"BLOCK": 1024, "SPLITS": 128, **dict.fromkeys(absent)},
             options=NO_FUSION,
             max_shared=8192,
         )
@@ -371,35 +371,12 @@ KERNELS = [
         )
     ),
     Kernel(
-        module="kernels.top_candidates",
-        name="merge_candidates_kernel",
-        signature="*i64 *fp32 *i64 *fp64 *i32 i32 i32 i32",
-        constants={"SPLITS": 128},
-        options={"num_warps": 1, "enable_fp_fusion": False},
-        max_shared=1024,
-    ),
-    Kernel(
         module="kernels.top_logprobs",
-        name="block_logprobs_kernel",
-        signature="*i64 *i32 *fp64 *i32 *fp32 *i64 i32 i32 i32",
-        constants={"BLOCK": 1024},
+        name="top_logprobs_kernel",
+        signature="*fp64 *i64 *i32 *fp64 *i32 *i32 *fp32 *i64 i32 i32 i32 i32 i32",
+        constants={"BLOCK": 1024, "SPLITS": 128},
         options=NO_FUSION,
         max_shared=8192,
-    ),
-    Kernel(
-        module="kernels.top_logprobs",
-        name="merge_logprobs_kernel",
-        signature="*fp64 *i64 *i32 *fp64 *i32 *fp32 *i64 i32 i32 i32 i32",
-        constants={"SPLITS": 128},
-        options={"num_warps": 1, "enable_fp_fusion": False},
-        max_shared=1024,
-    ),
-    Kernel(
-        module="kernels.sampling",
-        name="best_token_kernel",
-        signature="*i64 *i64 *i64 i32",
-        constants={"SPLITS": 32},
-        max_shared=1024,
     ),
     Kernel(
         module="kernels.rejection",
@@ -408,27 +385,19 @@ KERNELS = [
         constants={"PLACES": 32},
         options={"num_warps": 1},
     ),
-    Kernel(
-        module="kernels.probabilistic_rejection",
-        name="judge_kernel",
-        signature="*i64 *i64 *i64 *fp32 *fp32 *i64 *i32 *i64 *i64 *i1 *fp32 *i64 *fp32 *fp32 *i64 i32 i32 i32",
-        constants={"PLACES": 32},
-        options={"num_warps": 1},
-    ),
-    Kernel(
-        module="kernels.probabilistic_rejection",
-        name="recover_kernel",
-        signature="*i64 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 *i64 *i1 *fp32 *fp32 *fp32 *i64 i32 i32 i32",
-        constants={"BLOCK": 4096},
-        options={"num_warps": 8},
-        max_shared=8192,
-    ),
-    Kernel(
-        module="kernels.probabilistic_rejection",
-        name="recovered_token_kernel",
-        signature="*i64 *i64 *i32 *i64 *i64 *i1 i32 i32",
-        constants={"SPLITS": 32},
-        options={"num_warps": 1},
+    *(
+        Kernel(
+            module="kernels.probabilistic_rejection",
+            name="verify_probabilistic_kernel",
+            signature=f"*i64 *i64 *i64 *i64 *i32 {pointers} *fp32 *fp32 *i64 i32 i32 i32 i32 i32",
+            constants={"BLOCK": 4096, "PLACES": 32, "SPLITS": 32, **dict.fromkeys(absent)},
+            options={"num_warps": 8, "enable_fp_fusion": False},
+            max_shared=8192,
+        )
+        for pointers, absent in (
+            ("*fp32 *fp32 *i64 *i32 *i64 *i64 *i1 *fp32 *i64", ()),
+            ("*fp32 *i64 *i32 *i64 *i64 *fp32 *i64", ("draft_probs_ptr", "is_greedy_ptr")),
+        )
     ),
 ]
 

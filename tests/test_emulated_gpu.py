@@ -162,7 +162,7 @@ def test_the_cache_is_sized_by_what_the_largest_steps_leave(emulated_gpu: Emulat
     assert llm.engine.block_manager.num_free_blocks == 2 * 2  # all that two requests of 24 tokens can use
 
 
-def test_a_plain_step_is_eight_launches_a_layer_and_eight_beside_them(
+def test_a_plain_step_is_eight_launches_a_layer_and_seven_beside_them(
     emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small operations between the kernels would cost a microsecond or two each, in every step."""
@@ -170,7 +170,7 @@ def test_a_plain_step_is_eight_launches_a_layer_and_eight_beside_them(
     for num_layers in (1, 2):
         gpu = {**GPU, "architecture": {"num_hidden_layers": num_layers}, "batch_invariant": True}
         texts(Engines()(None, **gpu), [replace(GREEDY, max_tokens=3)] * 2)
-    assert emulated_gpu.graph_sizes == [16, 24]
+    assert emulated_gpu.graph_sizes == [15, 23]
 
 
 def test_a_benchmark_times_replays(emulated_gpu: EmulatedDevice) -> None:
