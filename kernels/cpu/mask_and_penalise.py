@@ -36,8 +36,19 @@ def penalised(logit: Any, said: Any, repetition: Any, frequency: Any, presence: 
 
 
 @exact
-def biased(logits: Any, bias: Any, token: Any, has_bias: Any) -> Any:
-    return logits[token] + bias[token] if has_bias else logits[token]
+def put_biased(out: Any, logits: Any, bias: Any, has_bias: Any) -> None:
+    if has_bias:
+        for place in range(len(out)):
+            out[place] = logits[place] + bias[place]
+    else:
+        for place in range(len(out)):
+            out[place] = logits[place]
+
+
+@exact
+def penalise(out: Any, counts: Any, repetition: Any, frequency: Any, presence: Any) -> None:
+    for place in range(len(out)):
+        out[place] = penalised(out[place], counts[place], repetition, frequency, presence)
 
 
 @cache
@@ -54,27 +65,25 @@ def changing() -> Kernel:
         for own in range(part, a.num_rows * num_splits, num_parts):
             row, start = own // num_splits, own % num_splits * SPLIT
             request, end = row // (a.num_rows // a.num_requests), min(start + SPLIT, vocab_size)
-            out, given, bias, has_bias = changed[row], logits[row], biases[request], a.bias != 0
-            if a.said == 0:
-                for token in range(start, end):
-                    out[token] = biased(given, bias, token, has_bias)
-            else:
-                counts, values = said[request], penalties[request]
+            out, given, bias = changed[row, start:end], logits[row, start:end], biases[request, start:end]
+            put_biased(out, given, bias, a.bias != 0)
+            if a.said != 0:
+                counts, values = said[request, start:end], penalties[request]
                 repetition, frequency, presence = values[0], values[1], values[2]
-                for token in range(start, end):
-                    logit = biased(given, bias, token, has_bias)
-                    out[token] = penalised(logit, counts[token], repetition, frequency, presence)
-                drafts = ancestors[row * a.depth : (row + 1) * a.depth if a.ancestors else row * a.depth]
-                for draft in drafts:
-                    if start <= draft < end:
+                penalise(out, counts, repetition, frequency, presence)
+                for place in range(row * a.depth, (row + 1) * a.depth if a.ancestors else row * a.depth):
+                    draft = ancestors[place] - start
+                    if 0 <= draft < end - start:
                         count = counts[draft]
-                        for other in drafts:
-                            count += np.int32(other == draft)
-                        logit = biased(given, bias, draft, has_bias)
-                        out[draft] = penalised(logit, count, repetition, frequency, presence)
+                        for other in range(row * a.depth, (row + 1) * a.depth):
+                            count += np.int32(ancestors[other] == ancestors[place])
+                        put_biased(
+                            out[draft : draft + 1], given[draft : draft + 1], bias[draft : draft + 1], a.bias != 0
+                        )
+                        out[draft] = penalised(out[draft], count, repetition, frequency, presence)
             for place in range(row * a.num_forbidden, (row + 1) * a.num_forbidden):
                 if start <= forbidden[place] < end:
-                    out[forbidden[place]] = NEG_INF  # which no penalty moves
+                    out[forbidden[place] - start] = NEG_INF  # which no penalty moves
 
     return Kernel(change, Arguments)
 
