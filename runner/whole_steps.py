@@ -139,6 +139,7 @@ class WholeSteps:
             num_tokens=drafter.num_tokens,
             max_num_seqs=max_num_seqs,
             tree_depth=drafter.depth if drafter.drafts_trees else None,
+            are_drawn=drafter.draws,
         )
         if verifier is None:
             return InParts.SYNTHETIC_TREES

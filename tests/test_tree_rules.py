@@ -383,16 +383,14 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
         best = max(alive, key=lambda node: (0 if node < 0 else shape.depths[node], -node))
         path = list(shape.paths[best]) if best >= 0 else []
         return path, draw(*at(best), Stream.TARGET)
-    if method == "block" and not is_greedy and (case.drafts.probs is not None or shape.is_chain):
+    if method == "block" and not is_greedy and case.drafts.probs is not None:
         step = case.rows.positions[first_row : first_row + 1]
 
         def visit(node: int, chance: float, probs: Tensor) -> tuple[int, Tensor, bool] | None:
             is_reduced = False
             for child in shape.children[node + 1]:
                 r = probs / probs.sum() if is_reduced else probs
-                q = torch.nn.functional.one_hot(torch.tensor(tokens[child]), len(probs)).float()
-                if case.drafts.probs is not None:
-                    q = case.drafts.probs[first + child]
+                q = case.drafts.probs[first + child]
                 below = min(chance * float(r[tokens[child]]) / float(q[tokens[child]]), 1.0)
                 if (found := visit(child, below, at(child)[0].softmax(-1))) is not None:
                     return found
@@ -424,13 +422,12 @@ def naive_walk(case: Case, request: int, method: str, processed: Tensor) -> tupl
         probs, taken, is_recursive = p, None, False
         if method == "synthetic":
             taken = children[0] if children and u[0] < SYNTHETIC_RATES[len(path)] else None
-        elif method != "probabilistic" or is_greedy or (case.drafts.probs is None and not shape.is_chain):
+        elif method != "probabilistic" or is_greedy or case.drafts.probs is None:
             taken = next((child for child in children if tokens[child] == draw(logits, position, Stream.TARGET)), None)
         else:
             is_recursive = True
             for rank, child in enumerate(children):
-                one_hot = torch.nn.functional.one_hot(torch.tensor(tokens[child]), len(p)).float()
-                q = one_hot if case.drafts.probs is None else case.drafts.probs[first + child]
+                q = case.drafts.probs[first + child]
                 r = probs if rank == 0 else probs / probs.sum()
                 if u[rank] * float(q[tokens[child]]) < float(r[tokens[child]]):
                     taken = child
@@ -472,16 +469,17 @@ def test_strict_and_candidates_without_probs_say_what_the_target_says(has_probs:
         output = case.verify(method)
         assert output.path is not None
         for request, first_row in enumerate(case.drafts.first_logits_rows):
-            if method != "strict" and case.drafts.shapes[request].is_chain:
-                continue  # chains keep the rule they have
             rows = [first_row, *(first_row + 1 + node for node in output.path[request].tolist() if node >= 0)]
             said = [token for token in output.token_ids[request].tolist() if token >= 0]
             assert said == targets[rows].tolist()
 
 
-@pytest.mark.parametrize("has_probs", [False, True])
-@pytest.mark.parametrize("method", RULES)
+@pytest.mark.parametrize(
+    ("method", "has_probs"),
+    [(method, True) for method in RULES] + [(method, False) for method in ("strict", "typical", "synthetic")],
+)
 def test_a_tree_that_is_a_chain_is_judged_as_one_bit_for_bit(method: str, has_probs: bool) -> None:
+    """Without probs, probabilistic and block have candidates that nobody drew follow the target's own tokens."""
     chains = [list(range(-1, count - 1)) for count in itertools.islice(itertools.cycle([3, 0, 1, 5, 2]), 90)]
     case = random_trees(90, 23, seed=5, has_probs=has_probs, parents=chains)
     processed, rule = process_logits(case.logits, case.rows), make_sampler(method).rule

@@ -17,7 +17,7 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.operations import take_rows
 from runner.engine.step_operations import chain_rows, fit_drafts, tree_rows, walk_tree
 from verifier.kernel_rules import ChainJudge
-from verifier.rules import Rule, Strict, Synthetic
+from verifier.rules import Block, Probabilistic, Rule, Strict, Synthetic
 from verifier.tensor_judge import TensorJudge
 
 
@@ -49,13 +49,18 @@ class CapturedVerifier(ABC):
 
 
 def captured_verifier(
-    target: ModelRunner, rule: Rule, *, num_tokens: int, max_num_seqs: int, tree_depth: int | None
+    target: ModelRunner, rule: Rule, *, num_tokens: int, max_num_seqs: int, tree_depth: int | None, are_drawn: bool
 ) -> CapturedVerifier | None:
-    """None where the rule needs the host: synthetic acceptance of trees. tree_depth: None = chains."""
+    """None where the rule needs the host: synthetic acceptance of trees.
+
+    tree_depth: None = chains. are_drawn: the rule is to read the distributions of drafts.
+    """
     if tree_depth is not None:
         if isinstance(rule, Synthetic):
             return None
-        return TreeVerifier(target, num_tokens=num_tokens, depth=tree_depth, greedy_only=not isinstance(rule, Strict))
+        # As verifier/rejection_sampler.py: candidates that were not drawn are looked for the target's own token.
+        follows_target = isinstance(rule, Strict) or (isinstance(rule, Probabilistic | Block) and not are_drawn)
+        return TreeVerifier(target, num_tokens=num_tokens, depth=tree_depth, greedy_only=not follows_target)
     judge: ChainJudge | TensorJudge | None = None
     if num_tokens > 0:
         judge = ChainJudge(rule, target.device) if ChainJudge.knows(rule) else TensorJudge(rule)

@@ -77,9 +77,8 @@ class Strict(Rule):
 class Probabilistic(Rule):
     """A draft token stays iff u * q(x) < p(x), else max(p - q, 0) replaces it (arXiv 2211.17192, 2302.01318).
 
-    In a tree, siblings with probs are judged one after another. Candidates without probs were not drawn: the target
-    draws, and the child that it drew stays. That keeps the target's distribution, and even its tokens, wherever the
-    candidates come from.
+    In a tree siblings are judged one after another. Candidates that were not drawn are Strict's
+    (verifier/rejection_sampler.py).
     """
 
     reads_draft_probs = True
@@ -203,17 +202,15 @@ def _judge_draws(
     tree: TreeBatch,
     rows: SamplingRows,
 ) -> tuple[Tensor, Tensor]:
-    """`verify_tree` with a judge of drawn drafts and of chains; the others follow the target's own tokens."""
-    judged = tree.judged
-    if judged is None:
+    """`verify_tree` with a judge of drawn drafts; greedy requests follow the target's own tokens."""
+    random = tree.random_request_idx
+    if random is None:
         return judge(processed, tree, rows)
     target_token_ids = sample_tokens(processed, rows)
     last = follow_tokens(tree, target_token_ids)
-    if not any(tree.is_judged):
-        return last, target_token_ids[last]
     last_judged, token_ids = judge(processed, tree, rows)
-    following = target_token_ids[last].index_copy_(0, judged, token_ids)
-    return last.index_copy_(0, judged, last_judged), following
+    following = target_token_ids[last].index_copy_(0, random, token_ids)
+    return last.index_copy_(0, random, last_judged), following
 
 
 def _with_greedy(num_accepted: Tensor, processed: Tensor, batch: DraftBatch) -> Tensor:

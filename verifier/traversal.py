@@ -48,8 +48,9 @@ class _Chances:
 
 
 def traverse(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """(last row, token behind it), both [num_judged] int64, of tree.judged."""
-    chances = _chances(processed, tree)
+    """(last row, token behind it), both [num_random] int64, of the requests that are not greedy."""
+    assert tree.probs is not None, "candidates that were not drawn follow the target's own tokens"
+    chances = _chances(processed, tree, tree.probs)
     # It looks at drafts beyond the cut: no step may meet the noise of an earlier one.
     steps = rows.positions[tree.first_row_idx[tree.request_idx]]
     judges = tree.parent_row_idx
@@ -59,12 +60,12 @@ def traverse(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Te
     is_kept = torch.ones_like(chances.top, dtype=torch.bool)  # the pending token always is
     is_kept[tree.row_idx] = u * chances.bottom[tree.row_idx] < chances.top[tree.row_idx]
     last = _first_kept(is_kept, tree)
-    probs, is_reduced = _left(processed, tree, chances, last)
+    probs, is_reduced = _left(processed, tree, tree.probs, chances, last)
     logits = torch.where(is_reduced.unsqueeze(1), probs.log(), processed.index_select(0, last))
     return last, sample_last(logits, is_reduced, rows.seeds[last], rows.positions[last], None)
 
 
-def _chances(processed: Tensor, tree: TreeBatch) -> _Chances:
+def _chances(processed: Tensor, tree: TreeBatch, draft_probs: Tensor) -> _Chances:
     top = torch.ones(len(processed), dtype=torch.float64, device=processed.device)
     found = _Chances(top=top, bottom=torch.ones_like(top), at_turn=torch.ones_like(top[: len(tree.token_ids)]))
     for families in _by_depth(tree, processed.shape[1]):
@@ -74,28 +75,27 @@ def _chances(processed: Tensor, tree: TreeBatch) -> _Chances:
             count = len(drafts)  # those without such a child have come to their end
             probs = ops.normalised(probs[:count]) if rank else probs
             token_ids = tree.token_ids[drafts].unsqueeze(1)
-            q = None if tree.probs is None else tree.probs.index_select(0, drafts)
+            q = draft_probs.index_select(0, drafts)
             chance = own_top[:count] / own_bottom[:count]
             found.at_turn[drafts] = chance
-            p_draft = probs.gather(1, token_ids).squeeze(1)
-            q_draft = None if q is None else q.gather(1, token_ids).squeeze(1)
+            p_draft, q_draft = (of_node.gather(1, token_ids).squeeze(1) for of_node in (probs, q))
             top[tree.row_idx[drafts]] = ops.following_chance(chance, p_draft, q_draft)
-            mass = ops.residual_mass_one_hot(p_draft, chance) if q is None else ops.residual_mass(probs, q, chance)
+            mass = ops.residual_mass(probs, q, chance)
             is_certain = chance >= 1.0
             own_top[:count] = torch.where(is_certain, 1.0, mass)
             own_bottom[:count] = torch.where(is_certain, 1.0, mass + 1.0 - chance)
             if rank + 1 < len(families.children):
-                probs = _reduced(probs, tree, drafts, chance)
+                probs = ops.residual(probs, q, chance)
         top[families.rows], found.bottom[families.rows] = own_top, own_bottom
     return found
 
 
 def _by_depth(tree: TreeBatch, vocab_size: int) -> Iterator[_Families]:
-    """The families of judged requests from the top down, in batches of bounded size."""
+    """The families of requests that are not greedy from the top down, in batches of bounded size."""
     most = max(1, MOST_ENTRIES // vocab_size)
     levels: list[list[tuple[int, list[int]]]] = [[] for _ in tree.widths]
     for b, shape in enumerate(tree.shapes):
-        if not tree.is_judged[b]:
+        if tree.is_greedy[b]:
             continue
         first_row = tree.first_rows[b]
         for place, (depth, nodes) in enumerate(zip((0, *shape.depths), shape.children, strict=True)):
@@ -113,33 +113,32 @@ def _by_depth(tree: TreeBatch, vocab_size: int) -> Iterator[_Families]:
 
 
 def _first_kept(is_kept: Tensor, tree: TreeBatch) -> Tensor:
-    """Of each judged request, the first row of the walk that is kept; [num_judged] int64. is_kept: [num_rows] bool."""
-    judged = [b for b, is_judged in enumerate(tree.is_judged) if is_judged]
+    """Of each request that is not greedy, the first row of the walk that is kept; [num_random] int64.
+
+    is_kept: [num_rows] bool.
+    """
+    random = [b for b, is_greedy in enumerate(tree.is_greedy) if not is_greedy]
     walks = [
         (place, tree.first_rows[b] + 1 + node)
-        for place, b in enumerate(judged)
+        for place, b in enumerate(random)
         for node in tree.shapes[b].children_first
     ]
     owner_idx, row_idx = to_device(list(zip(*walks, strict=True)), torch.int64, is_kept.device)
     turn = torch.arange(len(walks), device=is_kept.device)
     turn = torch.where(is_kept[row_idx], turn, len(walks))
-    first = torch.full_like(turn[: len(judged)], len(walks)).scatter_reduce(0, owner_idx, turn, "amin")
+    first = torch.full_like(turn[: len(random)], len(walks)).scatter_reduce(0, owner_idx, turn, "amin")
     last: Tensor = row_idx[first]
     return last
 
 
-def _left(processed: Tensor, tree: TreeBatch, chances: _Chances, last: Tensor) -> tuple[Tensor, Tensor]:
-    """What the drafts behind the last rows left of p there, [num_judged, vocab], and whether there were any drafts."""
+def _left(
+    processed: Tensor, tree: TreeBatch, draft_probs: Tensor, chances: _Chances, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the drafts behind the last rows left of p there, [num_random, vocab], and whether there were any drafts."""
     probs = processed.index_select(0, last).softmax(dim=-1)
     for rank, drafts in enumerate(tree.children[last].unbind(1)):
         known = drafts.clamp(min=0)
-        reduced = _reduced(ops.normalised(probs) if rank else probs, tree, known, chances.at_turn[known])
+        before = ops.normalised(probs) if rank else probs
+        reduced = ops.residual(before, draft_probs.index_select(0, known), chances.at_turn[known])
         probs = torch.where((drafts >= 0).unsqueeze(1), reduced, probs)
     return probs, tree.children[last, 0] >= 0
-
-
-def _reduced(probs: Tensor, tree: TreeBatch, drafts: Tensor, chance: Tensor) -> Tensor:
-    """What each draft leaves of its parent's distribution, unnormalised, [num_families, vocab]."""
-    if tree.probs is None:
-        return ops.residual_one_hot(probs, tree.token_ids[drafts])
-    return ops.residual(probs, tree.probs.index_select(0, drafts), chance)

@@ -43,12 +43,13 @@ def reject_recursively(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -
     at every depth is the rule of chains, bit for bit.
 
     Returns:
-        (last row, token behind it), both [num_judged] int64, of tree.judged.
+        (last row, token behind it), both [num_random] int64, of the requests that are not greedy.
     """
-    row = rows_at(tree.first_row_idx, tree.judged)
+    assert tree.probs is not None, "candidates that were not drawn follow the target's own tokens"
+    row = rows_at(tree.first_row_idx, tree.random_request_idx)
     is_open = torch.ones_like(row, dtype=torch.bool)
     is_rejected = ~is_open
-    left: Tensor | None = None  # [num_judged, vocab]: the residual behind the last row, where its drafts were rejected
+    left: Tensor | None = None  # [num_random, vocab]: the residual behind the last row, where its drafts were rejected
     for width in tree.widths:
         p = processed.index_select(0, row).softmax(dim=-1)
         remaining, child = p, torch.full_like(row, -1)
@@ -56,14 +57,12 @@ def reject_recursively(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -
         for rank, drafts in enumerate(tree.children[row, :width].unbind(1)):
             known = drafts.clamp(min=0)
             token_ids = tree.token_ids[known]
-            q = None if tree.probs is None else tree.probs.index_select(0, known)
+            q = tree.probs.index_select(0, known)
             r = remaining if rank == 0 else ops.normalised(remaining)
-            q_draft = None if q is None else _at(q, token_ids)
             is_due = is_open & (drafts >= 0) & (child < 0)
-            stays = is_due & ops.accept_probabilistic(_at(r, token_ids), q_draft, u[:, rank])
+            stays = is_due & ops.accept_probabilistic(_at(r, token_ids), _at(q, token_ids), u[:, rank])
             child = torch.where(stays, drafts, child)
-            reduced = ops.residual_one_hot(r, token_ids) if q is None else ops.residual(r, q)
-            remaining = torch.where((is_due & ~stays).unsqueeze(1), reduced, remaining)
+            remaining = torch.where((is_due & ~stays).unsqueeze(1), ops.residual(r, q), remaining)
         ends_here = is_open & (child < 0) & (tree.children[row, 0] >= 0)
         is_rejected = is_rejected | ends_here
         left = remaining if left is None else torch.where(ends_here.unsqueeze(1), remaining, left)

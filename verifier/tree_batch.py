@@ -27,7 +27,7 @@ IntArray = NDArray[np.int64]
 @dataclass(frozen=True, kw_only=True)
 class TreeBatch:
     token_ids: Tensor  # [num_drafts] int64
-    probs: Tensor | None  # [num_drafts, vocab]: q of each draft given its earlier siblings; None = candidate sets
+    probs: Tensor | None  # [num_drafts, vocab]: q of each draft given its earlier siblings; None = nobody reads them
     request_idx: Tensor  # [num_drafts] int64
     row_idx: Tensor  # [num_drafts] int64: the draft's own row
     parent_row_idx: Tensor  # [num_drafts] int64: the row that judges it
@@ -81,25 +81,11 @@ class TreeBatch:
             widest_level=max(in_level) + 1,
         )
 
-    @property
+    @cached_property
     def random_request_idx(self) -> Tensor | None:
         """[num_random] int64: the requests that are not greedy; None = all."""
         random = [b for b, greedy in enumerate(self.is_greedy) if not greedy]
         return index_or_all(random, len(self.is_greedy), self.token_ids.device)
-
-    @cached_property
-    def is_judged(self) -> list[bool]:
-        """[num_requests]: drafts with probs, or a chain, and not greedy; the others follow the target's own tokens."""
-        return [
-            not greedy and (shape.is_chain or self.probs is not None)
-            for greedy, shape in zip(self.is_greedy, self.shapes, strict=True)
-        ]
-
-    @cached_property
-    def judged(self) -> Tensor | None:
-        """[num_judged] int64: the requests that are judged; None = all."""
-        used = [b for b, is_judged in enumerate(self.is_judged) if is_judged]
-        return index_or_all(used, len(self.shapes), self.token_ids.device)
 
     def tokens_on(self, paths: Tensor) -> Tensor:
         """Token ids of drafts on paths of any shape; -1 stays -1."""

@@ -45,8 +45,6 @@ class Verifier:
         Returns a row for every scheduled request that yields a token, in the order of the schedule.
         """
         drafts = _cover(drafts, len(schedule.scheduled))
-        if not drafts.has_branches:
-            drafts = replace(drafts, parent_indices=None)
         counts, depths = drafts.num_draft_tokens, drafts.depths
         device, vocab_size = self.target.device, self.target.model.vocab_size
         gatherer = None
@@ -58,7 +56,7 @@ class Verifier:
                 start=item.start,
                 end=item.start + item.num_new_tokens,
                 num_draft_tokens=count,
-                parent_indices=parents,
+                parent_indices=parents if drafts.has_branches else None,
                 num_logits=count + 1 if item.yields_token else 0,
                 scored_from=None if gatherer is None else scored_from(item),
             )

@@ -37,6 +37,7 @@ class CapturedDrafter(ABC):
     tap_layers: tuple[int, ...] = ()  # the target's hidden states that `learn` takes
     max_requests: int | None = None  # of a batch that it drafts for; None: any number
     drafts_on_host = False  # `find` does the drafting: a step begins when the one before it has been read
+    draws = False  # the rule is to read the distributions that drafts were drawn from
 
     def __init__(
         self,

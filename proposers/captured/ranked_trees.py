@@ -28,7 +28,7 @@ class CapturedRankedTrees(CapturedDrafter):
 
     def __init__(self, chains: CapturedChains, *, num_nodes: int) -> None:
         super().__init__(num_nodes, chains.max_model_len, tree_depth=chains.num_tokens)
-        self.chains, self.tap_layers = chains, chains.tap_layers
+        self.chains, self.tap_layers, self.draws = chains, chains.tap_layers, chains.draws
 
     def can_start(self, request: Request) -> bool:
         return self.chains.can_start(request)

@@ -32,6 +32,7 @@ class CapturedChains(CapturedDrafter):
         super().__init__(num_tokens, max_model_len, num_scratch_rows, tree_depth=tree_depth)
         self.draft_sample_method, self.needs_draft_probs = draft_sample_method, needs_draft_probs
         self.keys_by_draft_step = keys_by_draft_step
+        self.draws = needs_draft_probs and draft_sample_method != "greedy"
         self.steps = torch.arange(num_tokens, device=device).unsqueeze(1)  # [num_tokens, 1]: places of the drafts
 
     @abstractmethod

@@ -109,7 +109,8 @@ class DraftTokens:
     siblings are distinct tokens, and no slot is without a draft. Siblings with probs are judged one after
     another: node j's distribution is the one it was drawn from given its earlier siblings, q renormalised without them,
     and neither a sibling nor the shape may have been chosen by what was drawn (arXiv 2402.14160). Candidates that were
-    not drawn, such as the k most probable ones, have no probs: the target's own draw is looked for among them.
+    not drawn, such as the k most probable ones, have parents and no probs, also where they happen to form a chain: the
+    target's own draw is looked for among them.
     """
 
     token_ids: torch.Tensor  # [num_draft_tokens] int64
@@ -155,6 +156,11 @@ class DraftTokens:
     def depths(self) -> list[int]:
         """The most tokens of each request that can be accepted, [B]: for a chain, all of them."""
         return self.num_draft_tokens if self.parent_indices is None else [shape.depth for shape in self.shapes]
+
+    @property
+    def are_candidates(self) -> bool:
+        """Trees whose nodes were not drawn."""
+        return self.parent_indices is not None and self.probs is None
 
     @property
     def has_branches(self) -> bool:

@@ -37,7 +37,7 @@ _NOTED: dict[InParts, tuple[str, str | None]] = {  # reason -> what happened, an
         "method.speculative_token_tree=null drafts chains, which run whole",
     ),
     InParts.SAMPLED: (
-        "a request was sampled, whose draft trees only the strict rule judges in whole steps",
+        "a request was sampled, whose draft trees the rule judges by what was drawn, or by the typical rule",
         "method.speculative_token_tree=null drafts chains, which run whole under every rule",
     ),
     InParts.STRUCTURED_OUTPUTS: ("a request asked for structured_outputs", _APART),
