@@ -16,12 +16,13 @@ BLOCK = 1024  # tokens of a program
 PROMPT: tl.constexpr = tl.constexpr(PROMPT_IN_TORCH)
 
 
-@triton.jit(do_not_specialize=["rows_per_request", "num_forbidden", "depth"])
+@triton.jit(do_not_specialize=["rows_per_request", "num_forbidden", "num_words", "depth"])
 def mask_and_penalise_kernel(
     changed_ptr,  # [num_rows, vocab_size] float32
     logits_ptr,  # [num_rows, vocab_size], rows row_stride apart
     bias_ptr,  # [num_requests, vocab_size] float32, or None
     forbidden_ptr,  # [num_rows, num_forbidden] int64, or None
+    bitmask_ptr,  # [num_rows, num_words] int32, or None
     said_ptr,  # [num_requests, vocab_size] int32, or None
     penalties_ptr,  # [num_requests, 3] float32; read with said_ptr
     ancestors_ptr,  # [num_rows, depth] int64, or None
@@ -29,6 +30,7 @@ def mask_and_penalise_kernel(
     vocab_size,
     rows_per_request,
     num_forbidden,
+    num_words,
     depth,
     BLOCK: tl.constexpr,
 ):
@@ -41,6 +43,9 @@ def mask_and_penalise_kernel(
         for place in range(num_forbidden):
             token_id = tl.load(forbidden_ptr + row * num_forbidden + place)
             logits = tl.where(tokens == token_id, float("-inf"), logits)
+    if bitmask_ptr is not None:
+        words = tl.load(bitmask_ptr + row * num_words + tokens // 32, mask=is_token, other=0)
+        logits = tl.where(((words >> (tokens % 32)) & 1) != 0, logits, float("-inf"))
     if said_ptr is not None:
         said = tl.load(said_ptr + request * vocab_size + tokens, mask=is_token, other=0)
         if ancestors_ptr is not None:
@@ -60,12 +65,13 @@ def mask_and_penalise(
     *,
     bias: Tensor | None = None,  # [num_requests, vocab] float32
     forbidden: Tensor | None = None,  # [num_requests * n, most] int64
+    bitmask: Tensor | None = None,  # [num_requests * n, ceil(vocab / 32)] int32
     said: Tensor | None = None,  # [num_requests, vocab] int32
     penalties: Tensor | None = None,  # [num_requests, 3] float32
     ancestors: Tensor | None = None,  # [num_requests * n, depth] int64
 ) -> Tensor:
     """What kernels.reference.mask_and_penalise.mask_and_penalise says, bit for bit."""
-    check_rows(logits, bias, forbidden, said, penalties, ancestors)
+    check_rows(logits, bias, forbidden, bitmask, said, penalties, ancestors)
     num_rows, vocab_size = logits.shape
     changed = torch.empty(num_rows, vocab_size, device=logits.device)
     tables = next((table for table in (bias, said) if table is not None), logits)
@@ -75,6 +81,7 @@ def mask_and_penalise(
             logits,
             bias,
             forbidden,
+            bitmask,
             said,
             penalties,
             ancestors,
@@ -82,6 +89,7 @@ def mask_and_penalise(
             vocab_size,
             num_rows // len(tables),
             0 if forbidden is None else forbidden.shape[1],
+            0 if bitmask is None else bitmask.shape[1],
             0 if ancestors is None else ancestors.shape[1],
             BLOCK=BLOCK,
             num_warps=4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from proposers.captured.drafter import CapturedDrafter
+from runner.engine.device_processors import waits
 from runner.engine.request import Request
 from runner.engine.scheduler import Schedule, ScheduledRequest, Scheduler
 from runner.metrics import InParts
@@ -38,7 +39,7 @@ class StepConditions:
 
     def _unmet_by(self, request: Request) -> InParts | None:
         params = request.sampling_params
-        if params.structured_outputs is not None:
+        if params.structured_outputs is not None and not self._may_follow_a_grammar(request):
             return InParts.STRUCTURED_OUTPUTS
         if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
             return InParts.LOGPROBS
@@ -50,6 +51,12 @@ class StepConditions:
         if reached > self.max_drafted_len:
             return InParts.MAX_MODEL_LEN if reached > self.max_model_len else InParts.DRAFTER_LENGTH
         return None
+
+    def _may_follow_a_grammar(self, request: Request) -> bool:
+        """The host knows the drafts before the step, and there is no mask that might leave nothing of the grammar's."""
+        params, knows = request.sampling_params, self.drafter.num_tokens == 0 or self.drafter.drafts_on_host
+        has_masks = params.allowed_token_ids is not None or bool(params.bad_words) or waits(request)
+        return knows and not has_masks
 
     def _unmet_room(self, item: ScheduledRequest, schedule: Schedule, scheduler: Scheduler) -> InParts | None:
         """Whether the schedule left less room for drafts than the request has."""

@@ -10,7 +10,7 @@ import time
 
 from proposers.base import Proposer, check_drafts
 from runner.assembly import Assembly
-from runner.engine.request import RequestStatus
+from runner.engine.request import RequestStatus, StepOutcome
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
 from runner.metrics import InParts, MetricsCollector, RequestStep, StepRecord
 from runner.trace import RequestTraces
@@ -65,7 +65,7 @@ class StepLoop:
 
     def _in_parts(self, schedule: Schedule, reason: InParts, started: float) -> list[CommittedTokens]:
         """The host takes part between drafting and verification."""
-        engine, proposer, scheduler = self.engine, self.proposer, self.scheduler
+        engine, proposer = self.engine, self.proposer
         scheduled = time.perf_counter()
         drafts = proposer.propose(schedule)
         check_drafts(proposer, schedule, drafts)
@@ -73,11 +73,7 @@ class StepLoop:
         drafts, bitmask = engine.grammars.constrain(schedule, drafts)
         output = engine.verifier.verify(schedule, drafts, bitmask, proposer.tap_layers)
         verified = time.perf_counter()
-        committed = scheduler.commit(schedule, output.read(drafts))
-        failures = engine.grammars.commit(committed)
-        for gain in committed:
-            if gain.request.request_id in failures:
-                scheduler.abort(gain.request)
+        committed, failures = self._commit(schedule, output.read(drafts))
         done = time.perf_counter()
         proposer.update(schedule, output)
         self._release(committed)
@@ -100,7 +96,7 @@ class StepLoop:
             self._launched = self._whole_steps.go_on(launched, self.scheduler)
         outcome = launched.read()
         known = time.perf_counter()
-        committed = self.scheduler.commit(launched.schedule, outcome)
+        committed, failures = self._commit(launched.schedule, outcome)
         done = time.perf_counter()
         if not runs_ahead:
             self._committed = launched, committed
@@ -109,7 +105,16 @@ class StepLoop:
         self._release(committed)
         found = launched.seconds_to_find
         seconds = {"propose": found, "whole_step": known - started - found, "schedule": done - known}
-        return self._observe(committed, {}, seconds, started=started, done=done, is_decoding=True, in_parts=None)
+        return self._observe(committed, failures, seconds, started=started, done=done, is_decoding=True, in_parts=None)
+
+    def _commit(self, schedule: Schedule, outcome: StepOutcome) -> tuple[list[CommittedTokens], dict[str, str]]:
+        """And why requests fail, by request_id."""
+        committed = self.scheduler.commit(schedule, outcome)
+        failures = self.engine.grammars.commit(committed)
+        for gain in committed:
+            if gain.request.request_id in failures:
+                self.scheduler.abort(gain.request)
+        return committed, failures
 
     def _release(self, committed: list[CommittedTokens]) -> None:
         for gain in committed:

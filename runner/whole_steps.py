@@ -20,11 +20,12 @@ from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch, DeviceRequests, SamplingFlags
 from runner.engine.download import Download
 from runner.engine.draft_trees import tree_shape
+from runner.engine.grammar_store import GrammarStore
 from runner.engine.logprobs import TokenLogprobs, unpack
 from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import bucket
 from runner.engine.programs import step_graph_store
-from runner.engine.request import Request, StepOutcome
+from runner.engine.request import DraftTokens, Request, StepOutcome
 from runner.engine.scheduler import CommittedTokens, Schedule, ScheduledRequest, Scheduler
 from runner.engine.step_operations import follow_verified, top_logprobs
 from runner.metrics import InParts
@@ -90,6 +91,7 @@ class WholeSteps:
         max_num_seqs: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        grammars: GrammarStore,
     ) -> None:
         """
         Args:
@@ -104,10 +106,7 @@ class WholeSteps:
             max_model_len=max_model_len,
             max_drafted_len=min(max_model_len, drafter.max_model_len or max_model_len),
         )
-        self.max_num_seqs, self.eos_token_ids = max_num_seqs, eos_token_ids
-        # On a CPU a step is done when it is launched, so the next one waits until it is known who goes on; where the
-        # host drafts, until it is known what follows.
-        self.runs_ahead = runs_kernels(target.device) and not drafter.drafts_on_host
+        self.max_num_seqs, self.eos_token_ids, self.grammars = max_num_seqs, eos_token_ids, grammars
         self._graphs = step_graph_store(target.device)
         self._on_device: DeviceRequests | None = None
         # Of the steps under way:
@@ -151,7 +150,21 @@ class WholeSteps:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             eos_token_ids=proposer.context.eos_token_ids,
+            grammars=proposer.context.grammars,
         )
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step is launched before the one before it is read.
+
+        On a CPU a step is done when it is launched, so the next one waits until it is known who goes on; where the host
+        drafts or follows grammars, until it is known what follows.
+        """
+        return runs_kernels(self.target.device) and not self._needs_text
+
+    @property
+    def _needs_text(self) -> bool:
+        return self.drafter.drafts_on_host or self._sampling_flags.grammars
 
     def start(self, schedule: Schedule) -> LaunchedStep:
         """Take a schedule's requests to the device, and launch their step."""
@@ -203,7 +216,7 @@ class WholeSteps:
             self._on_device.remove([place for place in launched.places if place not in places])
         self._on_device.extend_tables(places, requests)
         items = [item for _, item in staying]
-        if self.drafter.drafts_on_host:
+        if self._needs_text:
             items = [self._as_it_is_now(item, scheduler) for item in items]
         schedule = replace(launched.schedule, scheduled=items, preempted=[])
         return self._launch(schedule, places, longest=longest)
@@ -230,10 +243,10 @@ class WholeSteps:
         shape = self.target.paged_shape
         # Up to one split, contexts of any length are launched alike.
         max_context = shape.context_bucket(max(longest + self.drafter.reach, shape.split_keys or 0))
-        began = time.perf_counter()
-        num_tokens = self.drafter.find(schedule, places)
+        on_device, began = self._on_device, time.perf_counter()
+        num_tokens = self._find(schedule, places)
         seconds_to_find = time.perf_counter() - began
-        on_device, layout = self._on_device, (self._count, self._sampling_flags, max_context, num_tokens)
+        layout = (self._count, self._sampling_flags, max_context, num_tokens)
         on_device.fill_rows(num_tokens + 1)
 
         def compute() -> tuple[Tensor]:
@@ -248,6 +261,18 @@ class WholeSteps:
             num_top_logprobs=self._sampling_flags.num_top_logprobs,
             seconds_to_find=seconds_to_find,
         )
+
+    def _find(self, schedule: Schedule, places: list[int]) -> int:
+        """What the host does before a step: drafts, and what grammars make of them; how many drafts have a place."""
+        assert self._on_device is not None
+        drafts = self.drafter.find(schedule)
+        if not self._sampling_flags.grammars:
+            return self.drafter.num_tokens if drafts is None else self.drafter.place(drafts, places)
+        found = DraftTokens.empty(len(places), self.target.device) if drafts is None else drafts
+        found, bitmask = self.grammars.constrain(schedule, found)
+        num_tokens = self.drafter.place(found, places)
+        self._on_device.processors.put_bitmask(bitmask, found.num_draft_tokens, places, num_tokens + 1)
+        return num_tokens
 
     def _step(self, batch: DeviceBatch) -> Tensor:
         drafted = self.drafter.draft(batch)

@@ -163,14 +163,14 @@ KERNELS = [
         Kernel(
             module="kernels.mask_and_penalise",
             name="mask_and_penalise_kernel",
-            signature=f"*fp32 *fp32 {tables} i32 i32 i32 i32 i32",
+            signature=f"*fp32 *fp32 {tables} i32 i32 i32 i32 i32 i32",
             constants={"BLOCK": 1024, **dict.fromkeys(absent)},
             max_shared=8192,
         )
         for tables, absent in (
-            ("*fp32 *i64 *i32 *fp32 *i64", ()),
-            ("*i32 *fp32 *i64", ("bias_ptr", "forbidden_ptr")),
-            ("*fp32", ("forbidden_ptr", "said_ptr", "penalties_ptr", "ancestors_ptr")),
+            ("*fp32 *i64 *i32 *i32 *fp32 *i64", ()),
+            ("*i32 *fp32 *i64", ("bias_ptr", "forbidden_ptr", "bitmask_ptr")),
+            ("*fp32", ("forbidden_ptr", "bitmask_ptr", "said_ptr", "penalties_ptr", "ancestors_ptr")),
         )
     ),
     # Llama-3-8B's down projection for every tile of tokens, its gated one and its head.

@@ -16,9 +16,12 @@ from kernels.benchmarks.timing import GraphTimer
 from runner.benchmarks.decoding_cases import free_guesses
 from runner.engine import launch_shapes
 from runner.engine.download import Download
-from runner.engine.request import VerifyOutput
+from runner.engine.grammar_store import GrammarStore
+from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Scheduler
+from runner.engine.sampling_rows import BitmaskRows
+from runner.engine.scheduler import Schedule, Scheduler
+from runner.engine.upload import index_or_all, to_device
 from runner.llm import LLM
 from runner.metrics import InParts
 from tests.conftest import Engines, complete
@@ -103,6 +106,36 @@ def test_whatever_a_request_asks_for(asked: str, engines: Engines, emulated_gpu:
         assert [[told.rank for told in r.logprobs] for r in found] == [[t.rank for t in r.logprobs] for r in expected]
         assert (InParts.LOGPROBS in metrics.steps_in_parts) == (first.logprobs == -1)
     assert emulated_gpu.num_replays > 1
+
+
+def every_other_token(store: GrammarStore, schedule: Schedule, drafts: DraftTokens) -> tuple[DraftTokens, BitmaskRows]:
+    """GrammarStore.constrain of texts whose even positions hold even tokens, and odd positions odd ones."""
+    yielding, rows, words, first_row = [i.request for i in schedule.scheduled if i.yields_token], [], [], 0
+    counts = [*drafts.num_draft_tokens, *[0] * len(yielding)]
+    for request, count in zip(yielding, counts, strict=False):
+        if request.sampling_params.structured_outputs is not None:
+            rows += range(first_row, first_row + count + 1)
+            words += [[0x55555555 << (request.num_tokens + depth) % 2] * 2 for depth in range(count + 1)]
+        first_row += count + 1
+    bitmask = to_device(words, torch.int64, store._device).to(torch.int32)
+    return drafts, BitmaskRows(row_idx=index_or_all(rows, first_row, store._device), words=bitmask)
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model"])
+def test_grammars_are_followed(
+    name: str, engines: Engines, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whole steps where the host knows the drafts, beside a request that follows nothing."""
+    monkeypatch.setattr(GrammarStore, "open", lambda *_: None)
+    monkeypatch.setattr(GrammarStore, "constrain", every_other_token)
+    method, params = CASES[name][0], [replace(DRAWN, structured_outputs={"regex": "x"}, max_tokens=9), GREEDY]
+    expected = texts(engines(method, **SMALL), params)
+    llm = Engines()(method, **GPU)
+    for _ in range(2):
+        found, metrics = complete(llm, PROMPTS, params)
+        assert [request.output_token_ids for request in found] == expected
+        assert (InParts.STRUCTURED_OUTPUTS in metrics.steps_in_parts) == (name == "draft_model")
+    assert all(token % 2 == (7 + place) % 2 for place, token in enumerate(expected[0])) and len(expected[0]) == 9
 
 
 def test_logits_and_kv_of_trees_chunks_and_preemption_have_plain_decodings_bits(emulated_gpu: EmulatedDevice) -> None:

@@ -45,6 +45,10 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, dict[str, Any]]:
     if draw(st.booleans()):
         tables["forbidden"] = tokens(draw(st.integers(1, 5)))
     if draw(st.booleans()):
+        bits = (num_rows, -(-VOCAB_SIZE // 32))
+        tables["bitmask"] = torch.randint(-(2**31), 2**31, bits, generator=generator).to(torch.int32)
+        tables["bitmask"][:, ::3] = -1
+    if draw(st.booleans()):
         said = torch.randint(0, 4, (num_requests, VOCAB_SIZE), generator=generator, dtype=torch.int32)
         is_in_prompt = torch.randint(0, 2, said.shape, generator=generator, dtype=torch.int32)
         tables["said"] = said * (said > 1) + is_in_prompt * PROMPT
@@ -77,6 +81,7 @@ def test_however_a_cpu_cuts_the_vocabulary(grain: int, monkeypatch: pytest.Monke
         "said": torch.randint(0, 3, (2, vocab_size), generator=generator, dtype=torch.int32),
         "penalties": torch.tensor([[1.2, 0.1, 0.2], [0.9, 0.0, 0.3]]),
         "ancestors": torch.tensor([[5, 5], [border, -1], [vocab_size - 1, 5], [-1, border - 1]]),
+        "bitmask": torch.randint(-(2**31), 2**31, (4, -(-vocab_size // 32)), generator=generator).to(torch.int32),
     }
     monkeypatch.setattr(compiled, "PART_TOKENS", grain)
     assert torch.equal(compiled.mask_and_penalise(logits, **tables), definition(logits, **tables))

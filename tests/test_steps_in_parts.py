@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from proposers.captured.drafter import CapturedDrafter, CapturedDrafts
+from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, NoDrafts
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.scheduler import Schedule, Scheduler
 from runner.metrics import InParts
@@ -64,6 +64,27 @@ def conditions(drafter: CapturedDrafter | None = None, **changed: Any) -> StepCo
 def test_one_request_is_named_by_what_it_asks_for(asked: dict[str, Any], reason: InParts | None) -> None:
     scheduler = make_scheduler()
     assert conditions().unmet(decoding(scheduler, {}, asked), scheduler) is reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, None),
+        ({"presence_penalty": 0.5, "logit_bias": {3: 1.0}}, None),
+        ({"bad_words": ["x"]}, InParts.STRUCTURED_OUTPUTS),
+        ({"allowed_token_ids": [3]}, InParts.STRUCTURED_OUTPUTS),
+        ({"min_tokens": 2}, InParts.STRUCTURED_OUTPUTS),
+        ({"min_tokens": 1}, None),  # it is done with
+    ],
+)
+def test_grammars_are_followed_where_the_host_knows_the_drafts(asked: dict[str, Any], reason: InParts | None) -> None:
+    """And where no other mask might leave nothing of what a grammar allows."""
+    asked = {"structured_outputs": {"regex": "a"}, **asked}
+    drafter = Drafter(4)
+    drafter.drafts_on_host = True
+    for knowing in (NoDrafts(), drafter):
+        scheduler = make_scheduler()
+        assert conditions(knowing).unmet(decoding(scheduler, {}, asked), scheduler) is reason
 
 
 @pytest.mark.parametrize(

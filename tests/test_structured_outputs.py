@@ -9,6 +9,7 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from runner.engine.grammar import Grammar
 from runner.engine.grammar_store import GrammarWalk
 from runner.engine.request import Request
 from runner.llm import LLM, SamplingParams, StructuredOutputsParams
-from runner.metrics import MetricsCollector
+from runner.metrics import InParts, MetricsCollector
 from tests.conftest import Engines, complete
 from tests.test_losslessness import METHODS, answers, counts, method_config, tell_test_proposers
 from verifier.rejection_sampler import REJECTION_SAMPLE_METHODS
@@ -145,6 +146,28 @@ def test_a_method_changes_no_token(
     assert answers(requests) == reference
     drafted, accepted = counts(metrics)
     assert 0 < accepted <= drafted
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "suffix"])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 7])
+def test_where_the_host_knows_the_drafts_steps_run_whole_and_draft_what_they_do_in_parts(
+    tiny: Tiny, method: str, max_num_seqs: int
+) -> None:
+    """Beside requests that follow nothing, with logprobs and penalties; rows change places when one of them ends."""
+    config = method_config(method, 4)
+    params = [replace(p, logprobs=index % 3 or None, min_tokens=0) for index, p in enumerate(PARAMS)]
+    (whole, by_replay), (in_parts, by_hand) = (
+        complete(tiny(config, max_num_seqs=max_num_seqs, enforce_eager=is_eager), WORKLOAD, params)
+        for is_eager in (False, True)
+    )
+    assert answers(whole) == answers(in_parts)
+    assert [request.logprobs for request in whole] == [request.logprobs for request in in_parts]
+    drafts = [[(r.request_id, r.num_draft_tokens) for r in metrics.records] for metrics in (by_replay, by_hand)]
+    assert sorted(drafts[0]) == sorted(drafts[1]) and counts(by_replay) == counts(by_hand)
+    assert InParts.STRUCTURED_OUTPUTS not in by_replay.steps_in_parts
+    if method == "none" or max_num_seqs < 3:  # for more requests than that, drafts of the host are verified in parts
+        num_whole = by_replay.num_decoding_steps - by_replay.steps_in_parts.total()
+        assert num_whole > by_replay.num_decoding_steps // 2
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model"])

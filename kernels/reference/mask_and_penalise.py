@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.sampling import apply_penalties
+from kernels.reference.sampling import apply_penalties, unpack_bitmask
 
 PROMPT = 1 << 30  # in `said`, on top of the output's count: the prompt says the token
 
@@ -19,6 +19,7 @@ def mask_and_penalise(
     *,
     bias: Tensor | None = None,  # [num_requests, vocab] float32, is added: -inf forbids a token, -0 leaves its logit
     forbidden: Tensor | None = None,  # [num_requests * n, most] int64: tokens; below 0: none
+    bitmask: Tensor | None = None,  # [num_requests * n, ceil(vocab / 32)] int32: bit v % 32 of word v // 32 allows v
     said: Tensor | None = None,  # [num_requests, vocab] int32: how often the output says a token, and PROMPT
     penalties: Tensor | None = None,  # [num_requests, 3] float32: repetition, frequency, presence; 1, 0, 0: none
     ancestors: Tensor
@@ -31,6 +32,8 @@ def mask_and_penalise(
         changed += _of_rows(bias, num_rows)
     if forbidden is not None:
         changed.masked_fill_(_counts(forbidden, vocab_size) > 0, float("-inf"))
+    if bitmask is not None:
+        changed.masked_fill_(~unpack_bitmask(bitmask, vocab_size=vocab_size), float("-inf"))
     if said is not None:
         assert penalties is not None, "what was said counts where it is penalised"
         own, of_rows = _of_rows(said, num_rows), _of_rows(penalties, num_rows)

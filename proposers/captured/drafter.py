@@ -1,9 +1,9 @@
 """How a proposer drafts in whole steps, which are captured (as CUDA graphs, on a CPU as programs): on the device alone.
 
 `draft` and `learn` are captured. They read and write tensors that stay in place, upload nothing, read nothing back, and
-give every request as many places for drafts; `find` comes before each step, on the host. `start` takes what the
-proposer knows of the requests to the device, and `stop` gives it back; between `stop` and the next `start` the proposer
-drafts in its usual way.
+give every request as many places for drafts; `find` and `place` come before each step, on the host. `start` takes what
+the proposer knows of the requests to the device, and `stop` gives it back; between `stop` and the next `start` the
+proposer drafts in its usual way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from runner.engine.device_requests import DeviceBatch
-from runner.engine.request import Request
+from runner.engine.request import DraftTokens, Request
 from runner.engine.scheduler import Schedule
 
 
@@ -66,10 +66,14 @@ class CapturedDrafter(ABC):
     def start(self, requests: Sequence[Request]) -> None:  # noqa: B027 - optional
         """Begin with these requests, in the first places of the batches to come; the places behind them are absent."""
 
-    def find(self, schedule: Schedule, places: Sequence[int]) -> int:
-        """What the host does before each step; places for drafts that every request has in it, at most num_tokens.
+    def find(self, schedule: Schedule) -> DraftTokens | None:
+        """What the host drafts before each step, whose requests all decode; None: nothing."""
+        return None
 
-        places: of the schedule's requests, which all decode, in the batch.
+    def place(self, drafts: DraftTokens, places: Sequence[int]) -> int:
+        """Take what the host has found to the device; places for drafts that every request has, at most num_tokens.
+
+        places: of the schedule's requests in the batch.
         """
         return self.num_tokens
 

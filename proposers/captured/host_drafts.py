@@ -38,8 +38,10 @@ class HostDrafts(CapturedDrafter):
         self._propose, self._capacity, self._device = propose, capacity, device
         self._token_ids: dict[int, Tensor] = {}  # places of a step -> [capacity, places] int64, -1 where there is none
 
-    def find(self, schedule: Schedule, places: Sequence[int]) -> int:
-        drafts = self._propose(schedule)
+    def find(self, schedule: Schedule) -> DraftTokens:
+        return self._propose(schedule)
+
+    def place(self, drafts: DraftTokens, places: Sequence[int]) -> int:
         counts = drafts.num_draft_tokens
         widest = max(counts)
         if widest == 0:

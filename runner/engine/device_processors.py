@@ -17,10 +17,12 @@ from kernels.reference.rejection import Verified
 from runner.engine.bad_words import tail_of
 from runner.engine.paged_shape import bucket
 from runner.engine.request import Request
+from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.step_operations import mask_and_penalise
 from runner.engine.upload import to_device
 
 UNCHANGED = -0.0  # added to a logit, leaves its very bits
+EVERYTHING = -1  # a word of a bitmask that allows all of its tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class ProcessorFlags:
     num_ending: int  # eos and stop tokens that wait for min_tokens: of the request that has the most
     num_bad_words: int  # likewise
     longest_beginning: int  # tokens before a bad word's last, at least one
+    grammars: bool
 
     @classmethod
     def of(cls, requests: Sequence[Request], eos_token_ids: tuple[int, ...]) -> ProcessorFlags | None:
@@ -47,8 +50,10 @@ class ProcessorFlags:
             num_ending=bucket(max((len({*eos_token_ids, *p.stop_token_ids}) for p in waiting), default=0)),
             num_bad_words=bucket(max((len(request.bad_words_token_ids) for request in requests), default=0)),
             longest_beginning=bucket(max((len(word) - 1 for word in words), default=0) or 1),
+            grammars=any(p.structured_outputs is not None for p in params),
         )
-        return flags if any((flags.bias, flags.penalties, flags.num_ending, flags.num_bad_words)) else None
+        asked = (flags.bias, flags.penalties, flags.num_ending, flags.num_bad_words, flags.grammars)
+        return flags if any(asked) else None
 
 
 def waits(request: Request) -> bool:
@@ -93,6 +98,7 @@ class Processors:
     ending: Tensor | None  # [count, most] int64: eos and stop tokens, -1 behind them
     ends_from: Tensor | None  # [count] int64: the first position where they may stand
     bad_words: BadWordTables | None
+    bitmask: Tensor | None  # [count * num_rows, words] int32, of the rows of a verification
 
     def apply(self, logits: Tensor, positions: Tensor, ancestors: Tensor | None) -> Tensor:
         """What mask_and_penalise of runner/engine/sampling.py makes of the rows; never changes its input.
@@ -114,6 +120,7 @@ class Processors:
             logits,
             bias=self.bias,
             forbidden=torch.cat(forbidden, dim=1).contiguous() if forbidden else None,
+            bitmask=self.bitmask,
             said=self.said,
             penalties=self.penalties,
             ancestors=None if self.said is None or ancestors is None else ancestors.contiguous(),
@@ -172,8 +179,31 @@ class DeviceProcessors:
         tables.last_token_ids.copy_(to_device(last_token_ids, torch.int64, self.device))
         tables.tails.copy_(to_device(tails, torch.int64, self.device))
 
-    def of_batch(self, count: int, flags: ProcessorFlags | None) -> Processors | None:
-        """Views of the first `count` places."""
+    def put_bitmask(
+        self, bitmask: BitmaskRows | None, counts: Sequence[int], places: Sequence[int], num_rows: int
+    ) -> None:
+        """What grammars allow in this step; everything in rows that `bitmask` does not tell of.
+
+        Args:
+            bitmask: of rows request by request, one for each draft and one behind them. None: of no row.
+            counts: drafts of each request.
+            places: of these requests in the batch.
+            num_rows: that every request has.
+        """
+        table = self._bitmask(num_rows).fill_(EVERYTHING)
+        if bitmask is None:
+            return
+        rows = [place * num_rows + row for place, count in zip(places, counts, strict=True) for row in range(count + 1)]
+        index = to_device(rows, torch.int64, self.device)
+        if bitmask.row_idx is not None:
+            index = index.index_select(0, bitmask.row_idx)
+        table.flatten(0, 1).index_copy_(0, index, bitmask.words)
+
+    def _bitmask(self, num_rows: int) -> Tensor:
+        return self._table("bitmask", torch.int32, num_rows, -(-self.vocab_size // 32))
+
+    def of_batch(self, count: int, flags: ProcessorFlags | None, num_rows: int) -> Processors | None:
+        """Views of the first `count` places; num_rows: of each request in a verification."""
         if flags is None:
             return None
         vocab_size, num_ending = self.vocab_size, flags.num_ending
@@ -184,6 +214,7 @@ class DeviceProcessors:
             ending=self._table("ending", torch.int64, num_ending)[:count] if num_ending else None,
             ends_from=self._table("ends_from", torch.int64)[:count] if num_ending else None,
             bad_words=self._bad_words(count, flags) if flags.num_bad_words else None,
+            bitmask=self._bitmask(num_rows)[:count].flatten(0, 1) if flags.grammars else None,
         )
 
     def _bad_words(self, count: int, flags: ProcessorFlags) -> BadWordTables:

@@ -35,6 +35,11 @@ class SamplingFlags:
     caps: bool  # a request wants fewer drafts than the others
     num_top_logprobs: int | None  # of the request that asks for the most; None: nobody asks for logprobs
 
+    @property
+    def grammars(self) -> bool:
+        """Whether a request follows one, so that the host has a part in every step."""
+        return self.processors is not None and self.processors.grammars
+
     @classmethod
     def of(cls, requests: Sequence[Request], eos_token_ids: tuple[int, ...]) -> SamplingFlags:
         params = [request.sampling_params for request in requests]
@@ -230,7 +235,7 @@ class DeviceRequests:
         self._of_rows: dict[int, _Values] = {}  # by the rows of each request in a verification
         self._unfilled = set[int]()  # of these
         self._loaded: tuple[Tensor, Tensor] | None = None  # sampling parameters, integers and floats, of each request
-        self._processors = DeviceProcessors(
+        self.processors = DeviceProcessors(
             capacity=capacity, vocab_size=vocab_size, eos_token_ids=eos_token_ids, device=device
         )
         self._num_blocks: list[int] = []  # of each request's table, here already
@@ -238,7 +243,7 @@ class DeviceRequests:
     def load(self, requests: Sequence[Request], sampling_flags: SamplingFlags) -> None:
         """Requests with at least two tokens, in the first places; the others are absent from now on."""
         if sampling_flags.processors is not None:
-            self._processors.load(requests, sampling_flags.processors)
+            self.processors.load(requests, sampling_flags.processors)
         params = [request.sampling_params for request in requests]
         self.lengths.zero_()
         self.block_tables.zero_()
@@ -323,7 +328,7 @@ class DeviceRequests:
             branch_starts=self._branch_starts[:count],
             branch_slots=self._branch_slots[:count],
             sampling_flags=sampling_flags,
-            processors=self._processors.of_batch(count, sampling_flags.processors),
+            processors=self.processors.of_batch(count, sampling_flags.processors, num_rows),
             max_context=max_context,
             of_requests=self._of_requests,
             of_rows=self._of_rows[num_rows],
