@@ -1,7 +1,7 @@
 """What needs the results of several programs is done by the last of them to arrive, so that it takes no second launch.
 
-Programs store what they have found, arrive, and the last one reads what all have stored, past the first-level cache
-(`cache_modifier=".cg"`), which knows nothing of what other SMs stored.
+Programs store what they have found, arrive, and the last one reads what all have stored. What is read once is read past
+the first-level cache (`cache_modifier=".cg"`); what that cache held before, the arrival has thrown out (acquire).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -28,10 +28,13 @@ def is_last_to_arrive(counter_ptr, number):
     return is_last
 
 
-@cache
-def arrival_counters(device: torch.device) -> Tensor:
-    """[MOST_COUNTERS] int32, zeros before and after every launch on the device, which follow one another.
+def arrival_counters(number: int, device: torch.device) -> Tensor:
+    """At least so many, int32: zeros before and after every launch on the device, which follow one another."""
+    assert number <= MOST_COUNTERS, f"{number} rows in one launch"
+    return _counters(device)
 
-    Made at the first of them, which is no captured one: a launch has to be compiled before it can be captured.
-    """
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Made at the first launch, which is no captured one: a launch has to be compiled before it can be captured."""
     return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)

@@ -182,7 +182,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
         num_programs *= plan.splits
         num_partials = num_programs * plan.features * plan.tokens
         partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
-        arrivals = arrival_counters(x.device)
+        arrivals = arrival_counters(plan.num_tiles, x.device)
     overlaps = can_overlap(x.device)
     linear_kernel[(num_programs,)](
         x,

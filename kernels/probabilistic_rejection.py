@@ -195,7 +195,7 @@ def verify_probabilistic(
     verify_probabilistic_kernel[(num_requests, num_splits)](
         *verified,
         torch.empty(num_requests, num_splits, 2, dtype=torch.int64, device=device),
-        arrival_counters(device),
+        arrival_counters(num_requests, device),
         logits,
         draft_probs,
         draft_token_ids,

@@ -79,5 +79,6 @@ def take_best(ranks_ptr, heads, taken, is_part, listed):
     best = tl.max(heads, axis=0)
     is_best = is_part & (heads == best)
     taken += is_best.to(tl.int32)
-    following = tl.load(ranks_ptr + taken, mask=is_best & (taken < listed), other=LEAST, cache_modifier=".cg")
+    # From the first-level cache, which is_last_to_arrive has emptied: lists are read rank by rank.
+    following = tl.load(ranks_ptr + taken, mask=is_best & (taken < listed), other=LEAST)
     return best, tl.where(is_best, following, heads), taken

@@ -135,7 +135,7 @@ def _best_tokens(
     draw_kernel[(num_rows, num_splits)](
         drawn,
         ranks,
-        arrival_counters(logits.device),
+        arrival_counters(num_rows, logits.device),
         logits,
         positions,
         seeds,

@@ -51,7 +51,8 @@ def top_candidates_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,  # >= num_splits
 ):
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # Row by row, so that most rows are merged while others are read.
+    row, split = (tl.program_id(0) // num_splits).to(tl.int64), tl.program_id(0) % num_splits
     owner = row // rows_of_owner
     position = tl.zeros((), dtype=tl.int64)
     if positions_ptr is not None:
@@ -118,12 +119,12 @@ def top_candidates(
     ranks = torch.empty(num_rows, num_splits, listed, dtype=torch.int64, device=logits.device)
     sums = torch.empty(num_rows, num_splits, dtype=torch.float64, device=logits.device)
     exponents = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
-    top_candidates_kernel[(num_rows, num_splits)](
+    top_candidates_kernel[(num_rows * num_splits,)](
         *found,
         ranks,
         sums,
         exponents,
-        arrival_counters(logits.device),
+        arrival_counters(num_rows, logits.device),
         logits,
         None if seeds is None else positions,
         seeds,

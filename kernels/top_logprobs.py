@@ -26,7 +26,7 @@ def number_or_least(scores):
     return tl.where(scores == scores, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["width", "num_splits", "listed"])
+@triton.jit(do_not_specialize=["width", "num_splits", "listed"], do_not_specialize_on_alignment=["own_ids_ptr"])
 def top_logprobs_kernel(
     packed_ptr,  # [num_rows, 3 + 2 * width] float64
     ranks_ptr,  # [num_rows, num_splits, listed] int64, each list from the best on
@@ -35,7 +35,7 @@ def top_logprobs_kernel(
     exponents_ptr,  # [num_rows, num_splits] int32
     arrivals_ptr,  # [num_rows] int32, zeros before and after
     logits_ptr,  # [num_rows, vocab_size], rows row_stride apart
-    token_ids_ptr,  # [num_rows] int64
+    own_ids_ptr,  # [num_rows] int64
     row_stride,
     vocab_size,
     width,
@@ -44,9 +44,10 @@ def top_logprobs_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,  # >= num_splits
 ):
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # Row by row, so that most rows are merged while others are read.
+    row, split = (tl.program_id(0) // num_splits).to(tl.int64), tl.program_id(0) % num_splits
     logits_ptr += row * row_stride
-    tokens, own = split * BLOCK + tl.arange(0, BLOCK), tl.load(token_ids_ptr + row)
+    tokens, own = split * BLOCK + tl.arange(0, BLOCK), tl.load(own_ids_ptr + row)
     scores = number_or_least(load_logits(logits_ptr, tokens, vocab_size))
     ranks = ranks_of(scores, tokens, vocab_size)
     own_score = number_or_least(tl.load(logits_ptr + own))
@@ -88,9 +89,10 @@ def top_logprobs(
         return packed
     ranks = torch.empty(num_rows, num_splits, listed, dtype=torch.int64, device=device)
     sums = torch.empty(num_rows, num_splits, dtype=torch.float64, device=device)
-    counts, exponents = torch.empty(2, num_rows, num_splits, dtype=torch.int32, device=device)
-    top_logprobs_kernel[(num_rows, num_splits)](
-        *(packed, ranks, counts, sums, exponents, arrival_counters(device)),
+    counts = torch.empty(num_rows, num_splits, dtype=torch.int32, device=device)
+    exponents = torch.empty_like(counts)
+    top_logprobs_kernel[(num_rows * num_splits,)](
+        *(packed, ranks, counts, sums, exponents, arrival_counters(num_rows, device)),
         *(logits, token_ids, logits.stride(0), vocab_size, num_top, num_splits, listed),
         BLOCK=BLOCK,
         SPLITS=triton.next_power_of_2(num_splits),

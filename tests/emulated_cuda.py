@@ -30,8 +30,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
+import kernels.last_to_arrive
 import runner.engine.download
-from kernels.last_to_arrive import arrival_counters
 from tests.emulated_device import TOTAL_BYTES, EmulatedDevice
 from tests.emulated_graphs import Recording
 from tests.emulated_kernels import dot_in_any_company, launcher
@@ -43,7 +43,7 @@ def emulated_cuda() -> Iterator[EmulatedDevice]:
     """There is a GPU in this context: one before Hopper, as launches that overlap cannot be interpreted."""
     device = EmulatedDevice()
     operations = Operations(device)
-    arrival_counters.cache_clear()  # another device had them
+    kernels.last_to_arrive._counters.cache_clear()  # another device had them
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**_functions(device), **_classes(device)}.items():
             patch.setattr(torch.cuda, name, value)
