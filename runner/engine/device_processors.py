@@ -1,7 +1,7 @@
 """What requests of whole steps ask to change in their logits: masks, biases and penalties, on the device.
 
 A table has a row for each place of the batch, and is made when a request first asks for what it holds. The host fills
-the rows when whole steps begin; the steps themselves count on what they commit. Same numbers, and so same bits, as
+the rows when whole steps begin, and those of grammars before each step; the steps count on what they commit. Same numbers, and so same bits, as
 runner/engine/sampling_rows.py has for steps in parts.
 """
 
@@ -138,9 +138,8 @@ class DeviceProcessors:
         params = [request.sampling_params for request in requests]
         tensors = [request.tensors_on(device, self.vocab_size, self.eos_token_ids) for request in requests]
         if flags.bias:
-            bias = self._table("bias", torch.float32, self.vocab_size)
-            bias[:count].fill_(UNCHANGED)
-            for row, p, own in zip(bias, params, tensors, strict=False):
+            bias = self._table("bias", torch.float32, self.vocab_size)[:count].fill_(UNCHANGED)
+            for row, p, own in zip(bias, params, tensors, strict=True):
                 if p.logit_bias:
                     row.index_copy_(0, *own.logit_bias)
                 if p.allowed_token_ids is not None:
@@ -148,9 +147,8 @@ class DeviceProcessors:
         if flags.penalties:
             values = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
             self._table("penalties", torch.float32, 3)[:count].copy_(to_device(values, torch.float32, device))
-            said = self._table("said", torch.int32, self.vocab_size)
-            said[:count].zero_()
-            for row, request, own in zip(said, requests, tensors, strict=False):
+            said = self._table("said", torch.int32, self.vocab_size)[:count].zero_()
+            for row, request, own in zip(said, requests, tensors, strict=True):
                 if request.sampling_params.has_penalties:
                     own.write_said(request.output_token_ids, row)
         if flags.num_ending:
