@@ -1,8 +1,8 @@
 """What requests of whole steps ask to change in their logits: masks, biases and penalties, on the device.
 
 A table has a row for each place of the batch, and is made when a request first asks for what it holds. The host fills
-the rows when whole steps begin, and those of grammars before each step; the steps count on what they commit. Same numbers, and so same bits, as
-runner/engine/sampling_rows.py has for steps in parts.
+the rows when whole steps begin, and those of grammars before each step; the steps count on what they commit. Same
+numbers, and so same bits, as runner/engine/sampling_rows.py has for steps in parts.
 """
 
 from __future__ import annotations
