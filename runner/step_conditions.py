@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from proposers.captured.drafter import CapturedDrafter
 from runner.engine.device_processors import waits
+from runner.engine.device_requests import TOP_LOGPROBS
 from runner.engine.request import Request
 from runner.engine.scheduler import Schedule, ScheduledRequest, Scheduler
 from runner.metrics import InParts
 
-MAX_TOP_LOGPROBS = 64  # for each token; every place of a step has room for as many
+# Every place of a batch has room for as many.
+MAX_BAD_WORDS, LONGEST_BEGINNING = 512, 16  # tokens before the last one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,11 @@ class StepConditions:
         params = request.sampling_params
         if params.structured_outputs is not None and not self._may_follow_a_grammar(request):
             return InParts.STRUCTURED_OUTPUTS
-        if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
+        if params.logprobs is not None and not 0 <= params.logprobs <= TOP_LOGPROBS[-1]:
             return InParts.LOGPROBS
+        words = request.bad_words_token_ids
+        if len(words) > MAX_BAD_WORDS or any(len(word) > LONGEST_BEGINNING + 1 for word in words):
+            return InParts.BAD_WORDS
         if self.greedy_only and not params.is_greedy:
             return InParts.SAMPLED
         if params.max_draft_tokens == 0 and self.drafter.num_tokens > 0 and not self.drafter.drafts_on_host:

@@ -61,9 +61,9 @@ class LaunchedStep:
             packed, bits = packed[:, :-num_numbers], packed[:, -num_numbers:].contiguous()
             told = bits.view(torch.float64).view(len(bits), width, -1).tolist()
             logprobs = {
-                request.request_id: ([], [unpack(row, request.sampling_params.logprobs) for row in told[place]])
+                request.request_id: ([], [unpack(row, min(asked, self.num_top_logprobs)) for row in told[place]])
                 for place, request in zip(self.places, self.requests, strict=True)
-                if request.sampling_params.logprobs is not None
+                if (asked := request.sampling_params.logprobs) is not None
             }
         all_rows = packed.tolist()
         rows = [all_rows[place] for place in self.places]
@@ -166,6 +166,12 @@ class WholeSteps:
     def _needs_text(self) -> bool:
         return self.drafter.drafts_on_host or self._sampling_flags.grammars
 
+    @property
+    def _num_top_logprobs(self) -> int | None:
+        """That are told beside each token's own; None: none are."""
+        most = self._sampling_flags.num_top_logprobs
+        return None if most is None else min(most, self.target.model.vocab_size)
+
     def start(self, schedule: Schedule) -> LaunchedStep:
         """Take a schedule's requests to the device, and launch their step."""
         if self._on_device is None:
@@ -258,7 +264,7 @@ class WholeSteps:
             places=places,
             packed=Download(packed),
             depth=self.drafter.depth if self.drafter.drafts_trees else num_tokens,
-            num_top_logprobs=self._sampling_flags.num_top_logprobs,
+            num_top_logprobs=self._num_top_logprobs,
             seconds_to_find=seconds_to_find,
         )
 
@@ -280,7 +286,7 @@ class WholeSteps:
             batch, drafted.token_ids, drafted.probs, drafted.parents, self.drafter.tap_layers
         )
         self.drafter.learn(batch, taps, verified.token_ids)
-        processors, num_top = batch.processors, batch.sampling_flags.num_top_logprobs
+        processors, num_top = batch.processors, self._num_top_logprobs
         if processors is not None and processors.bad_words is not None:
             processors.bad_words.follow(verified)
         said = None if processors is None else processors.said

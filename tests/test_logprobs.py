@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -201,6 +202,20 @@ def test_a_lossy_rule_tells_the_logprobs_of_the_tokens_it_commits(engines: Engin
         for position, entry in enumerate(request.logprobs, start=request.num_prompt_tokens):
             logits = logits_after(llm, tokens[:position], request.num_prompt_tokens)
             assert entry.logprob == pytest.approx(float(logits.log_softmax(dim=0)[entry.token_id]), abs=1e-5)
+
+
+@pytest.mark.parametrize("asked", [0, 6, np.int64(21), np.uint8(50), 60])
+def test_a_request_is_told_what_it_asks_for_and_what_there_is(engines: Engines, asked: Any) -> None:
+    """Room for them is rounded up, beyond a small vocabulary too; numpy's numbers will do."""
+    llm = engines(method_config("draft_model", 2), architecture={"vocab_size": 50})
+    params = [SamplingParams(temperature=0.0, max_tokens=9, logprobs=asked), SamplingParams(seed=1, max_tokens=9)]
+    prompts = [{"prompt_token_ids": [7, 8, 9]}, {"prompt_token_ids": [3]}]
+    requests, metrics = complete(llm, prompts, params)
+    assert metrics.num_decoding_steps > metrics.steps_in_parts.total()
+    for entry in requests[0].logprobs:
+        assert len(entry.top_token_ids) == len(entry.top_logprobs) == min(asked, 50)
+        assert list(entry.top_logprobs) == sorted(entry.top_logprobs, reverse=True)
+    assert len(requests[0].logprobs) == len(requests[0].output_token_ids) == 9
 
 
 def test_nothing_is_gathered_for_a_step_in_which_nobody_asks(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

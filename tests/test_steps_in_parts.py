@@ -67,6 +67,23 @@ def test_one_request_is_named_by_what_it_asks_for(asked: dict[str, Any], reason:
 
 
 @pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (((1,) * 17,) * 512, None),
+        (((1,),) * 513, InParts.BAD_WORDS),
+        (((1,), (1,) * 18), InParts.BAD_WORDS),
+    ],
+)
+def test_very_many_and_very_long_bad_words_are_named(
+    words: tuple[tuple[int, ...], ...], reason: InParts | None
+) -> None:
+    scheduler = make_scheduler()
+    schedule = decoding(scheduler, {}, {"bad_words": ["x"]})
+    schedule.scheduled[1].request.bad_words_token_ids = words
+    assert conditions().unmet(schedule, scheduler) is reason
+
+
+@pytest.mark.parametrize(
     ("asked", "reason"),
     [
         ({}, None),

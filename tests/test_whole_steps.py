@@ -345,6 +345,7 @@ ASKED = {
     "the chosen token's logprobs": replace(GREEDY, logprobs=0, presence_penalty=0.7),
     "fewer drafts": replace(SAMPLED, speculative_ratio=1),
     "two drafts": replace(GREEDY, speculative_ratio=2),
+    "any number of drafts": replace(SAMPLED, speculative_ratio=2**64),
     "nothing": SAMPLED,
 }
 

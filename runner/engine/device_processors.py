@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kernels.reference.rejection import Verified
 from runner.engine.bad_words import tail_of
-from runner.engine.paged_shape import bucket
 from runner.engine.request import Request
 from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.step_operations import mask_and_penalise
@@ -27,33 +26,38 @@ EVERYTHING = -1  # a word of a bitmask that allows all of its tokens
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorFlags:
-    """Which tables the requests of a batch need, and how wide they are."""
+    """Which tables the requests of a batch need, and how wide they are.
 
-    bias: bool
-    penalties: bool
-    num_ending: int  # eos and stop tokens that wait for min_tokens: of the request that has the most
+    Steps of other flags are captured anew, so there are few: where a request asks for anything, there are tables of
+    everything but bad words and grammars, and widths are rounded far up.
+    """
+
+    num_ending: int  # eos and stop tokens that wait for min_tokens: room for those of any request
     num_bad_words: int  # likewise
-    longest_beginning: int  # tokens before a bad word's last, at least one
+    longest_beginning: int  # tokens before a bad word's last
     grammars: bool
 
     @classmethod
     def of(cls, requests: Sequence[Request], eos_token_ids: tuple[int, ...]) -> ProcessorFlags | None:
         """None where nobody asks for anything."""
-        if not any(request.sampling_params.changes_logits for request in requests):
-            return None
         params = [request.sampling_params for request in requests]
-        waiting = [request.sampling_params for request in requests if waits(request)]
+        if not any(p.changes_logits for p in params):
+            return None
         words = [word for request in requests for word in request.bad_words_token_ids]
-        flags = cls(
-            bias=any(p.logit_bias or p.allowed_token_ids is not None for p in params),
-            penalties=any(p.has_penalties for p in params),
-            num_ending=bucket(max((len({*eos_token_ids, *p.stop_token_ids}) for p in waiting), default=0)),
-            num_bad_words=bucket(max((len(request.bad_words_token_ids) for request in requests), default=0)),
-            longest_beginning=bucket(max((len(word) - 1 for word in words), default=0) or 1),
+        return cls(
+            num_ending=_rounded(max(len({*eos_token_ids, *p.stop_token_ids}) for p in params), 8),
+            num_bad_words=_rounded(max(len(request.bad_words_token_ids) for request in requests), 8) if words else 0,
+            longest_beginning=_rounded(max(len(word) - 1 for word in words), 4) if words else 0,
             grammars=any(p.structured_outputs is not None for p in params),
         )
-        asked = (flags.bias, flags.penalties, flags.num_ending, flags.num_bad_words, flags.grammars)
-        return flags if any(asked) else None
+
+
+def _rounded(number: int, base: int) -> int:
+    """The next power of the base, but for 1."""
+    power = base
+    while power < number:
+        power *= base
+    return power
 
 
 def waits(request: Request) -> bool:
@@ -90,15 +94,15 @@ def _behind(token_ids: Tensor, starts: Tensor, places: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Processors:
-    """Of a batch's requests: views, the same ones in every step. None: nobody asks for it."""
+    """Of a batch's requests: views, the same ones in every step."""
 
-    bias: Tensor | None  # [count, vocab] float32
-    said: Tensor | None  # [count, vocab] int32, as kernels/reference/mask_and_penalise.py has it
-    penalties: Tensor | None  # [count, 3] float32
-    ending: Tensor | None  # [count, most] int64: eos and stop tokens, -1 behind them
-    ends_from: Tensor | None  # [count] int64: the first position where they may stand
-    bad_words: BadWordTables | None
-    bitmask: Tensor | None  # [count * num_rows, words] int32, of the rows of a verification
+    bias: Tensor  # [count, vocab] float32
+    said: Tensor  # [count, vocab] int32, as kernels/reference/mask_and_penalise.py has it
+    penalties: Tensor  # [count, 3] float32
+    ending: Tensor  # [count, most] int64: eos and stop tokens, -1 behind them
+    ends_from: Tensor  # [count] int64: the first position where they may stand
+    bad_words: BadWordTables | None  # None: nobody has any
+    bitmask: Tensor | None  # [count * num_rows, words] int32, of the rows of a verification; None: nobody has a grammar
 
     def apply(self, logits: Tensor, positions: Tensor, ancestors: Tensor | None) -> Tensor:
         """What mask_and_penalise of runner/engine/sampling.py makes of the rows; never changes its input.
@@ -108,22 +112,20 @@ class Processors:
             positions: [num_rows] int64, that the rows predict; or [count], where all of a request's predict the same.
             ancestors: [num_rows, depth] int64, drafts before what a row predicts, -1 behind them; None: there are none.
         """
-        forbidden = list[Tensor]()
-        if self.ending is not None and self.ends_from is not None:
-            count, most = self.ending.shape
-            is_early = positions.view(count, -1) < self.ends_from.unsqueeze(1)
-            early = torch.where(is_early.unsqueeze(2), self.ending.unsqueeze(1), -1)
-            forbidden.append(early.expand(-1, len(logits) // count, -1).reshape(-1, most))
+        count, most = self.ending.shape
+        is_early = positions.view(count, -1) < self.ends_from.unsqueeze(1)
+        early = torch.where(is_early.unsqueeze(2), self.ending.unsqueeze(1), -1)
+        forbidden = early.expand(-1, len(logits) // count, -1).reshape(-1, most)
         if self.bad_words is not None:
-            forbidden.append(self.bad_words.forbidden(ancestors, len(logits)))
+            forbidden = torch.cat((forbidden, self.bad_words.forbidden(ancestors, len(logits))), dim=1)
         return mask_and_penalise(
             logits,
             bias=self.bias,
-            forbidden=torch.cat(forbidden, dim=1).contiguous() if forbidden else None,
+            forbidden=forbidden.contiguous(),
             bitmask=self.bitmask,
             said=self.said,
             penalties=self.penalties,
-            ancestors=None if self.said is None or ancestors is None else ancestors.contiguous(),
+            ancestors=None if ancestors is None else ancestors.contiguous(),
         )
 
 
@@ -137,28 +139,21 @@ class DeviceProcessors:
         count, device = len(requests), self.device
         params = [request.sampling_params for request in requests]
         tensors = [request.tensors_on(device, self.vocab_size, self.eos_token_ids) for request in requests]
-        if flags.bias:
-            bias = self._table("bias", torch.float32, self.vocab_size)[:count].fill_(UNCHANGED)
-            for row, p, own in zip(bias, params, tensors, strict=True):
-                if p.logit_bias:
-                    row.index_copy_(0, *own.logit_bias)
-                if p.allowed_token_ids is not None:
-                    row.masked_fill_(~own.is_allowed, float("-inf"))
-        if flags.penalties:
-            values = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
-            self._table("penalties", torch.float32, 3)[:count].copy_(to_device(values, torch.float32, device))
-            said = self._table("said", torch.int32, self.vocab_size)[:count].zero_()
-            for row, request, own in zip(said, requests, tensors, strict=True):
-                if request.sampling_params.has_penalties:
-                    own.write_said(request.output_token_ids, row)
-        if flags.num_ending:
-            ending = [
-                _padded({*self.eos_token_ids, *p.stop_token_ids} if waits(request) else (), flags.num_ending)
-                for request, p in zip(requests, params, strict=True)
-            ]
-            self._table("ending", torch.int64, flags.num_ending)[:count].copy_(to_device(ending, torch.int64, device))
-            ends_from = [request.num_prompt_tokens + request.sampling_params.min_tokens for request in requests]
-            self._table("ends_from", torch.int64)[:count].copy_(to_device(ends_from, torch.int64, device))
+        bias = self._table("bias", torch.float32, self.vocab_size)[:count].fill_(UNCHANGED)
+        said = self._table("said", torch.int32, self.vocab_size)[:count].zero_()
+        for place, (request, p, own) in enumerate(zip(requests, params, tensors, strict=True)):
+            if p.logit_bias:
+                bias[place].index_copy_(0, *own.logit_bias)
+            if p.allowed_token_ids is not None:
+                bias[place].masked_fill_(~own.is_allowed, float("-inf"))
+            if p.has_penalties:
+                own.write_said(request.output_token_ids, said[place])
+        values = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
+        self._table("penalties", torch.float32, 3)[:count].copy_(to_device(values, torch.float32, device))
+        ending = [_padded([*{*self.eos_token_ids, *p.stop_token_ids}], flags.num_ending) for p in params]
+        self._table("ending", torch.int64, flags.num_ending)[:count].copy_(to_device(ending, torch.int64, device))
+        ends_from = [request.num_prompt_tokens + request.sampling_params.min_tokens for request in requests]
+        self._table("ends_from", torch.int64)[:count].copy_(to_device(ends_from, torch.int64, device))
         if flags.num_bad_words:
             self._load_bad_words(requests, flags)
 
@@ -204,13 +199,12 @@ class DeviceProcessors:
         """Views of the first `count` places; num_rows: of each request in a verification."""
         if flags is None:
             return None
-        vocab_size, num_ending = self.vocab_size, flags.num_ending
         return Processors(
-            bias=self._table("bias", torch.float32, vocab_size)[:count] if flags.bias else None,
-            said=self._table("said", torch.int32, vocab_size)[:count] if flags.penalties else None,
-            penalties=self._table("penalties", torch.float32, 3)[:count] if flags.penalties else None,
-            ending=self._table("ending", torch.int64, num_ending)[:count] if num_ending else None,
-            ends_from=self._table("ends_from", torch.int64)[:count] if num_ending else None,
+            bias=self._table("bias", torch.float32, self.vocab_size)[:count],
+            said=self._table("said", torch.int32, self.vocab_size)[:count],
+            penalties=self._table("penalties", torch.float32, 3)[:count],
+            ending=self._table("ending", torch.int64, flags.num_ending)[:count],
+            ends_from=self._table("ends_from", torch.int64)[:count],
             bad_words=self._bad_words(count, flags) if flags.num_bad_words else None,
             bitmask=self._bitmask(num_rows)[:count].flatten(0, 1) if flags.grammars else None,
         )
@@ -235,5 +229,5 @@ class DeviceProcessors:
         return self._tables[name, widths]
 
 
-def _padded(token_ids: Sequence[int] | set[int] | tuple[()], width: int) -> list[int]:
+def _padded(token_ids: list[int], width: int) -> list[int]:
     return [*token_ids, *[-1] * (width - len(token_ids))]

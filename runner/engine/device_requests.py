@@ -16,7 +16,7 @@ from kernels.reference.philox import seed_to_int64
 from kernels.reference.tree_rows import NO_BRANCH, TreeRows
 from runner.engine.device_processors import DeviceProcessors, ProcessorFlags, Processors
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.paged_shape import PagedAttention, PagedShape, bucket
+from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request
 from runner.engine.row_sampling import RowSampling
 from runner.engine.step_operations import chain_rows, place_dtype
@@ -32,8 +32,8 @@ class SamplingFlags:
     top_k: bool
     top_p: bool
     processors: ProcessorFlags | None
-    caps: bool  # a request wants fewer drafts than the others
-    num_top_logprobs: int | None  # of the request that asks for the most; None: nobody asks for logprobs
+    caps: bool  # a request may want fewer drafts than the others
+    num_top_logprobs: int | None  # room for those of any request; None: nobody asks for logprobs
 
     @property
     def grammars(self) -> bool:
@@ -45,15 +45,23 @@ class SamplingFlags:
         params = [request.sampling_params for request in requests]
         drawn = [p for p in params if not p.is_greedy]
         asked = [p.logprobs for p in params if p.logprobs is not None]
+        processors = ProcessorFlags.of(requests, eos_token_ids)
         return cls(
             all_greedy=not drawn,
             min_p=any(p.min_p > 0.0 for p in drawn),
             top_k=any(p.top_k > 0 for p in drawn),
             top_p=any(p.top_p < 1.0 for p in drawn),
-            processors=ProcessorFlags.of(requests, eos_token_ids),
-            caps=any(p.max_draft_tokens is not None for p in params),
-            num_top_logprobs=bucket(max(asked)) if asked else None,
+            processors=processors,
+            caps=processors is not None or any(p.max_draft_tokens is not None for p in params),
+            num_top_logprobs=_rounded_up(max(asked)) if asked else None,
         )
+
+
+TOP_LOGPROBS = (0, 5, 20, 64)  # steps that tell of more or fewer tokens are captured anew
+
+
+def _rounded_up(num_top: int) -> int:
+    return next(size for size in TOP_LOGPROBS if size >= num_top)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +267,7 @@ class DeviceRequests:
                 [before for before, _ in last],
                 [token_id for _, token_id in last],
                 [request.num_prompt_tokens for request in requests],
-                [self.max_model_len if p.max_draft_tokens is None else p.max_draft_tokens + 1 for p in params],
+                [self._most_tokens(p.max_draft_tokens) for p in params],
                 [seed_to_int64(request.seed) for request in requests],
                 [p.is_greedy for p in params],
                 [0 if p.is_greedy else max(p.top_k, 0) for p in params],
@@ -284,6 +292,10 @@ class DeviceRequests:
         self._loaded, self._unfilled = (numbers[6:], floats), set(self._of_rows)
         self._of_requests.fill(*self._loaded, 1)
         self.extend_tables(range(len(requests)), requests)
+
+    def _most_tokens(self, max_draft_tokens: int | None) -> int:
+        """That a step may bring a request which wants no more drafts; None: any number."""
+        return self.max_model_len if max_draft_tokens is None else min(max_draft_tokens, self.max_model_len) + 1
 
     def remove(self, places: Sequence[int]) -> None:
         """Mark requests as absent, by their places in `load`; their blocks may belong to others now."""

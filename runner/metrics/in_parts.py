@@ -22,6 +22,7 @@ class InParts(StrEnum):
     SAMPLED = "sampled"
     STRUCTURED_OUTPUTS = "structured_outputs"
     LOGPROBS = "logprobs"
+    BAD_WORDS = "bad_words"
     NO_DRAFTS = "no_drafts"
     DRAFTER_LENGTH = "drafter_length"
     MAX_MODEL_LEN = "max_model_len"
@@ -42,6 +43,7 @@ _NOTED: dict[InParts, tuple[str, str | None]] = {  # reason -> what happened, an
     ),
     InParts.STRUCTURED_OUTPUTS: ("a request asked for structured_outputs", _APART),
     InParts.LOGPROBS: ("a request asked for very many logprobs", _APART),
+    InParts.BAD_WORDS: ("a request had very many bad_words, or very long ones", _APART),
     InParts.NO_DRAFTS: ("a request asked for no drafts (speculative_sampling, speculative_ratio)", _APART),
     InParts.DRAFTER_LENGTH: (
         "a text was longer than the drafter reads",
