@@ -21,6 +21,12 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def number_or_least(scores):
+    """A NaN is as -inf."""
+    return tl.where(scores == scores, scores, float("-inf"))
+
+
+@triton.jit
 def sum_of_exponentials(scores):
     """(sum, exponent): exp of the float32 scores adds up to the float64 sum times 2**exponent; without NaN or +inf."""
     is_number = scores > float("-inf")

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from kernels.drawn_scores import load_scores
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
-from kernels.ranked_parts import first_heads, log_of_sums, log_prob_of, store_best, sum_of_exponentials, take_best
+from kernels.ranked_parts import (
+    first_heads,
+    log_of_sums,
+    log_prob_of,
+    number_or_least,
+    store_best,
+    sum_of_exponentials,
+    take_best,
+)
 from kernels.reference.top_candidates import Candidates
 from kernels.scores import check_rows, ranks_of, token_of, value_of
 
@@ -74,7 +82,7 @@ def top_candidates_kernel(
         split * BLOCK,
         BLOCK,
     )
-    scores = tl.where(scores == scores, scores, float("-inf"))
+    scores = number_or_least(scores)
     part = row * num_splits + split
     total, exponent = sum_of_exponentials(scores)
     tl.store(sums_ptr + part, total)

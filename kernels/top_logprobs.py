@@ -14,16 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
-from kernels.ranked_parts import first_heads, log_of_sums, log_prob_of, store_best, sum_of_exponentials, take_best
+from kernels.ranked_parts import (
+    first_heads,
+    log_of_sums,
+    log_prob_of,
+    number_or_least,
+    store_best,
+    sum_of_exponentials,
+    take_best,
+)
 from kernels.reference.top_logprobs import num_columns
 from kernels.scores import check_rows, load_logits, ranks_of, token_of, value_of
 
 BLOCK = 1024  # columns of a program
-
-
-@triton.jit
-def number_or_least(scores):
-    return tl.where(scores == scores, scores, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["width", "num_splits", "listed"], do_not_specialize_on_alignment=["own_ids_ptr"])

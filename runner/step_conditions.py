@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from proposers.captured.drafter import CapturedDrafter
-from runner.engine.device_processors import waits
-from runner.engine.device_requests import TOP_LOGPROBS
 from runner.engine.request import Request
+from runner.engine.sampling_flags import TOP_LOGPROBS
 from runner.engine.scheduler import Schedule, ScheduledRequest, Scheduler
 from runner.metrics import InParts
 
@@ -60,7 +59,8 @@ class StepConditions:
     def _may_follow_a_grammar(self, request: Request) -> bool:
         """The host knows the drafts before the step, and there is no mask that might leave nothing of the grammar's."""
         params, knows = request.sampling_params, self.drafter.num_tokens == 0 or self.drafter.drafts_on_host
-        has_masks = params.allowed_token_ids is not None or bool(params.bad_words) or waits(request)
+        may_end = len(request.output_token_ids) >= params.min_tokens
+        has_masks = params.allowed_token_ids is not None or bool(params.bad_words) or not may_end
         return knows and not has_masks
 
     def _unmet_room(self, item: ScheduledRequest, schedule: Schedule, scheduler: Scheduler) -> InParts | None:

@@ -17,7 +17,7 @@ from kernels.reference.top_logprobs import num_columns
 from proposers.base import Proposer
 from proposers.captured.drafter import CapturedDrafter, GoingOn
 from runner.engine.backend import runs_kernels
-from runner.engine.device_requests import DeviceBatch, DeviceRequests, SamplingFlags
+from runner.engine.device_requests import DeviceBatch, DeviceRequests
 from runner.engine.download import Download
 from runner.engine.draft_trees import tree_shape
 from runner.engine.grammar_store import GrammarStore
@@ -26,6 +26,7 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import bucket
 from runner.engine.programs import step_graph_store
 from runner.engine.request import DraftTokens, Request, StepOutcome
+from runner.engine.sampling_flags import SamplingFlags
 from runner.engine.scheduler import CommittedTokens, Schedule, ScheduledRequest, Scheduler
 from runner.engine.step_operations import follow_verified, top_logprobs
 from runner.metrics import InParts
@@ -54,18 +55,9 @@ class LaunchedStep:
 
     def read(self) -> StepOutcome:
         """Waits for the step."""
-        packed, width = self.packed.read(), self.depth + 1
-        logprobs = dict[str, tuple[list[TokenLogprobs], list[TokenLogprobs]]]()
-        if self.num_top_logprobs is not None:
-            num_numbers = width * num_columns(self.num_top_logprobs)
-            packed, bits = packed[:, :-num_numbers], packed[:, -num_numbers:].contiguous()
-            told = bits.view(torch.float64).view(len(bits), width, -1).tolist()
-            logprobs = {
-                request.request_id: ([], [unpack(row, min(asked, self.num_top_logprobs)) for row in told[place]])
-                for place, request in zip(self.places, self.requests, strict=True)
-                if (asked := request.sampling_params.logprobs) is not None
-            }
-        all_rows = packed.tolist()
+        packed, width, num_top = self.packed.read(), self.depth + 1, self.num_top_logprobs
+        num_told = 0 if num_top is None else width * num_columns(num_top)
+        all_rows = packed[:, : packed.shape[1] - num_told].tolist()
         rows = [all_rows[place] for place in self.places]
         num_drafts = [row[width + 1] for row in rows]
         trees = [row[width + 2 : width + 2 + count] for row, count in zip(rows, num_drafts, strict=True)]
@@ -74,8 +66,20 @@ class LaunchedStep:
             num_accepted_tokens=[row[width] for row in rows],
             num_draft_tokens=num_drafts,
             draft_depths=[tree_shape(parents).depth for parents in trees] if any(trees) else num_drafts,
-            logprobs=logprobs,
+            logprobs={} if num_top is None else self._logprobs(packed[:, -num_told:], rows, num_top),
         )
+
+    def _logprobs(
+        self, bits: Tensor, rows: list[list[int]], num_top: int
+    ) -> dict[str, tuple[list[TokenLogprobs], list[TokenLogprobs]]]:
+        """Of the tokens that requests gain, by request; rows: of each scheduled request."""
+        width = self.depth + 1
+        told = bits.contiguous().view(torch.float64).view(len(bits), width, -1).tolist()
+        return {
+            request.request_id: ([], [unpack(line, min(asked, num_top)) for line in told[place][: row[width] + 1]])
+            for place, row, request in zip(self.places, rows, self.requests, strict=True)
+            if (asked := request.sampling_params.logprobs) is not None
+        }
 
 
 class WholeSteps:

@@ -17,7 +17,7 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.operations import take_rows
 from runner.engine.step_operations import chain_rows, fit_drafts, tree_rows, walk_tree
 from verifier.kernel_rules import ChainJudge
-from verifier.rules import Block, Probabilistic, Rule, Strict, Synthetic
+from verifier.rules import Rule, Strict, Synthetic
 from verifier.tensor_judge import TensorJudge
 
 
@@ -58,8 +58,7 @@ def captured_verifier(
     if tree_depth is not None:
         if isinstance(rule, Synthetic):
             return None
-        # As verifier/rejection_sampler.py: candidates that were not drawn are looked for the target's own token.
-        follows_target = isinstance(rule, Strict) or (isinstance(rule, Probabilistic | Block) and not are_drawn)
+        follows_target = isinstance(rule, Strict) or (rule.follows_target and not are_drawn)
         return TreeVerifier(target, num_tokens=num_tokens, depth=tree_depth, greedy_only=not follows_target)
     judge: ChainJudge | TensorJudge | None = None
     if num_tokens > 0:

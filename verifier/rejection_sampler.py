@@ -67,9 +67,7 @@ class RejectionSampler:
             token_ids = draw_tokens(logits, rows)
             return VerifyOutput(token_ids=token_ids.unsqueeze(1), num_accepted_tokens=torch.zeros_like(token_ids))
         rule = self.rule
-        # The target's own draw, looked for among candidates, keeps the distribution, and even plain decoding's tokens.
-        follows_target = drafts.are_candidates and isinstance(rule, Probabilistic | Block)
-        if follows_target or (rows.all_greedy and not isinstance(rule, Synthetic)):
+        if (drafts.are_candidates and rule.follows_target) or (rows.all_greedy and not isinstance(rule, Synthetic)):
             rule = Strict()
         if not drafts.has_branches:
             output = verify_chains(rule, logits, drafts, rows)

@@ -33,6 +33,9 @@ class Rule(ABC):
     # A rule whose decision looks at drafts and noise beyond the place where it cuts must not meet them again in the
     # next step: its noise, and that of the drafts, is keyed by the step too.
     keys_by_draft_step: ClassVar[bool] = False
+    # Whether it looks for the target's own token among candidates of trees that were not drawn. So does Strict, and it
+    # keeps plain decoding's distribution, and even its tokens.
+    follows_target: ClassVar[bool] = False
 
     @abstractmethod
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
@@ -62,6 +65,8 @@ class Rule(ABC):
 class Strict(Rule):
     """A draft token stays iff it is the token the target draws there (arXiv 2408.07978)."""
 
+    follows_target = True
+
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         target_token_ids = sample_tokens(processed, rows)
         accepted = ops.accept_strict(target_token_ids[batch.row_idx], batch.token_ids)
@@ -77,11 +82,11 @@ class Strict(Rule):
 class Probabilistic(Rule):
     """A draft token stays iff u * q(x) < p(x), else max(p - q, 0) replaces it (arXiv 2211.17192, 2302.01318).
 
-    In a tree siblings are judged one after another. Candidates that were not drawn are Strict's
-    (verifier/rejection_sampler.py).
+    In a tree siblings are judged one after another.
     """
 
     reads_draft_probs = True
+    follows_target = True
 
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         p_draft = batch.of_drafts(batch.target_probs(processed))
@@ -104,6 +109,7 @@ class Block(Rule):
 
     reads_draft_probs = True
     keys_by_draft_step = True
+    follows_target = True
 
     def verify(self, processed: Tensor, batch: DraftBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         target_probs = batch.target_probs(processed)

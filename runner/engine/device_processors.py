@@ -60,11 +60,6 @@ def _rounded(number: int, base: int) -> int:
     return power
 
 
-def waits(request: Request) -> bool:
-    """Whether the output may not end yet."""
-    return len(request.output_token_ids) < request.sampling_params.min_tokens
-
-
 @dataclass(frozen=True, kw_only=True)
 class BadWordTables:
     beginnings: Tensor  # [count, words, longest] int64: what stands before a word's last token, -1 in front
