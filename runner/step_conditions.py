@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.host_drafts import MAX_ROWS
+from runner.engine.backend import runs_kernels
 from runner.engine.request import Request
 from runner.engine.sampling_flags import TOP_LOGPROBS
 from runner.engine.scheduler import Schedule, ScheduledRequest, Scheduler
@@ -12,6 +17,23 @@ from runner.metrics import InParts
 
 # Every place of a batch has room for as many.
 MAX_BAD_WORDS, LONGEST_BEGINNING = 512, 16  # tokens before the last one
+# Multiplications in rows that hold no draft, for which a step in parts takes as long. Measured for a CPU, on two cores
+# with 6 M to 600 M in a row; for a GPU an estimate: a millisecond of the host, a fifth of an H200's speed.
+EMPTY_PRODUCTS_ON_CPU, EMPTY_PRODUCTS_ON_GPU = 200_000_000, 200_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmptyRows:
+    """How many of a whole step's rows may hold no draft, where requests want fewer than there are places."""
+
+    num_free: int  # rows of a step: where it has no more, it takes as long with fewer
+    most: int  # of a larger step
+
+    @classmethod
+    def on(cls, device: torch.device, products_per_row: int) -> EmptyRows:
+        on_gpu = runs_kernels(device)
+        worth = EMPTY_PRODUCTS_ON_GPU if on_gpu else EMPTY_PRODUCTS_ON_CPU
+        return cls(num_free=MAX_ROWS if on_gpu else 0, most=worth // products_per_row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +42,7 @@ class StepConditions:
     greedy_only: bool  # the rule judges trees, in whole steps only those of greedy requests
     max_model_len: int  # tokens of a request that the target can see
     max_drafted_len: int  # tokens of a request that target and drafter can see
+    empty_rows: EmptyRows
 
     def unmet(self, schedule: Schedule, scheduler: Scheduler) -> InParts | None:
         """Why a step must run in parts; None: every request decodes, and all have the same places for drafts."""
@@ -30,13 +53,23 @@ class StepConditions:
             return InParts.TOKEN_BUDGET
         if self.drafter.max_requests is not None and len(scheduled) > self.drafter.max_requests:
             return InParts.HOST_DRAFTS
+        if self._has_few_drafts([item.request for item in scheduled]):
+            return InParts.FEW_DRAFTS
         for item in scheduled:
             reason = self._unmet_by(item.request) or self._unmet_room(item, schedule, scheduler)
             if reason is not None:
                 return reason
-            if not self.drafter.can_start(item.request):
+            if item.request.sampling_params.speculates and not self.drafter.can_start(item.request):
                 return InParts.CATCH_UP
         return None if scheduler.reserve_ahead(self.drafter.num_tokens) else InParts.KV_CACHE
+
+    def _has_few_drafts(self, requests: Sequence[Request]) -> bool:
+        if self.drafter.drafts_on_host:  # places go by the longest draft
+            return False
+        most = self.drafter.num_tokens
+        limits = [request.sampling_params.max_draft_tokens for request in requests]
+        num_empty = sum(most - min(most, limit) for limit in limits if limit is not None)
+        return len(requests) * (most + 1) > self.empty_rows.num_free and num_empty > self.empty_rows.most
 
     def _unmet_by(self, request: Request) -> InParts | None:
         params = request.sampling_params
@@ -49,8 +82,6 @@ class StepConditions:
             return InParts.BAD_WORDS
         if self.greedy_only and not params.is_greedy:
             return InParts.SAMPLED
-        if params.max_draft_tokens == 0 and self.drafter.num_tokens > 0 and not self.drafter.drafts_on_host:
-            return InParts.NO_DRAFTS
         reached = request.num_tokens + self.drafter.reach
         if reached > self.max_drafted_len:
             return InParts.MAX_MODEL_LEN if reached > self.max_model_len else InParts.DRAFTER_LENGTH

@@ -61,6 +61,10 @@ class StepLoop:
         if self._steps_by_load is None:
             return InParts.UNCAPTURED
         steps = self._steps_by_load(self.scheduler.max_draft_tokens)
+        if isinstance(steps, WholeSteps) and not any(
+            item.request.sampling_params.speculates for item in schedule.scheduled
+        ):
+            steps = self.engine.whole_steps[self.engine.plain_proposer](0)  # a drafter need not follow
         return steps if isinstance(steps, InParts) else steps.conditions.unmet(schedule, self.scheduler) or steps
 
     def _in_parts(self, schedule: Schedule, reason: InParts, started: float) -> list[CommittedTokens]:

@@ -30,7 +30,7 @@ from runner.engine.sampling_flags import SamplingFlags
 from runner.engine.scheduler import CommittedTokens, Schedule, ScheduledRequest, Scheduler
 from runner.engine.step_operations import follow_verified, top_logprobs
 from runner.metrics import InParts
-from runner.step_conditions import StepConditions
+from runner.step_conditions import EmptyRows, StepConditions
 from verifier.captured import CapturedVerifier, captured_verifier
 from verifier.rules import Rule
 
@@ -109,6 +109,7 @@ class WholeSteps:
             greedy_only=verifier.greedy_only,
             max_model_len=max_model_len,
             max_drafted_len=min(max_model_len, drafter.max_model_len or max_model_len),
+            empty_rows=EmptyRows.on(target.device, target.products_per_row),
         )
         self.max_num_seqs, self.eos_token_ids, self.grammars = max_num_seqs, eos_token_ids, grammars
         self._graphs = step_graph_store(target.device)
@@ -243,7 +244,7 @@ class WholeSteps:
             [
                 GoingOn(places[gain.request.request_id], gain.request, len(gain.token_ids))
                 for gain in committed
-                if not gain.request.is_finished
+                if not gain.request.is_finished and gain.request.sampling_params.speculates
             ]
         )
 

@@ -12,7 +12,7 @@ from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, NoDrafts
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.scheduler import Schedule, Scheduler
 from runner.metrics import InParts
-from runner.step_conditions import StepConditions
+from runner.step_conditions import EmptyRows, StepConditions
 from runner.whole_steps import WholeSteps
 from tests.test_scheduler import drafts_of, make_request, make_scheduler, verdict
 from verifier.rules import Strict, Synthetic
@@ -41,7 +41,14 @@ def decoding(scheduler: Scheduler, *asked: dict[str, Any]) -> Schedule:
 
 def conditions(drafter: CapturedDrafter | None = None, **changed: Any) -> StepConditions:
     return StepConditions(
-        drafter=drafter or Drafter(4), **{"greedy_only": False, "max_model_len": 128, "max_drafted_len": 128, **changed}
+        drafter=drafter or Drafter(4),
+        **{
+            "greedy_only": False,
+            "max_model_len": 128,
+            "max_drafted_len": 128,
+            "empty_rows": EmptyRows(num_free=0, most=4),
+            **changed,
+        },
     )
 
 
@@ -57,13 +64,42 @@ def conditions(drafter: CapturedDrafter | None = None, **changed: Any) -> StepCo
         ({"logprobs": 65}, InParts.LOGPROBS),
         ({"logprobs": -1}, InParts.LOGPROBS),
         ({"speculative_ratio": 1}, None),
-        ({"speculative_ratio": 0}, InParts.NO_DRAFTS),
-        ({"speculative_sampling": False}, InParts.NO_DRAFTS),
+        ({"speculative_ratio": 0}, None),
+        ({"speculative_sampling": False}, None),
     ],
 )
 def test_one_request_is_named_by_what_it_asks_for(asked: dict[str, Any], reason: InParts | None) -> None:
     scheduler = make_scheduler()
     assert conditions().unmet(decoding(scheduler, {}, asked), scheduler) is reason
+
+
+@pytest.mark.parametrize(
+    ("ratios", "empty_rows", "reason"),
+    [
+        ((4, 0), EmptyRows(num_free=0, most=4), None),
+        ((4, 0, 3), EmptyRows(num_free=0, most=4), InParts.FEW_DRAFTS),
+        ((1, 1), EmptyRows(num_free=0, most=5), InParts.FEW_DRAFTS),
+        ((1, 1, 2**64), EmptyRows(num_free=0, most=6), None),
+        ((0, 0, None), EmptyRows(num_free=15, most=0), None),
+        ((0, 0, None), EmptyRows(num_free=14, most=0), InParts.FEW_DRAFTS),
+    ],
+)
+def test_so_many_rows_without_a_draft_that_parts_are_faster_are_named(
+    ratios: tuple[int | None, ...], empty_rows: EmptyRows, reason: InParts | None
+) -> None:
+    scheduler = make_scheduler()
+    schedule = decoding(scheduler, *({"speculative_ratio": ratio} for ratio in ratios))
+    assert conditions(empty_rows=empty_rows).unmet(schedule, scheduler) is reason
+    for_all = Drafter(4)
+    for_all.drafts_on_host = True  # then places go by what was found
+    assert conditions(for_all, empty_rows=empty_rows).unmet(schedule, scheduler) is None
+
+
+def test_the_more_a_row_costs_the_fewer_may_be_empty() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert EmptyRows.on(cpu, 4_000_000) == EmptyRows(num_free=0, most=50)
+    assert EmptyRows.on(cpu, 600_000_000) == EmptyRows(num_free=0, most=0)
+    assert EmptyRows.on(gpu, 8_000_000_000) == EmptyRows(num_free=64, most=25)
 
 
 @pytest.mark.parametrize(

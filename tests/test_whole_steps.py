@@ -30,14 +30,16 @@ from kernels.reference.philox import Stream
 from kernels.reference.top_candidates import top_candidates
 from kernels.reference.tree_rows import tree_rows
 from kernels.reference.walk_tree import walk_tree
+from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.scheduler import CommittedTokens, Schedule
 from runner.llm import LLM
 from runner.measure import measure
-from runner.metrics import MetricsCollector, RequestRecord
+from runner.metrics import InParts, MetricsCollector, RequestRecord
 from runner.prompts import make_requests
 from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
@@ -202,7 +204,8 @@ def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
         proposer.runner.model = HashingModel(is_draft=True)
     elif method == "pard":
         proposer.runner.model = HashingMaskModel(proposer.mask_token_id)
-    engine.whole_steps[proposer].cache_clear()  # they were captured over the models from before
+    for steps in engine.whole_steps.values():
+        steps.cache_clear()  # they were captured over the models from before
     return llm
 
 
@@ -261,7 +264,8 @@ def traffics(draw: st.DrawFn) -> Traffic:
     count = draw(st.integers(2, 5))
     asked = replace(SAMPLED, presence_penalty=0.5, logprobs=2), replace(SAMPLED, min_tokens=6, bad_words=("x y",))
     in_parts = replace(GREEDY, logprobs=-1)
-    choices = st.sampled_from([GREEDY, SAMPLED, *asked, in_parts])
+    no_drafts = replace(SAMPLED, speculative_sampling=False)
+    choices = st.sampled_from([GREEDY, SAMPLED, *asked, no_drafts, in_parts])
     return Traffic(
         arrivals=tuple(draw(st.tuples(st.integers(0, 9), st.integers(9, 24))) for _ in range(count)),
         params=tuple(replace(draw(choices), max_tokens=draw(st.integers(9, 30))) for _ in range(count)),
@@ -345,6 +349,8 @@ ASKED = {
     "the chosen token's logprobs": replace(GREEDY, logprobs=0, presence_penalty=0.7),
     "fewer drafts": replace(SAMPLED, speculative_ratio=1),
     "two drafts": replace(GREEDY, speculative_ratio=2),
+    "no drafts": replace(GREEDY, speculative_sampling=False),
+    "no drafts at a temperature": replace(SAMPLED, speculative_ratio=0),
     "any number of drafts": replace(SAMPLED, speculative_ratio=2**64),
     "nothing": SAMPLED,
 }
@@ -429,6 +435,39 @@ def test_under_load_steps_are_whole_too_and_drafts_go_on_as_in_parts(
     assert all(found[key] == expected[key] for key in alike)
     assert alike or method == "suffix"  # which finds little in texts without repetitions
     assert set(drafting) == {0, 2, llm.engine.proposer.num_speculative_tokens}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_who_wants_no_drafts_takes_nobody_into_parts_and_by_itself_runs_no_drafter(
+    build: Build, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = build(method)
+    reasons, drafters = list[InParts](), list[CapturedDrafter]()
+    in_parts, launch = StepLoop._in_parts, WholeSteps._launch
+
+    def noted_parts(loop: StepLoop, schedule: Schedule, reason: InParts, started: float) -> list[CommittedTokens]:
+        reasons.append(reason)
+        return in_parts(loop, schedule, reason, started)
+
+    def noted_launch(steps: WholeSteps, *args: Any, **kwargs: Any) -> LaunchedStep:
+        drafters.append(steps.drafter)
+        return launch(steps, *args, **kwargs)
+
+    monkeypatch.setattr(StepLoop, "_in_parts", noted_parts)
+    monkeypatch.setattr(WholeSteps, "_launch", noted_launch)
+    lengths = (40, 55, 90)  # the last one asks for no drafts
+    params = tuple(
+        replace(GREEDY, ignore_eos=True, speculative_sampling=length != 90, max_tokens=length) for length in lengths
+    )
+    traffic = Traffic(arrivals=((0, 3), (0, 4), (0, 5)), params=params, cancelled={}, max_num_seqs=3)
+    found, _, _ = play(llm, traffic, whole=True)
+    assert tuple(len(request.output_token_ids) for request in found) == lengths
+    by_design = {InParts.PROMPT, InParts.CATCH_UP}
+    if method.startswith(("ngram", "suffix")) and method != "ngram_gpu":
+        by_design.add(InParts.HOST_DRAFTS)  # on a CPU, three requests
+    assert set(reasons) <= by_design
+    kinds = [type(drafter) for drafter in drafters]
+    assert kinds[-1] is NoDrafts and (method == "none" or kinds[0] is not NoDrafts)
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in ("none", "ngram_gpu")])

@@ -60,11 +60,15 @@ class CapturedDrafter(ABC):
         self.reach = num_tokens + num_scratch_rows  # positions behind the committed tokens that a launch may compute
 
     def can_start(self, request: Request) -> bool:
-        """Whether `start` can begin from what is known of the request."""
+        """Whether `start` can begin from what is known of a request that drafts."""
         return True
 
     def start(self, requests: Sequence[Request]) -> None:  # noqa: B027 - optional
-        """Begin with these requests, in the first places of the batches to come; the places behind them are absent."""
+        """Begin with these requests, in the first places of the batches to come; the places behind them are absent.
+
+        Those among them that never draft (`speculates`) are computed along: nothing need be known of them, and what is
+        drafted for them is not used. Somebody does draft.
+        """
 
     def find(self, schedule: Schedule) -> DraftTokens | None:
         """What the host drafts before each step, whose requests all decode; None: nothing."""
@@ -90,7 +94,7 @@ class CapturedDrafter(ABC):
         """
 
     def stop(self, going_on: Sequence[GoingOn]) -> None:  # noqa: B027 - optional
-        """All steps since `start` are committed; going_on: those of its requests that have not ended."""
+        """All steps since `start` are committed; going_on: those of its requests that draft and have not ended."""
 
 
 class NoDrafts(CapturedDrafter):

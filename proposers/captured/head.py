@@ -55,7 +55,14 @@ class CapturedHead(CapturedChains):
         return known is not None and self._fresh.fit(request, known.next_position)
 
     def start(self, requests: Sequence[Request]) -> None:
-        known = [self.known[request.request_id] for request in requests]
+        drafting = [request for request in requests if request.sampling_params.speculates]
+        nothing = torch.zeros_like(self.known[drafting[0].request_id].states[0][:1])
+        known = [
+            self.known[request.request_id]
+            if request.sampling_params.speculates
+            else KnownStates(next_position=request.num_tokens - 1, states=[nothing])
+            for request in requests
+        ]
         states = torch.cat([rows for own in known for rows in own.states])
         if self._states is None:
             self._states = states.new_zeros(self._capacity, self._fresh.most, states.shape[1])

@@ -36,7 +36,9 @@ class CapturedLastState(CapturedChains):
         return request.request_id in self.states
 
     def start(self, requests: Sequence[Request]) -> None:
-        states = torch.stack([self.states[request.request_id] for request in requests])
+        drafting = [request for request in requests if request.sampling_params.speculates]
+        nothing = torch.zeros_like(self.states[drafting[0].request_id])
+        states = torch.stack([self.states.get(request.request_id, nothing) for request in requests])
         if self._states is None:
             self._states = states.new_zeros(self.capacity, states.shape[1])
         self._states[: len(requests)].copy_(states)

@@ -38,7 +38,13 @@ class CapturedPard(CapturedOnePass):
         return self._fresh.fit(request, self.num_computed.get(request.request_id, 0))
 
     def start(self, requests: Sequence[Request]) -> None:
-        self._fresh.load(requests, [self.num_computed[request.request_id] for request in requests])
+        self._fresh.load(
+            requests,
+            [
+                self.num_computed[request.request_id] if request.sampling_params.speculates else request.num_tokens - 1
+                for request in requests
+            ],
+        )
 
     def all_logits(self, batch: DeviceBatch) -> Tensor:
         token_ids = torch.where(self._fresh.are_fresh(batch), self._fresh.rows(batch), self.mask_token_id)

@@ -144,7 +144,7 @@ class TokenByTokenProposer(Proposer):
     def may_draft(self, request: Request) -> bool:
         """Whether a request may ever get drafts; the last token of one is the target's own."""
         params = request.sampling_params
-        return self.num_speculative_tokens > 0 and params.max_draft_tokens != 0 and params.max_tokens > 1
+        return self.num_speculative_tokens > 0 and params.speculates and params.max_tokens > 1
 
     def follows(self, request: Request) -> bool:
         """What a drafter that computes prompts into KV of its own says to `fills_blocks`: those of `may_draft`."""

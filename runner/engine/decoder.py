@@ -48,6 +48,12 @@ class Decoder:
         return [layer.attention.kv_width for layer in self.layers]
 
     @property
+    def products_per_row(self) -> int:
+        """Multiplications of a row by weights."""
+        weights = [self.lm_head, *(weight for layer in self.layers for weight in layer.product_weights)]
+        return sum(weight.shape.numel() for weight in weights)
+
+    @property
     def attention(self) -> Attention:
         """Of one of the layers."""
         return self.layers[0].attention

@@ -54,6 +54,8 @@ class ModelRunner(PagedRunner):
             products=[*model.layers[0].product_weights, model.lm_head] if isinstance(model, Decoder) else (),
         )
         self.model, self.token_map = model, token_map
+        # Multiplications of a row by weights; 0: not known.
+        self.products_per_row = model.products_per_row if isinstance(model, Decoder) else 0
         self.is_row_invariant = False
         if isinstance(model, Decoder) and batch_invariant:
             kept = row_invariant_shapes(self.shapes, model.layers[0], model.lm_head, max_model_len=model.max_model_len)

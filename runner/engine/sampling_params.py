@@ -193,6 +193,11 @@ class SamplingParams:
         """The most drafts a step that the request allows; None: as many as the engine makes."""
         return 0 if self.speculative_sampling is False else self.speculative_ratio
 
+    @property
+    def speculates(self) -> bool:
+        """Whether the request takes drafts at all."""
+        return self.max_draft_tokens != 0
+
 
 def _is(kind: type, value: Any) -> bool:
     """Also for numpy's numbers; a bool is no number."""

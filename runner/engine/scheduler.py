@@ -107,7 +107,9 @@ class Scheduler:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Drafts of a request in the next step, as far as the load allows."""
+        """Drafts of a request in the next step, as far as the load allows, and anybody wants some."""
+        if self.running and not any(request.sampling_params.speculates for request in self.running):
+            return 0
         return self.draft_budget.max_draft_tokens(len(self.running), len(self.waiting))
 
     def schedule(self) -> Schedule:

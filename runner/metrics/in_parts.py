@@ -23,7 +23,7 @@ class InParts(StrEnum):
     STRUCTURED_OUTPUTS = "structured_outputs"
     LOGPROBS = "logprobs"
     BAD_WORDS = "bad_words"
-    NO_DRAFTS = "no_drafts"
+    FEW_DRAFTS = "few_drafts"
     DRAFTER_LENGTH = "drafter_length"
     MAX_MODEL_LEN = "max_model_len"
     TOKEN_BUDGET = "token_budget"
@@ -44,7 +44,7 @@ _NOTED: dict[InParts, tuple[str, str | None]] = {  # reason -> what happened, an
     InParts.STRUCTURED_OUTPUTS: ("a request asked for structured_outputs", _APART),
     InParts.LOGPROBS: ("a request asked for very many logprobs", _APART),
     InParts.BAD_WORDS: ("a request had very many bad_words, or very long ones", _APART),
-    InParts.NO_DRAFTS: ("a request asked for no drafts (speculative_sampling, speculative_ratio)", _APART),
+    InParts.FEW_DRAFTS: ("requests asked for few drafts, or none, beside others that draft", _APART),
     InParts.DRAFTER_LENGTH: (
         "a text was longer than the drafter reads",
         "lower sampler.max_tokens, or take a drafter for longer texts (method.max_model_len may be what limits it)",
