@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -39,6 +40,8 @@ class ProposerContext:
     # The rule looks at drafts beyond its cut, so no step may draw with noise of an earlier one: the step's key is the
     # number of committed tokens at its start, Request.num_tokens.
     keys_by_draft_step: bool = False
+    # Drafts of a request in a step, where others than this proposer draft too; None: its own num_speculative_tokens.
+    max_draft_tokens: int | None = None
     captures_graphs: bool = False  # passes over generated tokens are captured as graphs
     grammars: GrammarStore = field(default_factory=GrammarStore)  # a drafter with logits walks them
     target: LoadedModel | None = None  # draft heads share its embedding and its head
@@ -74,6 +77,12 @@ class Proposer(ABC):
 
         What was verified need not be what was proposed: a grammar cuts drafts and puts forced tokens behind them. A
         drafter that does not walk `context.grammars` must compare tokens, not count accepted ones.
+        """
+
+    def keep_up(self, requests: Sequence[Request]) -> None:  # noqa: B027 - optional
+        """Somebody else drafted for these in the last step: compute now what they would have to be computed later.
+
+        Comes behind `update`; none of the requests has ended.
         """
 
     def release(self, request_id: str) -> None:  # noqa: B027 - optional

@@ -121,6 +121,14 @@ class DraftModelProposer(TokenByTokenProposer):
         if parts:
             self.runner.run(parts)
 
+    @torch.inference_mode()
+    def keep_up(self, requests: Sequence[Request]) -> None:
+        following = [r for r in requests if self.may_draft(r) and r.num_tokens <= self.max_model_len]
+        self._catch_up(following)
+        lacking = [r for r in following if self._num_computed.get(r.request_id, 0) < r.num_tokens - 1]
+        if lacking:
+            self.runner.run([self._part(request, request.num_tokens - 1) for request in lacking])
+
     def release(self, request_id: str) -> None:
         self._num_computed.pop(request_id, None)
 

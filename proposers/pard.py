@@ -55,6 +55,7 @@ class PardProposer(OnePassProposer, DraftModelProposer):
             num_computed=self._num_computed,
             mask_token_id=self.mask_token_id,
             capacity=self.context.max_num_seqs,
+            max_depth=max(num_tokens, self.context.max_draft_tokens or 0),
             max_model_len=self.max_model_len,
             **self.captured_arguments(num_tokens),
         )

@@ -12,7 +12,7 @@ from functools import partial
 
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
 from proposers.captured.drafter import CapturedDrafter
-from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
+from proposers.lookup.suffix_cache import SuffixCache, SuffixDraft, compile_suffix_cache
 from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from runner.engine.request import DraftTokens, Request, RequestStatus
 from runner.engine.scheduler import Schedule
@@ -58,9 +58,25 @@ class SuffixProposer(Proposer):
         self._drafts_trees = speculative_token_tree == "dynamic"
 
     def propose(self, schedule: Schedule) -> DraftTokens:
+        rows, new_tokens = self._take_in(schedule)
+        limits = [item.max_draft_tokens for item in schedule.decoding]
+        if not self._drafts_trees:
+            return draft_tokens_from_lists(self._cache.step(rows, new_tokens, limits), self.context.device)
+        found = self._cache.step_trees(rows, new_tokens, limits)
+        trees = [DraftTree(token_ids=tokens, parents=parents).depth_first() for tokens, parents in found]
+        return draft_tokens_from_trees(trees, self.context.device)
+
+    def matches(self, schedule: Schedule, limit: int) -> list[SuffixDraft]:
+        """`propose`, at most `limit` tokens a request, with how many of them are expected to be accepted."""
+        rows, new_tokens = self._take_in(schedule)
+        limits = [min(limit, item.max_draft_tokens) for item in schedule.decoding]
+        return self._cache.step_scored(rows, new_tokens, limits)
+
+    def _take_in(self, schedule: Schedule) -> tuple[list[int], list[list[int]]]:
+        """Of each decoding request: its row in the cache, and the committed tokens that the cache is to take in."""
         for item in schedule.scheduled:  # also those that may finish with their first token
             self._requests[item.request.request_id] = item.request
-        rows, new_tokens, limits = list[int](), list[list[int]](), list[int]()
+        rows, new_tokens = list[int](), list[list[int]]()
         for item in schedule.decoding:
             request = item.request
             request_id = request.request_id
@@ -69,12 +85,7 @@ class SuffixProposer(Proposer):
             rows.append(self._rows[request_id])
             new_tokens.append(request.tokens_between(self._num_known[request_id], request.num_tokens))
             self._num_known[request_id] = request.num_tokens
-            limits.append(item.max_draft_tokens)
-        if not self._drafts_trees:
-            return draft_tokens_from_lists(self._cache.step(rows, new_tokens, limits), self.context.device)
-        found = self._cache.step_trees(rows, new_tokens, limits)
-        trees = [DraftTree(token_ids=tokens, parents=parents).depth_first() for tokens, parents in found]
-        return draft_tokens_from_trees(trees, self.context.device)
+        return rows, new_tokens
 
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         return None if self._drafts_trees and num_tokens > 0 else super().captured_drafter(num_tokens)

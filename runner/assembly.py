@@ -13,7 +13,7 @@ import torch
 
 from proposers.base import Proposer, ProposerContext, check_tap_layers, proposer_class
 from runner.cache_size import num_cache_blocks
-from runner.config import SpeculativeConfig, SuffixMethod
+from runner.config import SpeculativeConfig, SuffixKeys
 from runner.engine.block_manager import BlockManager
 from runner.engine.errors import UserError
 from runner.engine.grammar import GrammarCompiler
@@ -63,7 +63,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
     if torch.cuda.is_available():  # an earlier job of this process may have left some of its memory full
         release_unused()
         torch.cuda.reset_peak_memory_stats()
-    if isinstance(config.method, SuffixMethod) and config.method.suffix_decoding_corpus is not None:
+    if isinstance(config.method, SuffixKeys) and config.method.suffix_decoding_corpus is not None:
         check_responses_file(config.method.suffix_decoding_corpus)
     hardware = config.hardware
     info = load_target(config) if target_info is None else target_info

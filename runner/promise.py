@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from runner.assembly import Assembly
-from runner.config import SpeculativeConfig, SuffixMethod
+from runner.config import SpeculativeConfig, SuffixKeys
 from runner.workload import WorkloadItem, highest_temperature
 
 
@@ -29,7 +29,7 @@ def promise_notes(config: SpeculativeConfig, engine: Assembly, items: Sequence[W
     rule = f"rejection_sample_method={config.method.rejection_sample_method}"
     if kept_by_rule(config, items) == "distribution":
         notes.append(f"{rule} keeps the distribution of plain decoding's tokens, not the very tokens")
-        if isinstance(config.method, SuffixMethod) and config.sampler.seed is not None:
+        if isinstance(config.method, SuffixKeys) and config.sampler.seed is not None:
             # What a request remembers of another was accepted by the very noise that judges it there.
             notes.append(
                 f"{rule} keeps it only roughly: with sampler.seed all requests share the noise that suffix "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from proposers.base import Proposer, ProposerContext, proposer_class
 from proposers.vocabularies.spelling import read_spelling
-from runner.config import DrafterMethod, MethodConfig, SpeculativeConfig, SuffixMethod
+from runner.config import DrafterMethod, HybridMethod, MethodConfig, SpeculativeConfig, SuffixMethod
 from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
 from runner.model_files import model_source, own_tokenizer
@@ -20,28 +21,44 @@ COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parall
 def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenizer: Tokenizer) -> Proposer:
     method = config.method
     own_keys: dict[str, Any] = method.model_dump(exclude=set(COMMON_METHOD_KEYS))
-    if isinstance(method, DrafterMethod):
-        target_source, draft = model_source(config.model, "model.model"), config.draft_model_config()
-        source = target_source if draft is None else model_source(draft, "method.model")
-        own_keys |= {"source": source, "draft_sample_method": method.draft_sample_method}
-        for key in ("model", "revision"):
-            own_keys.pop(key)
-        _require_length_of_target(method.max_model_len, context.max_model_len)
-        if own_keys.pop("use_heterogeneous_vocab", False):
-            own_keys["vocabularies"] = (
-                read_spelling(tokenizer.backend, "the target"),
-                read_spelling(own_tokenizer(source).backend, f"the draft {source.model}"),
-            )
-        else:
-            _require_same_tokens(
-                target_source, source, takes_another="use_heterogeneous_vocab" in type(method).model_fields
-            )
-    if isinstance(method, SuffixMethod):
+    if isinstance(method, HybridMethod):
+        within = replace(context, max_draft_tokens=method.num_speculative_tokens)
+        own_keys = {"min_match_score": method.min_match_score, "drafter_name": method.drafter}
+        for name, half in (("suffix", method.suffix_method()), ("drafter", method.drafter_method())):
+            own_keys[name] = build_proposer(config.model_copy(update={"method": half}), within, tokenizer)
+    elif isinstance(method, DrafterMethod):
+        _read_drafter(own_keys, config, method, context, tokenizer)
+    elif isinstance(method, SuffixMethod):
         path = own_keys.pop("suffix_decoding_corpus")
         if path is not None:
             own_keys["corpus"] = Responses(check_responses_file(path), tokenizer, context.vocab_size)
     num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
     return proposer_class(method.method)(num_speculative_tokens=num_tokens, context=context, **own_keys)
+
+
+def _read_drafter(
+    own_keys: dict[str, Any],
+    config: SpeculativeConfig,
+    method: DrafterMethod,
+    context: ProposerContext,
+    tokenizer: Tokenizer,
+) -> None:
+    """Replace what names a checkpoint among a proposer's keyword arguments by where it is and what it needs."""
+    target_source, draft = model_source(config.model, "model.model"), config.draft_model_config()
+    source = target_source if draft is None else model_source(draft, "method.model")
+    own_keys |= {"source": source, "draft_sample_method": method.draft_sample_method}
+    for key in ("model", "revision"):
+        own_keys.pop(key)
+    _require_length_of_target(method.max_model_len, context.max_model_len)
+    if own_keys.pop("use_heterogeneous_vocab", False):
+        own_keys["vocabularies"] = (
+            read_spelling(tokenizer.backend, "the target"),
+            read_spelling(own_tokenizer(source).backend, f"the draft {source.model}"),
+        )
+    else:
+        _require_same_tokens(
+            target_source, source, takes_another="use_heterogeneous_vocab" in type(method).model_fields
+        )
 
 
 def _require_length_of_target(asked: int | None, longest: int) -> None:

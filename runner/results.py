@@ -100,6 +100,7 @@ def _output(record: RequestRecord, start: float) -> dict[str, Any]:
         "tpot_ms": next(iter(per_output_token_ms([record])), None),
         "num_draft_tokens": list(record.num_draft_tokens),
         "num_accepted_tokens": list(record.num_accepted_tokens),
+        **({} if record.draft_sources is None else {"draft_sources": list(record.draft_sources)}),
         "tokens_per_step": list(record.tokens_per_step),
     }
 

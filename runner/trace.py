@@ -18,6 +18,7 @@ class _Trace:
     num_draft_tokens: list[int] = field(default_factory=list)
     draft_depths: list[int] = field(default_factory=list)
     num_accepted_tokens: list[int] = field(default_factory=list)
+    draft_sources: list[str | None] = field(default_factory=list)
 
 
 class RequestTraces:
@@ -35,6 +36,7 @@ class RequestTraces:
         trace.num_draft_tokens.append(gain.num_draft_tokens)
         trace.draft_depths.append(gain.draft_depth)
         trace.num_accepted_tokens.append(gain.num_accepted_tokens)
+        trace.draft_sources.append(gain.draft_source)
 
     def finish(self, request: Request) -> RequestRecord:
         """The record of a request that is over; its text ends with what stopped it or, unless it asks so, before."""
@@ -73,5 +75,6 @@ class RequestTraces:
             num_draft_tokens=tuple(trace.num_draft_tokens),
             draft_depths=tuple(trace.draft_depths),
             num_accepted_tokens=tuple(trace.num_accepted_tokens),
+            draft_sources=tuple(trace.draft_sources) if any(trace.draft_sources) else None,
             num_cached_tokens=request.num_cached_tokens,
         )

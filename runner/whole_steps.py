@@ -44,6 +44,7 @@ class LaunchedStep:
     schedule: Schedule
     places: list[int]  # of the scheduled requests in the batch; all other places are empty
     depth: int  # of the drafts
+    draft_sources: list[str | None]  # of the scheduled requests, as StepOutcome has them
     seconds_to_find: float  # drafts on the host, before it was launched
     # [count, width] int64: depth + 3 as kernels/follow_verified.py has them; the parents of trees; the bits of logprobs
     packed: Download
@@ -66,6 +67,7 @@ class LaunchedStep:
             num_accepted_tokens=[row[width] for row in rows],
             num_draft_tokens=num_drafts,
             draft_depths=[tree_shape(parents).depth for parents in trees] if any(trees) else num_drafts,
+            draft_sources=self.draft_sources,
             logprobs={} if num_top is None else self._logprobs(packed[:, -num_told:], rows, num_top),
         )
 
@@ -169,7 +171,7 @@ class WholeSteps:
 
     @property
     def _needs_text(self) -> bool:
-        return self.drafter.drafts_on_host or self._sampling_flags.grammars
+        return self.drafter.reads_text or self._sampling_flags.grammars
 
     @property
     def _num_top_logprobs(self) -> int | None:
@@ -255,9 +257,9 @@ class WholeSteps:
         # Up to one split, contexts of any length are launched alike.
         max_context = shape.context_bucket(max(longest + self.drafter.reach, shape.split_keys or 0))
         on_device, began = self._on_device, time.perf_counter()
-        num_tokens = self._find(schedule, places)
+        num_tokens, draft_sources = self._find(schedule, places)
         seconds_to_find = time.perf_counter() - began
-        layout = (self._count, self._sampling_flags, max_context, num_tokens)
+        layout = (self._count, self._sampling_flags, max_context, num_tokens, self.drafter.form)
         on_device.fill_rows(num_tokens + 1)
 
         def compute() -> tuple[Tensor]:
@@ -270,20 +272,27 @@ class WholeSteps:
             packed=Download(packed),
             depth=self.drafter.depth if self.drafter.drafts_trees else num_tokens,
             num_top_logprobs=self._num_top_logprobs,
+            draft_sources=draft_sources,
             seconds_to_find=seconds_to_find,
         )
 
-    def _find(self, schedule: Schedule, places: list[int]) -> int:
-        """What the host does before a step: drafts, and what grammars make of them; how many drafts have a place."""
+    def _find(self, schedule: Schedule, places: list[int]) -> tuple[int, list[str | None]]:
+        """What the host does before a step: drafts, and what grammars make of them.
+
+        Returns how many drafts have a place, and whose those of each request are.
+        """
         assert self._on_device is not None
         drafts = self.drafter.find(schedule)
         if not self._sampling_flags.grammars:
-            return self.drafter.num_tokens if drafts is None else self.drafter.place(drafts, places)
+            if drafts is None:
+                return self.drafter.num_tokens, [None] * len(places)
+            sources = [source or self.drafter.source for source in drafts.draft_sources]
+            return self.drafter.place(drafts, places), sources
         found = DraftTokens.empty(len(places), self.target.device) if drafts is None else drafts
         found, bitmask = self.grammars.constrain(schedule, found)
         num_tokens = self.drafter.place(found, places)
         self._on_device.processors.put_bitmask(bitmask, found.num_draft_tokens, places, num_tokens + 1)
-        return num_tokens
+        return num_tokens, found.draft_sources
 
     def _step(self, batch: DeviceBatch) -> Tensor:
         drafted = self.drafter.draft(batch)

@@ -52,7 +52,7 @@ EXACT_DISTRIBUTIONS: dict[str, torch.Tensor] = {}  # by weights and parameters
 def engine(engines: Engines, config: dict[str, Any] | None) -> LLM:
     """Of a draft model that is often wrong: it takes some tokens for others."""
     llm = engines(config, **SMALL)
-    runner = getattr(llm.engine.proposer, "runner", None)
+    runner = getattr(getattr(llm.engine.proposer, "drafter", llm.engine.proposer), "runner", None)
     if hasattr(runner, "model") and not hasattr(runner, "is_confused"):
         model = runner.model
         head = unpack(model.lm_head)[[1, 0, 2, 4, 3, 5]]

@@ -48,6 +48,7 @@ METHODS: list[dict[str, Any] | None] = [
     *({"method": method, "num_speculative_tokens": 3} for method in ("mtp", "medusa", "mlp_speculator", "pard")),
     {"method": "medusa", "num_speculative_tokens": 4, "speculative_token_tree": [[0], [1], [0, 0], [0, 1]]},
     {"method": "dflash", "num_speculative_tokens": 6},
+    *({"method": "hybrid", "drafter": drafter, "min_match_score": 0.4} for drafter in ("draft_model", "eagle3")),
     {"method": "dflash", "num_speculative_tokens": 12, "speculative_token_tree": "dynamic"},
 ]
 SCHEDULES: dict[str, dict[str, Any]] = {

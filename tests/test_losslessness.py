@@ -21,6 +21,7 @@ from tests.proposers_for_tests import KnownText
 # What a method cannot do without, or needs so that it drafts often enough here; a new method starts with its defaults.
 METHOD_KEYS: dict[str, dict[str, Any]] = {
     "custom_class": {"model": "tests.proposers_for_tests.RaggedProposer"},
+    "hybrid": {"min_match_score": 0.4},
     "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "ngram_gpu": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
 }

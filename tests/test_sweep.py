@@ -123,7 +123,10 @@ def test_a_later_sweep_has_its_own_points(cli: CommandLine) -> None:
 
 def test_an_experiment_brings_its_sweep_along(cli: CommandLine) -> None:
     ending = cli("experiment=compare_methods", "tracking=none")
-    expected = [("none", 2), *[(method, k) for method in ("ngram", "suffix", "draft_model") for k in (2, 4, 8)]]
+    expected = [
+        ("none", 2),
+        *[(method, k) for method in ("ngram", "suffix", "draft_model", "hybrid") for k in (2, 4, 8)],
+    ]
     assert points(ending) == expected
     assert all(config.baseline for config, _ in ending.jobs), "that of none, the first one"
 

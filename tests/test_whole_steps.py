@@ -189,20 +189,20 @@ def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
     engine_args = {"architecture": {"num_hidden_layers": 1}, "batch_invariant": False, **engine_args}
     llm = engines(METHODS[method], **engine_args)
     llm.engine.target.model = HashingModel()  # type: ignore[assignment]
-    engine, proposer = llm.engine, cast(Any, llm.engine.proposer)
+    engine, proposer = llm.engine, cast(Any, getattr(llm.engine.proposer, "drafter", llm.engine.proposer))
     heads = {"eagle": HashingHead, "p_eagle": HashingMaskableHead, "dflash": HashingBlocks}
-    base = method
+    base = method.removeprefix("hybrid_")
     for suffix in ("_dynamic", "_static", "_probabilistic", "_block", "_typical"):
         base = base.removesuffix(suffix)
     if base in heads:
         proposer.head = proposer.runner.head = heads[base](proposer.head)
     elif base == "medusa":
         proposer.heads = HashingLastStates()
-    elif method == "mlp_speculator":
+    elif base == "mlp_speculator":
         proposer.speculator = HashingRecurrence()
     elif base in ("draft_model", "draft_model_greedy"):
         proposer.runner.model = HashingModel(is_draft=True)
-    elif method == "pard":
+    elif base == "pard":
         proposer.runner.model = HashingMaskModel(proposer.mask_token_id)
     for steps in engine.whole_steps.values():
         steps.cache_clear()  # they were captured over the models from before

@@ -45,5 +45,5 @@ class CapturedDFlash(CapturedOnePass):
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         """Write the context of every verified row; what was rejected is overwritten by the next block or context."""
         assert self.runner.cache is not None, "allocate_cache comes first"
-        launch, _ = self.runner.decode_launch(batch, token_ids.flatten(), offset=-1, num_rows=self.num_tokens + 1)
+        launch, _ = self.runner.decode_launch(batch, token_ids.flatten(), offset=-1, num_rows=token_ids.shape[1])
         self.head.write_context(launch, torch.cat(hidden_states, dim=1), self.runner.cache)

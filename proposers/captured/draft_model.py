@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from proposers.captured.drafter import GoingOn
@@ -43,16 +44,27 @@ class CapturedDraftModel(CapturedChains):
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
         return self._logits(batch, token_ids, offset=step - 1, num_rows=1)
 
+    def follow(self, batch: DeviceBatch, drafts: Tensor | None) -> None:
+        """Compute the last two tokens and the drafts: of those that are accepted, all that would be wanted is there."""
+        assert drafts is not None, "where the load allows no drafts, another drafter takes its place"
+        token_ids = torch.cat((batch.last_token_ids, drafts.clamp(min=0)), dim=1)
+        self._compute(batch, token_ids.flatten(), offset=-2, num_rows=token_ids.shape[1])
+
     def stop(self, going_on: Sequence[GoingOn]) -> None:
         for _, request, _ in going_on:
             self.num_computed[request.request_id] = request.num_tokens - 2
 
     def _logits(self, batch: DeviceBatch, token_ids: Tensor, *, offset: int, num_rows: int) -> Tensor:
+        hidden = self._compute(batch, token_ids, offset=offset, num_rows=num_rows)
+        last = hidden.view(batch.count, num_rows, -1)[:, -1].contiguous()
+        logits = self.runner.model.logits(last, self.runner.shapes["decode"].linear)
+        return logits if self.translation is None else self.translation.of_shared(logits)
+
+    def _compute(self, batch: DeviceBatch, token_ids: Tensor, *, offset: int, num_rows: int) -> Tensor:
+        """Hidden states [count * num_rows, width]; KV of the rows is stored."""
         launch, _ = self.runner.decode_launch(batch, token_ids, offset=offset, num_rows=num_rows)
         if offset < -1:
             is_generated = launch.positions.view(-1, num_rows) >= batch.num_prompt_tokens.unsqueeze(1)
             launch = replace(launch, slot_mapping=launch.slot_mapping * is_generated.flatten())  # 0: the null block
         hidden, _ = self.runner.compute(launch)
-        last = hidden.view(batch.count, num_rows, -1)[:, -1].contiguous()
-        logits = self.runner.model.logits(last, launch.linear_tile)
-        return logits if self.translation is None else self.translation.of_shared(logits)
+        return hidden

@@ -9,7 +9,7 @@ proposer drafts in its usual way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -36,7 +36,10 @@ class GoingOn(NamedTuple):
 class CapturedDrafter(ABC):
     tap_layers: tuple[int, ...] = ()  # the target's hidden states that `learn` takes
     max_requests: int | None = None  # of a batch that it drafts for; None: any number
-    drafts_on_host = False  # `find` does the drafting: a step begins when the one before it has been read
+    reads_text = False  # `find` looks at the committed tokens: a step begins when the one before it has been read
+    drafts_on_host = False  # `find` does all of the drafting
+    source: str | None = None  # whose drafts those of requests are that `find` found none for, where several draft
+    form: Hashable = None  # where steps with as many places can be unlike each other: which of them `place` has chosen
     draws = False  # the rule is to read the distributions that drafts were drawn from
 
     def __init__(

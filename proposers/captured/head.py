@@ -73,7 +73,7 @@ class CapturedHead(CapturedChains):
         self._output = take_rows(output, self._fresh.last_rows(batch).flatten())
         return self.next_logits(batch, 0, batch.lengths)
 
-    def follow(self, batch: DeviceBatch) -> None:
+    def follow(self, batch: DeviceBatch, drafts: Tensor | None) -> None:
         self._first_pass(batch)
 
     def _first_pass(self, batch: DeviceBatch) -> Tensor:
@@ -99,8 +99,9 @@ class CapturedHead(CapturedChains):
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         assert self._states is not None
-        taps = [tap.view(batch.count, self.depth + 1, -1) for tap in hidden_states]
-        torch.cat(taps, dim=2, out=self._states[: batch.count, : self.depth + 1])
+        num_rows = token_ids.shape[1]
+        taps = [tap.view(batch.count, num_rows, -1) for tap in hidden_states]
+        torch.cat(taps, dim=2, out=self._states[: batch.count, :num_rows])
         self._fresh.learn(batch, token_ids)
 
     def stop(self, going_on: Sequence[GoingOn]) -> None:

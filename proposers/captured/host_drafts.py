@@ -22,8 +22,40 @@ MAX_ROWS = 64  # of a launch: up to about there a GPU reads weights for longer t
 MAX_REQUESTS_ON_CPU = 2  # measured: from four on, empty places cost what steps in parts do
 
 
+def max_requests(num_tokens: int, device: torch.device) -> int:
+    """Of a batch that may have as many places for host drafts as the longest of them needs."""
+    return max(1, MAX_ROWS // (num_tokens + 1)) if runs_kernels(device) else MAX_REQUESTS_ON_CPU
+
+
+class PlacedDrafts:
+    """Drafts of the host on the device: a row a place of the batch, as wide as the step has places for drafts."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._capacity, self._device = capacity, device
+        self._token_ids: dict[int, Tensor] = {}  # width -> [capacity, width] int64, -1 where there is none
+
+    def put(self, drafts: DraftTokens, places: Sequence[int], width: int) -> None:
+        """places: of the drafts' requests; width: at least that of the longest draft."""
+        if width not in self._token_ids:
+            size = (self._capacity, width)
+            self._token_ids[width] = torch.empty(size, dtype=torch.int64, device=self._device)
+        counts = drafts.num_draft_tokens
+        index = [row * width + step for row, count in zip(places, counts, strict=True) for step in range(count)]
+        token_ids = self._token_ids[width].fill_(-1)
+        token_ids.view(-1).index_copy_(0, to_device(index, torch.int64, self._device), drafts.token_ids)
+
+    def of(self, batch: DeviceBatch) -> Tensor:
+        """[count, num_rows - 1] int64."""
+        return self._token_ids[batch.num_rows - 1][: batch.count]
+
+
+def few_widths(longest: int, most: int) -> int:
+    """Places for drafts of which the longest has so many tokens, at most `most`: few different numbers."""
+    return min(1 << (longest - 1).bit_length(), most)
+
+
 class HostDrafts(CapturedDrafter):
-    drafts_on_host = True
+    reads_text = drafts_on_host = True
 
     def __init__(
         self,
@@ -34,27 +66,19 @@ class HostDrafts(CapturedDrafter):
         device: torch.device,
     ) -> None:
         super().__init__(num_tokens)
-        self.max_requests = max(1, MAX_ROWS // (num_tokens + 1)) if runs_kernels(device) else MAX_REQUESTS_ON_CPU
-        self._propose, self._capacity, self._device = propose, capacity, device
-        self._token_ids: dict[int, Tensor] = {}  # places of a step -> [capacity, places] int64, -1 where there is none
+        self.max_requests = max_requests(num_tokens, device)
+        self._propose, self._placed = propose, PlacedDrafts(capacity, device)
 
     def find(self, schedule: Schedule) -> DraftTokens:
         return self._propose(schedule)
 
     def place(self, drafts: DraftTokens, places: Sequence[int]) -> int:
-        counts = drafts.num_draft_tokens
-        widest = max(counts)
-        if widest == 0:
+        longest = max(drafts.num_draft_tokens)
+        if longest == 0:
             return 0
-        width = min(1 << (widest - 1).bit_length(), self.num_tokens)
-        if width not in self._token_ids:
-            size = (self._capacity, width)
-            self._token_ids[width] = torch.empty(size, dtype=torch.int64, device=self._device)
-        index = [row * width + step for row, count in zip(places, counts, strict=True) for step in range(count)]
-        token_ids = self._token_ids[width].fill_(-1)
-        token_ids.view(-1).index_copy_(0, to_device(index, torch.int64, self._device), drafts.token_ids)
+        width = few_widths(longest, self.num_tokens)
+        self._placed.put(drafts, places, width)
         return width
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
-        num_tokens = batch.num_rows - 1
-        return CapturedDrafts(self._token_ids[num_tokens][: batch.count]) if num_tokens else no_drafts(batch)
+        return CapturedDrafts(self._placed.of(batch)) if batch.num_rows > 1 else no_drafts(batch)

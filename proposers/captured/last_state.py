@@ -24,13 +24,15 @@ class CapturedLastState(CapturedChains):
         *,
         states: dict[str, Tensor],  # the proposer's own: request_id -> [hidden]
         capacity: int,
+        max_depth: int,  # drafts of a step that can be accepted, whoever made them
         **common: Any,
     ) -> None:
         super().__init__(**common)
         self.states, self.capacity = states, capacity
         self._states: Tensor | None = None  # [capacity, hidden], of the position before each request's last token
-        num_rows = self.num_tokens + 1  # of each request in a verification
-        self._first_rows = torch.arange(0, capacity * num_rows, num_rows, device=self.steps.device)
+        # By the rows of each request in a verification, [max_depth + 2, capacity]: its first one.
+        num_rows = torch.arange(max_depth + 2, device=self.steps.device).unsqueeze(1)
+        self._first_rows = num_rows * torch.arange(capacity, device=self.steps.device)
 
     def can_start(self, request: Request) -> bool:
         return request.request_id in self.states
@@ -61,7 +63,7 @@ class CapturedLastState(CapturedChains):
         assert self._states is not None
         (normed,) = hidden_states
         num_accepted = (token_ids[:, 1:] >= 0).sum(dim=1)
-        last = self._first_rows[: batch.count] + num_accepted
+        last = self._first_rows[token_ids.shape[1], : batch.count] + num_accepted
         torch.index_select(normed, 0, last, out=self._states[: batch.count])
 
     def stop(self, going_on: Sequence[GoingOn]) -> None:

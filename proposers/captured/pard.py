@@ -25,14 +25,13 @@ class CapturedPard(CapturedOnePass):
         mask_token_id: int,
         capacity: int,
         num_tokens: int,
+        max_depth: int,  # drafts of a step that can be accepted, at least num_tokens
         **common: Any,
     ) -> None:
-        # A request with few fresh tokens has its masks early, and as many rows of scratch behind them.
-        super().__init__(num_tokens=num_tokens, num_scratch_rows=num_tokens - 1, **common)
+        # A request with few fresh tokens has its masks early, and rows of scratch behind them.
+        super().__init__(num_tokens=num_tokens, num_scratch_rows=max_depth - 1, **common)
         self.runner, self.num_computed, self.mask_token_id = runner, num_computed, mask_token_id
-        self._fresh = FreshTokens(
-            capacity=capacity, most=num_tokens + 1, num_masks=num_tokens - 1, device=runner.device
-        )
+        self._fresh = FreshTokens(capacity=capacity, most=max_depth + 1, num_masks=num_tokens - 1, device=runner.device)
 
     def can_start(self, request: Request) -> bool:
         return self._fresh.fit(request, self.num_computed.get(request.request_id, 0))
@@ -47,14 +46,22 @@ class CapturedPard(CapturedOnePass):
         )
 
     def all_logits(self, batch: DeviceBatch) -> Tensor:
+        drafting = self._pass(batch).index_select(0, self._fresh.last_rows(batch).flatten())
+        tile = self.runner.shapes["decode"].linear
+        return self.runner.model.logits(drafting, tile).view(batch.count, self.num_tokens, -1)
+
+    def follow(self, batch: DeviceBatch, drafts: Tensor | None) -> None:
+        self._pass(batch)
+
+    def _pass(self, batch: DeviceBatch) -> Tensor:
+        """Hidden states of the fresh tokens' rows and the masks' behind them."""
         token_ids = torch.where(self._fresh.are_fresh(batch), self._fresh.rows(batch), self.mask_token_id)
         lengths = self._fresh.first_positions(batch)
         launch, _ = self.runner.decode_launch(
             batch, token_ids.flatten(), offset=0, num_rows=token_ids.shape[1], lengths=lengths
         )
         hidden, _ = self.runner.compute(launch)
-        drafting = hidden.index_select(0, self._fresh.last_rows(batch).flatten())
-        return self.runner.model.logits(drafting, launch.linear_tile).view(batch.count, self.num_tokens, -1)
+        return hidden
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         self._fresh.learn(batch, token_ids)

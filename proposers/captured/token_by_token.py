@@ -43,13 +43,21 @@ class CapturedChains(CapturedDrafter):
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
         """Compute token_ids [count], which lie at the positions lengths + step - 1; the logits after them."""
 
-    def follow(self, batch: DeviceBatch) -> None:
-        """Compute what the drafter has not seen, where the load allows no drafts."""
+    def follow(self, batch: DeviceBatch, drafts: Tensor | None) -> None:
+        """Draft nothing, but compute what would have to be computed later.
+
+        drafts: [count, n] int64, -1 where there is none, that others made for this step; None: nobody drafts.
+        """
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
         if self.num_tokens == 0:
-            self.follow(batch)
+            self.follow(batch, None)
             return no_drafts(batch)
+        return self.draft_beside(batch, None)
+
+    def draft_beside(self, batch: DeviceBatch, given: Tensor | None) -> CapturedDrafts:
+        """given: [count, num_tokens] int64: what others drafted for some of the requests, -1 where there is none; these
+        requests get no other drafts. None: nobody did."""
         drafted, probs = list[Tensor](), list[Tensor]()
         positions = batch.lengths + self.steps  # [num_tokens, count]
         logits = self.first_logits(batch)
@@ -57,11 +65,15 @@ class CapturedChains(CapturedDrafter):
             if step > 0:
                 logits = self.next_logits(batch, step, drafted[-1])
             token_ids, step_probs = self._draw(batch, logits, positions[step], drafted)
+            if given is not None:  # it follows them, so that what it stores of those that are accepted is right
+                token_ids = torch.where(given[:, step] >= 0, given[:, step], token_ids)
             drafted.append(token_ids)
             if step_probs is not None:
                 probs.append(step_probs)
-        flat = torch.stack(probs, dim=1).flatten(0, 1) if probs else None
-        return CapturedDrafts(torch.stack(drafted, dim=1), flat)
+        chains, flat = torch.stack(drafted, dim=1), torch.stack(probs, dim=1) if probs else None
+        if given is not None:
+            chains, flat = _with_given(chains, flat, given)
+        return CapturedDrafts(chains, None if flat is None else flat.flatten(0, 1))
 
     def _draw(
         self, batch: DeviceBatch, logits: Tensor, positions: Tensor, drafted: list[Tensor]
@@ -107,3 +119,17 @@ class CapturedChains(CapturedDrafter):
             return logits, self.known_tokens
         logits = over_target_vocabulary(logits, self.known_tokens)
         return batch.processors.apply(logits, positions, path), None
+
+
+def _with_given(chains: Tensor, probs: Tensor | None, given: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Drafts [count, num_tokens] in which the requests of `given` have what is given and nothing behind it.
+
+    probs: [count, num_tokens, vocab]; that of a given draft is one-hot.
+    """
+    is_given = given[:, :1] >= 0
+    chains = torch.where(is_given, given, chains)
+    if probs is None:
+        return chains, None
+    places, probs = given.clamp(min=0).unsqueeze(2), probs.masked_fill(is_given.unsqueeze(2), 0.0)
+    own = probs.gather(2, places).masked_fill(is_given.unsqueeze(2), 1.0)
+    return chains, probs.scatter_(2, places, own)

@@ -118,7 +118,7 @@ class HeadProposer(LevelByLevelProposer):
             "known": self._known,
             "capacity": self.context.max_num_seqs,
             "max_model_len": self.max_model_len,
-            "max_depth": self._depth_of(self.num_speculative_tokens),
+            "max_depth": max(self._depth_of(self.num_speculative_tokens), self.context.max_draft_tokens or 0),
         }
         if num_tokens == 0:
             return CapturedHead(mask=None, **common)
@@ -152,6 +152,10 @@ class HeadProposer(LevelByLevelProposer):
             if not item.is_decoding or len(known.states) > MAX_STEPS_BEHIND:
                 behind.append(request)
         self._follow(behind)
+
+    @torch.inference_mode()
+    def keep_up(self, requests: Sequence[Request]) -> None:
+        self._follow([request for request in requests if request.request_id in self._known])
 
     def fills_blocks(self, request: Request) -> bool:
         return self.follows(request) and request.num_tokens <= self.max_model_len

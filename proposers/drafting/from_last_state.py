@@ -108,6 +108,7 @@ class LastStateProposer(TokenByTokenProposer):
             **super().captured_arguments(min(num_tokens, self.max_depth)),
             "states": self._states,
             "capacity": self.context.max_num_seqs,
+            "max_depth": max(self.num_speculative_tokens, self.context.max_draft_tokens or 0),
             "max_model_len": self.max_model_len,
         }
 

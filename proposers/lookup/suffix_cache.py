@@ -15,6 +15,7 @@ from proposers.lookup.suffix_draft import (
     BASE,
     CAPACITY,
     LENGTH,
+    MATCH_LENGTH,
     NUM_COLUMNS,
     NUM_DRAFTED,
     ROOT,
@@ -96,8 +97,19 @@ class SuffixCache:
 
     def step(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[int]]:
         """For each row: take in its new tokens, draft at most so many. Linear in the new tokens, not in the texts."""
-        drafts = self._drafts_for(rows, new_tokens, limits, drafts_trees=False)
+        drafts = self._drafts_for(rows, new_tokens, limits, drafts_trees=False).tolist()
         return [draft[TOKENS : TOKENS + draft[NUM_DRAFTED]] for draft in drafts]
+
+    def step_scored(
+        self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]], limits: Sequence[int]
+    ) -> list[SuffixDraft]:
+        """`step` with what is known of each draft."""
+        drafts = self._drafts_for(rows, new_tokens, limits, drafts_trees=False)
+        scores = drafts.view(np.float32)[:, SCORE].tolist()
+        return [
+            SuffixDraft(draft[TOKENS : TOKENS + draft[NUM_DRAFTED]], score, draft[MATCH_LENGTH])
+            for draft, score in zip(drafts.tolist(), scores, strict=True)
+        ]
 
     def step_trees(
         self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]], limits: Sequence[int]
@@ -106,7 +118,7 @@ class SuffixCache:
 
         A parent is the place of an earlier token of the tree, -1 for what follows the text.
         """
-        drafts = self._drafts_for(rows, new_tokens, limits, drafts_trees=True)
+        drafts = self._drafts_for(rows, new_tokens, limits, drafts_trees=True).tolist()
         trees = []
         for draft, limit in zip(drafts, limits, strict=True):
             num_nodes, parents = draft[NUM_DRAFTED], TOKENS + limit
@@ -115,17 +127,16 @@ class SuffixCache:
 
     def _drafts_for(
         self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]], limits: Sequence[int], *, drafts_trees: bool
-    ) -> list[list[int]]:
+    ) -> Int32Array:
         counts = [len(tokens) for tokens in new_tokens]
         jobs = np.array([rows, counts, limits], dtype=np.int32).T.copy()
         flat = np.array([token for tokens in new_tokens for token in tokens], dtype=np.int32)
         for row, count in zip(rows, counts, strict=True):
             self._make_room(row, count)
         self._forest.reserve(2 * (len(flat) + len(rows) * self.max_tree_depth))
-        drafts = np.empty((len(rows), TOKENS + 2 * max(limits, default=0)), dtype=np.int32)
+        drafts: Int32Array = np.empty((len(rows), TOKENS + 2 * max(limits, default=0)), dtype=np.int32)
         self._step(jobs, len(rows), flat, drafts, drafts_trees)
-        listed: list[list[int]] = drafts.tolist()
-        return listed
+        return drafts
 
     def append(self, row: int, tokens: Int32Array) -> None:
         """Take in the new tokens of one row. [num_new] int32"""

@@ -16,19 +16,20 @@ from runner.config.drafter_methods import (
     PardMethod,
 )
 from runner.config.hardware import HardwareConfig
+from runner.config.hybrid_method import HybridMethod
 from runner.config.method import MethodConfig
 from runner.config.method_union import (
     CustomClassMethod,
     NgramGpuMethod,
     NgramMethod,
     NoneMethod,
-    SuffixMethod,
     parse_method,
 )
 from runner.config.model import DraftDefaults, ModelConfig
 from runner.config.problem import ConfigError, Problem
 from runner.config.root import SpeculativeConfig
 from runner.config.sampler import SamplerConfig
+from runner.config.suffix_method import SuffixKeys, SuffixMethod
 from runner.config.workload import DemoWorkload, JsonlWorkload, SyntheticWorkload, WorkloadConfig
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Eagle3Method",
     "EagleMethod",
     "HardwareConfig",
+    "HybridMethod",
     "JsonlWorkload",
     "MedusaMethod",
     "MethodConfig",
@@ -55,6 +57,7 @@ __all__ = [
     "Problem",
     "SamplerConfig",
     "SpeculativeConfig",
+    "SuffixKeys",
     "SuffixMethod",
     "SyntheticWorkload",
     "WorkloadConfig",

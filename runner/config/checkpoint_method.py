@@ -93,15 +93,18 @@ def is_dotted_path(model: str) -> bool:
     return "." in model and all(part.isidentifier() for part in model.split("."))
 
 
-def misfit(model: str, method: str) -> str | None:
-    """Why a method cannot run a local checkpoint, as a rule with its remedy; None when nothing speaks against it."""
+def misfit(model: str, method: str, *, key: str = "method") -> str | None:
+    """Why a method cannot run a local checkpoint, as a rule with its remedy; None when nothing speaks against it.
+
+    key: where the method was named.
+    """
     drafter = drafter_of(model)
     if drafter is None or drafter.method == method or (drafter.is_model and method == "draft_model"):
         return None
     if drafter.method is None:
         return _unavailable(model, drafter)
-    remedy = f"set method={drafter.method}, or name {kind_of(method)}"
-    return f"{model!r} is {drafter.kind}, got method={method}; {remedy}"
+    remedy = f"set {key}={drafter.method}, or name {kind_of(method)}"
+    return f"{model!r} is {drafter.kind}, got {key}={method}; {remedy}"
 
 
 def drafter_of(model: str) -> Drafter | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
+from pydantic import Field, Strict, field_validator, model_validator
 
 from runner.config.checkpoint_method import misfit
 from runner.config.hardware import TENSOR_PARALLEL_REMEDY
@@ -18,6 +18,8 @@ LayerIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False), Fie
 
 class DrafterMethod(MethodConfig):
     """What all of them share: a checkpoint of their own."""
+
+    drafter_key: ClassVar[str] = "method"  # names what runs the checkpoint
 
     model: str | None = Field(
         default=None,
@@ -34,13 +36,16 @@ class DrafterMethod(MethodConfig):
         default=1, ge=1, description="GPUs the drafter's layers are split over; 1 until tensor parallelism lands"
     )
 
-    @field_validator("model")
-    @classmethod
-    def _check_checkpoint(cls, value: str | None, info: ValidationInfo) -> str | None:
-        method = info.data.get("method")
-        if value is not None and method is not None and (rule := misfit(value, method)) is not None:
-            raise ValueError(rule)
-        return value
+    @property
+    def drafter_name(self) -> str:
+        """The method that runs the checkpoint by itself."""
+        return self.method
+
+    @model_validator(mode="after")
+    def _check_checkpoint(self) -> Self:
+        if self.model is not None and (rule := misfit(self.model, self.drafter_name, key=self.drafter_key)):
+            raise ValueError(f"model {rule}")
+        return self
 
     @field_validator("draft_tensor_parallel_size")
     @classmethod

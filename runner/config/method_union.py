@@ -26,9 +26,11 @@ from runner.config.drafter_methods import (
     PardMethod,
 )
 from runner.config.from_vllm import names_method, translate
+from runner.config.hybrid_method import HybridMethod
 from runner.config.method import SYNTHETIC_KEYS, MethodConfig
 from runner.config.node import Node
 from runner.config.problem import ConfigError, Problem, node_classes, problems_of, union_tag
+from runner.config.suffix_method import SuffixMethod
 
 
 class NoneMethod(MethodConfig):
@@ -92,51 +94,6 @@ class NgramGpuMethod(PromptLookupMethod):
     """Prompt lookup on the device; no step waits for the host."""
 
     method: Literal["ngram_gpu"] = Field(default="ngram_gpu", description="prompt lookup on the device, no host sync")
-
-
-class SuffixMethod(MethodConfig):
-    """Suffix decoding: drafts what followed the same words before, in this request or in finished ones.
-
-    vLLM, by Arctic Inference, lets requests draft from each other's responses while these run; here a response is
-    shared when it is finished, so requests that answer alike at the same time accept less.
-    """
-
-    ignored_keys: ClassVar[tuple[str, ...]] = ("draft_sample_method",)
-
-    method: Literal["suffix"] = Field(default="suffix", description="drafts copied from earlier requests and this one")
-    num_speculative_tokens: int = Field(
-        default=24, ge=0, le=128, description="tokens drafted per request and step at most, in [0, 128]; 0: none"
-    )
-    suffix_decoding_max_tree_depth: int = Field(
-        default=24, ge=1, le=1024, description="tokens matched and drafted together at most, in [1, 1024]"
-    )
-    suffix_decoding_max_cached_requests: int = Field(
-        default=10000, ge=0, description="finished responses kept, >= 0, the oldest leaves first; 0 keeps none"
-    )
-    suffix_decoding_max_spec_factor: float = Field(
-        default=1.0, ge=0, description="drafted tokens at most, as a multiple of the tokens matched, >= 0"
-    )
-    suffix_decoding_min_token_prob: float = Field(
-        default=0.1, ge=0, le=1, description="draft while the estimated probability of getting there is this, in [0, 1]"
-    )
-    speculative_token_tree: Literal["dynamic"] | None = Field(
-        default=None,
-        description="null drafts the likeliest continuation; dynamic a tree of the num_speculative_tokens likeliest",
-    )
-    suffix_decoding_corpus: str | None = Field(
-        default=None,
-        min_length=1,
-        description="a .jsonl file of earlier responses (token_ids or text, as outputs.jsonl has) to start from",
-    )
-
-    @model_validator(mode="after")
-    def _check_corpus(self) -> SuffixMethod:
-        if self.suffix_decoding_corpus is not None and self.suffix_decoding_max_cached_requests == 0:
-            raise ValueError(
-                f"suffix_decoding_corpus must be null with suffix_decoding_max_cached_requests=0, which keeps no "
-                f"response, got {self.suffix_decoding_corpus!r}; raise suffix_decoding_max_cached_requests"
-            )
-        return self
 
 
 class CustomClassMethod(MethodConfig):
@@ -216,6 +173,7 @@ AnyMethod = (
     | MedusaMethod
     | MlpSpeculatorMethod
     | DflashMethod
+    | HybridMethod
     | CustomClassMethod
 )
 MEMBERS = {union_tag(member): member for member in node_classes(AnyMethod)}

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from runner.config.checkpoint_method import kind_of, misfit
-from runner.config.drafter_methods import DrafterMethod, DraftModelMethod, MtpMethod
+from runner.config.drafter_methods import DrafterMethod
 from runner.config.hardware import HardwareConfig
 from runner.config.method_union import (
     FIELDS,
@@ -166,9 +166,9 @@ class SpeculativeConfig(Node):
         if not isinstance(self.method, DrafterMethod):
             return []
         problems = []
-        is_inside = isinstance(self.method, MtpMethod)  # without a checkpoint of its own it is looked for in the target
+        is_inside = self.method.drafter_name == "mtp"  # without a checkpoint of its own it is looked for in the target
         if self.method.model is None and self._default_drafter() is None and not is_inside:
-            kind = kind_of(self.method.method)
+            kind = kind_of(self.method.drafter_name)
             problems.append(
                 Problem(
                     name="method.model",
@@ -189,10 +189,10 @@ class SpeculativeConfig(Node):
     def _default_problems(self) -> list[Problem]:
         """The model group may name a drafter of another kind, as method.model may."""
         default = self._default_drafter()
-        if default is None or getattr(self.method, "model", None) is not None:
+        if default is None or not isinstance(self.method, DrafterMethod) or self.method.model is not None:
             return []
-        rule = misfit(default.model, self.method.method)
-        key = "draft" if isinstance(self.method, DraftModelMethod) else f"heads.{self.method.method}"
+        rule = misfit(default.model, self.method.drafter_name, key=self.method.drafter_key)
+        key = "draft" if self.method.drafter_name == "draft_model" else f"heads.{self.method.drafter_name}"
         return [] if rule is None else [Problem(name=f"model.{key}.model", rule=rule)]
 
     def _budget_problems(self) -> list[Problem]:
@@ -232,9 +232,10 @@ class SpeculativeConfig(Node):
         )
 
     def _default_drafter(self) -> DraftDefaults | None:
-        if isinstance(self.method, DraftModelMethod):
-            return self.model.draft
-        return (self.model.heads or {}).get(self.method.method)
+        if not isinstance(self.method, DrafterMethod):
+            return None
+        name = self.method.drafter_name
+        return self.model.draft if name == "draft_model" else (self.model.heads or {}).get(name)
 
     def normalised(self) -> Self:
         """The same run with ignored keys at their defaults; points of a sweep that are equal so are run once."""

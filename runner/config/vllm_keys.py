@@ -98,6 +98,11 @@ REFUSED_KEYS = {
     "draft_load_config": _internal(),
     "draft_model_config": _internal(),
     "draft_parallel_config": _internal(),
+    "enable_suffix_decoding": Refusal(
+        rule="is a key of the plugin Arctic Inference",
+        remedy="set method='hybrid' and drafter=<the method that drafts where no match is convincing>",
+        unless=(None, False),
+    ),
     "quantization": Refusal(
         rule="is not available yet", remedy="remove it and name an unquantised draft", unless=(None,)
     ),

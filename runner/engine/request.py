@@ -133,6 +133,12 @@ class DraftTokens:
         return [end - start for start, end in itertools.pairwise(self.cu_num_draft_tokens)]
 
     @property
+    def draft_sources(self) -> list[str | None]:
+        """Whose first token each request's drafts begin with, [B]; None: no drafts, or there is one proposer only."""
+        sources = self.sources or [None] * self.cu_num_draft_tokens[-1]
+        return [sources[start] if end > start else None for start, end in itertools.pairwise(self.cu_num_draft_tokens)]
+
+    @property
     def first_logits_rows(self) -> list[int]:
         """Of each request's pending token, which its drafts' rows follow, [B]."""
         return [start + b for b, start in enumerate(self.cu_num_draft_tokens[:-1])]
@@ -193,6 +199,7 @@ class VerifyOutput:
             num_accepted_tokens=[row[width] for row in rows],
             num_draft_tokens=num_drafts,
             draft_depths=depths,
+            draft_sources=[*drafts.draft_sources, *[None] * len(without)],
             logprobs={} if self.logprobs is None else self.logprobs.read(),
         )
 
@@ -205,5 +212,6 @@ class StepOutcome:
     num_accepted_tokens: Sequence[int]  # [B]: before stop conditions
     num_draft_tokens: Sequence[int]  # [B]
     draft_depths: Sequence[int]  # [B]: the most drafts that can be accepted; for a chain, all of them
+    draft_sources: Sequence[str | None]  # [B]: whose first drafts they are; None: nobody's, or there is one proposer
     # By request, of those that asked: of the prompt's tokens, and of the row's
     logprobs: Mapping[str, tuple[Sequence[TokenLogprobs], Sequence[TokenLogprobs]]] = field(default_factory=dict)

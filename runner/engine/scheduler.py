@@ -59,6 +59,7 @@ class CommittedTokens:
     num_draft_tokens: int
     draft_depth: int  # the most draft tokens that could be accepted: all of a chain, the deepest path of a tree
     num_accepted_tokens: int  # committed draft tokens, after eos and max_tokens
+    draft_source: str | None = None  # the proposer that they begin with; None: no drafts, or there is one only
 
 
 class Scheduler:
@@ -159,6 +160,7 @@ class Scheduler:
                 continue
             accepted = outcome.num_accepted_tokens[row]
             num_draft_tokens, draft_depth = outcome.num_draft_tokens[row], outcome.draft_depths[row]
+            draft_source = outcome.draft_sources[row]
             new_token_ids = outcome.token_ids[row][: accepted + 1]
             row += 1
             stop = self.stop_rules.apply(request, new_token_ids)
@@ -175,6 +177,7 @@ class Scheduler:
                     num_draft_tokens=num_draft_tokens,
                     draft_depth=draft_depth,
                     num_accepted_tokens=accepted,
+                    draft_source=draft_source,
                 )
             )
             if stop.finish_reason is not None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from runner.metrics.in_parts import InParts
 from runner.metrics.rates import (
     acceptance,
+    by_source,
     categories,
     draft_tree_depth,
     inter_token_ms,
@@ -116,6 +117,8 @@ class MetricsCollector:
           count from the text: in a draft tree they are depths.
         - conditional_acceptance_per_position[i]: the same / drafts that have a token i and all before it accepted.
         - acceptance_length_histogram: acceptance length (1 + accepted, as text) -> number of drafts.
+        - acceptance_by_source: proposer -> counts, acceptance_rate and mean_acceptance_length of its own drafts, where
+          several draft (hybrid); a draft is its first token's proposer's. Empty where one drafts.
         - num_decoding_steps: steps in which at least one request decodes; num_whole_steps: those of them that ran
           whole, without the host between drafts and verification.
         - whole_step_share: num_whole_steps / num_decoding_steps; None where the engine captures no steps.
@@ -184,6 +187,7 @@ class MetricsCollector:
             "prefix_cache_hit_rate": ratio(totals.prefix_cache_hits, totals.prefix_cache_queries),
             "num_output_tokens": num_output_tokens,
             **acceptance(finished, num_speculative_tokens),
+            "acceptance_by_source": by_source(finished),
             "tokens_per_step": ratio(num_output_tokens, num_request_steps),
             "duration_s": duration_s,
             "output_tokens_per_second": ratio(num_output_tokens, duration_s),

@@ -55,17 +55,11 @@ def acceptance(records: Iterable[RequestRecord], num_positions: int) -> dict[str
     records = list(records)
     drafts = _drafts_of(records)
     num_positions = max([num_positions, *(depth for _, depth, _ in drafts)])
-    num_draft_tokens = sum(drafted for drafted, _, _ in drafts)
-    num_accepted_tokens = sum(accepted for _, _, accepted in drafts)
     accepted_at = [sum(accepted > i for _, _, accepted in drafts) for i in range(num_positions)]
     reached_at = [sum(depth > i and accepted >= i for _, depth, accepted in drafts) for i in range(num_positions)]
     own_lengths = [_acceptance_length(own) for record in records if (own := _drafts_of([record]))]
     return {
-        "num_drafts": len(drafts),
-        "num_draft_tokens": num_draft_tokens,
-        "num_accepted_tokens": num_accepted_tokens,
-        "acceptance_rate": ratio(num_accepted_tokens, num_draft_tokens),
-        "mean_acceptance_length": _acceptance_length(drafts) if drafts else None,
+        **_counts(drafts),
         "mean_acceptance_length_per_request": ratio(sum(own_lengths), len(own_lengths)),
         "acceptance_per_position": [ratio(count, len(drafts)) for count in accepted_at],
         "conditional_acceptance_per_position": [ratio(a, r) for a, r in zip(accepted_at, reached_at, strict=True)],
@@ -73,6 +67,16 @@ def acceptance(records: Iterable[RequestRecord], num_positions: int) -> dict[str
             str(1 + count): sum(accepted == count for _, _, accepted in drafts) for count in range(num_positions + 1)
         },
     }
+
+
+def by_source(records: Iterable[RequestRecord]) -> dict[str, Any]:
+    """Proposer -> what became of its drafts; empty where one drafts."""
+    own: dict[str, list[tuple[int, int, int]]] = {}
+    for record in records:
+        for source, draft in record.sourced_drafts:
+            if source is not None:
+                own.setdefault(source, []).append(draft)
+    return {source: _counts(drafts) for source, drafts in sorted(own.items())}
 
 
 def categories(records: Sequence[RequestRecord], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -152,6 +156,18 @@ def range_of(row: Mapping[str, Any], key: str) -> tuple[float, float]:
 
 def _drafts_of(records: Iterable[RequestRecord]) -> list[tuple[int, int, int]]:
     return [draft for record in records for draft in record.drafts]
+
+
+def _counts(drafts: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+    num_draft_tokens = sum(drafted for drafted, _, _ in drafts)
+    num_accepted_tokens = sum(accepted for _, _, accepted in drafts)
+    return {
+        "num_drafts": len(drafts),
+        "num_draft_tokens": num_draft_tokens,
+        "num_accepted_tokens": num_accepted_tokens,
+        "acceptance_rate": ratio(num_accepted_tokens, num_draft_tokens),
+        "mean_acceptance_length": _acceptance_length(drafts) if drafts else None,
+    }
 
 
 def _acceptance_length(drafts: Sequence[tuple[int, int, int]]) -> float:

@@ -49,14 +49,21 @@ class RequestRecord:
     num_accepted_tokens: tuple[int, ...]
     # The most draft tokens that each step could accept, the depth of its draft tree; None = chains, all of them.
     draft_depths: tuple[int, ...] | None = None
+    draft_sources: tuple[str | None, ...] | None = None  # whose drafts each step verified; None: one proposer drafts
     num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache; None: not looked for
 
     @property
     def drafts(self) -> list[tuple[int, int, int]]:
         """(drafted tokens, their depth, accepted ones) of every step that drafted."""
+        return [draft for _, draft in self.sourced_drafts]
+
+    @property
+    def sourced_drafts(self) -> list[tuple[str | None, tuple[int, int, int]]]:
+        """`drafts`, each with whose it is; None where one proposer drafts."""
         depths = self.num_draft_tokens if self.draft_depths is None else self.draft_depths
+        sources = (None,) * len(depths) if self.draft_sources is None else self.draft_sources
         steps = zip(self.num_draft_tokens, depths, self.num_accepted_tokens, strict=True)
-        return [step for step in steps if step[0] > 0]
+        return [(source, step) for source, step in zip(sources, steps, strict=True) if step[0] > 0]
 
     @property
     def failed(self) -> bool:

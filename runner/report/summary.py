@@ -123,6 +123,10 @@ def _acceptance(grid: Table, summary: Mapping[str, Any], *, ascii_only: bool) ->
     length = Text(number(summary["mean_acceptance_length"], "{:.2f}"), "bold")
     own = f" (mean over requests {number(summary['mean_acceptance_length_per_request'], '{:.2f}')})"
     grid.add_row("mean acceptance length", length + Text(own))
+    for source, own in summary["acceptance_by_source"].items():
+        of_source = number(own["mean_acceptance_length"], "{:.2f}")
+        of_all = f"{own['num_drafts'] / summary['num_drafts']:.0%} of the drafts"
+        grid.add_row(f"  of {source}", f"{of_source} ({of_all}, {percent(own['acceptance_rate'])} accepted)")
     rates = list(zip(summary["acceptance_per_position"], summary["conditional_acceptance_per_position"], strict=True))
     rates = rates[: summary["draft_tree_depth"]]  # a tree has fewer levels than nodes
     for position, (rate, conditional) in enumerate(rates[:MAX_POSITIONS], start=1):

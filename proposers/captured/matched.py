@@ -1,0 +1,81 @@
+"""Drafting with a model where no match in the text is convincing (proposers/hybrid.py), captured.
+
+The host looks for matches before each step. A step has one of three forms: the drafter drafts for all requests; for
+none, as all have matches, and only keeps up; or for those without a match.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, GoingOn
+from proposers.captured.host_drafts import PlacedDrafts, few_widths
+from proposers.captured.token_by_token import CapturedChains
+from runner.engine.device_requests import DeviceBatch
+from runner.engine.request import DraftTokens, Request
+from runner.engine.scheduler import Schedule
+
+
+class Form(enum.Enum):
+    DRAFTED = "drafted"
+    MATCHED = "matched"
+    BOTH = "both"
+
+
+class MatchedOrDrafted(CapturedDrafter):
+    reads_text = True
+
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        drafter: CapturedChains,
+        find_matches: Callable[[Schedule], DraftTokens],  # none longer than drafter.num_tokens unless all have one
+        source: str,  # the drafter's name
+        capacity: int,
+        device: torch.device,
+    ) -> None:
+        num_scratch_rows = max(0, drafter.reach - num_tokens)
+        super().__init__(num_tokens, drafter.max_model_len, num_scratch_rows)
+        self.drafter, self._find_matches = drafter, find_matches
+        self.tap_layers, self.draws = drafter.tap_layers, drafter.draws
+        self.form, self.source = Form.DRAFTED, source
+        self._matches = PlacedDrafts(capacity, device)
+
+    def can_start(self, request: Request) -> bool:
+        return self.drafter.can_start(request)
+
+    def start(self, requests: Sequence[Request]) -> None:
+        self.drafter.start(requests)
+
+    def stop(self, going_on: Sequence[GoingOn]) -> None:
+        self.drafter.stop(going_on)
+
+    def find(self, schedule: Schedule) -> DraftTokens:
+        return self._find_matches(schedule)
+
+    def place(self, drafts: DraftTokens, places: Sequence[int]) -> int:
+        counts = drafts.num_draft_tokens
+        if not any(counts):
+            self.form = Form.DRAFTED
+            return self.drafter.num_tokens
+        self.form = Form.MATCHED if all(counts) else Form.BOTH
+        width = few_widths(max(counts), self.num_tokens) if all(counts) else self.drafter.num_tokens
+        self._matches.put(drafts, places, width)
+        return width
+
+    def draft(self, batch: DeviceBatch) -> CapturedDrafts:
+        if self.form is Form.DRAFTED:
+            return self.drafter.draft(batch)
+        matches = self._matches.of(batch)
+        if self.form is Form.BOTH:
+            return self.drafter.draft_beside(batch, matches)
+        self.drafter.follow(batch, matches)
+        return CapturedDrafts(matches)
+
+    def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
+        self.drafter.learn(batch, hidden_states, token_ids)

@@ -1,0 +1,146 @@
+"""Suffix decoding, with a model drafter where no match is convincing (the hybrid of arXiv 2411.04975).
+
+A match costs next to nothing and may be long; where the text says nothing new has been said before, the drafter guesses
+as it would by itself. Which of them drafts is decided for every request in every step, by how many tokens of the match
+are expected to be accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
+from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.host_drafts import max_requests
+from proposers.captured.matched import MatchedOrDrafted
+from proposers.captured.token_by_token import CapturedChains
+from proposers.suffix import SuffixProposer
+from runner.engine.request import DraftTokens, Request, VerifyOutput
+from runner.engine.scheduler import Schedule
+from runner.engine.upload import to_device
+
+MATCHED = "suffix"  # the source of matched tokens
+
+
+class HybridProposer(Proposer):
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int,
+        context: ProposerContext,
+        suffix: SuffixProposer,
+        drafter: Proposer,
+        drafter_name: str,
+        min_match_score: float,
+    ) -> None:
+        """
+        Args:
+            num_speculative_tokens: of a match at most.
+            suffix: finds matches, chains.
+            drafter: drafts chains; its context says that others draft up to num_speculative_tokens too.
+            drafter_name: the source of its tokens.
+            min_match_score: tokens of a match that must be expected to be accepted.
+        """
+        super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
+        self.suffix, self.drafter, self.drafter_name = suffix, drafter, drafter_name
+        self.min_match_score = min_match_score
+        self._matched: list[Request] = []  # in the last step in parts
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        matches = self.find_matches(schedule)
+        counts = matches.num_draft_tokens
+        decoding = schedule.decoding
+        self._matched = [item.request for item, count in zip(decoding, counts, strict=True) if count]
+        limits = [
+            0 if count else min(item.max_draft_tokens, self.drafter.num_speculative_tokens)
+            for item, count in zip(decoding, counts, strict=True)
+        ]
+        items = [replace(item, max_draft_tokens=limit) for item, limit in zip(decoding, limits, strict=True)]
+        others = schedule.scheduled[len(items) :]  # those that decode come first
+        drafted = self.drafter.propose(replace(schedule, scheduled=[*items, *others]))
+        return _merge(matches, drafted, drafter_name=self.drafter_name)
+
+    def find_matches(self, schedule: Schedule) -> DraftTokens:
+        """Of the decoding requests; none where the drafter shall draft."""
+        limit, most = self.num_speculative_tokens, self.drafter.num_speculative_tokens
+        if len(schedule.decoding) > max_requests(limit, self.context.device):
+            limit = most  # where one has a longer match than others draft, they all have places for it
+        found = self.suffix.matches(schedule, limit)
+        matches = [match.token_ids if match.score >= self.min_match_score else [] for match in found]
+        if not all(matches):
+            matches = [match[:most] for match in matches]
+        drafts = draft_tokens_from_lists(matches, self.context.device)
+        return replace(drafts, sources=(MATCHED,) * len(drafts.token_ids))
+
+    def update(self, schedule: Schedule, output: VerifyOutput) -> None:
+        self.drafter.update(schedule, output)
+        self.drafter.keep_up([request for request in self._matched if not request.is_finished])
+        self._matched = []
+
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
+        drafter = self.drafter.captured_drafter(min(num_tokens, self.drafter.num_speculative_tokens))
+        if num_tokens == 0 or not isinstance(drafter, CapturedChains):
+            return drafter
+        return MatchedOrDrafted(
+            num_tokens,
+            drafter=drafter,
+            find_matches=self.find_matches,
+            source=self.drafter_name,
+            capacity=self.context.max_num_seqs,
+            device=self.context.device,
+        )
+
+    def release(self, request_id: str) -> None:
+        self.suffix.release(request_id)
+        self.drafter.release(request_id)
+
+    def fills_blocks(self, request: Request) -> bool:
+        return self.drafter.fills_blocks(request)
+
+    def set_learning(self, is_learning: bool) -> None:
+        self.suffix.set_learning(is_learning)
+        self.drafter.set_learning(is_learning)
+
+    def restart(self) -> None:
+        self.suffix.restart()
+        self.drafter.restart()
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self.drafter.tap_layers
+
+    @property
+    def cache_bytes_per_block(self) -> int:
+        return self.drafter.cache_bytes_per_block
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.drafter.allocate_cache(num_blocks)
+
+
+def _merge(matches: DraftTokens, drafted: DraftTokens, *, drafter_name: str) -> DraftTokens:
+    """The drafts of a batch, every request's from one of the two."""
+    pairs = list(zip(matches.num_draft_tokens, drafted.num_draft_tokens, strict=True))
+    names = (MATCHED, drafter_name)
+    sources = tuple(name for pair in pairs for name, count in zip(names, pair, strict=True) for _ in range(count))
+    if not matches.sources:
+        return replace(drafted, sources=sources)
+    device, num_matched = matches.token_ids.device, len(matches.token_ids)
+    index, taken = list[int](), [0, num_matched]
+    for pair in pairs:
+        for which, count in enumerate(pair):
+            index += range(taken[which], taken[which] + count)
+            taken[which] += count
+    order, probs = to_device(index, torch.int64, device), None
+    if drafted.probs is not None:
+        one_hot = drafted.probs.new_zeros(num_matched, drafted.probs.shape[1])
+        one_hot.scatter_(1, matches.token_ids.unsqueeze(1), 1.0)
+        probs = torch.cat((one_hot, drafted.probs)).index_select(0, order)
+    return DraftTokens(
+        token_ids=torch.cat((matches.token_ids, drafted.token_ids)).index_select(0, order),
+        cu_num_draft_tokens=[0, *accumulate(ours + theirs for ours, theirs in pairs)],
+        probs=probs,
+        sources=sources,
+    )

@@ -1,0 +1,59 @@
+"""Suffix decoding's keys, and the method that has no others."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from runner.config.method import MethodConfig
+
+
+class SuffixKeys(MethodConfig):
+    """What finds matches in earlier text."""
+
+    suffix_decoding_max_tree_depth: int = Field(
+        default=24, ge=1, le=1024, description="tokens matched and drafted together at most, in [1, 1024]"
+    )
+    suffix_decoding_max_cached_requests: int = Field(
+        default=10000, ge=0, description="finished responses kept, >= 0, the oldest leaves first; 0 keeps none"
+    )
+    suffix_decoding_max_spec_factor: float = Field(
+        default=1.0, ge=0, description="drafted tokens at most, as a multiple of the tokens matched, >= 0"
+    )
+    suffix_decoding_min_token_prob: float = Field(
+        default=0.1, ge=0, le=1, description="draft while the estimated probability of getting there is this, in [0, 1]"
+    )
+    suffix_decoding_corpus: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a .jsonl file of earlier responses (token_ids or text, as outputs.jsonl has) to start from",
+    )
+
+    @model_validator(mode="after")
+    def _check_corpus(self) -> Self:
+        if self.suffix_decoding_corpus is not None and self.suffix_decoding_max_cached_requests == 0:
+            raise ValueError(
+                f"suffix_decoding_corpus must be null with suffix_decoding_max_cached_requests=0, which keeps no "
+                f"response, got {self.suffix_decoding_corpus!r}; raise suffix_decoding_max_cached_requests"
+            )
+        return self
+
+
+class SuffixMethod(SuffixKeys):
+    """Suffix decoding: drafts what followed the same words before, in this request or in finished ones.
+
+    vLLM, by Arctic Inference, lets requests draft from each other's responses while these run; here a response is
+    shared when it is finished, so requests that answer alike at the same time accept less.
+    """
+
+    ignored_keys: ClassVar[tuple[str, ...]] = ("draft_sample_method",)
+
+    method: Literal["suffix"] = Field(default="suffix", description="drafts copied from earlier requests and this one")
+    num_speculative_tokens: int = Field(
+        default=24, ge=0, le=128, description="tokens drafted per request and step at most, in [0, 128]; 0: none"
+    )
+    speculative_token_tree: Literal["dynamic"] | None = Field(
+        default=None,
+        description="null drafts the likeliest continuation; dynamic a tree of the num_speculative_tokens likeliest",
+    )

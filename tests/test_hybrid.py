@@ -1,0 +1,255 @@
+"""The hybrid drafts matches where they are convincing and lets its drafter draft elsewhere, in whole steps as in parts.
+
+A corpus of the true texts, with a wrong token now and then and not of all requests, makes matches that are right, that
+end wrong, and that are lacking.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from proposers.captured.matched import Form, MatchedOrDrafted
+from proposers.hybrid import MATCHED, HybridProposer, _merge
+from runner.config import ConfigError, Eagle3Method, HybridMethod, SpeculativeConfig, SuffixMethod, parse_method
+from runner.engine.request import DraftTokens
+from runner.engine.sampling_params import SamplingParams
+from runner.llm import LLM
+from runner.metrics import InParts, RequestRecord
+from runner.metrics.rates import by_source
+from tests.conftest import Engines
+from tests.test_whole_steps import GREEDY, METHODS, SAMPLED, Build, Traffic, build, by_definition, play
+
+__all__ = ["build", "by_definition"]  # fixtures
+
+DRAFTERS = {
+    "draft_model": "draft_model",
+    "eagle": "eagle",
+    "p_eagle": "eagle3",
+    "pard": "pard",
+    "dflash": "dflash",
+    "medusa": "medusa",
+    "mlp_speculator": "mlp_speculator",
+}
+LENGTHS = (60, 40, 70, 50, 30, 45)
+TRAFFIC = Traffic(  # by itself, by two and by three
+    arrivals=tuple((14 * index, 5 + index) for index in range(len(LENGTHS))),
+    params=tuple(replace(SAMPLED if index % 2 else GREEDY, max_tokens=n) for index, n in enumerate(LENGTHS)),
+    cancelled={},
+    max_num_seqs=3,
+)
+
+
+def hybrid(
+    build: Build, monkeypatch: pytest.MonkeyPatch, drafter: str, *, keys: dict[str, Any] | None = None
+) -> tuple[LLM, HybridProposer]:
+    spec = {
+        "method": "hybrid",
+        "drafter": DRAFTERS[drafter],
+        "num_speculative_tokens": 7,
+        "num_drafter_tokens": 3,
+        **(keys or {}),
+    }
+    monkeypatch.setitem(METHODS, f"hybrid_{drafter}", spec)
+    llm = build(f"hybrid_{drafter}")
+    return llm, cast(HybridProposer, llm.engine.proposer)
+
+
+def teach(proposer: HybridProposer, records: list[RequestRecord], every: int = 19) -> None:
+    """The texts of two requests of three, some tokens wrong."""
+    known = [record for record in records if int(record.request_id.split("-")[0]) % 3]
+    proposer.suffix._corpus = [
+        [token if place % every else (token + 1) % 60 for place, token in enumerate(record.token_ids, start=1)]
+        for record in known
+    ]
+
+
+def facts(records: list[RequestRecord]) -> dict[str, tuple[Any, ...]]:
+    return {
+        record.request_id: (
+            record.token_ids,
+            record.tokens_per_step,
+            record.num_draft_tokens,
+            record.num_accepted_tokens,
+            [source for source, _ in record.sourced_drafts],
+        )
+        for record in records
+    }
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_whole_steps_draft_and_accept_what_steps_in_parts_do_and_no_text_changes(
+    build: Build, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """Whoever drafted before: the drafter's cache is as good behind accepted matches as behind its own drafts."""
+    llm, proposer = hybrid(build, monkeypatch, drafter)
+    _, untaught, _ = play(llm, TRAFFIC, whole=False)
+    teach(proposer, untaught)
+    _, in_parts, _ = play(llm, TRAFFIC, whole=False)
+    forms, place = Counter[Form](), MatchedOrDrafted.place
+
+    def noted(drafter: MatchedOrDrafted, *args: Any) -> int:
+        width = place(drafter, *args)
+        forms[cast(Form, drafter.form)] += 1
+        return width
+
+    monkeypatch.setattr(MatchedOrDrafted, "place", noted)
+    _, whole, num_launched = play(llm, TRAFFIC, whole=True)
+    assert facts(whole) == facts(in_parts)
+    assert {request_id: fact[0] for request_id, fact in facts(whole).items()} == {
+        request_id: fact[0] for request_id, fact in facts(untaught).items()
+    }
+    assert num_launched > 20 and min(forms[form] for form in Form) > 2
+    accepted = {source: Counter[int]() for source in (MATCHED, DRAFTERS[drafter])}
+    for record in whole:
+        for source, (_, _, count) in record.sourced_drafts:
+            accepted[cast(str, source)][count] += 1
+    assert {0, 7} <= accepted[MATCHED].keys(), "matches were rejected, and accepted to the last"
+    assert {0, 3} <= accepted[DRAFTERS[drafter]].keys()
+
+
+def test_a_draft_model_follows_the_matches_that_stand_in_for_its_own_drafts(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is wrong and the match right, its cache has to hold the match; two requests of four have matches."""
+    llm, proposer = hybrid(build, monkeypatch, "draft_model", keys={"num_drafter_tokens": 5})
+    params = (replace(GREEDY, max_tokens=70),) * 4
+    traffic = Traffic(arrivals=tuple((0, 5 + index) for index in range(4)), params=params, cancelled={}, max_num_seqs=4)
+    _, untaught, _ = play(llm, traffic, whole=False)
+    teach(proposer, untaught, every=11)
+    _, in_parts, _ = play(llm, traffic, whole=False)
+    _, whole, _ = play(llm, traffic, whole=True)
+    assert facts(whole) == facts(in_parts)
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
+def test_behind_matches_in_parts_a_drafter_needs_no_catching_up(
+    build: Build, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """A request whose matches were accepted step after step in parts could not go on in whole steps, for its drafter
+    was too far behind, which only drafts of its own would have mended."""
+    llm, proposer = hybrid(build, monkeypatch, drafter)
+    _, untaught, _ = play(llm, TRAFFIC, whole=False)
+    proposer.suffix._corpus = [record.token_ids for record in untaught]
+    captured = cast(MatchedOrDrafted, proposer.captured_drafter(7))
+    update, lagging = HybridProposer.update, list[str]()
+
+    def noted(proposer: HybridProposer, schedule: Any, output: Any) -> None:
+        update(proposer, schedule, output)
+        lagging.extend(
+            item.request.request_id
+            for item in schedule.scheduled
+            if item.yields_token and not item.request.is_finished and not captured.can_start(item.request)
+        )
+
+    monkeypatch.setattr(HybridProposer, "update", noted)
+    _, records, _ = play(llm, TRAFFIC, whole=False)
+    assert by_source(records)[MATCHED]["num_drafts"] > 20
+    assert not lagging
+
+
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+def test_under_rules_that_read_probabilities_greedy_texts_stay(
+    build: Build, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    keys = {"rejection_sample_method": rule, "draft_sample_method": "probabilistic"}
+    llm, proposer = hybrid(build, monkeypatch, "draft_model", keys=keys)
+    _, untaught, _ = play(llm, TRAFFIC, whole=False)
+    teach(proposer, untaught)
+    _, in_parts, _ = play(llm, TRAFFIC, whole=False)
+    _, whole, _ = play(llm, TRAFFIC, whole=True)
+    assert facts(whole) == facts(in_parts)
+    assert by_source(whole).keys() == {MATCHED, "draft_model"}
+    greedy = [record.request_id for record in untaught if not int(record.request_id.split("-")[0]) % 2]
+    assert greedy
+    for request_id in greedy:
+        assert facts(whole)[request_id][0] == facts(untaught)[request_id][0]
+
+
+def test_loads_that_allow_fewer_drafts_cut_matches_and_drafter_alike(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_load = {"num_speculative_tokens_per_batch_size": [[1, 1, 7], [2, 2, 2], [3, 9, 0]]}
+    llm, proposer = hybrid(build, monkeypatch, "eagle", keys=by_load)
+    _, untaught, _ = play(llm, TRAFFIC, whole=False)
+    teach(proposer, untaught)
+    texts = [
+        {record.request_id: record.token_ids for record in play(llm, TRAFFIC, whole=whole)[1]}
+        for whole in (False, True)
+    ]
+    assert texts[0] == texts[1] == {record.request_id: record.token_ids for record in untaught}
+
+
+def test_matched_tokens_have_one_hot_distributions_in_their_places() -> None:
+    matches = DraftTokens(token_ids=torch.tensor([3, 1]), cu_num_draft_tokens=[0, 0, 2], sources=(MATCHED,) * 2)
+    probs = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+    drafted = DraftTokens(token_ids=torch.tensor([2]), cu_num_draft_tokens=[0, 1, 1], probs=probs)
+    merged = _merge(matches, drafted, drafter_name="eagle3")
+    assert merged.token_ids.tolist() == [2, 3, 1] and merged.cu_num_draft_tokens == [0, 1, 3]
+    assert merged.sources == ("eagle3", MATCHED, MATCHED)
+    assert merged.draft_sources == ["eagle3", MATCHED]
+    assert torch.equal(cast(torch.Tensor, merged.probs), torch.cat([probs, torch.eye(4)[[3, 1]]]))
+
+
+def test_a_summary_tells_the_two_apart_and_their_counts_add_up(engines: Engines) -> None:
+    llm = engines({"method": "hybrid", "num_speculative_tokens": 6, "num_drafter_tokens": 2, "min_match_score": 0.4})
+    prompt = {"prompt_token_ids": [5, 9, 2, 5, 9, 2, 5, 9]}
+    llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    numbers = llm.metrics.summary(method="hybrid", num_speculative_tokens=6)
+    own = numbers["acceptance_by_source"]
+    assert own.keys() == {MATCHED, "draft_model"}
+    for key in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert sum(part[key] for part in own.values()) == numbers[key]
+        assert all(part[key] > 0 for part in own.values())
+    assert numbers["steps_in_parts"].keys() <= {str(InParts.PROMPT)}
+
+
+def test_its_halves_are_methods_by_themselves() -> None:
+    method, _ = parse_method(
+        {
+            "method": "hybrid",
+            "drafter": "eagle3",
+            "model": "a/head",
+            "num_drafter_tokens": 5,
+            "suffix_decoding_max_tree_depth": 9,
+            "draft_sample_method": "greedy",
+        }
+    )
+    assert isinstance(method, HybridMethod)
+    assert method.suffix_method() == SuffixMethod(num_speculative_tokens=8, suffix_decoding_max_tree_depth=9)
+    assert method.drafter_method() == Eagle3Method(
+        num_speculative_tokens=5, model="a/head", draft_sample_method="greedy"
+    )
+
+
+def test_a_drafter_never_drafts_more_than_the_step_may_and_a_note_says_so() -> None:
+    method, _ = parse_method({"method": "hybrid", "num_speculative_tokens": 2})
+    assert isinstance(method, HybridMethod)
+    assert method.drafter_method().num_speculative_tokens == 2
+    assert any("num_drafter_tokens=4 is more than num_speculative_tokens=2" in note for note in method.notes())
+
+
+def test_the_model_group_names_the_drafters_checkpoint() -> None:
+    heads = {"eagle3": {"model": "the/head"}}
+    values = {"model": {"model": "m", "draft": {"model": "the/draft"}, "heads": heads}}
+    for drafter, model in (("draft_model", "the/draft"), ("eagle3", "the/head")):
+        config = SpeculativeConfig.parse({**values, "method": {"method": "hybrid", "drafter": drafter}})
+        draft = config.draft_model_config()
+        assert draft is not None and draft.model == model
+    with pytest.raises(ConfigError, match=r"method\.model is required: model 'm' comes without a set of Medusa heads"):
+        SpeculativeConfig.parse({**values, "method": {"method": "hybrid", "drafter": "medusa"}})
+
+
+def test_a_checkpoint_of_another_drafter_is_told_where_to_name_it() -> None:
+    values = {"model": {"model": "tiny"}, "method": {"method": "hybrid", "model": "tiny-eagle3"}}
+    with pytest.raises(ConfigError, match=r"got method\.drafter=draft_model; set method\.drafter=eagle3"):
+        SpeculativeConfig.parse(values)
+
+
+def test_arctic_inferences_switch_is_told_what_it_is_called_here() -> None:
+    with pytest.raises(ConfigError, match=r"enable_suffix_decoding is a key of .* set method='hybrid' and drafter="):
+        parse_method({"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3, "enable_suffix_decoding": True})
