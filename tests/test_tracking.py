@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kernels.machine import git_sha
 from runner.engine.errors import UserError
 from runner.metrics import StepPoint
-from runner.tracking import PARENT_RUN_ENV, Tracker, add_row, collecting_rows, open_tracker, start_sweep
+from runner.tracking import PARENT_RUN_ENV, Tracker, add_row, check_store, collecting_rows, open_tracker, start_sweep
 from runner.tracking.comparison import _errors, _label, write_comparison
 from runner.tracking.flatten import flat_metrics, flat_params
 from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path
@@ -337,6 +337,17 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) ->
     ):
         pass
     assert path.read_text().startswith("not a database")
+
+
+def test_a_directory_in_place_of_the_database_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow tried it eight times, for 100 seconds, and printed a screen each time."""
+    (tmp_path / "mlflow.db").mkdir()
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # nothing is left to MLflow
+    with pytest.raises(UserError, match=r"tracking_uri must be .*mlflow\.db': .*[Dd]irectory.*\n.*tracking=jsonl"):
+        check_store("mlflow", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", experiment_name="tests")
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 def test_a_deleted_experiment_is_refused_with_the_remedy(uri: str, client: Any) -> None:

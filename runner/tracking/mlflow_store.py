@@ -36,11 +36,13 @@ def connect(tracking_uri: str, experiment_name: str) -> tuple[MlflowClient, str]
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the default, 7, is minutes before a typo shows
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
     with store_errors(tracking_uri):
+        path = sqlite_path(tracking_uri)
+        if path is not None and path.exists():
+            path.open("r+b").close()  # MLflow would try a directory, or somebody else's file, for 100 s
         from mlflow import MlflowClient
 
         for name in ("alembic", "mlflow.store.db.utils"):  # each migration of a new database is a line otherwise
             logging.getLogger(name).setLevel(logging.WARNING)
-        path = sqlite_path(tracking_uri)
         with file_lock(path) if path else nullcontext():
             client = MlflowClient(tracking_uri=tracking_uri)
             return client, _experiment_id(client, experiment_name, path)
