@@ -20,6 +20,7 @@ from proposers.base import Proposer
 from runner.assembly import assemble
 from runner.config import SpeculativeConfig
 from runner.config.from_vllm import without_switches
+from runner.config.python_names import in_python
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
 from runner.engine.request import Request
@@ -67,7 +68,10 @@ class LLM:
         config = SpeculativeConfig.from_engine_args(model, speculative_config, **engine_args)
         for note in [*switches, *config.notes()]:  # a run from the command line has them in its summary
             warnings.warn(note, stacklevel=2)
-        self._start(config)
+        try:
+            self._start(config)
+        except UserError as error:  # which names keys as the command line does
+            raise UserError(in_python(str(error))) from error.__cause__
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig, target_info: LoadedModel | None = None) -> LLM:

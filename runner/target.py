@@ -36,7 +36,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "hardware.device=cuda needs a CUDA GPU that torch can use, and none was found; "
-            "choose hardware=cpu, or install a CUDA build of torch"
+            "choose hardware.device=cpu, or install a CUDA build of torch"
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -207,7 +207,7 @@ def test_good_drafts_of_uneven_length_are_taken(engines: Engines, monkeypatch: p
 # options of RecordingProposer -> what the message says of them
 MISTAKEN_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown to the class": (
-        {"window": 8, "tag": 1}, r"take num_speculative_tokens and context, method.options \(window, tag\).*'window'",
+        {"window": 8, "tag": 1}, r"context, speculative_config\.options \(window, tag\).*'window'",
     ),
     "the engine's": ({"context": 1}, r"other than num_speculative_tokens and context, got 'context'"),
     "no JSON": ({"tag": CPU}, r"\.options.* not a valid JSON value"),
@@ -266,7 +266,7 @@ def test_a_module_that_cannot_be_imported_is_not_a_wrong_path(
     (tmp_path / "broken_proposer.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": TARGET_CONFIG}
-    with pytest.raises(UserError, match=rf"^method\.model=broken_proposer\.MyProposer: .*{rule}"):
+    with pytest.raises(UserError, match=rf"^speculative_config\.model=broken_proposer\.MyProposer: .*{rule}"):
         LLM("dummy", speculative_config={**custom(""), "model": "broken_proposer.MyProposer"}, **engine_args)
 
 

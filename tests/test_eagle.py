@@ -475,7 +475,7 @@ REFUSALS = {
     ),
     "hidden states that the target has not": (
         _change(SAFE3, {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}),
-        r"numbered 0 to 7, .*got \[1, 4, 8\]; name them with method.aux_hidden_state_layer_ids",
+        r"numbered 0 to 7, .*got \[1, 4, 8\]; name them with speculative_config.aux_hidden_state_layer_ids",
     ),
     "EAGLE-3 taken for EAGLE": (_change("EAGLE of SafeAILab", {"draft_vocab_size": 8}), r"set method=eagle3"),
     "another speculator": (

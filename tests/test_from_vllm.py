@@ -327,7 +327,7 @@ def test_a_method_beside_a_speculative_config_must_be_the_same(method: dict[str,
 
 
 def test_problems_across_nodes_name_the_speculative_config() -> None:
-    with pytest.raises(ConfigError, match=r"^speculative_config\.max_model_len must be <= model\.max_model_len \(64\)"):
+    with pytest.raises(ConfigError, match=r"^speculative_config\.max_model_len must be <= max_model_len \(64\)"):
         SpeculativeConfig.from_engine_args("t", {"model": "d", "max_model_len": 65}, max_model_len=64)
 
 

@@ -551,15 +551,15 @@ def test_vocabularies_without_a_common_word_are_refused(family: Family) -> None:
     stranger = family.draft("stranger", ["w0", *(f"s{i}" for i in range(40))])
     message = refusal(lambda: family.engine(stranger))
     assert message == (
-        f"method.model={stranger} must share at least 2 tokens with the target for use_heterogeneous_vocab, beside "
-        "special ones, got 1; choose another draft"
+        f"speculative_config.model={stranger} must share at least 2 tokens with the target for "
+        "use_heterogeneous_vocab, beside special ones, got 1; choose another draft"
     )
 
 
 def test_without_the_flag_the_refusal_names_it(family: Family) -> None:
     for draft in (family.directory / "other", family.draft("renumbered", shuffled(WORDS))):
         message = refusal(lambda draft=draft: family.engine(draft, use_heterogeneous_vocab=False))
-        assert message.endswith("or set method.use_heterogeneous_vocab=true")
+        assert message.endswith("or set speculative_config.use_heterogeneous_vocab=True")
 
 
 def test_models_without_a_tokenizer_cannot_be_compared(family: Family) -> None:
@@ -568,7 +568,7 @@ def test_models_without_a_tokenizer_cannot_be_compared(family: Family) -> None:
     config = {"method": "draft_model", "num_speculative_tokens": 4, "use_heterogeneous_vocab": True}
     draft = {"model": "d", "hf_config": hf_config}
     message = refusal(lambda: LLM("dummy", speculative_config=config, draft=draft, **dummy))
-    assert message.startswith("method.use_heterogeneous_vocab=true compares tokens by what they print and needs a ")
+    assert message.startswith("speculative_config.use_heterogeneous_vocab=True compares tokens by what they print and ")
     assert "got no tokenizer for the target; name models that have one, or remove use_heterogeneous_vocab" in message
     message = refusal(
         lambda: LLM("dummy", speculative_config=config, draft=draft, tokenizer=str(family.target), **dummy)
@@ -580,4 +580,5 @@ def test_a_draft_directory_without_a_tokenizer_is_named(family: Family, tmp_path
     bare = tmp_path / "bare"
     shutil.copytree(family.directory / "other", bare, ignore=shutil.ignore_patterns("tokenizer*"))
     message = refusal(lambda: family.engine(bare))
-    assert message.startswith("method.model: no tokenizer can be read from ") and "set method.model=" in message
+    assert message.startswith("speculative_config.model: no tokenizer can be read from ")
+    assert "set speculative_config.model=" in message

@@ -15,6 +15,7 @@ import pytest
 
 import runner.llm
 from runner.config import ConfigError
+from runner.config.python_names import in_python
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.scheduler import Scheduler
@@ -476,8 +477,38 @@ def test_an_unknown_argument_is_refused_by_name(tmp_path: Path) -> None:
         LLM("tiny", speculative_config={"method": "ngram", "num_speculative_token": 4})
     with pytest.raises(UserError, match="gpu_memory"):
         LLM("tiny", gpu_memory=0.5)
-    with pytest.raises(UserError, match=r"model\.model"):
+    with pytest.raises(UserError, match=r"^model must be a directory"):
         LLM(str(tmp_path / "nowhere"))
+
+
+def test_what_an_engine_cannot_start_with_is_told_in_the_terms_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways out were the command line's: model=hf model.model=<directory>, model.load_format=dummy."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as caught:
+        LLM("no-such-model")
+    message = str(caught.value)
+    assert message.startswith("model=no-such-model: cannot be downloaded from the hub (")
+    assert message.endswith(
+        "check the id, the network and HF_TOKEN, or point to a local directory (model=<directory>), or try the speed "
+        "of its shape before the download: load_format='dummy', where the config is in the cache or given as hf_config"
+    )
+    with pytest.raises(UserError, match=r"^speculative_config\.model=no-such-draft: .* speculative_config\.model=<dir"):
+        method = {"method": "draft_model", "model": "no-such-draft", "num_speculative_tokens": 2}
+        LLM("tiny", speculative_config=method, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("model.model=a/model.model-7: no such", "model=a/model.model-7: no such"),
+        ("hardware.device=cuda needs a GPU", "device='cuda' needs a GPU"),
+        ("set method.use_heterogeneous_vocab=true", "set speculative_config.use_heterogeneous_vocab=True"),
+        ("hardware.max_num_seqs=64 of model.safetensors", "max_num_seqs=64 of model.safetensors"),
+        ("choose method=ngram", "choose method=ngram"),
+    ],
+)
+def test_names_and_words_of_the_command_line_are_pythons_and_paths_stay(written: str, told: str) -> None:
+    assert in_python(written) == told
 
 
 def test_the_tiny_model_brings_its_draft_along() -> None:
@@ -514,7 +545,7 @@ def test_a_progress_bar_counts_requests(engines: Engines, capsys: pytest.Capture
 def test_a_drafter_follows_no_longer_texts_than_its_target(method: str) -> None:
     """A head was asked for 100,000 tokens and took the target's length without a word."""
     with pytest.raises(
-        UserError, match=r"method\.max_model_len must be <= the target's max_model_len \(\d+\), got 100000"
+        UserError, match=r"^speculative_config\.max_model_len must be <= the target's max_model_len \(\d+\), got 100000"
     ):
         LLM("tiny", speculative_config={"method": method, "num_speculative_tokens": 2, "max_model_len": 100_000})
 

@@ -343,12 +343,14 @@ def test_a_draft_with_another_vocabulary_is_refused(saved: Callable[..., Path]) 
     with pytest.raises(UserError) as caught:
         LLM(str(target), speculative_config=method, device="cpu")
     message = str(caught.value)
-    assert message.startswith(f"method.model={draft} must have the target's vocabulary (64 entries), got 48;")
-    assert message.endswith("the same family as the target, or set method.use_heterogeneous_vocab=true")
+    assert message.startswith(
+        f"speculative_config.model={draft} must have the target's vocabulary (64 entries), got 48;"
+    )
+    assert message.endswith("the same family as the target, or set speculative_config.use_heterogeneous_vocab=True")
 
 
 def test_a_missing_draft_is_refused_under_its_own_name(saved: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^method\.model must be a directory"):
+    with pytest.raises(UserError, match=r"^speculative_config\.model must be a directory"):
         LLM(
             str(saved("llama")),
             speculative_config={"method": "draft_model", "model": str(tmp_path / "no"), "num_speculative_tokens": 4},

@@ -96,10 +96,10 @@ def test_a_further_layer_is_a_module_only_where_the_config_says_so(model_type: s
 def test_a_target_without_a_module_is_told_what_was_looked_for(tmp_path: Path) -> None:
     write(tmp_path, "speculators", "qwen3")
     message = refusal(tmp_path)
-    assert message.startswith(f"model.model={tmp_path}: method=mtp needs a multi-token-prediction module")
+    assert message.startswith(f"model={tmp_path}: method=mtp needs a multi-token-prediction module")
     for name in ("mtp.fc.weight", "model.mtp_layers.0.input_proj.weight", f"{LAST}eh_proj.weight"):
         assert name in message
-    assert "method.model=<directory>" in message
+    assert "speculative_config.model=<directory>" in message
 
 
 def test_everything_wrong_with_a_module_is_one_message(tmp_path: Path) -> None:

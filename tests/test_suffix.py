@@ -281,7 +281,7 @@ def test_a_line_of_a_corpus_that_cannot_be_used_is_named(tmp_path: Path, case: s
 def test_a_corpus_without_a_response_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must hold at least one response"):
         list(Responses(Path(write_lines(tmp_path / "empty.jsonl", "")), Tokenizer(None), 64))
-    with pytest.raises(UserError, match=r"method\.suffix_decoding_corpus must be a \.jsonl file.*check the path"):
+    with pytest.raises(UserError, match=r"config\.suffix_decoding_corpus must be a \.jsonl file.*check the path"):
         LLM("no-such-model", speculative_config={**METHOD, "suffix_decoding_corpus": "nowhere.jsonl"})
     with pytest.raises(UserError, match="which is not a file; check the path"):
         LLM("no-such-model", speculative_config={**METHOD, "suffix_decoding_corpus": str(tmp_path)})

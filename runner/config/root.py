@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -24,6 +23,7 @@ from runner.config.method_union import (
 from runner.config.model import DraftDefaults, ModelConfig
 from runner.config.node import Node
 from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean, problems_of
+from runner.config.python_names import as_argument
 from runner.config.sampler import SamplerConfig
 from runner.config.to_vllm import to_vllm
 from runner.config.vllm_keys import RENAMED_KEYS
@@ -150,7 +150,7 @@ class SpeculativeConfig(Node):
                     remedy = did_you_mean(key, [*owners, "seed", "speculative_config"])
                 problems.append(Problem(name=key, rule="is an unknown argument", value=value, remedy=remedy))
         config, found = cls._read(values)
-        problems.extend(_as_argument(problem) for problem in found)
+        problems.extend(as_argument(problem) for problem in found)
         if config is None or problems:
             raise ConfigError(problems)
         return config
@@ -277,12 +277,3 @@ def _without_unknown_keys(values: dict[str, Any], error: ValidationError) -> dic
                 node = node.get(part, node)  # the tag of a union is no key
             del node[key]
     return values
-
-
-def _as_argument(problem: Problem) -> Problem:
-    """A problem under the name of the Python argument: the node's name is not written there, and no shell quotes."""
-    node, _, rest = problem.name.partition(".")
-    if node not in ("model", "hardware") or not rest:
-        return problem
-    rule, remedy = (text.replace("hardware.", "") for text in (problem.rule, problem.remedy))
-    return replace(problem, name=rest, rule=rule, remedy="" if "on the command line" in remedy else remedy)
