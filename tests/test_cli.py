@@ -106,6 +106,35 @@ def test_a_typo_in_a_group_is_an_unknown_key(cli: CommandLine) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("written", "name", "option"),
+    [
+        ("method={method: suffix}", "method.method", "suffix"),
+        ("method.method=medusa", "method.method", "medusa"),
+        ("workload={name: jsonl, path: prompts.jsonl}", "workload.name", "jsonl"),
+    ],
+)
+def test_an_option_within_its_group_is_told_where_it_belongs(
+    cli: CommandLine, written: str, name: str, option: str
+) -> None:
+    """The keys of the default option, which nobody had written, were called unknown."""
+    group = name.partition(".")[0]
+    assert screen(cli, written, "seed=-1") == [
+        "error: 2 problems in the configuration; nothing was run",
+        "",
+        f"  {name} does not choose the {group}, got '{option}'",
+        f"      write {group}={option}, and keys of it as {group}.<key>=<value>",
+        "  seed must be >= 0, got -1",
+        "      seed of requests without one of their own, in [0, 2**64 - 1]",
+    ]
+
+
+def test_the_chosen_option_may_be_named_once_more(cli: CommandLine) -> None:
+    assert "must be >= 0" in screen(cli, "method={method: draft_model, num_speculative_tokens: -1}")[2]
+    ((config, _),) = cli("method=suffix", "method.method=suffix", "method.num_speculative_tokens=3").jobs
+    assert (config.method.method, config.method.num_speculative_tokens) == ("suffix", 3)
+
+
 def test_a_value_out_of_range_says_the_range(cli: CommandLine) -> None:
     assert screen(cli, "method.num_speculative_tokens=-1")[2:] == [
         "  method.num_speculative_tokens must be >= 0, got -1",

@@ -30,6 +30,7 @@ from runner.config.vllm_keys import UNAVAILABLE_METHODS
 
 CONFIG_MODULE = "conf"
 HYDRA_VERSION_BASE = "1.3"
+_TAGS = {"method": "method", "workload": "name"}  # of groups whose keys depend on the option: the key that names it
 
 
 class Composer:
@@ -93,12 +94,14 @@ class Composer:
                 config = read_config(self.compose(overrides))
                 break
             except ConfigError as error:
-                problems.extend(error.problems)
+                misplaced = self._option_within(overrides)
+                problems.extend(error.problems if misplaced is None else [misplaced])
                 group = _group_of_missing_option(error.__cause__)
+                group = group if misplaced is None else misplaced.name.partition(".")[0]
                 kept = [text for text in overrides if not (group and re.match(rf"{re.escape(group)}[.=]", text))]
                 if len(kept) == len(overrides):
                     raise ConfigError(problems) from error
-                overrides = kept  # go on without the group that cannot be found, to see what else is wrong
+                overrides = kept  # go on without the group that nothing is known of, to see what else is wrong
         if problems:
             raise ConfigError(problems)
         return config
@@ -115,6 +118,22 @@ class Composer:
             options = GlobalHydra.instance().config_loader().get_group_options(key)
             if options:
                 yield Problem(name=key, rule=f"must be one of {', '.join(options)}", value=value)
+
+    def _option_within(self, overrides: list[str]) -> Problem | None:
+        """An option that is written as a key of its group (`method={method: x}`): the keys stay the chosen option's."""
+        parsed = self.parse(overrides)
+        for override in parsed:
+            group, _, key = override.key_or_group.partition(".")
+            values = {key: override.value()} if key else override.value()
+            option = values.get(_TAGS.get(group, "")) if isinstance(values, dict) else None
+            if option not in GlobalHydra.instance().config_loader().get_group_options(group):
+                continue
+            chosen = [other.value() for other in parsed if other.key_or_group == group and other is not override]
+            if option != (chosen or [self.compose([]).hydra.runtime.choices.get(group)])[-1]:
+                remedy = f"write {group}={option}, and keys of it as {group}.<key>=<value>"
+                name = f"{group}.{_TAGS[group]}"
+                return Problem(name=name, rule=f"does not choose the {group}", value=option, remedy=remedy)
+        return None
 
     def _named_methods(self, cfg: DictConfig, overrides: list[str]) -> list[str]:
         """What says which method to run: overrides, or an experiment whose file sets another than the default."""
