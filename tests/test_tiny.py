@@ -526,6 +526,21 @@ def test_a_stage_without_what_it_needs_is_refused_with_the_remedy(
     assert refusal.value.code == 2 and f"run --stages {needed} first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("device", "told"), [("tpu", "invalid choice: 'tpu' (choose from"), ("cuda", "none was found; take --device cpu")]
+)
+def test_a_device_that_is_not_there_is_refused_with_the_remedy(
+    device: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both were a traceback of torch's."""
+    from runner.tiny.train import parse_arguments
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as refusal:
+        parse_arguments(["--device", device])
+    assert refusal.value.code == 2 and told in capsys.readouterr().err
+
+
 def test_the_manifest_states_the_acceptance_of_every_drafter() -> None:
     stated = read_manifest(MANIFEST_PATH)["acceptance"]
     assert set(stated) == {"conditions", "draft_model", "ngram", *HEAD_DIRS}

@@ -1,7 +1,7 @@
 """`python -m runner.tiny`: trains the tiny family offline from the standard library's sources.
 
 Parses the command line, draws the progress bar and hands over to `runner.tiny.recipe`; torch is imported only after the
-arguments have been read.
+arguments have been read, or to ask for the GPU that they name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=list(STAGES),
         help="'target' also trains the tokenizer; the others distil from the target already in the output directory",
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default: a GPU, if any)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of every draw (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads; part of the result's bits (default: 2)")
     arguments = parser.parse_args(argv)
@@ -46,13 +48,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             )
     if arguments.threads < 1:
         parser.error(f"--threads must be >= 1, got {arguments.threads}")
+    if arguments.device == "cuda" and not _has_gpu():
+        parser.error("--device cuda needs a CUDA GPU that torch can use, and none was found; take --device cpu")
     return arguments
 
 
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
     # Threads that spin while they wait for each other crawl once another program wants a core; asleep, they share.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    arguments = parse_arguments(argv)
 
     import torch
     from transformers.utils import logging as transformers_logging
@@ -64,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # one bar is enough
     torch.set_num_threads(arguments.threads)
-    name = arguments.device
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    automatic = "cuda" if _has_gpu() else "cpu"
+    device = torch.device(automatic if arguments.device == "auto" else arguments.device)
     recipe = Recipe(seed=arguments.seed)
     started = time.perf_counter()
     with stage_bars() as report_of:
