@@ -276,8 +276,9 @@ def test_points_of_a_sweep_share_the_target_and_one_baseline_and_are_compared(
     assert main([*arguments, "hardware.num_gpu_blocks_override=320"]) == 0
     (runs,) = tmp_path.rglob("runs.jsonl")
     assert runs == tmp_path / "runs" / "runs.jsonl"
-    methods = [json.loads(line)["params"]["method.method"] for line in runs.read_text().splitlines()]
-    assert methods == ["none", "ngram", "none"]
+    lines = [json.loads(line) for line in runs.read_text().splitlines()]
+    assert [line["params"]["method.method"] for line in lines] == ["none", "ngram", "none"]
+    assert lines[0]["parent_run_id"] == lines[1]["parent_run_id"] is not None and lines[2]["parent_run_id"] is None
 
 
 def test_a_point_of_other_conditions_takes_nothing_over() -> None:

@@ -217,7 +217,7 @@ def test_a_comparison_shows_what_was_swept_and_which_runs_are_lossy(uri: str, tm
     options: dict[str, Any] = {"experiment_name": "tests", "tracking_uri": uri}
     rule, k = "method.rejection_sample_method", "method.num_speculative_tokens"
     swept = {"method": "ngram", rule: "block,typical", k: "2,4"}
-    with start_sweep(params=swept, **options) as parent, collecting_rows() as rows_of:
+    with collecting_rows() as rows_of, start_sweep(params=swept, **options) as parent:
         for name, lossless in (("block", "distribution"), ("typical", False)):
             tags = {"method": "ngram", "lossless": str(lossless).lower()}
             params = {"method": {"method": "ngram", "rejection_sample_method": name}}
@@ -403,6 +403,23 @@ def test_jsonl_appends_one_line_a_run_whatever_its_end(tmp_path: Path, monkeypat
     assert good["tags"]["method"] == "ngram"
     assert good["artifacts"] == [str(tmp_path / "metrics.json")]
     assert (killed["status"], killed["summary"]) == ("KILLED", {})
+
+
+def test_the_lines_of_a_sweep_share_a_parent_that_no_other_run_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their parent_run_id was null, so that nothing told the points of one sweep from those of another."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with collecting_rows():
+            for name in ("first", "second"):
+                with open_tracker("jsonl", experiment_name="tests", run_name=name):
+                    pass
+    with open_tracker("jsonl", experiment_name="tests"):
+        pass
+    parents = [line["parent_run_id"] for line in read_lines(tmp_path)]
+    assert parents[0] == parents[1] != parents[2] == parents[3] and parents[4] is None
+    assert all(len(parent) == 32 for parent in parents[:4])
 
 
 def test_tracking_none_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from kernels.machine import git_sha
 from runner.tracking.jsonl import JsonlTracker, check_runs_file
 from runner.tracking.mlflow_run import MlflowTracker
 from runner.tracking.mlflow_store import connect, resolve_tracking_uri
-from runner.tracking.tracker import PARENT_RUN_ENV, NoTracker, Tracker
+from runner.tracking.tracker import NoTracker, Tracker, exported_parent
 
 
 def open_tracker(
@@ -73,7 +72,7 @@ def start_sweep(
     with parent:
         parent.log_params(params)
         try:
-            with _exported(parent.run_id):
+            with exported_parent(parent.run_id):
                 yield parent
         finally:
             if rows := parent.children(tuple(params)):
@@ -85,15 +84,3 @@ def start_sweep(
 
 def _with_commit(tags: Mapping[str, str]) -> dict[str, str]:
     return {**({"git_sha": sha} if (sha := git_sha()) else {}), **tags}
-
-
-@contextmanager
-def _exported(run_id: str) -> Iterator[None]:
-    before = os.environ.get(PARENT_RUN_ENV)
-    os.environ[PARENT_RUN_ENV] = run_id
-    try:
-        yield
-    finally:
-        os.environ.pop(PARENT_RUN_ENV, None)
-        if before is not None:
-            os.environ[PARENT_RUN_ENV] = before

@@ -1,9 +1,13 @@
-"""The rows of a sweep without MLflow: a file that its jobs, in whatever process, add their numbers to."""
+"""The rows of a sweep without MLflow: a file that its jobs, in whatever process, add their numbers to.
+
+Its runs share a parent_run_id, as the children of an MLflow sweep do, but no run of that id is recorded.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +16,7 @@ from typing import Any
 
 from runner.tracking.flatten import flat_params
 from runner.tracking.jsonl import append_line
-from runner.tracking.tracker import comparison_row, with_params
+from runner.tracking.tracker import comparison_row, exported_parent, with_params
 
 SWEEP_FILE_ENV = "SPECULATIVE_SWEEP_FILE"  # set by the process that launches the sweep
 
@@ -30,7 +34,8 @@ def collecting_rows() -> Iterator[Callable[[Sequence[str]], list[dict[str, Any]]
 
         os.environ[SWEEP_FILE_ENV] = str(path)
         try:
-            yield rows
+            with exported_parent(uuid.uuid4().hex):
+                yield rows
         finally:
             del os.environ[SWEEP_FILE_ENV]
 

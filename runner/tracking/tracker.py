@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -80,6 +82,19 @@ def status_of(exc: BaseException | None) -> str:
     if exc is None or (isinstance(exc, SystemExit) and exc.code in (None, 0)):
         return "FINISHED"
     return "KILLED" if isinstance(exc, KeyboardInterrupt) else "FAILED"
+
+
+@contextmanager
+def exported_parent(run_id: str) -> Iterator[None]:
+    """Runs that are opened inside, here or in processes started from here, name this one as their parent."""
+    before = os.environ.get(PARENT_RUN_ENV)
+    os.environ[PARENT_RUN_ENV] = run_id
+    try:
+        yield
+    finally:
+        os.environ.pop(PARENT_RUN_ENV, None)
+        if before is not None:
+            os.environ[PARENT_RUN_ENV] = before
 
 
 COMPARED = (
