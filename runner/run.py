@@ -27,7 +27,7 @@ from runner.results import (
     write_vllm_config,
 )
 from runner.tracking import add_row
-from runner.tracking.flatten import flat_params
+from runner.tracking.flatten import flat_values
 from runner.workload import WorkloadItem
 
 
@@ -54,7 +54,7 @@ def execute(
     if None not in (refusals := llm.refusals(requests)):
         raise UserError(f"no request of the workload can run; request {requests[0].request_id}: {refusals[0]}")
     run_name = config.run_name or _run_name(config, items)
-    params = {**(written or {}), **flat_params(config.model_dump(mode="json"))}
+    params = {**(written or {}), **flat_values(config.model_dump(mode="json"))}
     with open_run(config, llm.engine, items, run_name=run_name) as tracker:
         tracker.log_params(params)
         collectors = list[tuple[str, MetricsCollector]]()

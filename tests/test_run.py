@@ -127,6 +127,19 @@ def test_tokens_are_not_recorded_as_kept_where_the_promise_is_off(
     assert (recorded["tags"]["lossless"], recorded["summary"]["notes"]) == ("unguaranteed", summary["notes"])
 
 
+def test_parameters_in_a_line_are_numbers_where_the_configuration_has_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All were text, as MLflow wants them: "4", "False", "None"."""
+    monkeypatch.chdir(tmp_path)
+    values = {"num_gpu_blocks_override": 320, "enforce_eager": True}
+    changes = {"workload": {"name": "demo", "limit": 1}, "method": {"method": "ngram"}, "tracking": "jsonl"}
+    execute(config(hardware=values, **changes), tmp_path, written={"sampler": "greedy", "seed": "0"})
+    params = json.loads((tmp_path / "runs" / "runs.jsonl").read_text())["params"]
+    assert (params["seed"], params["sampler"], params["method.num_speculative_tokens"]) == (0, "greedy", 4)
+    assert (params["hardware.enforce_eager"], params["run_name"], params["sampler.stop"]) == (True, None, [])
+
+
 def test_a_rule_that_keeps_only_the_distribution_is_not_compared_when_sampling(tmp_path: Path) -> None:
     method = {"method": "draft_model", "rejection_sample_method": "probabilistic"}
     sampled = execute(config(method=method, sampler={"temperature": 1.0, "max_tokens": 8}), tmp_path)

@@ -16,10 +16,14 @@ def flat_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     return {"/".join(map(_safe, keys)): float(value) for keys, value in numbers if math.isfinite(value)}
 
 
+def flat_values(params: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's values as they are, keys joined by "."."""
+    return {".".join(map(_safe, keys)): value for keys, value in _leaves(params, (), split_lists=False)}
+
+
 def flat_params(params: Mapping[str, Any]) -> dict[str, str]:
-    """A configuration as text, keys joined by "."; lists and empty mappings as JSON, so that [] is not lost."""
-    pairs = _leaves(params, (), split_lists=False)
-    return {".".join(map(_safe, keys)): _text(value) for keys, value in pairs}
+    """The same as text; lists and empty mappings as JSON, so that [] is not lost."""
+    return {key: _text(value) for key, value in flat_values(params).items()}
 
 
 def _leaves(value: Any, keys: tuple[str, ...], *, split_lists: bool) -> Iterator[tuple[tuple[str, ...], Any]]:
