@@ -194,6 +194,15 @@ def test_a_method_that_is_not_available_yet_is_told_what_is(method: str) -> None
     assert text.endswith(f"is not available yet; available: {', '.join(METHODS)}")
 
 
+@pytest.mark.parametrize("method", ["foo_mtp", "deepsek_mtp", "_mtp"])
+def test_only_names_that_vllm_has_for_mtp_are_read_as_it(method: str) -> None:
+    """Whatever ended in _mtp was taken for it, with a note as if vLLM knew the name."""
+    assert refusal(method=method, num_speculative_tokens=2) == (
+        f"speculative_config.method is none of vLLM's names of mtp, got {method!r}; give 'mtp', the method of every "
+        "checkpoint of this kind"
+    )
+
+
 @pytest.mark.parametrize("method", ["eagle", "mtp", "medusa", "mlp_speculator"])
 def test_drafters_that_go_token_by_token_refuse_to_draft_in_one_pass(method: str) -> None:
     text = refusal(method=method, parallel_drafting=True)

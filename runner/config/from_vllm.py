@@ -68,6 +68,9 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
                 remedy=f"available: {', '.join(fields)}",
             )
         )
+    elif isinstance(method, str) and method.endswith(MTP_SUFFIX) and method not in fields:
+        remedy = "give 'mtp', the method of every checkpoint of this kind"
+        problems.append(Problem(name="method", rule="is none of vLLM's names of mtp", value=method, remedy=remedy))
     method = _take_one_pass(values, _inferred(values), notes, problems)
     if isinstance(method, str) and method in fields:
         values["method"] = method  # before keys of other methods go, `model` may be one
@@ -109,10 +112,6 @@ def _today(given: Mapping[str, Any], notes: list[str], problems: list[Problem]) 
         if isinstance(value, str) and value in spellings:
             values[key] = spellings[value]
             notes.append(f"speculative_config.{key}={value!r} is read as {spellings[value]!r}")
-    method = values.get("method")
-    if isinstance(method, str) and method.endswith(MTP_SUFFIX):
-        values["method"] = "mtp"
-        notes.append(f"speculative_config.method={method!r} is read as 'mtp'")
     return values
 
 

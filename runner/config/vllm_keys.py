@@ -29,9 +29,41 @@ RENAMED_KEYS = {
     "disable_logprobs_during_spec_decoding": "disable_logprobs",
 }
 
+# Deprecated names of mtp: the families whose checkpoints have such a layer, in 0.33 and after.
+MTP_SUFFIX = "_mtp"
+MTP_FAMILIES = (
+    "bailing_hybrid",
+    "bailing_hybrid_v3",
+    "deepseek",
+    "dots3_note",
+    "ernie",
+    "exaone4_5",
+    "exaone_moe",
+    "gemma4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm5_next",
+    "glm_ocr",
+    "hy_v3",
+    "hy_v4",
+    "inkling",
+    "kimi_k3",
+    "longcat_flash",
+    "mimo",
+    "mimo_v2",
+    "minimax_m3",
+    "nemotron_h",
+    "pangu_ultra_moe",
+    "qwen3_5",
+    "qwen3_next",
+    "qwen4_exp",
+    "step3p5",
+    "step5",
+)
+
 # Spellings of values; `standard` is the newest name of what was called probabilistic.
 RENAMED_VALUES: dict[str, dict[str, str]] = {
-    "method": {"[ngram]": "ngram"},
+    "method": {"[ngram]": "ngram", **{f"{family}{MTP_SUFFIX}": "mtp" for family in MTP_FAMILIES}},
     "rejection_sample_method": {
         "standard": "probabilistic",
         "rejection_sampler": "probabilistic",
@@ -123,7 +155,6 @@ REFUSED_VALUES = {
 SAMPLING_KEYS = ("speculative_ratio", "speculative_sampling")
 
 UNAVAILABLE_METHODS = ("dspark", "extract_hidden_states")
-MTP_SUFFIX = "_mtp"  # deepseek_mtp, qwen3_next_mtp and two dozen more are deprecated names of mtp
 
 # Substrings of a checkpoint's name by which vLLM recognises a head that is no plain draft model, in its order.
 NAME_MARKS = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
