@@ -5,24 +5,26 @@ An error the user can mend is one screen on stderr and status 2; a bug keeps its
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-from pathlib import Path
+from runner.cli.termination import ends_without_a_word
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig
+with ends_without_a_word():
+    import sys
+    import traceback
+    from pathlib import Path
 
-from runner.cli.compose import HYDRA_VERSION_BASE, read_config, written_choices
-from runner.cli.launch import checked, parse_args
-from runner.cli.method_options import add_method_options
-from runner.cli.screen import USER_ERROR_STATUS, show_error, show_interrupt
-from runner.cli.speculative_config import quote_json
-from runner.earlier_points import EarlierPoints
-from runner.engine.errors import UserError
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import CompactHydraException
+    from hydra.types import RunMode
+    from omegaconf import DictConfig
+
+    from runner.cli.compose import HYDRA_VERSION_BASE, read_config, written_choices
+    from runner.cli.launch import checked, parse_args
+    from runner.cli.method_options import add_method_options
+    from runner.cli.screen import USER_ERROR_STATUS, show_error, show_interrupt
+    from runner.cli.speculative_config import quote_json
+    from runner.earlier_points import EarlierPoints
+    from runner.engine.errors import UserError
 
 _points = EarlierPoints()  # of the sweep that runs
 _shown: list[UserError] = []  # in a multirun a failing job shows its screen when it fails
@@ -50,7 +52,6 @@ def app(cfg: DictConfig) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     argv = add_method_options(quote_json(sys.argv[1:] if argv is None else argv))
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what went wrong instead of printing it
     try:
         with checked(parse_args(argv), argv) as sys.argv[1:]:
             app()

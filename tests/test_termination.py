@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.cli.termination import ends_without_a_word
+
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 
 PROGRAM = """
@@ -25,6 +27,20 @@ except KeyboardInterrupt:
     signal.raise_signal(signal.SIGHUP if sys.argv[2] == "hangup" else signal.SIGCHLD)  # the kernel's, after the shell's
     print("saving", file=sys.stderr, flush=True)
     Path(sys.argv[1]).write_text("kept")
+"""
+
+
+IMPORTING = """
+import runpy, signal, sys
+
+class Interrupt:
+    def find_spec(name, path=None, target=None):
+        if name == "omegaconf":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)
 """
 
 
@@ -63,3 +79,20 @@ def test_under_nohup_the_end_of_the_terminal_changes_nothing(tmp_path: Path) -> 
             process.wait(0.3)
         process.kill()
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("program", ["runner", "runner.tune", "runner.train"])
+def test_an_interrupt_while_modules_are_imported_ends_without_a_word(program: str) -> None:
+    """Ctrl-C in the first half second of a run showed the traceback of whatever was imported then."""
+    run = subprocess.run([sys.executable, "-c", IMPORTING, program], capture_output=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (130, b"", b"")
+
+
+def test_an_interrupt_that_is_ignored_stays_ignored_while_modules_are_imported() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ends_without_a_word():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

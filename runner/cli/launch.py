@@ -54,6 +54,7 @@ def checked(args: argparse.Namespace, argv: list[str]) -> Iterator[list[str]]:
         ConfigError, SweepError: what is wrong, before anything ran.
     """
     interrupt_on_termination()
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what went wrong instead of printing it
     if args.help:
         print(help_text())
         sys.exit(0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from runner.cli.termination import INTERRUPT_STATUS
 from runner.config.problem import NO_VALUE, ConfigError, Problem
 from runner.engine.errors import UserError
 
 USER_ERROR_STATUS = 2
-INTERRUPT_STATUS = 130  # 128 + SIGINT, as shells have it
 
 
 def error_lines(error: UserError) -> list[str]:

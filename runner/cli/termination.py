@@ -7,8 +7,28 @@ import signal
 import stat
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+INTERRUPT_STATUS = 130  # 128 + SIGINT, as shells have it
+
+
+@contextmanager
+def ends_without_a_word() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process at once: for imports, which have nothing to save and a traceback to show.
+
+    Where SIGINT is ignored, as in a shell's background, it stays ignored.
+    """
+    is_mine = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_mine or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda signum, frame: os._exit(INTERRUPT_STATUS))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def interrupt_on_termination() -> None:
