@@ -101,8 +101,8 @@ class Proposer(ABC):
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         """Its drafting as something that can be captured with a whole step; None: the host takes part in it.
 
-        Steps of that form call neither `propose` nor `update`; those with `drafts_from_text` do call `propose`. They
-        may come and go with the load.
+        Steps of that form call neither `propose` nor `update`; those with `drafts_from_text` do call `propose`, and
+        others what their CapturedDrafter.find calls. They may come and go with the load.
 
         Args:
             num_tokens: drafts of every request, at most num_speculative_tokens; 0 where the load allows none.

@@ -48,7 +48,7 @@ class DFlashProposer(OnePassProposer):
         most = self.head.config.max_draft_tokens
         if num_speculative_tokens > most and speculative_token_tree is None:
             logger.warning(
-                "method.num_speculative_tokens=%d: a block of %s holds %d drafts, so that many are drafted at most",
+                "%d tokens are asked of %s, whose block holds %d drafts: so many are drafted at most",
                 num_speculative_tokens,
                 source.model,
                 most,

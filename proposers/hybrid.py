@@ -35,6 +35,7 @@ class HybridProposer(Proposer):
         drafter: Proposer,
         drafter_name: str,
         min_match_score: float,
+        num_judged_tokens: int,
     ) -> None:
         """
         Args:
@@ -42,11 +43,11 @@ class HybridProposer(Proposer):
             suffix: finds matches, chains.
             drafter: drafts chains; its context says that others draft up to num_speculative_tokens too.
             drafter_name: the source of its tokens.
-            min_match_score: tokens of a match that must be expected to be accepted.
+            min_match_score: of num_judged_tokens of a match, so many must be expected to be accepted.
         """
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
         self.suffix, self.drafter, self.drafter_name = suffix, drafter, drafter_name
-        self.min_match_score = min_match_score
+        self.min_match_score, self.num_judged_tokens = min_match_score, num_judged_tokens
         self._matched: list[Request] = []  # in the last step in parts
 
     def propose(self, schedule: Schedule) -> DraftTokens:
@@ -65,14 +66,18 @@ class HybridProposer(Proposer):
 
     def find_matches(self, schedule: Schedule) -> DraftTokens:
         """Of the decoding requests; none where the drafter shall draft."""
-        limit, most = self.num_speculative_tokens, self.drafter.num_speculative_tokens
-        if len(schedule.decoding) > max_requests(limit, self.context.device):
-            limit = most  # where one has a longer match than others draft, they all have places for it
-        found = self.suffix.matches(schedule, limit)
-        matches = [match.token_ids if match.score >= self.min_match_score else [] for match in found]
-        if not all(matches):
-            matches = [match[:most] for match in matches]
-        drafts = draft_tokens_from_lists(matches, self.context.device)
+        decoding = schedule.decoding
+        # Whether a match is convincing depends on nothing but the text: it is judged before it is cut.
+        found = self.suffix.matches(schedule, self.num_judged_tokens)
+        matches = [
+            match.token_ids[: item.max_draft_tokens] if match.score >= self.min_match_score else []
+            for match, item in zip(found, decoding, strict=True)
+        ]
+        num_left = sum(not match and item.max_draft_tokens > 0 for match, item in zip(matches, decoding, strict=True))
+        # Where one has a longer match than others draft, they all have places for it.
+        is_cut = num_left > 0 or len(decoding) > max_requests(self.num_speculative_tokens, self.context.device)
+        most = self.drafter.num_speculative_tokens if is_cut else self.num_speculative_tokens
+        drafts = draft_tokens_from_lists([match[:most] for match in matches], self.context.device)
         return replace(drafts, sources=(MATCHED,) * len(drafts.token_ids))
 
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:

@@ -67,10 +67,9 @@ class SuffixProposer(Proposer):
         return draft_tokens_from_trees(trees, self.context.device)
 
     def matches(self, schedule: Schedule, limit: int) -> list[SuffixDraft]:
-        """`propose`, at most `limit` tokens a request, with how many of them are expected to be accepted."""
+        """Up to `limit` tokens for each decoding request, and how many of them are expected to be accepted."""
         rows, new_tokens = self._take_in(schedule)
-        limits = [min(limit, item.max_draft_tokens) for item in schedule.decoding]
-        return self._cache.step_scored(rows, new_tokens, limits)
+        return self._cache.step_scored(rows, new_tokens, [limit] * len(rows))
 
     def _take_in(self, schedule: Schedule) -> tuple[list[int], list[list[int]]]:
         """Of each decoding request: its row in the cache, and the committed tokens that the cache is to take in."""

@@ -29,7 +29,8 @@ def drafter_fit_notes(
         return []
     if highest_temperature(items, config.sampler.temperature) > 0:
         return []
-    accepted = [draft[-1] for record in records for draft in record.drafts]
+    own = (None, method.drafter_name)  # of several sources the drafter's alone
+    accepted = [draft[-1] for record in records for source, draft in record.sourced_drafts if source in own]
     share = sum(count > 0 for count in accepted) / max(1, len(accepted))
     if len(accepted) < MIN_DRAFTS or share >= FEW:
         return []

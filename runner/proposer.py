@@ -23,7 +23,7 @@ def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenize
     own_keys: dict[str, Any] = method.model_dump(exclude=set(COMMON_METHOD_KEYS))
     if isinstance(method, HybridMethod):
         within = replace(context, max_draft_tokens=method.num_speculative_tokens)
-        own_keys = {"min_match_score": method.min_match_score, "drafter_name": method.drafter}
+        own_keys = {key: getattr(method, key) for key in ("drafter_name", "min_match_score", "num_judged_tokens")}
         for name, half in (("suffix", method.suffix_method()), ("drafter", method.drafter_method())):
             own_keys[name] = build_proposer(config.model_copy(update={"method": half}), within, tokenizer)
     elif isinstance(method, DrafterMethod):

@@ -66,7 +66,7 @@ class StepConditions:
     def _has_few_drafts(self, requests: Sequence[Request]) -> bool:
         if self.drafter.drafts_on_host:  # places go by the longest draft
             return False
-        most = self.drafter.num_tokens
+        most = self.drafter.num_places
         limits = [request.sampling_params.max_draft_tokens for request in requests]
         num_empty = sum(most - min(most, limit) for limit in limits if limit is not None)
         return len(requests) * (most + 1) > self.empty_rows.num_free and num_empty > self.empty_rows.most

@@ -44,7 +44,7 @@ class LaunchedStep:
     schedule: Schedule
     places: list[int]  # of the scheduled requests in the batch; all other places are empty
     depth: int  # of the drafts
-    draft_sources: list[str | None]  # of the scheduled requests, as StepOutcome has them
+    draft_sources: list[str | None]  # of each scheduled request: whose drafts it gets if it gets any
     seconds_to_find: float  # drafts on the host, before it was launched
     # [count, width] int64: depth + 3 as kernels/follow_verified.py has them; the parents of trees; the bits of logprobs
     packed: Download
@@ -67,7 +67,9 @@ class LaunchedStep:
             num_accepted_tokens=[row[width] for row in rows],
             num_draft_tokens=num_drafts,
             draft_depths=[tree_shape(parents).depth for parents in trees] if any(trees) else num_drafts,
-            draft_sources=self.draft_sources,
+            draft_sources=[
+                source if count else None for source, count in zip(self.draft_sources, num_drafts, strict=True)
+            ],
             logprobs={} if num_top is None else self._logprobs(packed[:, -num_told:], rows, num_top),
         )
 

@@ -285,7 +285,7 @@ def test_an_unknown_key_does_not_hide_what_else_is_wrong_with_its_group() -> Non
         ("prompt_lookup_mx", "did you mean 'prompt_lookup_max' or 'prompt_lookup_min'?"),
         ("temperature", "it is a key of sampler: sampler.temperature"),
         ("draft_tensor_parallel_size", f"only method={' or '.join(DRAFTERS)} has it"),
-        ("aux_hidden_state_layer_ids", "only method=eagle3 or dflash has it"),
+        ("aux_hidden_state_layer_ids", "only method=eagle3 or dflash or hybrid has it"),
         ("tensor_parallel_size", "pass 'draft_tensor_parallel_size' instead"),
     ],
 )

@@ -308,7 +308,7 @@ def test_more_tokens_than_a_block_holds_are_not_drafted_and_a_note_says_so(
             max_num_batched_tokens=41,
         )
     assert max(len(one.drafted) for one in passes) == most
-    assert f"method.num_speculative_tokens=9: a block of {head} holds {most} drafts" in caplog.text
+    assert f"9 tokens are asked of {head}, whose block holds {most} drafts" in caplog.text
 
 
 def test_texts_longer_than_max_model_len_get_no_drafts(

@@ -188,7 +188,7 @@ def test_more_tokens_than_heads_are_not_drafted_and_a_note_says_so(
     with caplog.at_level(logging.WARNING):
         drafts = drafts_of_a_run(target, monkeypatch, method)
     assert max(len(draft.drafted) for draft in drafts) == NUM_HEADS
-    assert f"method.num_speculative_tokens=6: {directory} guesses 3 tokens ahead" in caplog.text
+    assert f"6 tokens are asked of {directory}, which guesses 3 ahead" in caplog.text
 
 
 def test_texts_longer_than_max_model_len_get_no_drafts(

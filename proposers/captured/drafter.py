@@ -58,6 +58,7 @@ class CapturedDrafter(ABC):
             tree_depth: of the deepest draft, at most; None: drafts are chains.
         """
         self.num_tokens, self.max_model_len = num_tokens, max_model_len
+        self.num_places = num_tokens  # of every request, in steps that draft for all
         self.drafts_trees = tree_depth is not None
         self.depth = num_tokens if tree_depth is None else tree_depth  # drafts of a step that can be accepted
         self.reach = num_tokens + num_scratch_rows  # positions behind the committed tokens that a launch may compute

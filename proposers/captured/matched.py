@@ -1,7 +1,7 @@
 """Drafting with a model where no match in the text is convincing (proposers/hybrid.py), captured.
 
 The host looks for matches before each step. A step has one of three forms: the drafter drafts for all requests; for
-none, as all have matches, and only keeps up; or for those without a match.
+none, as all that may draft have matches, and only keeps up; or for those without a match.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class MatchedOrDrafted(CapturedDrafter):
         self.drafter, self._find_matches = drafter, find_matches
         self.tap_layers, self.draws = drafter.tap_layers, drafter.draws
         self.form, self.source = Form.DRAFTED, source
+        self.num_places, self._is_left = drafter.num_tokens, False
         self._matches = PlacedDrafts(capacity, device)
 
     def can_start(self, request: Request) -> bool:
@@ -56,15 +57,18 @@ class MatchedOrDrafted(CapturedDrafter):
         self.drafter.stop(going_on)
 
     def find(self, schedule: Schedule) -> DraftTokens:
-        return self._find_matches(schedule)
+        drafts = self._find_matches(schedule)
+        counts = zip(drafts.num_draft_tokens, schedule.decoding, strict=True)
+        self._is_left = any(count == 0 and item.max_draft_tokens > 0 for count, item in counts)
+        return drafts
 
     def place(self, drafts: DraftTokens, places: Sequence[int]) -> int:
         counts = drafts.num_draft_tokens
         if not any(counts):
             self.form = Form.DRAFTED
             return self.drafter.num_tokens
-        self.form = Form.MATCHED if all(counts) else Form.BOTH
-        width = few_widths(max(counts), self.num_tokens) if all(counts) else self.drafter.num_tokens
+        self.form = Form.BOTH if self._is_left else Form.MATCHED
+        width = self.drafter.num_tokens if self._is_left else few_widths(max(counts), self.num_tokens)
         self._matches.put(drafts, places, width)
         return width
 

@@ -124,12 +124,12 @@ class CapturedChains(CapturedDrafter):
 def _with_given(chains: Tensor, probs: Tensor | None, given: Tensor) -> tuple[Tensor, Tensor | None]:
     """Drafts [count, num_tokens] in which the requests of `given` have what is given and nothing behind it.
 
-    probs: [count, num_tokens, vocab]; that of a given draft is one-hot.
+    probs: [count, num_tokens, vocab], changed in place; that of a given draft is one-hot.
     """
     is_given = given[:, :1] >= 0
     chains = torch.where(is_given, given, chains)
     if probs is None:
         return chains, None
-    places, probs = given.clamp(min=0).unsqueeze(2), probs.masked_fill(is_given.unsqueeze(2), 0.0)
-    own = probs.gather(2, places).masked_fill(is_given.unsqueeze(2), 1.0)
+    places, probs = given.clamp(min=0).unsqueeze(2), probs.masked_fill_(is_given.unsqueeze(2), 0.0)
+    own = probs.gather(2, places).masked_fill_(is_given.unsqueeze(2), 1.0)
     return chains, probs.scatter_(2, places, own)

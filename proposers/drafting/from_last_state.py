@@ -52,7 +52,7 @@ class LastStateProposer(TokenByTokenProposer):
     ) -> None:
         if num_speculative_tokens > max_depth and not is_tree:
             logger.warning(
-                "method.num_speculative_tokens=%d: %s guesses %d tokens ahead, so that many are drafted at most",
+                "%d tokens are asked of %s, which guesses %d ahead: so many are drafted at most",
                 num_speculative_tokens,
                 source.model,
                 max_depth,

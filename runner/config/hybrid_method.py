@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from runner.config.drafter_methods import (
     DflashMethod,
@@ -12,6 +12,7 @@ from runner.config.drafter_methods import (
     DraftModelMethod,
     Eagle3Method,
     EagleMethod,
+    LayerIds,
     MedusaMethod,
     MlpSpeculatorMethod,
     MtpMethod,
@@ -47,18 +48,34 @@ class HybridMethod(SuffixKeys, DrafterMethod):
         default="draft_model", description="what drafts where no match is convincing; `model` is its checkpoint"
     )
     num_drafter_tokens: int = Field(
-        default=4, ge=1, le=128, description="tokens that the drafter drafts at most, in [1, num_speculative_tokens]"
+        default=4,
+        ge=1,
+        le=128,
+        description="tokens that the drafter drafts at most, in [1, 128], and no more than num_speculative_tokens",
     )
     min_match_score: float = Field(
         default=2.0,
         ge=0,
         description="tokens of a match that must be expected to be accepted, by suffix decoding's counts, for it to "
-        "take the drafter's place, >= 0",
+        "take the drafter's place, >= 0; it is judged by 8 tokens where num_speculative_tokens are fewer",
+    )
+    use_heterogeneous_vocab: bool = Field(
+        default=False, description="drafter=draft_model: it has another tokenizer than the target"
+    )
+    aux_hidden_state_layer_ids: LayerIds | None = Field(
+        default=None,
+        description="drafter=eagle3 or dflash: hidden states of the target that it reads, i >= 0 is after i layers; "
+        "null: as its checkpoint says",
     )
 
     @property
     def drafter_name(self) -> str:
         return self.drafter
+
+    @property
+    def num_judged_tokens(self) -> int:
+        """Of a match, by which it is found convincing or not: also where few are drafted."""
+        return max(self.num_speculative_tokens, 8)
 
     def suffix_method(self) -> SuffixMethod:
         """The half that finds matches, as a method by itself."""
@@ -67,18 +84,29 @@ class HybridMethod(SuffixKeys, DrafterMethod):
 
     def drafter_method(self) -> DrafterMethod:
         """The half that drafts elsewhere, as a method by itself."""
-        keys = self.model_dump(include={*DrafterMethod.model_fields} - {*MethodConfig.model_fields})
-        return DRAFTERS[self.drafter](
+        cls = DRAFTERS[self.drafter]
+        own = {key for key in HybridMethod.model_fields if key in cls.model_fields}
+        keys = self.model_dump(include=own - {*MethodConfig.model_fields})
+        return cls(
             num_speculative_tokens=min(self.num_drafter_tokens, self.num_speculative_tokens),
             draft_sample_method=self.draft_sample_method,
             **keys,
         )
 
+    @model_validator(mode="after")
+    def _check_keys_of_drafters(self) -> Self:
+        for key in ("use_heterogeneous_vocab", "aux_hidden_state_layer_ids"):
+            value = getattr(self, key)
+            if value and key not in DRAFTERS[self.drafter].model_fields:
+                owners = " or ".join(name for name, method in DRAFTERS.items() if key in method.model_fields)
+                raise ValueError(f"{key} is a key of drafter={owners}, got {value!r} with drafter={self.drafter}")
+        return self
+
     def notes(self) -> list[str]:
         notes = super().notes()
-        if self.num_drafter_tokens > self.num_speculative_tokens:
+        if self.min_match_score > self.num_judged_tokens:
             notes.append(
-                f"num_drafter_tokens={self.num_drafter_tokens} is more than num_speculative_tokens="
-                f"{self.num_speculative_tokens}: so many are drafted at most"
+                f"min_match_score={self.min_match_score:g} is out of reach, so that no match is drafted: matches are "
+                f"judged by {self.num_judged_tokens} tokens; lower it"
             )
         return notes

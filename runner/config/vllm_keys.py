@@ -132,7 +132,7 @@ REFUSED_KEYS = {
     "draft_parallel_config": _internal(),
     "enable_suffix_decoding": Refusal(
         rule="is a key of the plugin Arctic Inference",
-        remedy="set method='hybrid' and drafter=<the method that drafts where no match is convincing>",
+        remedy="remove it; method='hybrid' with drafter=<the method> is suffix decoding in front of that",
         unless=(None, False),
     ),
     "quantization": Refusal(
