@@ -24,10 +24,12 @@ from kernels.reference.fit_drafts import fit_drafts
 from kernels.reference.follow_verified import follow_verified
 from kernels.reference.likeliest_tree import add_level, likeliest_tree
 from kernels.reference.mask_and_penalise import mask_and_penalise
+from kernels.reference.move_kv import move_kv
 from kernels.reference.ngram_match import ngram_match
 from kernels.reference.perturb import perturb
-from kernels.reference.philox import Stream
+from kernels.reference.philox import Stream, uniforms
 from kernels.reference.top_candidates import top_candidates
+from kernels.reference.top_logprobs import top_logprobs
 from kernels.reference.tree_rows import tree_rows
 from kernels.reference.walk_tree import walk_tree
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
@@ -63,12 +65,15 @@ import kernels.fit_drafts
 import kernels.follow_verified
 import kernels.likeliest_tree
 import kernels.mask_and_penalise
+import kernels.move_kv
 import kernels.ngram_match
 import kernels.perturb
 import kernels.rejection
 import kernels.sampling
 import kernels.top_candidates
+import kernels.top_logprobs
 import kernels.tree_rows
+import kernels.uniforms
 import kernels.walk_tree
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
@@ -154,6 +159,12 @@ def verify_strict(
     return kernels.rejection.Verified(token_ids, *counts)
 
 
+def uniforms_of(
+    seeds: torch.Tensor, positions: torch.Tensor, draft_steps: torch.Tensor | None = None, *, stream: int, **shape: int
+) -> torch.Tensor:
+    return uniforms(seeds, positions, stream, 0 if draft_steps is None else draft_steps, **{"num_entries": 1, **shape})
+
+
 @pytest.fixture
 def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.chain_rows, "chain_rows", chain_rows)
@@ -161,6 +172,7 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.ngram_match, "ngram_match", ngram_match)
     monkeypatch.setattr(kernels.follow_verified, "follow_verified", follow_verified)
     monkeypatch.setattr(kernels.mask_and_penalise, "mask_and_penalise", mask_and_penalise)
+    monkeypatch.setattr(kernels.move_kv, "move_kv", lambda *args, widest: move_kv(*args))
     monkeypatch.setattr(kernels.sampling, "sample", draw)
     monkeypatch.setattr(kernels.sampling, "greedy", take_the_argmax)
     monkeypatch.setattr(kernels.rejection, "verify_strict", verify_strict)
@@ -168,7 +180,9 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.likeliest_tree, "add_level", add_level)
     monkeypatch.setattr(kernels.likeliest_tree, "likeliest_tree", likeliest_tree)
     monkeypatch.setattr(kernels.top_candidates, "top_candidates", top_candidates)
+    monkeypatch.setattr(kernels.top_logprobs, "top_logprobs", top_logprobs)
     monkeypatch.setattr(kernels.tree_rows, "tree_rows", tree_rows)
+    monkeypatch.setattr(kernels.uniforms, "uniforms", uniforms_of)
     monkeypatch.setattr(kernels.walk_tree, "walk_tree", walk_tree)
 
 
