@@ -193,7 +193,7 @@ Build = Callable[..., LLM]  # (method, **engine_args)
 def build(request: pytest.FixtureRequest) -> Build:
     """Engines whose steps run whole: as on a GPU, over models that hash, or compiled and recorded, over real ones."""
     if request.param == "on a CPU":
-        own = Engines()
+        own = request.getfixturevalue("engines")
         return lambda method, **engine_args: own(METHODS[method], **engine_args)
     request.getfixturevalue("by_definition")
     return partial(hashing, request.getfixturevalue("interpreted"))
