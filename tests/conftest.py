@@ -32,7 +32,7 @@ from runner.prompts import make_requests
 from tests.emulated_device import EmulatedDevice
 from tests.graphs_for_tests import recorded
 from tests.heads_for_tests import HEADS, make_fair
-from tests.interpreted_calls import describe_once, index_with_any_numpy, patch_once
+from tests.interpreted_calls import describe_once, index_with_any_numpy, make_alike_once, patch_once
 
 # The same examples in every run, so that what fails here fails everywhere;
 # `pytest --hypothesis-profile=exploring` draws others, and twice as many.
@@ -140,9 +140,10 @@ def pytest_collection_finish() -> None:
 def _quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
-            patch_once(patch)
-            describe_once(patch)
             index_with_any_numpy(patch)
+            describe_once(patch)
+            make_alike_once(patch)
+            patch_once(patch)
         yield
 
 

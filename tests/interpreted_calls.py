@@ -1,17 +1,21 @@
 """Interpreted Triton functions, without the work that Triton's interpreter does again at every call and operation.
 
 It replaces the builtins of triton.language when a kernel is launched, and again whenever that kernel calls another
-jitted function, tl.sum among them: most of what such a call costs. A launch's replacements hold until it ends, and what
-a call replaces beyond them (in tl.core) stays for good, so that once is enough for each function. What it derives from
-a shape or a dtype it derives for each value of a kernel; few shapes and dtypes are met again and again.
+jitted function, tl.sum among them: most of what such a call costs. Here they are replaced once, for good. What it
+derives from a shape or a dtype it derives for each value of a kernel, and what operands have in common for each pair;
+few shapes and dtypes are met again and again.
 
 And with any numpy: Triton before 3.7 makes integers of arrays of one element, which numpy since 2.4 refuses.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Hashable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,19 +23,27 @@ from packaging.version import Version
 
 
 def patch_once(patch: pytest.MonkeyPatch) -> None:
-    """A jitted function that another calls patches the language in its first call alone."""
-    from triton.runtime.interpreter import InterpretedFunction
+    """The language stays replaced, as no test compiles in its own process."""
+    from triton import language
+    from triton.runtime import interpreter
 
-    first_call = InterpretedFunction.__call__
-    prepared = set[Any]()
+    semantic = interpreter.interpreter_semantic
 
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function.fn in prepared:
-            return function.rewrite()(*args, **kwargs)
-        prepared.add(function.fn)
-        return first_call(function, *args, **kwargs)
+    def replace_builtin(place: Any, name: str, member: Any, *_: Any) -> None:
+        called = inspect.unwrap(member)  # what is around it asks whether there is a _semantic
 
-    patch.setattr(InterpretedFunction, "__call__", call)
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return called(*args, **named)
+
+        patch.setattr(place, name, call)
+
+    with pytest.MonkeyPatch.context() as replacing:
+        replacing.setattr(interpreter, "_patch_attr", replace_builtin)
+        scope = SimpleNamespace(set_attr=partial(patch.setattr, raising=False))
+        replacing.setattr(interpreter, "_LangPatchScope", lambda: scope)
+        interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    patch.setattr(interpreter, "_patch_lang", lambda function: SimpleNamespace(restore=lambda: None))
 
 
 def describe_once(patch: pytest.MonkeyPatch) -> None:
@@ -41,7 +53,8 @@ def describe_once(patch: pytest.MonkeyPatch) -> None:
 
     builder = interpreter.interpreter_builder
     find_dtype, init_type, init_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
-    dtypes = dict[str, Any]()
+    check_handle = interpreter.TensorHandle.__post_init__
+    dtypes, sizes = dict[str, Any](), set[tuple[int, str]]()
     types, tensors = dict[tuple[int, ...], dict[str, Any]](), dict[tuple[int, ...], dict[str, Any]]()
 
     def dtype_of(kind: Any) -> Any:
@@ -55,14 +68,21 @@ def describe_once(patch: pytest.MonkeyPatch) -> None:
         if key not in types:
             init_type(block_type, element_ty, shape)  # which checks the shape
             types[key] = {name: vars(block_type)[name] for name in vars(block_type).keys() - {"element_ty", "name"}}
+            types[key]["sizes"] = key
         vars(block_type).update(types[key], element_ty=element_ty, name=f"<{key}, {element_ty}>")
 
     def new_tensor(tensor: Any, handle: Any, kind: Any) -> None:
-        key = tuple(kind.shape) if kind.is_block() else ()
+        key = getattr(kind, "sizes", ())
         if key not in tensors:
             init_tensor(tensor, handle, kind)
             tensors[key] = {name: vars(tensor)[name] for name in vars(tensor).keys() - {"handle", "type", "dtype"}}
         vars(tensor).update(tensors[key], handle=handle, type=kind, dtype=kind.scalar)
+
+    def check_size(handle: Any) -> None:
+        key = handle.data.dtype.num, handle.dtype.name
+        if key not in sizes:
+            check_handle(handle)
+            sizes.add(key)
 
     # Whether an integer overflows is computed for device asserts alone, and without `debug` these do nothing.
     assert not builder.options.debug
@@ -70,6 +90,74 @@ def describe_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_get_np_dtype", dtype_of)
     patch.setattr(core.block_type, "__init__", new_type)
     patch.setattr(core.tensor, "__init__", new_tensor)
+    patch.setattr(interpreter.TensorHandle, "__post_init__", check_size)
+
+
+def make_alike_once(patch: pytest.MonkeyPatch) -> None:
+    """What operands are cast to follows from their types, or a number's value, and is asked of Triton once for each.
+
+    A scalar beside a block gets the block's type, but stays one element: numpy extends it.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    semantic = interpreter.interpreter_semantic
+    broadcast = semantic.broadcast_impl_value
+    make_alike, builder = semantic.binary_op_type_checking_impl, interpreter.interpreter_builder
+    plans = dict[Hashable, tuple[Any, Any] | None]()
+    blocks = dict[tuple[Any, str], Any]()
+
+    def plan(lhs: Any, rhs: Any, rules: Any) -> tuple[Any, Any] | None:
+        if all(isinstance(own, core.tensor) and isinstance(own.dtype, core.pointer_type) for own in (lhs, rhs)):
+            return None  # two pointers of one name need not be of one type
+        probes = (
+            core.tensor(builder.get_null_value(own.dtype), own.dtype) if isinstance(own, core.tensor) else own
+            for own in (lhs, rhs)
+        )
+        made: tuple[Any, Any] = make_alike(*probes, *rules)
+        return made
+
+    def extended(scalar: Any, block: Any) -> Any:
+        if isinstance(scalar.dtype, core.pointer_type):
+            return core.tensor(scalar.handle, block.with_element_ty(scalar.dtype))
+        key = block.sizes, scalar.dtype.name
+        if key not in blocks:
+            blocks[key] = block.with_element_ty(scalar.dtype)
+        return core.tensor(scalar.handle, blocks[key])
+
+    def made_alike(lhs: Any, rhs: Any, *rules: bool, **named: bool) -> Any:
+        is_tensor, is_other = isinstance(lhs, core.tensor), isinstance(rhs, core.tensor)
+        left = lhs.dtype.name if is_tensor else (type(lhs), lhs)
+        right = rhs.dtype.name if is_other else (type(rhs), rhs)
+        key = left, right, rules
+        if key not in plans and not named:
+            plans[key] = plan(lhs, rhs, rules)
+        if named or (likes := plans[key]) is None:
+            return make_alike(lhs, rhs, *rules, **named)
+        if not is_tensor:
+            lhs = likes[0]
+        elif left != likes[0].dtype.name:
+            lhs = semantic.cast(lhs, likes[0].dtype)
+        if not is_other:
+            rhs = likes[1]
+        elif right != likes[1].dtype.name:
+            rhs = semantic.cast(rhs, likes[1].dtype)
+        kind, other = lhs.type, rhs.type
+        sizes, other_sizes = getattr(kind, "sizes", ()), getattr(other, "sizes", ())
+        if sizes == other_sizes:
+            return lhs, rhs
+        if not other_sizes:
+            return lhs, extended(rhs, kind)
+        if not sizes:
+            return extended(lhs, other), rhs
+        return broadcast(lhs, rhs)
+
+    def broadcasted(lhs: Any, rhs: Any) -> Any:
+        is_done = getattr(lhs.type, "sizes", ()) == getattr(rhs.type, "sizes", ())
+        return (lhs, rhs) if is_done else broadcast(lhs, rhs)
+
+    patch.setattr(semantic, "broadcast_impl_value", broadcasted)
+    patch.setattr(semantic, "binary_op_type_checking_impl", made_alike)
 
 
 def index_with_any_numpy(patch: pytest.MonkeyPatch) -> None:
