@@ -34,11 +34,12 @@ class MatchedOrDrafted(CapturedDrafter):
         num_tokens: int,
         *,
         drafter: CapturedChains,
-        find_matches: Callable[[Schedule], DraftTokens],  # none longer than drafter.num_tokens unless all have one
+        find_matches: Callable[[Schedule], DraftTokens],
         source: str,  # the drafter's name
         capacity: int,
         device: torch.device,
     ) -> None:
+        """find_matches: matches longer than drafter.num_tokens only where all that may draft have one."""
         num_scratch_rows = max(0, drafter.reach - num_tokens)
         super().__init__(num_tokens, drafter.max_model_len, num_scratch_rows)
         self.drafter, self._find_matches = drafter, find_matches
