@@ -44,10 +44,13 @@ def test_kernels_use_no_name_that_the_oldest_triton_lacks() -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """compile_kernels.Compiled of every kernel and GPU, as a dict; without line numbers, which change no program."""
+def compiled() -> dict[str, Any]:
+    """compile_kernels.Compiled of every kernel and GPU, as a dict; without line numbers, which change no program.
+
+    Triton's cache knows a program by its source, the compiler, the GPU and the options, so what changed is compiled.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DISABLE_LINE_INFO": "1"}
+    environment |= {"TRITON_DISABLE_LINE_INFO": "1"}
     root = Path(inspect.getfile(kernels)).parent.parent
     result = subprocess.run(
         [sys.executable, "-m", "tests.compile_kernels"],
