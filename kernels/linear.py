@@ -10,11 +10,16 @@ owns, and whether the partial sums of a tile are found by one program or by seve
 arXiv 2301.03598.)
 
 What follows the sum is float32 too: bias, gate and activation come before the one rounding.
+
+A weight held in 8 bits (kernels/quantized_weight.py) is read so. Its numbers are exact in every dtype that rows have;
+scales meet sums, never numbers: at the end where an output has one, else behind each step, which lies in one group.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -24,6 +29,7 @@ from torch import Tensor
 from kernels.dependent_launch import await_input, can_overlap, prefetch
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.linear_plan import PREFETCHED, plan_linear
+from kernels.quantized_weight import FLOAT8, QuantizedWeight
 
 
 @triton.jit
@@ -38,9 +44,38 @@ def load_columns(ptrs, start, in_features, EVEN_K: tl.constexpr):
 
 
 @triton.jit
+def as_factors(numbers, dtype: tl.constexpr, FLOAT8_BITS: tl.constexpr):
+    """Numbers of a weight in the dtype of the rows, which holds those of 8 bits exactly."""
+    if FLOAT8_BITS:
+        # Exponent and mantissa at a float32's places, whose exponents count from 120 further below.
+        words = (numbers.to(tl.int32) << 20) & -0x78100000
+        numbers = words.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+    return numbers.to(dtype)
+
+
+@triton.jit
+def add_step(
+    sums,  # [FEATURES, TOKENS]
+    numbers,  # [FEATURES, BLOCK_K]
+    x,  # [TOKENS, BLOCK_K]
+    scale_ptrs,  # [FEATURES], of the step's group if HAS_GROUPS
+    HAS_GROUPS: tl.constexpr,
+    FLOAT8_BITS: tl.constexpr,
+):
+    factors = as_factors(numbers, x.dtype, FLOAT8_BITS)
+    if HAS_GROUPS:
+        own = tl.dot(factors, tl.trans(x), tl.zeros_like(sums), input_precision="ieee")
+        sums += own * tl.load(scale_ptrs)[:, None]
+    else:
+        sums = tl.dot(factors, tl.trans(x), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
 def finish_tile(
     sums,  # [FEATURES, TOKENS]
     up_sums,  # of the up rows, if GATED
+    scales_ptr,  # one for each weight row, or None
     bias_ptr,
     out_ptr,
     features,
@@ -50,6 +85,10 @@ def finish_tile(
     GATED: tl.constexpr,
 ):
     is_feature = features < out_features
+    if scales_ptr is not None:
+        sums *= tl.load(scales_ptr + features, mask=is_feature, other=0.0)[:, None]
+        if GATED:
+            up_sums *= tl.load(scales_ptr + out_features + features, mask=is_feature, other=0.0)[:, None]
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -67,6 +106,7 @@ def finish_tile(
 def linear_kernel(
     x_ptr,  # [num_rows, in_features], rows x_stride apart
     weight_ptr,  # [out_features, in_features]; if GATED as many up rows follow
+    scales_ptr,  # [weight rows, groups] float32 of a weight held in 8 bits, or None
     bias_ptr,  # one for each weight row, or None
     out_ptr,  # [num_rows, out_features]
     partials_ptr,  # if IS_SPREAD [tiles, SPLITS, FEATURES, TOKENS] float32
@@ -76,6 +116,8 @@ def linear_kernel(
     in_features,
     x_stride,
     split_width,  # columns of a partial sum, a multiple of BLOCK_K
+    group_size,  # columns that share a scale, a multiple of BLOCK_K if HAS_GROUPS
+    num_groups,
     SPLITS: tl.constexpr,
     IS_SPREAD: tl.constexpr,  # each partial sum of a tile has a program; else one finds them all
     GATED: tl.constexpr,
@@ -84,6 +126,8 @@ def linear_kernel(
     FEATURES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCHED: tl.constexpr,  # 0: the launch does not overlap with the one before
+    HAS_GROUPS: tl.constexpr,  # a weight row has several scales
+    FLOAT8_BITS: tl.constexpr,  # weight_ptr is of int8, whose bits are a float8's
 ):
     # Neighbours take the tokens of one weight tile, which so comes from memory once.
     num_token_tiles = tl.cdiv(num_rows, TOKENS)
@@ -99,7 +143,12 @@ def linear_kernel(
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + columns
     is_token = (tokens < num_rows)[:, None]
     # Features behind the last are computed as the last and not stored: the loop has no mask for them.
-    row_ptrs = weight_ptr + tl.minimum(features, out_features - 1).to(tl.int64)[:, None] * in_features
+    rows = tl.minimum(features, out_features - 1).to(tl.int64)
+    row_ptrs = weight_ptr + rows[:, None] * in_features
+    row_scales, up_scales = scales_ptr, scales_ptr
+    if HAS_GROUPS:
+        row_scales = scales_ptr + rows * num_groups
+        up_scales = row_scales + tl.cast(out_features, tl.int64) * num_groups
     up_distance = tl.cast(out_features, tl.int64) * in_features
 
     if PREFETCHED > 0:
@@ -121,14 +170,21 @@ def linear_kernel(
                 x = tl.load(x_ptrs + start, mask=is_token, other=0.0)
             else:
                 x = tl.load(x_ptrs + start, mask=is_token & (start + columns < in_features), other=0.0)
+            own_scales, step_up_scales = row_scales, up_scales
+            if HAS_GROUPS:
+                own_scales += start // group_size
+                step_up_scales += start // group_size
             weight = load_columns(row_ptrs + columns, start, in_features, EVEN_K)
-            sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+            sums = add_step(sums, weight, x, own_scales, HAS_GROUPS, FLOAT8_BITS)
             if GATED:
                 up = load_columns(row_ptrs + up_distance + columns, start, in_features, EVEN_K)
-                up_sums = tl.dot(up, tl.trans(x), up_sums, input_precision="ieee")
+                up_sums = add_step(up_sums, up, x, step_up_scales, HAS_GROUPS, FLOAT8_BITS)
         total += sums
         up_total += up_sums
 
+    end_scales = scales_ptr
+    if HAS_GROUPS:
+        end_scales = None
     if IS_SPREAD:
         tile = feature_tile * num_token_tiles + token_tile
         places = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
@@ -138,14 +194,14 @@ def linear_kernel(
             total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
             for place in tl.static_range(SPLITS):
                 total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
-            finish_tile(total, None, bias_ptr, out_ptr, features, tokens, num_rows, out_features, False)
+            finish_tile(total, None, end_scales, bias_ptr, out_ptr, features, tokens, num_rows, out_features, False)
     else:
-        finish_tile(total, up_total, bias_ptr, out_ptr, features, tokens, num_rows, out_features, GATED)
+        finish_tile(total, up_total, end_scales, bias_ptr, out_ptr, features, tokens, num_rows, out_features, GATED)
 
 
 def linear(
     x: Tensor,  # [num_rows, in_features], rows may lie further apart
-    weight: Tensor,  # [out_features, in_features]
+    weight: Tensor | QuantizedWeight,  # [out_features, in_features]
     bias: Tensor | None = None,  # [out_features]
     *,
     out_dtype: torch.dtype | None = None,  # None: that of x
@@ -160,23 +216,47 @@ def linear(
 
 def gated_linear(
     x: Tensor,  # [num_rows, in_features], rows may lie further apart
-    weight: Tensor,  # [2 * intermediate, in_features], gate rows first
+    weight: Tensor | QuantizedWeight,  # [2 * intermediate, in_features], gate rows first
     bias: Tensor | None = None,  # [2 * intermediate]
 ) -> Tensor:  # [num_rows, intermediate]
     """silu(x Wg^T + bg) * (x Wu^T + bu) in float32, rounded once, to the dtype of x; as linear otherwise."""
     return _launch(x, weight, bias, x.dtype, gated=True)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *, gated: bool) -> Tensor:
+@cache
+def converts_float8(device: torch.device) -> bool:
+    """Whether the device has instructions for it; Triton knows the type on no other GPU."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _launch(
+    x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype, *, gated: bool
+) -> Tensor:
     num_rows, in_features = x.shape
-    out_features = len(weight) // (1 + gated)
-    assert weight.shape == ((1 + gated) * out_features, in_features) and weight.is_contiguous()
+    out_features = weight.shape[0] // (1 + gated)
+    scales, num_groups, group_size = None, 1, None
+    if isinstance(weight, QuantizedWeight):
+        numbers, scales, num_groups = weight.numbers, weight.scales, weight.scales.shape[1]
+        group_size = weight.shared_columns
+        assert scales.is_contiguous() and scales.dtype == torch.float32
+    else:
+        numbers = weight
+    assert weight.shape == ((1 + gated) * out_features, in_features) and numbers.is_contiguous()
     assert x.stride(1) == 1 and x.dtype == weight.dtype
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
     out = torch.empty(num_rows, out_features, dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
-    plan = plan_linear(num_rows, out_features, in_features, element_size=x.element_size(), gated=gated)
+    plan = plan_linear(
+        num_rows,
+        out_features,
+        in_features,
+        element_size=x.element_size(),
+        gated=gated,
+        number_size=numbers.element_size(),
+        group_size=group_size,
+    )
+    takes_bits = numbers.dtype == FLOAT8 and not converts_float8(x.device)
     num_programs, partials, arrivals = plan.num_tiles, None, None
     if plan.is_spread:
         num_programs *= plan.splits
@@ -186,7 +266,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
     overlaps = can_overlap(x.device)
     linear_kernel[(num_programs,)](
         x,
-        weight,
+        numbers.view(torch.int8) if takes_bits else numbers,
+        scales,
         bias,
         out,
         partials,
@@ -196,6 +277,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
         in_features,
         x.stride(0),
         plan.split_width,
+        group_size or in_features,
+        num_groups,
         SPLITS=plan.splits,
         IS_SPREAD=plan.is_spread,
         GATED=gated,
@@ -204,6 +287,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
         FEATURES=plan.features,
         BLOCK_K=plan.block_k,
         PREFETCHED=PREFETCHED if overlaps else 0,
+        HAS_GROUPS=num_groups > 1,
+        FLOAT8_BITS=takes_bits,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         launch_pdl=overlaps,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LINE = 128  # bytes of a row that a step reads: a cache line
+LINE = 128  # bytes of a row of tokens that a step reads, a cache line; of a weight in 8 bits it reads a half or less
 FEATURES = 64  # weight rows of a tile: the M of wgmma
 PROGRAMS = 192  # a weight with fewer tiles is cut along in_features, until it has as many programs
 MIN_STEPS = 8  # steps of a partial sum, at least
@@ -36,18 +36,29 @@ class LinearPlan:
     num_stages: int  # steps whose loads are in flight
 
 
-def plan_linear(num_rows: int, out_features: int, in_features: int, *, element_size: int, gated: bool) -> LinearPlan:
+def plan_linear(
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    *,
+    element_size: int,  # of a row's numbers
+    gated: bool,
+    number_size: int | None = None,  # bytes of a weight's number; None: as a row's
+    group_size: int | None = None,  # columns that share a scale; None: all do
+) -> LinearPlan:
     """For [num_rows, in_features] by [out_features, in_features], or twice as many weight rows if gated."""
-    block_k = LINE // element_size
+    block_k = min(LINE // element_size, group_size or LINE)
     steps, splits = -(-in_features // block_k), 1
     while not gated and -(-out_features // FEATURES) * splits < PROGRAMS and steps >= 2 * splits * MIN_STEPS:
         splits *= 2
     has_tensor_cores = element_size == 2  # float32 sums by plain multiply-adds, and would run out of registers
-    is_wide = has_tensor_cores and num_rows > WIDE_ROWS
+    # Of two weights with scales along the sum a large tile's sums, and those of a step, do not fit registers.
+    is_crowded = gated and group_size is not None
+    is_wide = has_tensor_cores and num_rows > WIDE_ROWS and not is_crowded
     features = FEATURES * (1 + is_wide)
-    tokens = min(max(1 << (num_rows - 1).bit_length(), 16), 128 if has_tensor_cores else 64)
+    tokens = min(max(1 << (num_rows - 1).bit_length(), 16), 128 if has_tensor_cores and not is_crowded else 64)
     num_tiles = -(-out_features // features) * -(-num_rows // tokens)
-    step_bytes = (features * (1 + gated) + tokens) * LINE
+    step_bytes = block_k * (features * (1 + gated) * (number_size or element_size) + tokens * element_size)
     return LinearPlan(
         block_k=block_k,
         splits=splits,
@@ -61,7 +72,9 @@ def plan_linear(num_rows: int, out_features: int, in_features: int, *, element_s
     )
 
 
-def rows_of_each_kind(out_features: int, in_features: int, *, element_size: int, gated: bool) -> set[int]:
+def rows_of_each_kind(
+    out_features: int, in_features: int, *, element_size: int, gated: bool, group_size: int | None = None
+) -> set[int]:
     """Numbers of rows that have such a product computed by every kind of program there is for it.
 
     With few tokens and with the most in a tile, with one or two feature tiles, with partial sums that have programs of
@@ -69,6 +82,8 @@ def rows_of_each_kind(out_features: int, in_features: int, *, element_size: int,
     """
     kinds: dict[tuple[bool, bool, int], int] = {}
     for num_rows in (2, *range(65, MOST_ROWS, 64)):  # tiles of the most tokens, 64 or 128, and one token more
-        plan = plan_linear(num_rows, out_features, in_features, element_size=element_size, gated=gated)
+        plan = plan_linear(
+            num_rows, out_features, in_features, element_size=element_size, gated=gated, group_size=group_size
+        )
         kinds.setdefault((num_rows > 2, plan.is_spread, plan.features), num_rows)
     return set(kinds.values())

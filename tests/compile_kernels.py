@@ -41,16 +41,38 @@ class Kernel:
 
 
 def linear_kernel(
-    num_rows: int, out_features: int, in_features: int, *, gated: bool, out: str, capability: int
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    *,
+    gated: bool,
+    out: str,
+    capability: int,
+    held: str = "bf16",  # the weight's numbers
+    group_size: int | None = None,  # columns that share a scale; None: all do
 ) -> Kernel:
     """A bfloat16 product as kernels/linear.py launches it, without a bias."""
-    plan = plan_linear(num_rows, out_features, in_features, element_size=2, gated=gated)
+    is_quantized = held != "bf16"
+    plan = plan_linear(
+        num_rows,
+        out_features,
+        in_features,
+        element_size=2,
+        gated=gated,
+        number_size=2 - is_quantized,
+        group_size=group_size,
+    )
+    takes_bits = held == "fp8e4nv" and capability < 89
+    scales = "*fp32:16" if is_quantized else ""
     workspace = "*fp32:16 *i32:16" if plan.is_spread else ""
-    absent = ["bias_ptr", *["partials_ptr", "arrivals_ptr"] * (not plan.is_spread)]
+    absent = ["bias_ptr", *["scales_ptr"] * (not is_quantized)]
+    absent += ["partials_ptr", "arrivals_ptr"] * (not plan.is_spread)
     return Kernel(
         module="kernels.linear",
         name="linear_kernel",
-        signature=f"*bf16:16 *bf16:16 *{out}:16 {workspace} i32 i32:16 i32:16 i32:16 i32:16",
+        signature=f"*bf16:16 *{'i8' if takes_bits else held}:16 {scales} *{out}:16 {workspace} i32"
+        + " i32:16" * 5
+        + " i32",
         constants={
             **dict.fromkeys(absent),
             "SPLITS": plan.splits,
@@ -61,6 +83,8 @@ def linear_kernel(
             "FEATURES": plan.features,
             "BLOCK_K": plan.block_k,
             "PREFETCHED": PREFETCHED if capability >= 90 else 0,
+            "HAS_GROUPS": group_size is not None,
+            "FLOAT8_BITS": takes_bits,
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
         max_shared=(227 if capability >= 90 else 163) * 1024,
@@ -183,13 +207,25 @@ KERNELS = [
     linear_kernel(8, 128256, 4096, gated=False, out="fp32", capability=90),
     linear_kernel(8, 4096, 14336, gated=False, out="bf16", capability=80),
     linear_kernel(1088, 14336, 4096, gated=True, out="bf16", capability=80),
+    # The same with weights in 8 bits.
+    *(
+        linear_kernel(num_rows, *shape, gated=gated, out="bf16", capability=90, held=held, group_size=group_size)
+        for num_rows, shape, gated in (
+            (1, (4096, 14336), False),
+            (64, (4096, 14336), False),
+            (1088, (14336, 4096), True),
+        )
+        for held, group_size in (("fp8e4nv", None), ("fp8e4nv", 128), ("i8", None), ("i8", 32))
+    ),
+    linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="fp8e4nv"),
+    linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="i8", group_size=128),
     Kernel(
         module="kernels.linear",
         name="linear_kernel",
-        signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32",
-        constants=dict.fromkeys(["partials_ptr", "arrivals_ptr"])
-        | {"SPLITS": 1, "IS_SPREAD": False, "GATED": False, "EVEN_K": False}
-        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "PREFETCHED": 0},
+        signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32",
+        constants=dict.fromkeys(["scales_ptr", "partials_ptr", "arrivals_ptr"])
+        | {"SPLITS": 1, "IS_SPREAD": False, "GATED": False, "EVEN_K": False, "HAS_GROUPS": False}
+        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "PREFETCHED": 0, "FLOAT8_BITS": False},
         max_shared=96 * 1024,
         compute_capabilities=(90,),
     ),

@@ -148,7 +148,10 @@ def test_the_report_holds_conditions_checks_and_times(
     assert benchmark.run(["rms_norm", "linear"], [setting], FakeTimer(), report, path) == 0
     written = json.loads(path.read_text())
     assert written["hardware"] == "none" and written["copy_gb_per_second"] == 4000.0 and written["is_complete"]
-    norm, linear = written["cases"][1], written["cases"][-1]
+    norm = written["cases"][1]
+    linear, in_8_bits = (
+        next(case for case in written["cases"] if case["case"] == label) for label in ("o, 5 rows", "o, 5 rows, fp8")
+    )
     assert (norm["op"], norm["case"], norm["dtype"]) == ("rms_norm", "add and norm, 3 rows", "float32")
     assert norm["checks"] == ["accuracy", "row bits"] and norm["failure"] is None and norm["torch_timing"] is None
     assert norm["timing"] == {"median_us": 10.0, "p20_us": 9.0, "p80_us": 12.5}
@@ -156,10 +159,11 @@ def test_the_report_holds_conditions_checks_and_times(
     assert norm["gb_per_second"] == pytest.approx(5200 / 10e-6 / 1e9)
     assert norm["share_of_copy"] == pytest.approx(0.52 / 4000)
     assert linear["num_bytes"] == 4 * (64 * 128 + 5 * 128 + 5 * 64)
+    assert in_8_bits["num_bytes"] == 64 * 128 + 4 * (64 + 5 * 128 + 5 * 64)
     assert linear["ratio_to_torch"] == 1.0 and linear["torch_timing"] == norm["timing"]
     out, err = capsys.readouterr()
     assert "10.00      9.00     12.50" in out and "4000 GB/s" in out
-    assert "[1/5] rms_norm: add and norm, 1 rows, float32" in err
+    assert "[1/8] rms_norm: add and norm, 1 rows, float32" in err
 
 
 def test_a_report_replaces_the_one_before_at_once_or_not_at_all(

@@ -1,12 +1,15 @@
-"""Llama-3-8B's products, against torch's (a BLAS): qkv, o, gate and up, down, the head.
+"""Llama-3-8B's products, against torch's (a BLAS): qkv, o, gate and up, down, the head; and with weights in 8 bits.
 
-What comes from memory is the weight; the rows are few and were written just before.
+What comes from memory is the weight; the rows are few and were written just before. Beside weights in 8 bits torch
+multiplies by the same weights in the rows' dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from kernels import linear as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_error, check_row_bits, name_of
+from kernels.quantized_weight import FLOAT8, QuantizedWeight, expand, num_groups, quantize
 from kernels.reference.silu_and_mul import silu_and_mul
 
 ROWS = (1, 8, 64, 512)
@@ -26,8 +30,15 @@ WEIGHTS = {  # out_features, in_features
 }
 SMALL_WEIGHTS = {"qkv": (96, 70), "o": (64, 128), "gate_up": (2 * 72, 101), "down": (64, 200), "head": (130, 64)}
 COMPANY = 17  # rows that one row is compared among
+# Weights in 8 bits: their numbers, and the inputs that share a scale (None: all of an output's).
+HELD: dict[str, tuple[torch.dtype, int | None]] = {
+    "fp8": (FLOAT8, None),
+    "fp8 in groups of 128": (FLOAT8, 128),
+    "int8": (torch.int8, None),
+}
+HELD_ROWS = (1, 8, 512)
 
-Product = Callable[[Tensor, Tensor], Tensor]  # of rows and weight
+Product = Callable[[Tensor, Any], Tensor]  # of rows and weight
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -47,41 +58,68 @@ PRODUCTS: dict[str, tuple[Product, Product]] = {
 
 
 def cases(setting: Setting) -> list[Case]:
-    weights, sizes = (SMALL_WEIGHTS, (1, 5)) if setting.is_small else (WEIGHTS, ROWS)
+    weights, sizes, held_sizes = (SMALL_WEIGHTS, (1, 5), (5,)) if setting.is_small else (WEIGHTS, ROWS, HELD_ROWS)
+    asked: list[tuple[str, int, str | None]] = [(name, num_rows, None) for name in weights for num_rows in sizes]
+    asked += [(name, rows, held) for name in weights if name != "head" for rows in held_sizes for held in HELD]
     return [
         Case(
             op="linear",
-            label=f"{name}, {num_rows} rows",
+            label=f"{name}, {num_rows} rows" + ("" if held is None else f", {held}"),
             dtype=name_of(setting.dtype),
-            prepare=partial(_prepare, setting, name, num_rows, *shape),
+            prepare=partial(_prepare, setting, name, num_rows, *weights[name], held),
         )
-        for name, shape in weights.items()
-        for num_rows in sizes
+        for name, num_rows, held in asked
     ]
 
 
-def _prepare(setting: Setting, name: str, num_rows: int, out_features: int, in_features: int) -> Work:
+def _quantized(weight: Tensor, held: str) -> QuantizedWeight:
+    """With one scale for all groups of an output: what a product takes does not depend on it."""
+    dtype, group_size = HELD[held]
+    found = quantize(weight, dtype)
+    if group_size is None:
+        return found
+    groups = found.scales.expand(-1, num_groups(weight.shape[1], group_size)).contiguous()
+    return replace(found, scales=groups, group_size=group_size)
+
+
+def _prepare(setting: Setting, name: str, num_rows: int, out_features: int, in_features: int, held: str | None) -> Work:
     ours, torchs = PRODUCTS[name]
     num_outputs = out_features // 2 if name == "gate_up" else out_features
     in_company = COMPANY if num_rows == 1 else num_rows
     x = setting.normal(in_company, in_features, seed=0)
-    weight = setting.normal(out_features, in_features, seed=1).div_(in_features**0.5)
+    dense = setting.normal(out_features, in_features, seed=1).div_(in_features**0.5)
+    weight = dense if held is None else _quantized(dense, held)
+    if isinstance(weight, QuantizedWeight):
+        dense = weight.dense()
     out_dtype = torch.float32 if name == "head" else setting.dtype
+    rows = x[:num_rows]
 
     def check() -> list[str]:
-        own = x[:num_rows]
-        passed = [check_error(ours(own, weight), torchs(own, weight), torchs(own.double(), weight.double()))]
+        exact = dense.double()
+        if isinstance(weight, QuantizedWeight):
+            exact = expand(weight.numbers, weight.scales, weight.group_size).double()
+        passed = [check_error(ours(rows, weight), torchs(rows, dense), torchs(rows.double(), exact))]
         if not setting.is_interpreted:  # there a product is a BLAS's, whose order of summation is its own
-            passed.append(check_row_bits(lambda rows: ours(x[rows], weight), in_company))
+            passed.append(check_row_bits(lambda some: ours(x[some], weight), in_company))
         return passed
 
-    weight_bytes = weight.numel() * weight.element_size()
-    arguments = [(x[:num_rows], own) for (own,) in setting.copies(weight_bytes, weight)]
-    output_bytes = num_rows * num_outputs * out_dtype.itemsize
+    copies, num_weight_bytes = _copies(setting, weight)
     return Work(
         check=check,
-        calls=[partial(ours, *own) for own in arguments],
-        torch_calls=[partial(torchs, *own) for own in arguments],
-        num_bytes=weight_bytes + num_rows * in_features * setting.dtype.itemsize + output_bytes,
-        comes_from=setting.comes_from(weight_bytes),
+        calls=[partial(ours, rows, own) for own in copies],
+        torch_calls=[partial(torchs, rows, own) for own in _copies(setting, dense)[0]],
+        num_bytes=num_weight_bytes
+        + num_rows * in_features * setting.dtype.itemsize
+        + num_rows * num_outputs * out_dtype.itemsize,
+        comes_from=setting.comes_from(num_weight_bytes),
     )
+
+
+def _copies(setting: Setting, weight: Tensor | QuantizedWeight) -> tuple[list[Any], int]:
+    """Of a weight, and the bytes of one."""
+    parts = (weight,) if isinstance(weight, Tensor) else (weight.numbers, weight.scales)
+    num_bytes = sum(part.numel() * part.element_size() for part in parts)
+    copies = setting.copies(num_bytes, *parts)
+    if isinstance(weight, Tensor):
+        return [own for (own,) in copies], num_bytes
+    return [replace(weight, numbers=numbers, scales=scales) for numbers, scales in copies], num_bytes

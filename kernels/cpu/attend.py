@@ -274,7 +274,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             for key in range(0, count, key_lanes):
                                 out, line, panel = scores_at + 4 * key, 4 * KEYS, keys_at + 4 * key * steps
                                 add_products(
-                                    kind, key_vectors, rows, steps, out, line, a.zeros, 0, x, x_bytes, panel, 0, 0
+                                    kind, key_vectors, rows, steps, out, line, a.zeros, 0, x, x_bytes, panel, 0, 0, 0
                                 )
                         own = totals[:, first : first + rows]
                         most = weigh_rows(a, weights, scores, results[turn], place, own, tile, row, heads, start)
@@ -285,9 +285,9 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             if on_amx:
                                 multiply_tiles(1, 0, vectors, out, weights_at, panel, 2 * KEYS, steps)
                             else:
-                                line, x_bytes = 4 * lanes, factor_bytes * KEYS
+                                x, line, x_bytes = weights_at, 4 * lanes, factor_bytes * KEYS
                                 add_products(
-                                    kind, vectors, rows, steps, out, line, out, line, weights_at, x_bytes, panel, 0, 0
+                                    kind, vectors, rows, steps, out, line, out, line, x, x_bytes, panel, 0, 0, 0
                                 )
                         row += rows
                 start += KEYS

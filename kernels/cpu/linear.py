@@ -31,8 +31,9 @@ AHEAD = 512  # bytes of a panel that are asked for before they are read
 PART_WORK = 1 << 17  # products, made in some microseconds; reading a weight takes as long as TURN_ROWS of them
 
 Arguments = arguments_of(
-    *("out", "bias", "x", "panels", "zeros", "room"),  # addresses; bias 0: there is none
-    *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "part_steps", "row_step_bytes"),
+    *("out", "bias", "x", "panels", "scales", "zeros", "room"),  # addresses; bias 0, scales 0: there are none
+    *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "group_steps", "part_steps"),
+    "row_step_bytes",
 )
 
 
@@ -44,6 +45,7 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Ker
     def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         num_turns, is_cut = (a.num_rows + TURN_ROWS - 1) // TURN_ROWS, a.part_steps < a.steps
+        num_groups = (a.steps + a.group_steps - 1) // a.group_steps
         row_bytes, step_bytes = a.row_bytes, a.panel_bytes // a.steps
         room = a.room + 4 * width * thread * (a.num_rows if is_cut else TURN_ROWS)
         results = elements(a.out, a.num_rows, a.out_features, out_element)
@@ -53,27 +55,31 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Ker
             column, columns = panel * width, min(width, a.out_features - panel * width)
             is_result = is_float32 and not a.bias and columns == width  # what is added up
             place, line = (a.out + 4 * column, 4 * a.out_features) if is_result else (room, 4 * width)
-            for begin in range(0, a.steps, a.part_steps):
-                steps, w = min(a.part_steps, a.steps - begin), a.panels + panel * a.panel_bytes + begin * step_bytes
+            scales, begin = a.scales + 4 * width * panel * num_groups, 0
+            while begin < a.steps:
+                group = begin // a.group_steps
+                steps = min(a.part_steps, (group + 1) * a.group_steps - begin, a.steps - begin)
+                w, own = a.panels + panel * a.panel_bytes + begin * step_bytes, scales + 4 * width * group
                 for turn in range(num_turns):
                     first = a.num_rows * turn // num_turns
                     rows = a.num_rows * (turn + 1) // num_turns - first
                     x = a.x + first * row_bytes + begin * a.row_step_bytes
                     out = place + (line * first if is_result or is_cut else 0)
-                    start, start_bytes = (out, line) if begin else (a.zeros, 0)
+                    start, shift = (out, line) if begin else (a.zeros, 0)
                     # One turn asks for what it will read itself, of several each for a share of the part behind.
                     ahead = w + (AHEAD if num_turns == 1 else steps * step_bytes * (num_turns + turn) // num_turns)
                     share = (step_bytes + num_turns - 1) // num_turns
                     add_products(
-                        kind, num_vectors, rows, steps, out, line, start, start_bytes, x, row_bytes, w, ahead, share
+                        kind, num_vectors, rows, steps, out, line, start, shift, x, row_bytes, w, own, ahead, share
                     )
                     if begin + steps == a.steps and not is_result:
                         write_rows(results, first, column, floats(out, rows, width), columns, biases)
+                begin += steps
 
     return Kernel(multiply, Arguments)
 
 
-ZEROS = torch.zeros(4 * LANES)  # what sums begin with
+ZEROS = torch.zeros(4 * LANES, device="cpu")  # what sums begin with
 
 
 def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -85,19 +91,22 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
     if linear_amx.multiplies_tiles(weight):
         return linear_amx.linear(x, weight, bias, out_dtype)
     rows = x if x.stride(1) == 1 else x.contiguous()
-    if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not multiplies_pairs()):
+    takes_pairs = numbers.dtype == torch.bfloat16 and multiplies_pairs()
+    if x.dtype != torch.float32 and not takes_pairs:
         rows = widened(rows.contiguous())
     num_panels, steps, width, inputs = numbers.shape
     work = (num_rows + TURN_ROWS) * out_features * in_features
     step_bytes, row_bytes = width * inputs * numbers.element_size(), rows.stride(0) * rows.element_size()
-    part_steps = steps if num_rows <= TURN_ROWS else min(max(PART_BYTES // step_bytes, 1), steps)
+    group_steps = steps if weight.scales is None else min(weight.group_size, steps)
+    part_steps = group_steps if num_rows <= TURN_ROWS else min(max(PART_BYTES // step_bytes, 1), group_steps)
     out = empty(num_rows, out_features, dtype=out_dtype)
     room = empty(torch.get_num_threads() * width * (num_rows if part_steps < steps else TURN_ROWS))
-    multiply = products(kind_of(weight.dtype), width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype])
+    multiply = products(kind_of(numbers.dtype), width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype])
     multiply(
         *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
-        *(rows.data_ptr(), numbers.data_ptr(), ZEROS.data_ptr(), room.data_ptr()),
-        *(num_rows, row_bytes, out_features, num_panels, steps * step_bytes, steps, part_steps),
+        *(rows.data_ptr(), numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()),
+        *(ZEROS.data_ptr(), room.data_ptr()),
+        *(num_rows, row_bytes, out_features, num_panels, steps * step_bytes, steps, group_steps, part_steps),
         inputs * rows.element_size(),
         parts=parts_of(work, PART_WORK, num_panels),
     )

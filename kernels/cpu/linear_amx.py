@@ -30,7 +30,7 @@ Arguments = arguments_of(
 
 
 def multiplies_tiles(weight: Panels) -> bool:
-    return weight.dtype == torch.bfloat16 and weight.shape[1] % INPUTS == 0 and has_amx()
+    return weight.numbers.dtype == torch.bfloat16 and weight.shape[1] % INPUTS == 0 and has_amx()
 
 
 @cache

@@ -16,9 +16,10 @@ from numba.extending import intrinsic
 
 from kernels.cpu.native import CACHE_LINE, SECOND_CACHE, call_llvm, prefetch
 from kernels.cpu.panels import LANES, multiplies_pairs
+from kernels.quantized_weight import FLOAT8
 
-INT, WORD, FLOAT, HALF = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.HalfType()
-FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF))
+INT, WORD, BYTE, FLOAT, HALF = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType(), ir.HalfType()
+FLOATS, WORDS, BYTES, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, BYTE, HALF))
 TURN_ROWS = 6  # that share a panel's registers
 UNROLLED = 4  # steps
 ASKED_LINES = 2  # that a step asks for, of four at most: two turns ask for all
@@ -50,9 +51,10 @@ class Float32:
     """A step takes one input: of a row 4 bytes, of LANES outputs a vector."""
 
     row_bytes, vector_bytes = 4, 4 * LANES
+    is_scaled = False  # each number of an output is multiplied by the output's scale first
 
-    def weights(self, builder: Any, address: Any) -> list[Any]:
-        """Vectors of the factors at an address, one for each of a step's inputs."""
+    def weights(self, builder: Any, address: Any, scales: Any) -> list[Any]:
+        """Vectors of the factors at an address, one for each of a step's inputs; scales: a vector, if is_scaled."""
         return [load(builder, address, FLOATS, self.vector_bytes)]
 
     def add(self, builder: Any, row: Any, weights: list[Any], total: Any) -> Any:
@@ -68,7 +70,7 @@ class Float16(Float32):
 
     vector_bytes = 2 * LANES
 
-    def weights(self, builder: Any, address: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, _scales: Any) -> list[Any]:
         return [builder.fpext(load(builder, address, HALVES, self.vector_bytes), FLOATS)]
 
 
@@ -77,7 +79,7 @@ class BFloat16(Float32):
 
     row_bytes = 8
 
-    def weights(self, builder: Any, address: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, _scales: Any) -> list[Any]:
         words = load(builder, address, WORDS, self.vector_bytes)
         low, high = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [0xFFFF0000] * LANES)
         return [builder.bitcast(word, FLOATS) for word in (builder.shl(words, low), builder.and_(words, high))]
@@ -86,7 +88,7 @@ class BFloat16(Float32):
 class BFloat16Pairs(Float32):
     """A step takes two inputs in one instruction; rows are bfloat16."""
 
-    def weights(self, builder: Any, address: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, _scales: Any) -> list[Any]:
         return [load(builder, address, WORDS, self.vector_bytes)]
 
     def add(self, builder: Any, row: Any, weights: list[Any], total: Any) -> Any:
@@ -94,14 +96,40 @@ class BFloat16Pairs(Float32):
         return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, pair, *weights])
 
 
-KINDS = (Float32(), Float16(), BFloat16(), BFloat16Pairs())
+class Int8(Float32):
+    """Rows are float32."""
+
+    vector_bytes, is_scaled = LANES, True
+
+    def weights(self, builder: Any, address: Any, scales: Any) -> list[Any]:
+        numbers = builder.sitofp(builder.sext(load(builder, address, BYTES, self.vector_bytes), WORDS), FLOATS)
+        return [builder.fmul(numbers, scales)]
+
+
+class Float8(Float32):
+    """Rows are float32; scales are 2**120 times what they are for the numbers (kernels/cpu/panels.py).
+
+    Exponent and mantissa move to the places that a float32 has them at, where also those below the smallest normal
+    number mean what they did, 2**-120 times.
+    """
+
+    vector_bytes, is_scaled = LANES, True
+
+    def weights(self, builder: Any, address: Any, scales: Any) -> list[Any]:
+        words = builder.sext(load(builder, address, BYTES, self.vector_bytes), WORDS)
+        moved = builder.shl(words, ir.Constant(WORDS, [20] * LANES))
+        numbers = builder.bitcast(builder.and_(moved, ir.Constant(WORDS, [0x87F00000] * LANES)), FLOATS)
+        return [builder.fmul(numbers, scales)]
+
+
+KINDS = (Float32(), Float16(), BFloat16(), BFloat16Pairs(), Int8(), Float8())
 
 
 def kind_of(dtype: torch.dtype) -> int:
-    """Of weights of this type, on this machine: an index of KINDS."""
+    """Of numbers of this type, on this machine: an index of KINDS."""
     if dtype == torch.bfloat16:
         return 3 if multiplies_pairs() else 2
-    return 1 if dtype == torch.float16 else 0
+    return {torch.float32: 0, torch.float16: 1, torch.int8: 4, FLOAT8: 5}[dtype]
 
 
 class Sums:
@@ -111,6 +139,13 @@ class Sums:
         self.builder, self.kind = builder, kind
         self.rows, self.vectors = range(num_rows), range(num_vectors)
         self.totals: list[Any] = []
+        self.scales: list[Any] = [None] * num_vectors
+
+    def scale(self, address: Any) -> None:
+        """With the scales at an address, one for each output."""
+        if self.kind.is_scaled:
+            places = [self.builder.add(address, number(4 * LANES * vector)) for vector in self.vectors]
+            self.scales = [load(self.builder, place, FLOATS, 4) for place in places]
 
     def places(self, address: Any, stride: Any) -> list[Any]:
         add, mul = self.builder.add, self.builder.mul
@@ -132,8 +167,10 @@ class Sums:
         builder.position_at_end(body)
         step, *sums = places = [builder.phi(INT), *(builder.phi(FLOATS) for _ in self.totals)]
         current = list(sums)
+        step_bytes = self.kind.vector_bytes * len(self.vectors)
         for index in range(length):
-            self._step(builder.add(step, number(index)), bases, panel, ahead, current)
+            begins_line = index * step_bytes % CACHE_LINE < step_bytes  # what others ask for was asked for
+            self._step(builder.add(step, number(index)), bases, panel, ahead if begins_line else None, current)
         started, reached = [first, *self.totals], [builder.add(step, number(length)), *current]
         builder.cbranch(builder.icmp_signed("<=", builder.add(reached[0], number(length)), end), body, behind)
         builder.position_at_end(behind)
@@ -147,7 +184,8 @@ class Sums:
     def _step(self, step: Any, bases: list[Any], panel: Any, ahead: Ahead | None, current: list[Any]) -> None:
         builder, kind, count = self.builder, self.kind, len(self.vectors)
         line = builder.add(panel, builder.mul(step, number(kind.vector_bytes * count)))
-        factors = [kind.weights(builder, builder.add(line, number(kind.vector_bytes * at))) for at in self.vectors]
+        places = [builder.add(line, number(kind.vector_bytes * at)) for at in self.vectors]
+        factors = [kind.weights(builder, *place) for place in zip(places, self.scales, strict=True)]
         if ahead:
             wanted = builder.add(ahead[0], builder.mul(step, ahead[1]))
             # Not the first cache: it has so few misses under way that those who ask would wait for them.
@@ -173,6 +211,7 @@ def _add_products(
     rows: Any,
     row_bytes: Any,
     panel: Any,  # its address
+    scales: Any,  # address of the panel's scales, of kinds that have them
     ahead: Any,  # address of what the second cache is asked for meanwhile; a constant 0: nothing
     ahead_bytes: Any,  # from step to step
 ) -> Any:
@@ -180,7 +219,7 @@ def _add_products(
     asks = not isinstance(ahead, types.IntegerLiteral)
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        num_rows, steps, out, out_bytes, start, start_bytes, rows, row_bytes, panel, *wanted = arguments[2:]
+        num_rows, steps, out, out_bytes, start, start_bytes, rows, row_bytes, panel, scales, *wanted = arguments[2:]
         ahead = (wanted[0], wanted[1]) if asks else None
         behind = builder.append_basic_block("added")
         cases = [builder.append_basic_block("rows") for _ in range(TURN_ROWS)]
@@ -191,6 +230,7 @@ def _add_products(
             sums = Sums(builder, KINDS[kind.literal_value], count, num_vectors.literal_value)
             bases = [builder.add(rows, builder.mul(row_bytes, number(row))) for row in sums.rows]
             sums.start(start, start_bytes)
+            sums.scale(scales)
             reached = sums.steps(number(0), steps, UNROLLED, bases, panel, ahead)
             sums.steps(reached, steps, 1, bases, panel, ahead)
             sums.store(out, out_bytes)
@@ -198,7 +238,7 @@ def _add_products(
         builder.position_at_end(behind)
         return context.get_dummy_value()
 
-    return types.void(kind, num_vectors, *[types.int64] * 9, ahead, types.int64), generate
+    return types.void(kind, num_vectors, *[types.int64] * 10, ahead, types.int64), generate
 
 
 add_products: Any = intrinsic(prefer_literal=True)(_add_products)

@@ -8,6 +8,7 @@ an output's bits depends on where it lies, so the width of a panel is free.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,9 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.huge_pages import in_huge_pages
+from kernels.quantized_weight import FLOAT8, QuantizedWeight, expand
 
 LANES = 16  # outputs of one vector: one register of AVX-512, two of AVX2, four of NEON
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What scales in panels are multiplied by: the bits of a float8 are read as a float32's, whose exponents count from 120
+# further below.
+WORTH = {torch.int8: 1.0, FLOAT8: 2.0**120}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,11 +31,10 @@ class Panels:
     """A weight [out_features, in_features], laid out for good: it can neither be indexed nor written."""
 
     shape: torch.Size  # of the weight
+    dtype: torch.dtype  # of the rows that it multiplies
     numbers: Tensor  # [panels, in_features / inputs, width, inputs]: inputs that a step takes lie side by side
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.numbers.dtype
+    scales: Tensor | None = None  # of numbers of 8 bits: [panels, groups, width] float32
+    group_size: int = 0  # inputs that share a scale
 
     @property
     def device(self) -> torch.device:
@@ -44,40 +48,60 @@ class Panels:
     def dense(self) -> Tensor:
         """The weight again, as a copy."""
         columns = self.numbers.permute(0, 2, 1, 3).reshape(-1, self.shape[1])
-        return columns[: self.shape[0]].contiguous()
+        weight = columns[: self.shape[0]].contiguous()
+        if self.scales is None:
+            return weight
+        scales = self.scales.permute(0, 2, 1).flatten(0, 1)[: self.shape[0]]
+        return expand(weight, scales / WORTH[weight.dtype], self.group_size).to(self.dtype)
 
 
-Weight = Tensor | Panels
+Weight = Tensor | QuantizedWeight | Panels
+Change = Callable[[Weight], Weight]  # how a weight is laid out or held
 
 
 def can_pack(weight: Weight) -> bool:
     """Whether this machine computes products with such a weight from panels."""
     if isinstance(weight, Panels):
         return True
-    is_known = weight.dtype in DTYPES and weight.shape[1] % inputs_of_a_step(weight.dtype) == 0
-    return is_known and weight.device.type == "cpu" and multiplies_and_adds()
+    is_whole = isinstance(weight, QuantizedWeight) or weight.shape[1] % inputs_of_a_step(weight.dtype) == 0
+    return weight.dtype in DTYPES and is_whole and weight.device.type == "cpu" and multiplies_and_adds()
 
 
 def pack(weight: Weight) -> Weight:
     """A copy of the weight as panels; itself where it is one, or where `can_pack` says no."""
     if isinstance(weight, Panels) or not can_pack(weight):
         return weight
-    out_features, in_features = weight.shape
-    width, inputs = panel_width(out_features), inputs_of_a_step(weight.dtype)
-    rows = F.pad(weight, (0, 0, 0, -out_features % width)) if out_features % width else weight
-    columns = rows.reshape(-1, width, in_features // inputs, inputs).permute(0, 2, 1, 3)
+    width = panel_width(weight.shape[0])
+    if isinstance(weight, Tensor):
+        return Panels(shape=weight.shape, dtype=weight.dtype, numbers=_panels(weight, width))
+    scales = _panels(weight.scales * WORTH[weight.numbers.dtype], width).squeeze(-1)
+    return Panels(
+        shape=weight.shape,
+        dtype=weight.dtype,
+        numbers=_panels(weight.numbers, width),
+        scales=scales,
+        group_size=weight.group_size,
+    )
+
+
+def _panels(rows: Tensor, width: int) -> Tensor:
+    """[out_features, columns] -> [panels, columns / inputs, width, inputs], zeros for outputs that there are not."""
+    (num_rows, num_columns), inputs = rows.shape, inputs_of_a_step(rows.dtype)
+    kind = rows.dtype
+    rows = rows.view(torch.uint8) if kind == FLOAT8 else rows  # which torch cannot pad
+    rows = F.pad(rows, (0, 0, 0, -num_rows % width)) if num_rows % width else rows
+    columns = rows.reshape(-1, width, num_columns // inputs, inputs).permute(0, 2, 1, 3)
     # Vectors are read whole: a copy of its own begins on a line, as all that torch allocates.
-    numbers = in_huge_pages(torch.empty(columns.shape, dtype=weight.dtype, device=weight.device)).copy_(columns)
-    return Panels(shape=weight.shape, numbers=numbers)
+    return in_huge_pages(torch.empty(columns.shape, dtype=rows.dtype, device=rows.device)).copy_(columns).view(kind)
 
 
 def unpack(weight: Weight) -> Tensor:
-    """The weight as a tensor; of panels a copy."""
-    return weight.dense() if isinstance(weight, Panels) else weight
+    """The weight as a tensor; of panels, and of a quantized one, a copy."""
+    return weight if isinstance(weight, Tensor) else weight.dense()
 
 
 def unpacked(weight: Weight) -> Tensor:
-    """The weight itself, which is to be filled or cut and has not become panels."""
+    """The weight itself, which is to be filled or cut, is dense, and has not become panels."""
     assert isinstance(weight, Tensor), "panels are for good"
     return weight
 

@@ -200,7 +200,7 @@ def _compiled(function: Any) -> Any:
     return compiled_for_c(function, (types.voidptr,))
 
 
-_busy = torch.zeros(2, dtype=torch.int64)
+_busy = torch.zeros(2, dtype=torch.int64, device="cpu")  # whatever is the default where this file is imported
 
 
 class Team:
