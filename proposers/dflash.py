@@ -20,6 +20,7 @@ from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.drafting.ranked_trees import RankedTrees
 from proposers.heads.dflash import load_dflash_head
+from proposers.heads.quantized import quantize_head_of_target
 from proposers.trees.static import Choices
 from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
@@ -57,6 +58,7 @@ class DFlashProposer(OnePassProposer):
         super().__init__(
             num_speculative_tokens=num_speculative_tokens, context=context, draft_sample_method=draft_sample_method
         )
+        quantize_head_of_target(self.head, source, context.device)
         self.runner = HeadRunner(
             self.head,
             block_size=context.block_size,

@@ -30,6 +30,7 @@ def describe_run(engine: Assembly) -> dict[str, Any]:
         "device": str(engine.device),
         "device_name": machine["cpu"] if gpu is None else gpu["name"],
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "weights": engine.target_info.held or str(engine.dtype).removeprefix("torch."),
         "num_threads": torch.get_num_threads(),
         **({} if gpu is None else {"driver": gpu["driver"], "cuda": gpu["cuda"]}),
         **machine["versions"],

@@ -23,6 +23,7 @@ def model_source(model: ModelConfig, name: str) -> ModelSource:
         load_format=model.load_format,
         trust_remote_code=model.trust_remote_code,
         hf_config=model.hf_config,
+        quantization=model.quantization,
         name=name,
     )
 

@@ -45,9 +45,11 @@ def _read_drafter(
 ) -> None:
     """Replace what names a checkpoint among a proposer's keyword arguments by where it is and what it needs."""
     target_source, draft = model_source(config.model, "model.model"), config.draft_model_config()
-    source = target_source if draft is None else model_source(draft, "method.model")
+    named = target_source if draft is None else model_source(draft, "method.model")
+    # Of a draft the head is quantized too: no token depends on what it says.
+    source = replace(named, quantization=method.quantization, quantizes_head=True)
     own_keys |= {"source": source, "draft_sample_method": method.draft_sample_method}
-    for key in ("model", "revision"):
+    for key in ("model", "revision", "quantization"):  # which the source says
         own_keys.pop(key)
     _require_length_of_target(method.max_model_len, context.max_model_len)
     if own_keys.pop("use_heterogeneous_vocab", False):

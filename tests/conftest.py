@@ -21,8 +21,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated: before any of them is imported
 
 import runner.prompts
+from proposers import dflash
+from proposers.drafting import from_hidden_states
+from proposers.heads.quantized import quantize_head_of_target
 from runner.engine import backend, graphs, launch_shapes
-from runner.engine.head_runner import HeadRunner
+from runner.engine.checkpoint import ModelSource
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
@@ -85,14 +88,16 @@ class Engines:
 
             def scale(model: Any) -> None:
                 for name, parameter in model.named_parameters():
-                    if "norm" not in name:
+                    in_8_bits = parameter.dtype in (torch.int8, torch.float8_e4m3fn)  # then their scales are scaled
+                    if "norm" not in name and not in_8_bits:
                         in_upper_layer = ".layers." in f".{name}" and "layers.0." not in name
                         parameter.mul_(weight_scale / 2 if in_upper_layer else weight_scale)
 
             with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
                 warnings.simplefilter("ignore", UserWarning)  # of keys that a method ignores, and of lossy rules
                 change_first(patch, ModelRunner, scale)
-                change_first(patch, HeadRunner, make_fair)
+                for module in (from_hidden_states, dflash):
+                    patch.setattr(module, "quantize_head_of_target", quantize_fair_head)
                 self._built[key] = LLM(
                     "dummy", speculative_config=speculative_config, draft=draft, heads=heads, **engine_args
                 )
@@ -108,6 +113,12 @@ def change_first(patch: pytest.MonkeyPatch, runner_class: Any, change: Callable[
         init(runner, model, **arguments)
 
     patch.setattr(runner_class, "__init__", changed)
+
+
+def quantize_fair_head(head: Any, source: ModelSource, device: torch.device) -> None:
+    """What is done to a head that is filled, of one that is right about half of the time."""
+    make_fair(head)
+    quantize_head_of_target(head, source, device)
 
 
 def complete(

@@ -31,6 +31,7 @@ from runner.tiny import DRAFTER_KEYS
 CONF = Path(__file__).parent.parent / "conf"
 OPTIONS = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.glob("*/*.yaml"))
 MANDATORY = {"model/hf": ["model.model=x", "method=ngram"], "method/custom_class": ["method.model=a.B"]}
+MANDATORY["model/qwen3_0_6b"] = ["method=ngram"]  # no draft is smaller
 MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
 EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
@@ -162,6 +163,13 @@ def test_presets_have_the_published_number_of_parameters(preset: str, target: in
     assert draft_model.load_format == "dummy"
 
 
+def test_the_small_preset_is_the_draft_of_a_large_one() -> None:
+    with Composer() as composer:
+        small, large = (composer.config([f"model={name}", "method=ngram"]).model for name in ("qwen3_0_6b", "qwen3_8b"))
+    assert large.draft is not None
+    assert (large.draft.model, large.draft.hf_config) == (small.model, small.hf_config)
+
+
 @pytest.mark.parametrize(("preset", "method"), [("llama8b", "eagle"), ("llama8b", "eagle3"), ("qwen3_8b", "dflash")])
 def test_presets_say_the_shape_of_published_heads_so_that_dummy_weights_need_no_hub(preset: str, method: str) -> None:
     with Composer() as composer:
@@ -182,13 +190,14 @@ def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "rope_type"), [("llama8b", "llama3"), ("llama70b", "llama3"), ("qwen3_8b", "default")]
+    ("preset", "rope_type"),
+    [("llama8b", "llama3"), ("llama70b", "llama3"), ("qwen3_8b", "default"), ("qwen3_0_6b", "default")],
 )
 def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) -> None:
     from transformers import AutoConfig
 
     with Composer() as composer:
-        values = dict(composer.config([f"model={preset}"]).model.hf_config or {})
+        values = dict(composer.config([f"model={preset}", "method=ngram"]).model.hf_config or {})
     config = AutoConfig.for_model(**values)
     assert config.rope_parameters["rope_type"] == rope_type
     assert config.rope_parameters["rope_theta"] == values["rope_theta"]

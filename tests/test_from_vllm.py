@@ -174,7 +174,6 @@ def test_a_key_of_another_method_that_asks_for_nothing_is_not_worth_a_word(key: 
         ("top_p", 0.9, "is a sampling parameter, got 0.9; pass sampler.top_p"),
         ("speculative_ratio", 4, "is a sampling parameter, got 4; pass SamplingParams(speculative_ratio=...)"),
         ("target_model_config", {}, "is an internal field, got {}; vLLM fills it itself; remove it"),
-        ("quantization", "fp8", "is not available yet, got 'fp8'; remove it and name an unquantised draft"),
         ("parallel_drafting", 1, "must be true or false, got 1"),
         ("speculative_token_tree", "[(0,)]", "is not available with method=ngram, got '[(0,)]'; remove it, its drafts"),
         ("rejection_sample_method", "fly", "is not available, got 'fly'; it is vLLM's own lossy rule; typical is"),

@@ -28,6 +28,7 @@ from runner.train.texts import split_prompts, write_texts
 from runner.train.training import RECORD_FILE
 from runner.tune.command import main as tune
 from runner.workload import WorkloadItem
+from tests.quantized_checkpoints import LAYOUTS, quantize_checkpoint
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -173,6 +174,17 @@ def test_a_target_that_scales_its_embeddings_is_refused(
     target = random_target(tmp_path / "target", "gemma2", query_pre_attn_scalar=16)
     assert train(target, prompts, tmp_path / "head", "method=eagle") == 2
     assert "no published layout of a head can say" in capsys.readouterr().err
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_quantized_checkpoint_is_refused_before_it_writes_a_text(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = random_target(tmp_path / "target", "llama")
+    quantize_checkpoint(target, LAYOUTS["GPTQ"])
+    assert train(target, prompts, tmp_path / "head", "method=eagle") == 2
+    message = capsys.readouterr().err
+    assert "must be a dense checkpoint to train a head for, got a quantized one (gptq); name the" in message
     assert not (tmp_path / "head").exists()
 
 

@@ -270,10 +270,6 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
         dummy_source("mixtral", quantization_config={"quant_method": "fp8"}),
         r"is quantized \(fp8\), and only mxfp4 is expanded on loading; choose an unquantized checkpoint",
     ),
-    "quantized weights in one of our families": (
-        dummy_source("llama", quantization_config={"quant_method": "gptq", "bits": 4}),
-        r"quantization_config of a llama checkpoint must be absent: .* use the unquantized checkpoint",
-    ),
     # What the config does not tell and the probing pass finds out.
     "a mask of its own": (
         dummy_source("doge", sliding_window=None),

@@ -22,6 +22,7 @@ from proposers.captured.head import CapturedHead
 from proposers.drafting.known_states import KnownStates
 from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
 from proposers.heads.autoregressive import AutoregressiveHead
+from proposers.heads.quantized import quantize_head_of_target
 from proposers.trees.static import Choices
 from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
@@ -67,6 +68,7 @@ class HeadProposer(LevelByLevelProposer):
             tree_top_k=tree_top_k,
         )
         self.head = self.load_head(source, max_model_len)
+        quantize_head_of_target(self.head, source, context.device)
         self.max_model_len = self.head.max_model_len
         self.runner = HeadRunner(
             self.head,

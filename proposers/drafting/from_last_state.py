@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from kernels.cpu.panels import Weight
+from kernels.cpu.panels import Change, Weight, pack
 from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
+from proposers.heads.quantized import quantize_head
 from runner.engine.checkpoint import ModelSource
 from runner.engine.head_runner import pad_to_tiles
 from runner.engine.hidden_states import NORMED
@@ -31,8 +32,8 @@ class LastStateHead(Protocol):
     def product_weights(self) -> list[Weight]:
         """Of all its products, [out_features, in_features] each."""
 
-    def pack(self) -> None:
-        """As Decoder.pack."""
+    def convert(self, change: Change) -> None:
+        """As Decoder.convert."""
 
 
 class LastStateProposer(TokenByTokenProposer):
@@ -66,8 +67,9 @@ class LastStateProposer(TokenByTokenProposer):
         self.max_depth = max_depth
         self.max_model_len = min(max_model_len or context.max_model_len, context.max_model_len)
         self.tile = product_tile(context.device, batch_invariant=context.batch_invariant)
+        quantize_head(head, source, context.device)
         if can_pack(head.product_weights):
-            head.pack()
+            head.convert(pack)
             self.tile = 1
         self._states: dict[str, torch.Tensor] = {}  # request_id -> [hidden]
 

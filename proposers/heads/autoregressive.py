@@ -6,11 +6,12 @@ from typing import Protocol
 
 import torch
 
+from proposers.heads.quantized import ProjectsByTarget
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.head_runner import DraftHead
 
 
-class AutoregressiveHead(DraftHead, Protocol):
+class AutoregressiveHead(DraftHead, ProjectsByTarget, Protocol):
     """A head whose output is its own next input.
 
     A row of its output begins with the state that is fed back, [width]. Where the head norms that state for its logits

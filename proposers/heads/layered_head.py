@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from kernels.cpu.panels import Weight, pack, unpacked
+from kernels.cpu.panels import Change, Weight, unpacked
 from proposers.heads.draft_vocabulary import target_ids
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.architecture import Architecture
@@ -56,12 +56,12 @@ class LayeredHead:
         """[num_rows, hidden], num_rows a multiple of tile -> [num_rows, known tokens] float32."""
         return self.target.logits(output, tile) if self.lm_head is None else head_logits(output, self.lm_head, tile)
 
-    def pack(self) -> None:
+    def convert(self, change: Change) -> None:
         for part in (self.fc, *self.layers):
             if part is not None:
-                part.pack()
+                part.convert(change)
         if self.lm_head is not None:
-            self.lm_head = pack(self.lm_head)
+            self.lm_head = change(self.lm_head)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         """Of tables and layers; the subclass puts its own before them."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from kernels.cpu.panels import Weight, pack, unpacked
+from kernels.cpu.panels import Change, Weight, unpacked
 from proposers.heads.head_sizes import head_size, require_target_sizes
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource
@@ -83,9 +83,9 @@ class MedusaHeads:
     def product_weights(self) -> list[Weight]:
         return [*(weight for weights in self.weights for weight in weights), *self.projections]
 
-    def pack(self) -> None:
-        self.weights = [[pack(weight) for weight in weights] for weights in self.weights]
-        self.projections = [pack(weight) for weight in self.projections]
+    def convert(self, change: Change) -> None:
+        self.weights = [[change(weight) for weight in weights] for weights in self.weights]
+        self.projections = [change(weight) for weight in self.projections]
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         shape, targets = self.shape, dict[str, WeightTarget]()

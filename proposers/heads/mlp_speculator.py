@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernels.cpu.panels import Weight, pack, unpacked
+from kernels.cpu.panels import Change, Weight, unpacked
 from proposers.heads.head_sizes import head_size, require_target_sizes
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -78,9 +78,9 @@ class MlpSpeculator:
     def product_weights(self) -> list[Weight]:
         return [*self.projections, *self.heads]
 
-    def pack(self) -> None:
-        self.projections = [pack(weight) for weight in self.projections]
-        self.heads = [pack(weight) for weight in self.heads]
+    def convert(self, change: Change) -> None:
+        self.projections = [change(weight) for weight in self.projections]
+        self.heads = [change(weight) for weight in self.heads]
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         lists: dict[str, Sequence[Weight]] = {

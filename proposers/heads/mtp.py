@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.panels import Weight, pack, unpacked
+from kernels.cpu.panels import Change, Weight, unpacked
 from proposers.base import ProposerContext
 from proposers.heads.embeddings import embeddings_of
 from proposers.heads.head_sizes import longest_text
@@ -85,11 +85,11 @@ class MtpHead:
             return self.target.logits(normed, tile)
         return head_logits(normed, self.lm_head, tile)
 
-    def pack(self) -> None:
-        self.projection.pack()
-        self.block.pack()
+    def convert(self, change: Change) -> None:
+        self.projection.convert(change)
+        self.block.convert(change)
         if self.lm_head is not None:
-            self.lm_head = pack(self.lm_head)
+            self.lm_head = change(self.lm_head)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         layout, prefix = self.layout, self._names.prefix

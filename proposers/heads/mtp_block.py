@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kernels.cpu.panels import Change
 from runner.engine.architecture import Architecture
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
@@ -33,8 +34,8 @@ class MtpBlock(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output not yet added, residual), all [num_rows, hidden]: the next norm adds them."""
 
-    def pack(self) -> None:
-        """As DecoderLayer.pack."""
+    def convert(self, change: Change) -> None:
+        """As DecoderLayer.convert."""
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]: ...
 
@@ -55,8 +56,8 @@ class DenseBlock:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer(None, hidden, self._rope(batch.positions, hidden), batch, cache)
 
-    def pack(self) -> None:
-        self.layer.pack()
+    def convert(self, change: Change) -> None:
+        self.layer.convert(change)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         return self.layer.weight_targets(prefix)
@@ -111,7 +112,7 @@ class TransformersBlock:
         result: torch.Tensor = (output[0] if isinstance(output, tuple) else output)[0]
         return result
 
-    def pack(self) -> None:
+    def convert(self, change: Change) -> None:
         pass  # transformers' layers multiply for themselves
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:

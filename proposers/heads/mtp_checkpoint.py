@@ -74,7 +74,7 @@ def describe_module(source: ModelSource, target: LoadedModel) -> MtpModule:
     Raises:
         UserError: no config, one of a head of another kind, or of a module that does not fit the target.
     """
-    if source == target.source:
+    if source.has_files_of(target.source):
         config = target.hf_config
         return MtpModule(layouts=IN_TARGETS, arch=read_architecture(config), config=config)
     values = read_head_config(source)
@@ -104,7 +104,7 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
     if source.is_dummy:
         layout = _stated_layout(source, module)
         return MtpTensors(layout=layout, prefix=layout.prefix_of(0, module.num_layers))
-    is_targets = source == target.source
+    is_targets = source.has_files_of(target.source)
     layout = _layout_of([_plain(name, module) for name, _ in read_tensors(source)], source, module)
     count = num_modules(module.config) if layout is not SPECULATORS else 1
     if count > 1:

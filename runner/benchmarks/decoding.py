@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             new_tokens=options.new_tokens,
             max_batch_size=BATCH_SIZE,
             dtype=options.dtype,
+            quantization=options.quantization,
         )
         _measure(target, options, found)
         status = 0
@@ -111,8 +112,10 @@ def _has_goals(options: argparse.Namespace) -> bool:
     """Whether these are the conditions that the goals are for."""
     if not torch.cuda.is_available() or options.device == "cpu" or GOAL_GPU not in torch.cuda.get_device_name():
         return False
-    return options.dtype in (None, "bfloat16") and all(
-        getattr(options, name) == value for name, value in DEFAULTS.items()
+    return (
+        options.dtype in (None, "bfloat16")
+        and options.quantization is None
+        and all(getattr(options, name) == value for name, value in DEFAULTS.items())
     )
 
 
@@ -122,8 +125,9 @@ def _print_table(found: Found, target: SharedTarget, options: argparse.Namespace
 
     device = torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU"
     num_rounds = max(map(len, found.rounds.values()), default=0)  # fewer than asked for after an interrupt
+    weights = "random weights" + (f" in {target.weights.held}" if target.weights.held else "")
     title = (
-        f"{options.model}, random weights, {target.dtype}, {device}, prompt {options.prompt_tokens}, "
+        f"{options.model}, {weights}, {target.dtype}, {device}, prompt {options.prompt_tokens}, "
         f"output {options.new_tokens}, {num_rounds} rounds"
     )
     table = Table("", *SPREAD, *(["goal"] if has_goals else []), title=title)
@@ -187,6 +191,7 @@ def _as_json(
             "shape": target.model.hf_config,
             "device": target.device.type,
             "dtype": target.dtype,
+            "weights": target.weights.held or target.dtype,
             "threads": torch.get_num_threads(),
             "max_model_len": target.weights.max_model_len,
             **{key: getattr(options, key) for key in ("prompt_tokens", "new_tokens", "rounds")},
@@ -218,6 +223,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
         help="of weights and KV (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("fp8", "int8", "none"),
+        help="holds the weights of the target's layers in 8 bits, or not (default: as the model's option says)",
     )
     parser.add_argument("--cases", nargs="+", choices=CASE_NAMES, default=CASE_NAMES, metavar="CASE", help="see below")
     parser.add_argument("--rounds", type=at_least(1), default=5, help="timed, after those that warm up (default: 5)")

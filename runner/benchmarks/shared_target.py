@@ -29,6 +29,7 @@ from runner.target import load_target, resolve_device
 DRAFT_VOCAB_SIZE = 32_000
 START_TOKENS = 4  # of the prompt's pass, one made kernel by kernel, one captured and one replayed
 BLOCK_SIZE = 16  # tokens
+HELD = {"fp8": "fp8", "int8": "int8", "none": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,14 @@ class SharedTarget:
         new_tokens: int,
         max_batch_size: int,
         dtype: str | None = None,
+        quantization: str | None = None,
     ) -> None:
         """
         Args:
             model: an option of conf/model, a directory or a hub id; only its config is read.
             device: auto, cpu or cuda.
             dtype: of the weights and of KV; None: bfloat16 on a GPU, float32 on a CPU.
+            quantization: fp8, int8 or none for the weights of the target's layers; None: as the model's option says.
 
         Raises:
             UserError: no such model or device.
@@ -65,7 +68,10 @@ class SharedTarget:
         self.device = resolve_device(device)
         self.dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
         self.prompt_tokens, self.new_tokens, self.max_batch_size = prompt_tokens, new_tokens, max_batch_size
-        self.model = _with_random_weights(_read_model(model))
+        read = _read_model(model)
+        self.model = _with_random_weights(
+            read if quantization is None else read.model_copy(update={"quantization": HELD[quantization]})
+        )
         self._engines: dict[str, LLM] = {}
 
     @cached_property
@@ -157,6 +163,7 @@ def _with_random_weights(model: ModelConfig) -> ModelConfig:
         {
             "model": model.model,
             "load_format": "dummy",
+            "quantization": model.quantization,
             "max_model_len": model.max_model_len,
             "hf_config": hf_config,
             "heads": {"eagle3": {"model": "random-eagle3", "hf_config": _eagle3_head(hf_config)}},

@@ -9,6 +9,7 @@ from pydantic import Field, Strict, field_validator, model_validator
 from runner.config.checkpoint_method import misfit
 from runner.config.hardware import TENSOR_PARALLEL_REMEDY
 from runner.config.method import MethodConfig
+from runner.config.quantization import NumbersOfWeights
 
 TreePaths = Annotated[
     tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)], ...], Strict(False), Field(min_length=1)
@@ -28,6 +29,11 @@ class DrafterMethod(MethodConfig):
     )
     revision: str | None = Field(
         default=None, min_length=1, description="branch, tag or commit of the drafter on the hub; null: default branch"
+    )
+    quantization: NumbersOfWeights = Field(
+        default=None,
+        description="fp8 or int8 holds what the drafter multiplies by in 8 bits: fewer drafts may be accepted, no "
+        "token changes; null: dense, but for draft models whose checkpoint is quantized",
     )
     max_model_len: int | None = Field(
         default=None, ge=1, description="longest text the drafter sees, tokens, >= 1; longer requests get no drafts"

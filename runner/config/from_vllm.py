@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from runner.config.checkpoint_method import method_of_model, tokens_of_model
 from runner.config.problem import Problem
+from runner.config.quantization import OF_CHECKPOINTS
 from runner.config.sampler import SamplerConfig
 from runner.config.vllm_keys import (
     ENGINE_ARGS_WITHOUT_EFFECT,
@@ -59,6 +60,9 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
     _drop_refused(values, problems)
     known = frozenset().union(*fields.values())
     values = {key: value for key, value in values.items() if value is not None or key not in known}
+    if (quantization := values.get("quantization")) in OF_CHECKPOINTS:
+        del values["quantization"]
+        notes.append(f"speculative_config.quantization={quantization!r} is read from the checkpoint's config.json")
     method = values.get("method")
     if method in UNAVAILABLE_METHODS:
         problems.append(

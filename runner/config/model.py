@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from runner.config.node import Node
+from runner.config.quantization import NumbersOfWeights
 
 
 class DraftDefaults(Node):
@@ -31,6 +32,11 @@ class ModelConfig(Node):
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         default="auto",
         description="auto and safetensors read the checkpoint; dummy makes random weights of the right shape",
+    )
+    quantization: NumbersOfWeights = Field(
+        default=None,
+        description="fp8 or int8 holds what the layers multiply by in 8 bits, with a scale for each output; null "
+        "leaves it as the checkpoint has it",
     )
     max_model_len: int | None = Field(
         default=None, ge=1, description="longest prompt plus output, tokens, >= 1; null takes the model's own limit"

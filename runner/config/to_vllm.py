@@ -71,6 +71,10 @@ def to_vllm(
         notes.append("vLLM's custom_class has an interface of its own: the class needs a counterpart written for it")
     if getattr(method, "suffix_decoding_corpus", None) is not None:
         notes.append("suffix_decoding_corpus has no counterpart in vLLM: its tree starts empty")
+    if (quantization := getattr(method, "quantization", None)) == "fp8":
+        config["quantization"] = quantization
+    elif quantization is not None:
+        notes.append(f"quantization={quantization} has no counterpart in vLLM: it takes a checkpoint in {quantization}")
     if getattr(method, "aux_hidden_state_layer_ids", None) is not None:
         notes.append("aux_hidden_state_layer_ids has no counterpart in vLLM: it goes by the checkpoint's config.json")
     return config, notes

@@ -85,7 +85,7 @@ KEYS_WITHOUT_EFFECT = {
     "disable_lookahead_block_hashes": "a block's key in the prefix cache holds the next token, for every method",
     "disable_mqa_scorer": "drafts are always scored in one pass",
     "disable_padded_drafter_batch": "drafting pads no batch",
-    "draft_lm_head_quantization": "a head that drafts with the target's lm_head reads it as it is",
+    "draft_lm_head_quantization": "method.quantization holds a copy of it in 8 bits",
     "dspark_draft_topk": "it is a key of method dspark",
     "enable_adaptive_verification": "every draft is verified in full",
     "enforce_eager": "hardware.enforce_eager decides for target and draft",
@@ -134,9 +134,6 @@ REFUSED_KEYS = {
         rule="is a key of the plugin Arctic Inference",
         remedy="remove it; method='hybrid' with drafter=<the method> is suffix decoding in front of that",
         unless=(None, False),
-    ),
-    "quantization": Refusal(
-        rule="is not available yet", remedy="remove it and name an unquantised draft", unless=(None,)
     ),
     "target_model_config": _internal(),
     "target_parallel_config": _internal(),

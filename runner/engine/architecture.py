@@ -79,11 +79,6 @@ def _require_own(config: Any, family: str) -> None:
         raise UserError(
             f"hidden_act {of} must be 'silu', got {config.hidden_act!r}; use a checkpoint of the published architecture"
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(
-            f"quantization_config {of} must be absent: quantized weights are not supported; "
-            "use the unquantized checkpoint"
-        )
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} {of} must be >= 1, got {getattr(config, name)}; mend its config")

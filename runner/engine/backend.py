@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.panels import Weight
+from kernels.cpu.panels import Weight, multiplies_and_adds
 
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 interprets_kernels = False  # tests set it: kernels on the CPU too, under Triton's interpreter
@@ -15,6 +15,11 @@ def runs_kernels(where: torch.Tensor | torch.device) -> bool:
     if isinstance(where, torch.device):
         return where.type == "cuda" or interprets_kernels
     return where.is_cuda or interprets_kernels
+
+
+def multiplies_8_bits(device: torch.device) -> bool:
+    """Whether there are kernels for weights held so (kernels/quantized_weight.py)."""
+    return runs_kernels(device) or multiplies_and_adds()
 
 
 def is_compiled(where: Weight) -> bool:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kernels.quantized_weight import FLOAT8
 from runner.engine.errors import UserError
+from runner.engine.quantization import read_scheme
+from runner.engine.quantized_tensors import EIGHT_BITS, WORDS, require_plain, unpack_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,18 @@ class ModelSource:
     load_format: str = "auto"  # auto | safetensors: from files; dummy: random weights of the config's shape
     trust_remote_code: bool = False
     hf_config: Mapping[str, Any] | None = None  # stands in for config.json when load_format is dummy
+    quantization: str | None = None  # fp8 | int8: what decoder layers multiply by is held so; None: as it is stored
+    quantizes_head: bool = False  # and what their states are multiplied by
     name: str = "model.model"  # the option to name in errors
+
+    @property
+    def quantization_option(self) -> str:
+        """That says how its weights are to be held."""
+        return self.name.replace(".model", ".quantization")
+
+    def has_files_of(self, other: ModelSource) -> bool:
+        """Whether both name the same checkpoint, however each holds its weights."""
+        return replace(self, quantization=other.quantization, quantizes_head=other.quantizes_head) == other
 
     @property
     def is_dummy(self) -> bool:
@@ -181,21 +195,64 @@ def checkpoint_files(source: ModelSource) -> list[Path]:
 
 
 def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
-    """(name, safetensors slice) of every tensor; a slice is read only where it is indexed."""
+    """(name, safetensors slice) of every tensor; a slice is read only where it is indexed.
+
+    A quantized weight comes under the name that it would have dense, as a QuantizedTensor, which is dense where it is
+    indexed.
+    """
     from safetensors import SafetensorError, safe_open
 
+    slices: dict[str, Any] = {}
     for file in checkpoint_files(source):
         try:
             with safe_open(str(file), framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 - a safetensors handle is not a dict
-                    yield name, handle.get_slice(name)
+                    if name in slices:
+                        raise UserError(f"{source.name}: {file} holds {name} once more; download the checkpoint again")
+                    slices[name] = handle.get_slice(name)
         except SafetensorError as error:
             raise UserError(f"{source.name}: {file} is corrupt ({error}); download it again") from error
+    stated, of = stated_quantization(source), f"{source.name}={source.model}"
+    is_quantized = any(tensor.get_dtype() in (*EIGHT_BITS, WORDS) for tensor in slices.values())
+    if stated is None or not is_quantized:  # a head may only repeat what its target says
+        yield from ((name, require_plain(tensor, name, of)) for name, tensor in slices.items())
+    else:
+        yield from unpack_tensors(slices, read_scheme(stated, of, source.quantization_option), of)
+
+
+def stated_quantization(source: ModelSource) -> Mapping[str, Any] | None:
+    """The quantization_config that comes with a checkpoint, ModelOpt's too; None: its tensors are what they seem."""
+    if source.is_dummy and source.hf_config is not None:
+        return _mapping(source.hf_config.get("quantization_config"))
+    directory = resolve_directory(source, weights=not source.is_dummy)
+    own = _read_json(directory / "config.json")
+    stated = own.get("quantization_config") or own.get("compression_config")
+    if stated is None and (file := directory / "hf_quant_config.json").is_file():
+        stated = {"quant_method": "modelopt", **(_mapping(_read_json(file).get("quantization")) or {})}
+    # Of transformers' own making; it is expanded there.
+    return None if (found := _mapping(stated)) is None or found.get("quant_method") == "mxfp4" else found
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    return value if isinstance(value, Mapping) else None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where it is none, which whoever reads more of it will say."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def require_finite(weight: torch.Tensor, name: str, source: ModelSource) -> None:
     """Raises UserError where a loaded weight holds NaN or infinity: every text would come out, and mean nothing."""
-    if weight.is_floating_point() and not weight.sum(dtype=torch.float32).isfinite():
+    if weight.dtype == FLOAT8:
+        is_finite = not (weight.view(torch.uint8) & 0x7F == 0x7F).any()
+    else:
+        is_finite = not weight.is_floating_point() or bool(weight.sum(dtype=torch.float32).isfinite())
+    if not is_finite:
         raise UserError(
             f"{source.name}={source.model}: {name} must hold finite numbers in {str(weight.dtype)[6:]}, but some are "
             "NaN or infinite; download the checkpoint again, or choose another hardware.dtype"

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.panels import Weight, pack, unpacked
+from kernels.cpu.panels import Change, Weight
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer, RMSNorm
-from runner.engine.linear import Shard, WeightTarget
+from runner.engine.linear import Shard, WeightTarget, empty_weight, weight_target
 from runner.engine.operations import head_logits, take_rows
+from runner.engine.quantization import Quantization
 
 
 class Decoder:
@@ -26,19 +27,31 @@ class Decoder:
     is_row_invariant = True
 
     def __init__(
-        self, arch: Architecture, hf_config: Any, *, max_model_len: int, dtype: torch.dtype, shard: Shard | None = None
+        self,
+        arch: Architecture,
+        hf_config: Any,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        shard: Shard | None = None,
+        quantization: Quantization | None = None,  # of products, by their modules; None: all are dense
     ) -> None:
         shard = shard or Shard()
         self.vocab_size, self.num_layers, self.hidden_size = arch.vocab_size, arch.num_layers, arch.hidden_size
         self.max_model_len = max_model_len
         # Embedding and head are replicated: every rank samples the same token from the same logits.
         self.embed_tokens = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
-        self.layers = [DecoderLayer(arch, index, shard, dtype) for index in range(arch.num_layers)]
+        held = by_layer(quantization or {}, arch.num_layers)
+        self.layers = [
+            DecoderLayer(arch, index, shard, dtype, quantization=held[index]) for index in range(arch.num_layers)
+        ]
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
+        storage = (quantization or {}).get(HEAD)
+        self.is_tied = arch.tie_word_embeddings
         self.lm_head: Weight = (
             self.embed_tokens
-            if arch.tie_word_embeddings
-            else torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
+            if self.is_tied and storage is None  # held in 8 bits it is a copy of what the embedding stays
+            else empty_weight(arch.vocab_size, arch.hidden_size, dtype, storage)
         )
         self._rope = self.layers[0].attention.rope(hf_config, max_model_len)
 
@@ -52,6 +65,12 @@ class Decoder:
         """Multiplications of a row by weights."""
         weights = [self.lm_head, *(weight for layer in self.layers for weight in layer.product_weights)]
         return sum(weight.shape.numel() for weight in weights)
+
+    @property
+    def product_names(self) -> list[str]:
+        """Of the checkpoint's matrices that layers multiply by."""
+        targets = {LAYER.format(index): layer.weight_targets("") for index, layer in enumerate(self.layers)}
+        return [f"{at}{name}" for at, own in targets.items() for name, target in own.items() if target.view.dim() == 2]
 
     @property
     def attention(self) -> Attention:
@@ -89,18 +108,18 @@ class Decoder:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
         return head_logits(hidden, self.lm_head, tile)
 
-    def pack(self) -> None:
-        """Lay the weights of all products out as products on a CPU are fastest (kernels/cpu/panels.py).
-
-        For good: they cannot be filled or listed any more. A head tied to the embedding becomes a copy of it.
-        """
+    def convert(self, change: Change) -> None:
+        """Of the weights of all products, which are filled. A head tied to the embedding becomes a copy of it."""
         for layer in self.layers:
-            layer.pack()
-        self.lm_head = pack(self.lm_head)
+            layer.convert(change)
+        self.lm_head = change(self.lm_head)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Checkpoint names and weights, each weight once; views, to be written in place."""
-        return ((name, target.view) for name, target in self.weight_targets().items())
+        """Checkpoint names and weights, each weight once, of those held in 8 bits numbers and scales."""
+        for name, target in self.weight_targets().items():
+            yield name, target.view
+            if target.scales is not None:
+                yield f"{name}_scale", target.scales
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for _, parameter in self.named_parameters())
@@ -111,7 +130,19 @@ class Decoder:
             "model.norm.weight": WeightTarget(view=self.norm.weight),
         }
         if self.lm_head is not self.embed_tokens:
-            targets["lm_head.weight"] = WeightTarget(view=unpacked(self.lm_head))
+            targets[f"{HEAD}.weight"] = weight_target(self.lm_head, slice(None), None)
         for index, layer in enumerate(self.layers):
-            targets |= layer.weight_targets(f"model.layers.{index}.")
+            targets |= layer.weight_targets(LAYER.format(index))
         return targets
+
+
+HEAD = "lm_head"
+LAYER = "model.layers.{}."  # before the names of a layer's tensors
+
+
+def by_layer(quantization: Quantization, num_layers: int) -> list[Quantization]:
+    """Of each layer, by names within it."""
+    return [
+        {name.removeprefix(prefix): storage for name, storage in quantization.items() if name.startswith(prefix)}
+        for prefix in map(LAYER.format, range(num_layers))
+    ]

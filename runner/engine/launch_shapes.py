@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from kernels.cpu.panels import Panels, Weight, multiplies_and_adds, unpacked
+from kernels.cpu.panels import Panels, Weight, multiplies_and_adds, unpack
 from kernels.cpu.panels import can_pack as can_pack_weight
 from kernels.linear_plan import rows_of_each_kind
+from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.backend import is_compiled, runs_kernels
@@ -102,7 +103,7 @@ def row_invariant_shapes(shapes: Shapes, layer: DecoderLayer, lm_head: Weight, *
 def _keeps_bits_on_cpu(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight) -> bool:
     attention, tile = layer.attention, shape.linear
     if tile is not None and not all(
-        _panels_keep_bits(weight) if isinstance(weight, Panels) else rows_keep_their_bits(weight, tile)
+        _panels_keep_bits(weight) if isinstance(weight, Panels) else rows_keep_their_bits(unpack(weight), tile)
         for weight in [*layer.product_weights, lm_head]
     ):
         return False
@@ -138,17 +139,22 @@ def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight)
         (lambda x: mlp(x, tile), [mlp.gate_up_proj.weight, mlp.down_proj.weight]),
         (lambda x: head_logits(x, lm_head, tile), [lm_head]),
     )
-    rows_agree = all(_rows_agree(product, [unpacked(weight) for weight in weights]) for product, weights in asked)
+    rows_agree = all(_rows_agree(product, weights) for product, weights in asked)
     return rows_agree and _attentions_agree(shape, attention)
 
 
-def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], weights: Sequence[torch.Tensor]) -> bool:
+def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], weights: Sequence[Weight]) -> bool:
     """In every kind of program that may compute the product. weights: as rows meet them; of two the first is gated."""
     counts = set[int]()
     for index, weight in enumerate(weights):
         gated = index < len(weights) - 1
-        out_features, in_features = len(weight) // (1 + gated), weight.shape[1]
-        counts |= rows_of_each_kind(out_features, in_features, element_size=weight.element_size(), gated=gated)
+        counts |= rows_of_each_kind(
+            weight.shape[0] // (1 + gated),
+            weight.shape[1],
+            element_size=weight.dtype.itemsize,
+            gated=gated,
+            group_size=weight.shared_columns if isinstance(weight, QuantizedWeight) else None,
+        )
     first = weights[0]
     generator = torch.Generator(first.device).manual_seed(0)
     rows = torch.randn(max(counts), first.shape[1], generator=generator, device=first.device).to(first.dtype)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.panels import Panels, Weight, unpacked
+from kernels.cpu.panels import Change, Weight
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -24,6 +24,7 @@ from runner.engine.operations import (
     rotate_and_store,
     sum_beside_rms_norm,
 )
+from runner.engine.quantization import Quantization
 from runner.engine.rope import Rope, RopeRows
 
 
@@ -53,6 +54,7 @@ class Attention:
         dtype: torch.dtype,
         *,
         in_features: int | None = None,  # None: the hidden size; EAGLE-3 attends from twice as many
+        quantization: Quantization | None = None,  # by names within the layer
     ) -> None:
         self.layer, self.head_dim = layer, arch.head_dim
         self.is_causal = True  # False: rows see all of their segment, in launches built for that (DFlash's blocks)
@@ -62,9 +64,17 @@ class Attention:
         q_rows, kv_rows = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
         parts = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
         in_features = arch.hidden_size if in_features is None else in_features
-        self.qkv_proj = ColumnParallelLinear(in_features, parts, bias=arch.qkv_bias, shard=shard, dtype=dtype)
+        self.qkv_proj = ColumnParallelLinear(
+            in_features, parts, bias=arch.qkv_bias, shard=shard, dtype=dtype, quantization=quantization
+        )
         self.o_proj = RowParallelLinear(
-            q_rows, arch.hidden_size, "self_attn.o_proj", bias=arch.output_bias, shard=shard, dtype=dtype
+            q_rows,
+            arch.hidden_size,
+            "self_attn.o_proj",
+            bias=arch.output_bias,
+            shard=shard,
+            dtype=dtype,
+            quantization=quantization,
         )
         self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
@@ -98,11 +108,11 @@ class Attention:
     def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
         """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""
         queries, fused = self.num_heads * self.head_dim, self.qkv_proj
-        if isinstance(fused.weight, Panels):  # they cannot be cut
-            keys_and_values = fused(states, batch.linear_tile)[:, queries:].contiguous()
-        else:
+        if isinstance(fused.weight, torch.Tensor):
             bias = None if fused.bias is None else fused.bias[queries:]
-            keys_and_values = linear(states, unpacked(fused.weight)[queries:], bias, batch.linear_tile)
+            keys_and_values = linear(states, fused.weight[queries:], bias, batch.linear_tile)
+        else:  # which cannot be cut
+            keys_and_values = fused(states, batch.linear_tile)[:, queries:].contiguous()
         rotate_and_store(
             keys_and_values,
             rope,
@@ -139,11 +149,21 @@ class Attention:
 
 
 class MLP:
-    def __init__(self, arch: Architecture, shard: Shard, dtype: torch.dtype) -> None:
+    def __init__(
+        self, arch: Architecture, shard: Shard, dtype: torch.dtype, *, quantization: Quantization | None = None
+    ) -> None:
         parts = {"mlp.gate_proj": arch.intermediate_size, "mlp.up_proj": arch.intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(arch.hidden_size, parts, bias=arch.mlp_bias, shard=shard, dtype=dtype)
+        self.gate_up_proj = ColumnParallelLinear(
+            arch.hidden_size, parts, bias=arch.mlp_bias, shard=shard, dtype=dtype, quantization=quantization
+        )
         self.down_proj = RowParallelLinear(
-            arch.intermediate_size, arch.hidden_size, "mlp.down_proj", bias=arch.mlp_bias, shard=shard, dtype=dtype
+            arch.intermediate_size,
+            arch.hidden_size,
+            "mlp.down_proj",
+            bias=arch.mlp_bias,
+            shard=shard,
+            dtype=dtype,
+            quantization=quantization,
         )
 
     def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
@@ -166,11 +186,12 @@ class DecoderLayer:
         *,
         in_features: int | None = None,  # of the attention; None: the hidden size
         has_input_norm: bool = True,  # EAGLE's first layer has none
+        quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype) if has_input_norm else None
-        self.attention = Attention(arch, layer, shard, dtype, in_features=in_features)
+        self.attention = Attention(arch, layer, shard, dtype, in_features=in_features, quantization=quantization)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
-        self.mlp = MLP(arch, shard, dtype)
+        self.mlp = MLP(arch, shard, dtype, quantization=quantization)
 
     def __call__(
         self,
@@ -209,10 +230,10 @@ class DecoderLayer:
         """[out_features, in_features] each."""
         return [product.weight for product in self._products]
 
-    def pack(self) -> None:
-        """As Decoder.pack."""
+    def convert(self, change: Change) -> None:
+        """As Decoder.convert."""
         for product in self._products:
-            product.pack()
+            product.convert(change)
 
     @property
     def _products(self) -> list[ColumnParallelLinear | RowParallelLinear]:

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.panels import Weight, pack, unpacked
+from kernels.cpu.panels import Change, Weight, unpacked
+from kernels.quantized_weight import QuantizedWeight, num_groups
+from runner.engine.errors import UserError
 from runner.engine.operations import linear
+from runner.engine.quantization import Quantization, Storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,29 @@ class Shard:
 class WeightTarget:
     """Where one checkpoint tensor goes: a view of a parameter, and the dimension a shard is cut from."""
 
-    view: torch.Tensor
+    view: torch.Tensor  # of a weight held in 8 bits its numbers
     shard_dim: int | None = None  # None = replicated
+    scales: torch.Tensor | None = None  # [rows of view, groups], of a weight held in 8 bits
+
+
+def empty_weight(out_features: int, in_features: int, dtype: torch.dtype, storage: Storage | None) -> Weight:
+    """To be filled; storage None: dense."""
+    if storage is None:
+        return torch.empty(out_features, in_features, dtype=dtype)
+    group_size = storage.group_size or in_features
+    return QuantizedWeight(
+        numbers=torch.empty(out_features, in_features, dtype=storage.dtype),
+        scales=torch.empty(out_features, num_groups(in_features, group_size)),
+        group_size=group_size,
+        dtype=dtype,
+    )
+
+
+def weight_target(weight: Weight, rows: slice, shard_dim: int | None) -> WeightTarget:
+    """For the checkpoint's matrix that fills these rows."""
+    if isinstance(weight, QuantizedWeight):
+        return WeightTarget(view=weight.numbers[rows], shard_dim=shard_dim, scales=weight.scales[rows])
+    return WeightTarget(view=unpacked(weight)[rows], shard_dim=shard_dim)
 
 
 class ColumnParallelLinear:
@@ -48,23 +72,31 @@ class ColumnParallelLinear:
         bias: bool,
         shard: Shard,
         dtype: torch.dtype,
+        quantization: Quantization | None = None,  # by the parts' names; None: all are dense
     ) -> None:
         self.part_rows = {name: shard.split(rows, name) for name, rows in parts.items()}
         total = sum(self.part_rows.values())
-        self.weight: Weight = torch.empty(total, in_features, dtype=dtype)
+        storages = [(quantization or {}).get(name) for name in parts]
+        if any(storage != storages[0] for storage in storages):
+            held = ", ".join(f"{name} {storage or 'dense'}" for name, storage in zip(parts, storages, strict=True))
+            raise UserError(
+                f"{' and '.join(parts)} are multiplied together and must be quantized alike, got {held}; "
+                "choose a checkpoint that quantizes all of them or none"
+            )
+        self.weight: Weight = empty_weight(total, in_features, dtype, storages[0])
         self.bias = torch.empty(total, dtype=dtype) if bias else None
 
-    def pack(self) -> None:
-        """For good: a packed weight cannot be filled any more."""
-        self.weight = pack(self.weight)
+    def convert(self, change: Change) -> None:
+        """Of the weight, once it is filled: what it becomes may be no place for a checkpoint's tensors."""
+        self.weight = change(self.weight)
 
     def __call__(self, x: torch.Tensor, tile: int | None) -> torch.Tensor:
         return linear(x, self.weight, self.bias, tile)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        targets, start, weight = {}, 0, unpacked(self.weight)
+        targets, start = {}, 0
         for name, rows in self.part_rows.items():
-            targets[f"{prefix}{name}.weight"] = WeightTarget(view=weight[start : start + rows], shard_dim=0)
+            targets[f"{prefix}{name}.weight"] = weight_target(self.weight, slice(start, start + rows), 0)
             if self.bias is not None:
                 targets[f"{prefix}{name}.bias"] = WeightTarget(view=self.bias[start : start + rows], shard_dim=0)
             start += rows
@@ -75,16 +107,29 @@ class RowParallelLinear:
     """y = sum over ranks of x_rank W_rank^T, columns of W split over the ranks; the bias is added once."""
 
     def __init__(
-        self, in_features: int, out_features: int, name: str, *, bias: bool, shard: Shard, dtype: torch.dtype
+        self,
+        in_features: int,
+        out_features: int,
+        name: str,
+        *,
+        bias: bool,
+        shard: Shard,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
     ) -> None:
         self.name, self.shard = name, shard
-        columns = shard.split(in_features, name)
-        self.weight: Weight = torch.empty(out_features, columns, dtype=dtype)
+        columns, storage = shard.split(in_features, name), (quantization or {}).get(name)
+        if shard.size > 1 and storage is not None and columns % (storage.group_size or 1):
+            raise UserError(
+                f"{name} has {columns} inputs on each of {shard.size} GPUs, which must be divisible by "
+                f"{storage.group_size}, the inputs that share a scale; choose another tensor_parallel_size"
+            )
+        self.weight: Weight = empty_weight(out_features, columns, dtype, storage)
         self.bias = torch.empty(out_features, dtype=dtype) if bias else None
 
-    def pack(self) -> None:
-        """As ColumnParallelLinear.pack."""
-        self.weight = pack(self.weight)
+    def convert(self, change: Change) -> None:
+        """As ColumnParallelLinear.convert."""
+        self.weight = change(self.weight)
 
     def __call__(self, x: torch.Tensor, tile: int | None) -> torch.Tensor:
         if self.shard.size == 1:
@@ -94,7 +139,7 @@ class RowParallelLinear:
         return out
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        targets = {f"{prefix}{self.name}.weight": WeightTarget(view=unpacked(self.weight), shard_dim=1)}
+        targets = {f"{prefix}{self.name}.weight": weight_target(self.weight, slice(None), 1)}
         if self.bias is not None:
             targets[f"{prefix}{self.name}.bias"] = WeightTarget(view=self.bias)
         return targets

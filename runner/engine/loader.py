@@ -6,18 +6,25 @@ Strict means that every parameter is filled exactly once and every tensor of the
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from kernels.quantized_weight import quantize
 from runner.engine.architecture import Architecture, read_architecture
-from runner.engine.checkpoint import ModelSource, load_config, read_tensors, require_finite
-from runner.engine.decoder import Decoder
+from runner.engine.backend import multiplies_8_bits
+from runner.engine.checkpoint import ModelSource, load_config, read_tensors, require_finite, stated_quantization
+from runner.engine.decoder import HEAD, Decoder
 from runner.engine.errors import UserError, first_of
 from runner.engine.linear import Shard, WeightTarget
 from runner.engine.memory import require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
+from runner.engine.quantization import Quantization, Storage, held_weights, read_scheme
+from runner.engine.quantized_tensors import QuantizedTensor, require_scales
 from runner.engine.rope import num_positions, require_static_rope, warn_of_unread_rope
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.transformers_support import require_supported
@@ -32,6 +39,7 @@ class LoadedModel:
     hf_config: Any
     max_model_len: int
     num_weight_bytes: int
+    held: str | None = None  # how weights are that are held in 8 bits; None: all are dense
 
 
 def load_model(
@@ -61,6 +69,11 @@ def load_model(
     arch = read_architecture(config)
     if arch is None:
         require_supported(config, source)
+        if source.quantization is not None:
+            raise UserError(
+                f"{source.quantization_option} must be null, got {source.quantization}: "
+                f"{config.model_type} runs through transformers' own modelling code, whose products are dense"
+            )
         logger.info("%s: %s runs through transformers' own modelling code", source.model, config.model_type)
         model = TransformersModel.load(source, config, device=device, dtype=dtype, max_model_len=length)
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -70,26 +83,82 @@ def load_model(
 
     require_static_rope(config)
     logger.info("%s: %s runs on our own decoder", source.model, arch.family)
-    num_bytes = _weight_bytes(arch, config, length, dtype, shard)
-    remedy = "choose a smaller model, hardware.dtype=bfloat16, or a device with more memory"
+    shape = partial(Decoder, arch, config, max_model_len=length, dtype=dtype, shard=shard)
+    with torch.device("meta"):
+        product_names = shape().product_names
+    quantization = _find_quantization(product_names, arch, source, device)
+    with torch.device("meta"), _naming(source):
+        num_bytes = sum(part.numel() * part.element_size() for part in shape(quantization=quantization).parameters())
+    smaller = f"{source.quantization_option}=fp8, " if not quantization and multiplies_8_bits(device) else ""
+    remedy = f"choose {smaller}a smaller model, hardware.dtype=bfloat16, or a device with more memory"
     require_memory(num_bytes, device, f"{source.name}={source.model}", remedy)
     with torch.device(device):
-        decoder = Decoder(arch, config, max_model_len=length, dtype=dtype, shard=shard)
+        decoder = shape(quantization=quantization)
     if source.is_dummy:
         fill_randomly(decoder)
     else:
         fill_from_checkpoint(decoder, arch, config, source, shard or Shard())
-    return LoadedModel(source=source, model=decoder, hf_config=config, max_model_len=length, num_weight_bytes=num_bytes)
+    return LoadedModel(
+        source=source,
+        model=decoder,
+        hf_config=config,
+        max_model_len=length,
+        num_weight_bytes=num_bytes,
+        held=", ".join(sorted({str(storage) for storage in quantization.values()})) or None,
+    )
+
+
+@contextmanager
+def _naming(source: ModelSource) -> Iterator[None]:
+    """Parts of a decoder do not know whose they are."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{source.name}={source.model}: {error}") from error
+
+
+def _find_quantization(
+    product_names: Sequence[str], arch: Architecture, source: ModelSource, device: torch.device
+) -> Quantization:
+    """Which of the weights that a decoder's layers multiply by are held in 8 bits.
+
+    Raises:
+        UserError: a quantization_config that is not read, or the checkpoint is quantized in another way than asked for.
+    """
+    of = f"{source.name}={source.model}"
+    products = [name.removesuffix(".weight") for name in product_names]
+    modules = products if arch.tie_word_embeddings else [*products, HEAD]  # a tied head is not read
+    wanted = [*products, HEAD] if source.quantizes_head else products
+    stated, found = stated_quantization(source), dict[str, Storage]()
+    if stated is not None:
+        if source.is_dummy:
+            found = dict.fromkeys(products, read_scheme(stated, of, source.quantization_option).storage)
+        else:
+            tensors = dict(read_tensors(source)).items()
+            found = {name: kept.storage for name, kept in tensors if isinstance(kept, QuantizedTensor)}
+            found = {name.removesuffix(".weight"): storage for name, storage in found.items()}
+    numbers = source.quantization
+    asked = {} if numbers is None else dict.fromkeys(wanted, numbers)
+    held = held_weights(modules, found, asked, of, source.quantization_option)
+    if held and not multiplies_8_bits(device):
+        logger.warning("%s: no kernel here multiplies by weights of 8 bits; they are expanded", source.model)
+        return {}
+    if expanded := [name for name in found if name not in held]:
+        logger.info("%s: %s are expanded on loading", source.model, first_of(expanded))
+    return held
 
 
 def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:
     targets = decoder.weight_targets()
+    tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
     block_names = decoder.layers[0].weight_targets("")
     unknown = []
     for name, tensor in read_tensors(source):
         if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):
             continue  # derived from the config; a copy of the embedding
         target = targets.pop(name, None)
+        if target is None and name.endswith("_proj.bias") and not tensor[...].any():
+            continue  # AutoGPTQ gives a bias to every product
         if target is None and is_mtp_tensor(name, config, block_names):
             continue  # method=mtp reads them
         if target is None:
@@ -103,16 +172,23 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
             f"{source.name}={source.model}: the tensors do not match its config ({arch.family}, {arch.num_layers} "
             f"layers); {'; '.join(lines)}; download the checkpoint again or mend its config.json"
         )
+    if tied_head is not None:
+        fill_quantized(tied_head, decoder.embed_tokens)
 
 
 def fill_randomly(decoder: Decoder) -> None:
     """Random weights of the scale that keeps activations finite, the same in every run."""
     generator = torch.Generator(device=decoder.embed_tokens.device).manual_seed(0)
-    for name, parameter in decoder.named_parameters():
-        if "norm" in name:
-            parameter.fill_(1.0)
+    for name, target in decoder.weight_targets().items():  # the embedding before the head
+        if name == f"{HEAD}.weight" and decoder.is_tied:
+            fill_quantized(target, decoder.embed_tokens)
+        elif "norm" in name:
+            target.view.fill_(1.0)
+        elif target.scales is None:
+            target.view.normal_(std=0.02, generator=generator)
         else:
-            parameter.normal_(std=0.02, generator=generator)
+            dense = torch.empty(target.view.shape, device=target.view.device)
+            fill_quantized(target, dense.normal_(std=0.02, generator=generator))
 
 
 def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, shard: Shard) -> None:
@@ -125,16 +201,30 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
             f"{source.name}={source.model}: {name} must have shape {expected} by its config.json, got {shape}; "
             "the checkpoint and its config do not belong together"
         )
-    if dim is None or shard.size == 1:
-        target.view.copy_(tensor[:])
-    else:
+    part: Any = ...
+    if dim is not None and shard.size > 1:
         rows = target.view.shape[dim]
-        part = slice(shard.rank * rows, (shard.rank + 1) * rows)
-        target.view.copy_(tensor[part] if dim == 0 else tensor[:, part])
+        own = slice(shard.rank * rows, (shard.rank + 1) * rows)
+        part = own if dim == 0 else (slice(None), own)
+    if target.scales is None:
+        target.view.copy_(tensor[part])
+    elif isinstance(tensor, QuantizedTensor) and tensor.storage.is_multiplied:
+        numbers, scales = tensor.read()
+        target.view.copy_(numbers[part])
+        if dim == 1 and scales.shape[1] > 1:
+            scales = scales.chunk(shard.size, dim=1)[shard.rank]
+        target.scales.copy_(scales if dim == 1 else scales[part])
+    else:
+        weight = tensor[part].to(target.view.device)
+        require_finite(weight, name, source)
+        fill_quantized(target, weight)
+        require_scales(target.scales, f"{source.name}={source.model}: {name}")
     require_finite(target.view, name, source)
 
 
-def _weight_bytes(arch: Architecture, config: Any, length: int, dtype: torch.dtype, shard: Shard | None) -> int:
-    with torch.device("meta"):
-        shape = Decoder(arch, config, max_model_len=length, dtype=dtype, shard=shard)
-    return sum(parameter.numel() * parameter.element_size() for parameter in shape.parameters())
+def fill_quantized(target: WeightTarget, weight: torch.Tensor) -> None:
+    """Of a dense weight [out_features, in_features], quantized output by output."""
+    assert target.scales is not None
+    found = quantize(weight, target.view.dtype)
+    target.view.copy_(found.numbers)
+    target.scales.copy_(found.scales)

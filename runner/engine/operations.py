@@ -3,6 +3,7 @@
 On a CPU they are compiled where they can be (kernels/cpu).
 
 `tile` says how products are computed: None = as is fastest for the shape at hand, which need not be row-invariant.
+Weights held in 8 bits have one way.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.panels import Panels, Weight, unpacked
+from kernels.cpu.panels import Panels, Weight, unpack
+from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.linear import linear as linear_in_tiles
 from kernels.reference.paged_attention import AttentionPlan
 from kernels.reference.paged_attention import paged_attention as attention_over_tiles
@@ -61,8 +63,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int
         from kernels.cpu.linear import linear as on_cpu
 
         return on_cpu(x, weight, bias)
-    if tile is None or not runs_kernels(x):
-        return linear_in_tiles(x, weight, bias, tile)
+    if not _has_kernel(x, weight, tile):
+        return linear_in_tiles(x, unpack(weight), bias, tile)
     from kernels.linear import linear as kernel
 
     return kernel(x, weight, bias)
@@ -74,8 +76,8 @@ def head_logits(hidden: torch.Tensor, weight: Weight, tile: int | None) -> torch
         from kernels.cpu.linear import linear as on_cpu
 
         return on_cpu(hidden, weight, out_dtype=torch.float32)
-    if tile is None or not runs_kernels(hidden):
-        return linear_in_tiles(hidden, weight, None, tile).float()
+    if not _has_kernel(hidden, weight, tile):
+        return linear_in_tiles(hidden, unpack(weight), None, tile).float()
     from kernels.linear import linear as kernel
 
     return kernel(hidden, weight, out_dtype=torch.float32)
@@ -83,7 +85,7 @@ def head_logits(hidden: torch.Tensor, weight: Weight, tile: int | None) -> torch
 
 def gated_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """silu(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
-    if tile is None or not runs_kernels(x):
+    if isinstance(weight, Panels) or not _has_kernel(x, weight, tile):
         gate_up = linear(x, weight, bias, tile)
         if not is_compiled(x):
             return silu_and_mul(gate_up)
@@ -92,7 +94,12 @@ def gated_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, til
         return on_cpu(gate_up)
     from kernels.linear import gated_linear as kernel
 
-    return kernel(x, unpacked(weight), bias)
+    return kernel(x, weight, bias)
+
+
+def _has_kernel(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, tile: int | None) -> bool:
+    """Whether a Triton kernel computes such a product; of weights in 8 bits no BLAS does."""
+    return runs_kernels(x) and (tile is not None or isinstance(weight, QuantizedWeight))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.cpu.panels import Weight
+from kernels.cpu.panels import Change, Weight, pack
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -36,8 +36,8 @@ class PagedLayers(Protocol):
     def attention(self) -> Attention | None:
         """Of one of its layers; None where transformers' own code attends."""
 
-    def pack(self) -> None:
-        """As Decoder.pack, of all products."""
+    def convert(self, change: Change) -> None:
+        """As Decoder.convert, of all products."""
 
 
 class PagedRunner:
@@ -62,7 +62,7 @@ class PagedRunner:
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
         if not isinstance(layers, TransformersModel) and (attention := layers.attention) is not None:
             if can_pack([attention.qkv_proj.weight, attention.o_proj.weight, *products]):
-                layers.pack()
+                layers.convert(pack)
             captures_graphs = captures_graphs and can_record(attention.o_proj.weight)
             self.shapes = decoder_shapes(
                 attention,

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.engine.checkpoint import ModelSource, resolve_directory
+from runner.engine.checkpoint import ModelSource, resolve_directory, stated_quantization
 from runner.engine.errors import UserError
 from runner.engine.rope import require_static_rope
 
 
 def require_supported(config: Any, source: ModelSource) -> None:
     """Raises UserError, with the reason, for a model whose config says that it cannot run over our cache."""
-    refusal = _refusal(config, _model_class(config, source))
+    refusal = _refusal(config, _model_class(config, source)) or _quantization_refusal(source)
     if refusal is not None:
         raise UserError(f"{source.name}={source.model}: model_type {config.model_type!r} {refusal}")
     require_static_rope(config)
@@ -38,10 +38,15 @@ def _refusal(config: Any, model_class: Any) -> str | None:
             "does not let its attention be replaced "
             f"({model_class.__name__}._supports_attention_backend is false); choose another model"
         )
-    method = quantization_method(config)
-    if method not in (None, "mxfp4"):
-        return f"is quantized ({method}), and only mxfp4 is expanded on loading; choose an unquantized checkpoint"
     return None
+
+
+def _quantization_refusal(source: ModelSource) -> str | None:
+    stated = stated_quantization(source)
+    if stated is None:
+        return None
+    method = stated.get("quant_method")
+    return f"is quantized ({method}), and only mxfp4 is expanded on loading; choose an unquantized checkpoint"
 
 
 def auto_class() -> Any:

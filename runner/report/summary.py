@@ -22,6 +22,7 @@ from runner.report.text import (
     mebibytes,
     method_title,
     number,
+    numbers_of,
     percent,
     ranged,
     speedup_style,
@@ -74,7 +75,7 @@ def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Tab
     if failed:
         requests.append(f", {failed:,} failed", style="bold red")
     machine = summary["machine"]
-    grid.add_row("model", model if machine is None else f"{model} on {machine['device']}, {machine['dtype']}")
+    grid.add_row("model", model if machine is None else f"{model} on {machine['device']}, {numbers_of(machine)}")
     if machine is not None:
         grid.add_row("machine", machine_title(machine))
     grid.add_row("requests", requests)

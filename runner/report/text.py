@@ -77,6 +77,12 @@ def machine_title(machine: Mapping[str, Any]) -> str:
     return ", ".join(text for text in (machine.get("device_name"), torch, commit and f"commit {commit}") if text)
 
 
+def numbers_of(machine: Mapping[str, Any]) -> str:
+    """What a run computes with: "bfloat16", "bfloat16 with weights in fp8"."""
+    dtype, weights = machine["dtype"], machine.get("weights")
+    return dtype if weights in (None, dtype) else f"{dtype} with weights in {weights}"
+
+
 def bar(share: float | None, *, ascii_only: bool) -> str:
     """A share of 1 as a bar of BAR_WIDTH characters, in steps of an eighth of one."""
     if share is None:

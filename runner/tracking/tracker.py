@@ -108,7 +108,7 @@ COMPARED = (
     "core_wait_share",
 )
 ENDS = ("lowest", "highest")  # of the repeats of a run
-MACHINE = ("device_name", "device", "dtype", "torch", "triton", "transformers", "commit")
+MACHINE = ("device_name", "device", "dtype", "weights", "torch", "triton", "transformers", "commit")
 
 
 def comparison_row(summary: Mapping[str, Any], *, run_name: str | None, status: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from runner.config import DrafterMethod, SpeculativeConfig
-from runner.engine.checkpoint import resolve_directory
+from runner.engine.checkpoint import resolve_directory, stated_quantization
 from runner.engine.errors import UserError
 from runner.engine.memory import release_unused
 from runner.llm import LLM
@@ -29,6 +30,8 @@ from runner.train.options import TrainingOptions
 from runner.train.progress import stage_bars
 from runner.train.texts import Texts, write_texts
 from runner.workload import WorkloadItem
+
+logger = logging.getLogger(__name__)
 
 RECORD_FILE = "training.json"
 TRACKED = ("steps", "tokens", "final_training_loss", "learning_rate", "parameters", "seconds")  # of the record
@@ -82,6 +85,15 @@ def train(
 
 
 def _load_target(config: SpeculativeConfig, options: TrainingOptions) -> LLM:
+    stated = stated_quantization(model_source(config.model, "model.model"))
+    if stated is not None:
+        raise UserError(
+            f"model.model={config.model.model} must be a dense checkpoint to train a head for, got a quantized one "
+            f"({stated.get('quant_method')}); name the checkpoint that it was made from, with model.quantization=fp8 "
+            "for texts of a target in 8 bits"
+        )
+    if config.model.quantization is not None:
+        logger.warning("texts are the target's in %s; states are the dense one's", config.model.quantization)
     llm = LLM.from_config(SpeculativeConfig.parse({**config.model_dump(), "method": {"method": "none"}}))
     longest = llm.engine.target_info.max_model_len
     if options.length > longest:

@@ -1,0 +1,145 @@
+"""Which weights of a model are held in 8 bits, and how; what a checkpoint's quantization_config says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.quantized_weight import FLOAT8
+from runner.engine.errors import UserError
+
+NUMBERS = {"fp8": FLOAT8, "int8": torch.int8}  # by the names that options have
+SMALLEST_GROUP = 16  # inputs: a step of a tensor core's
+READABLE = "fp8, compressed-tensors (float-quantized, int-quantized, pack-quantized), modelopt (FP8), gptq and awq"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How the numbers of a weight are held."""
+
+    dtype: torch.dtype  # int8 or float8_e4m3fn
+    group_size: int | None = None  # inputs that share a scale; None: all do
+
+    @property
+    def is_multiplied(self) -> bool:
+        """Whether kernels take it so; any other is expanded on loading."""
+        size = self.group_size
+        return size is None or (size >= SMALLEST_GROUP and size & (size - 1) == 0)
+
+    def __str__(self) -> str:
+        name = next(name for name, dtype in NUMBERS.items() if dtype == self.dtype)
+        if self.group_size == 1:
+            return f"{name}, a scale for each number"
+        return name if self.group_size is None else f"{name} in groups of {self.group_size}"
+
+
+Quantization = Mapping[str, Storage]  # by module, such as model.layers.0.self_attn.q_proj
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How a checkpoint's tensors are packed."""
+
+    packing: str  # scaled: numbers of 8 bits beside scales; int32: compressed-tensors' words; gptq; awq
+    storage: Storage  # of its weights, once unpacked
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale
+    bits: int = 8  # of a number that is packed into words
+    zero_offset: int = 0  # what is to be added to packed zero points
+
+
+def read_scheme(stated: Mapping[str, Any], of: str, option: str) -> Scheme:
+    """What a quantization_config means. of: the checkpoint, and option: that quantizes a dense one, for errors.
+
+    Raises:
+        UserError: a method or a format that is not read.
+    """
+    try:
+        scheme = _scheme_of(stated)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # values of other types than are published
+        scheme = None
+    if scheme is None:
+        keys = ("quant_method", "format", "fmt", "quant_algo", "bits", "version", "checkpoint_format")
+        said = {key: stated[key] for key in keys if stated.get(key) is not None}
+        raise UserError(
+            f"quantization_config of {of} must be one of {READABLE}, got {said}; choose such a checkpoint, or the "
+            f"unquantized one, which {option}=fp8 holds in 8 bits"
+        )
+    return scheme
+
+
+def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
+    """None: it is not read."""
+    method = str(stated.get("quant_method"))
+    if method in ("fp8", "fbgemm_fp8") and str(stated.get("fmt", "e4m3")) == "e4m3":
+        return _scaled(FLOAT8, _block(stated.get("weight_block_size")))
+    if method == "modelopt" and str(stated.get("quant_algo")) == "FP8":
+        return _scaled(FLOAT8, None)
+    if method == "compressed-tensors":
+        return _compressed(stated)
+    bits, storage = stated.get("bits"), Storage(dtype=torch.int8, group_size=_size(stated.get("group_size")))
+    if method == "gptq" and bits in (4, 8) and stated.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2"):
+        is_first = stated.get("checkpoint_format", "gptq") == "gptq"  # it stores zero points less one
+        return Scheme(packing="gptq", storage=storage, bits=bits, zero_offset=int(is_first))
+    if method == "awq" and bits == 4 and str(stated.get("version", "gemm")).lower() == "gemm":
+        return Scheme(packing="awq", storage=storage, bits=4)
+    return None
+
+
+def _compressed(stated: Mapping[str, Any]) -> Scheme | None:
+    """Of the first group of modules; where others are packed differently their tensors are unexpected ones."""
+    groups = stated.get("config_groups") or {}
+    weights = next((group.get("weights") or {} for group in groups.values()), {})
+    kind, bits = weights.get("type"), weights.get("num_bits")
+    block, size = _block(weights.get("block_structure")), _size(weights.get("group_size"))
+    match stated.get("format"), kind, bits:
+        case ("float-quantized" | "naive-quantized", "float", 8):
+            return _scaled(FLOAT8, block, size)
+        case ("int-quantized" | "naive-quantized", "int", 8):
+            return _scaled(torch.int8, None, size)
+        case ("pack-quantized", "int", 4 | 8):
+            return Scheme(packing="int32", storage=Storage(dtype=torch.int8, group_size=size), bits=int(bits))
+    return None
+
+
+def _scaled(dtype: torch.dtype, block: tuple[int, int] | None, size: int | None = None) -> Scheme:
+    storage = Storage(dtype=dtype, group_size=size if block is None else block[1])
+    return Scheme(packing="scaled", storage=storage, block=block)
+
+
+def _size(stated: Any) -> int | None:
+    """Inputs that share a scale; None: all do."""
+    if stated in (None, -1):
+        return None
+    if type(stated) is not int or stated < 1:
+        raise ValueError("no number of inputs")
+    return stated
+
+
+def _block(stated: Any) -> tuple[int, int] | None:
+    rows, columns = (None, None) if stated is None else map(_size, stated)
+    return None if rows is None or columns is None else (rows, columns)
+
+
+def held_weights(
+    modules: Collection[str],  # that may be held in 8 bits
+    found: Quantization,  # what the checkpoint holds so
+    wanted: Mapping[str, str],  # modules of them that shall be, and the name of their NUMBERS
+    of: str,
+    option: str,  # by which they were asked for
+) -> Quantization:
+    """What a decoder holds in 8 bits.
+
+    Raises:
+        UserError: the checkpoint is quantized in another way than was asked for.
+    """
+    held = {name: storage for name, storage in found.items() if name in modules and storage.is_multiplied}
+    for numbers in set(wanted.values()):
+        if other := sorted({str(kept) for kept in found.values() if kept.dtype != NUMBERS[numbers]}):
+            raise UserError(
+                f"{of} must not be quantized to {numbers}: its checkpoint is quantized already ({', '.join(other)}); "
+                f"leave {option} null, or choose the unquantized checkpoint"
+            )
+    return {name: Storage(dtype=NUMBERS[numbers]) for name, numbers in wanted.items()} | held

@@ -1,0 +1,277 @@
+"""Checkpoints in the published quantized layouts, made from dense ones, and the weights that they stand for.
+
+Every layout packs numbers, zero points and scales by its own arithmetic here, word by word, and says the dense weight
+without unpacking anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+GROUP = 32
+Packed = tuple[dict[str, Tensor], Tensor]  # what a module's tensors are called and hold, and its dense weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    pack: Callable[[Tensor, torch.Generator], Packed]  # of a dense weight [out_features, in_features]
+    config: dict[str, Any]  # its quantization_config
+    held: str | None  # what an engine says that it holds; None: it expands all of it
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+def float8(weight: Tensor, scales: Tensor) -> Tensor:
+    return (weight / scales).clamp(-448, 448).to(FLOAT8)
+
+
+def per_tensor(weight: Tensor, _generator: torch.Generator) -> Packed:
+    scale = weight.abs().max() / 448
+    numbers = float8(weight, scale)
+    tensors = {"weight": numbers, "weight_scale": scale.clone(), "input_scale": torch.tensor(0.5)}
+    return tensors, numbers.float() * scale
+
+
+def per_output(weight: Tensor, _generator: torch.Generator) -> Packed:
+    """bfloat16 scales, as llm-compressor writes them."""
+    scales = (weight.abs().amax(dim=1, keepdim=True) / 448).bfloat16()
+    numbers = float8(weight, scales.float())
+    return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales.float()
+
+
+def in_blocks(weight: Tensor, _generator: torch.Generator, *, name: str = "weight_scale_inv", rows: int = 32) -> Packed:
+    """32 inputs wide; the last block of either dimension may be smaller."""
+    out_features, in_features = weight.shape
+    scales = torch.empty(-(-out_features // rows), -(-in_features // GROUP))
+    numbers, dense = torch.empty(weight.shape, dtype=FLOAT8), torch.empty(weight.shape)
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            own = (slice(row * rows, (row + 1) * rows), slice(column * GROUP, (column + 1) * GROUP))
+            scales[row, column] = weight[own].abs().max() / 448
+            numbers[own] = float8(weight[own], scales[row, column])
+            dense[own] = numbers[own].float() * scales[row, column]
+    return {"weight": numbers, name: scales}, dense
+
+
+def int8(weight: Tensor, _generator: torch.Generator) -> Packed:
+    scales = weight.abs().amax(dim=1, keepdim=True) / 127
+    numbers = (weight / scales).round().to(torch.int8)
+    zeros = torch.zeros_like(scales, dtype=torch.int8)  # older releases write them
+    return {"weight": numbers, "weight_scale": scales, "weight_zero_point": zeros}, numbers.float() * scales
+
+
+def in_words(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Unsigned numbers [rows, columns] as int32 words [rows, columns * bits / 32]; order: column of each field."""
+    count = 32 // bits
+    words = torch.zeros(numbers.shape[0], numbers.shape[1] // count, dtype=torch.int64)
+    for field, column in enumerate(order or range(count)):
+        words += numbers[:, column::count].long() << (bits * field)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """Unsigned numbers and zero points of a weight, whose inputs belong to groups."""
+
+    numbers: Tensor  # [out_features, in_features]
+    zeros: Tensor  # [out_features, groups]
+    scales: Tensor  # [out_features, groups]
+    owners: Tensor  # [in_features], the group of each input
+
+    @property
+    def dense(self) -> Tensor:
+        offsets = (self.numbers - self.zeros[:, self.owners]).float()
+        return offsets * self.scales[:, self.owners].float()
+
+
+def fields(
+    weight: Tensor, generator: torch.Generator, *, bits: int, has_zeros: bool, in_order: bool = True, group: int = GROUP
+) -> Fields:
+    (out_features, in_features), largest = weight.shape, 2**bits - 1
+    owners = torch.arange(in_features) // group
+    if not in_order:
+        owners = owners[torch.randperm(in_features, generator=generator)]
+    groups = int(owners.max()) + 1
+    half = 2 ** (bits - 1)
+    zeros = torch.full((out_features, groups), half)
+    if has_zeros:
+        zeros = torch.randint(half - 2, half + 3, (out_features, groups), generator=generator)
+    scales = torch.stack([weight[:, owners == index].abs().amax(dim=1) / (half - 3) for index in range(groups)], dim=1)
+    scales = scales.half()
+    numbers = (weight / scales[:, owners].float()).round().long() + zeros[:, owners]
+    return Fields(numbers=numbers.clamp(0, largest), zeros=zeros, scales=scales, owners=owners)
+
+
+def padded(numbers: Tensor, bits: int) -> Tensor:
+    """To whole words, with numbers that mean nothing."""
+    return torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % (32 // bits)), value=3)
+
+
+def int32(
+    weight: Tensor,
+    generator: torch.Generator,
+    *,
+    bits: int = 4,
+    has_zeros: bool = False,
+    in_order: bool = True,
+    group: int = GROUP,
+) -> Packed:
+    """Of compressed-tensors."""
+    own = fields(weight, generator, bits=bits, has_zeros=has_zeros, in_order=in_order, group=group)
+    tensors = {
+        "weight_packed": in_words(padded(own.numbers, bits), bits),
+        "weight_scale": own.scales.bfloat16(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if has_zeros:
+        tensors["weight_zero_point"] = in_words(padded(own.zeros.T, bits), bits).T.contiguous()
+    if not in_order:
+        tensors["weight_g_idx"] = own.owners.to(torch.int32)
+    return tensors, Fields(**{**vars(own), "scales": own.scales.bfloat16()}).dense
+
+
+def gptq(
+    weight: Tensor, generator: torch.Generator, *, bits: int = 4, in_order: bool = True, stored: int = 1
+) -> Packed:
+    """stored: what zero points are stored less by; one that is 0 becomes the largest number then."""
+    own = fields(weight, generator, bits=bits, has_zeros=bits == 4, in_order=in_order)
+    if bits == 4:
+        own.zeros[0] = 0
+    tensors = {
+        "qweight": in_words(own.numbers, bits).T.contiguous(),
+        "qzeros": in_words((own.zeros.T - stored) % 2**bits, bits),
+        "scales": own.scales.T.contiguous(),
+        "g_idx": own.owners.to(torch.int32),
+    }
+    return tensors, own.dense
+
+
+def awq(weight: Tensor, generator: torch.Generator) -> Packed:
+    own = fields(weight, generator, bits=4, has_zeros=True)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        "qweight": in_words(own.numbers.T, 4, order),
+        "qzeros": in_words(own.zeros.T, 4, order),
+        "scales": own.scales.T.contiguous(),
+    }
+    return tensors, own.dense
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+GROUPED = f"int8 in groups of {GROUP}"
+LAYOUTS = {
+    "AutoFP8": Layout(
+        pack=per_tensor,
+        config={"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        held="fp8",
+    ),
+    "ModelOpt": Layout(pack=per_tensor, config={"quant_method": "modelopt", "quant_algo": "FP8"}, held="fp8"),
+    "FBGEMM": Layout(pack=per_output, config={"quant_method": "fbgemm_fp8"}, held="fp8"),
+    "DeepSeek's and Qwen's FP8": Layout(
+        pack=in_blocks,
+        config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [GROUP, GROUP]},
+        held=f"fp8 in groups of {GROUP}",
+    ),
+    "blocks that are not square": Layout(
+        pack=lambda weight, generator: in_blocks(weight, generator, rows=16),
+        config={"quant_method": "fp8", "weight_block_size": [16, GROUP]},
+        held=f"fp8 in groups of {GROUP}",
+    ),
+    "float-quantized, outputs": Layout(
+        pack=per_output, config=compressed("float-quantized", num_bits=8, type="float", strategy="channel"), held="fp8"
+    ),
+    "float-quantized, tensors": Layout(
+        pack=per_tensor, config=compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), held="fp8"
+    ),
+    "float-quantized, blocks": Layout(
+        pack=lambda weight, generator: in_blocks(weight, generator, name="weight_scale"),
+        config=compressed(
+            "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[GROUP, GROUP]
+        ),
+        held=f"fp8 in groups of {GROUP}",
+    ),
+    "int-quantized": Layout(
+        pack=int8, config=compressed("int-quantized", num_bits=8, type="int", strategy="channel"), held="int8"
+    ),
+    "pack-quantized, 4 bits": Layout(pack=int32, config=compressed("pack-quantized", **INT4), held=GROUPED),
+    "pack-quantized, 8 bits": Layout(
+        pack=lambda weight, generator: int32(weight, generator, bits=8),
+        config=compressed("pack-quantized", **{**INT4, "num_bits": 8}),
+        held=GROUPED,
+    ),
+    "pack-quantized, zero points": Layout(
+        pack=lambda weight, generator: int32(weight, generator, has_zeros=True),
+        config=compressed("pack-quantized", **INT4, symmetric=False),
+        held=GROUPED,
+    ),
+    "pack-quantized, groups that no kernel takes": Layout(
+        pack=lambda weight, generator: int32(weight, generator, has_zeros=True, group=24),
+        config=compressed("pack-quantized", **{**INT4, "group_size": 24}),
+        held=None,
+    ),
+    "pack-quantized, small groups": Layout(
+        pack=lambda weight, generator: int32(weight, generator, group=8),
+        config=compressed("pack-quantized", **{**INT4, "group_size": 8}),
+        held=None,
+    ),
+    "pack-quantized, inputs in any order": Layout(
+        pack=lambda weight, generator: int32(weight, generator, has_zeros=True, in_order=False),
+        config=compressed("pack-quantized", **INT4, symmetric=False, actorder="group"),
+        held=None,
+    ),
+    "GPTQ": Layout(pack=gptq, config=GPTQ, held=GROUPED),
+    "GPTQ, 8 bits": Layout(
+        pack=lambda weight, generator: gptq(weight, generator, bits=8), config={**GPTQ, "bits": 8}, held=GROUPED
+    ),
+    "GPTQ, version 2": Layout(
+        pack=lambda weight, generator: gptq(weight, generator, stored=0),
+        config={**GPTQ, "checkpoint_format": "gptq_v2"},
+        held=GROUPED,
+    ),
+    "GPTQ, inputs in any order": Layout(
+        pack=lambda weight, generator: gptq(weight, generator, in_order=False),
+        config={**GPTQ, "desc_act": True},
+        held=None,
+    ),
+    "AWQ": Layout(
+        pack=awq,
+        config={"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        held=GROUPED,
+    ),
+}
+
+
+def quantize_checkpoint(directory: Path, layout: Layout) -> dict[str, Tensor]:
+    """Rewrite what the layers of a dense checkpoint multiply by; the dense tensors that it stands for now."""
+    file, generator = directory / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors, dense = dict[str, Tensor](), load_file(file)
+    for name, tensor in list(dense.items()):
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or not module.endswith("_proj"):
+            tensors[name] = tensor
+            continue
+        packed, dense[name] = layout.pack(tensor.float(), generator)
+        tensors |= {f"{module}.{part}": value for part, value in packed.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    state_config(directory, layout.config)
+    return dense
+
+
+def state_config(directory: Path, quantization_config: dict[str, Any]) -> None:
+    file = directory / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**values, "quantization_config": quantization_config}), encoding="utf-8")

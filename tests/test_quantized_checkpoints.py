@@ -1,0 +1,461 @@
+"""A quantized checkpoint of any published layout is read as the weights that it stands for, and held in 8 bits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.cpu.panels import multiplies_and_adds, unpack
+from kernels.quantized_weight import QuantizedWeight, quantize
+from runner.engine import backend
+from runner.engine.checkpoint import ModelSource, read_tensors
+from runner.engine.decoder import Decoder
+from runner.engine.errors import UserError
+from runner.engine.linear import Shard
+from runner.engine.loader import LoadedModel, load_model
+from runner.engine.quantization import read_scheme
+from runner.engine.quantized_tensors import unpack_tensors
+from runner.llm import LLM
+from tests.quantized_checkpoints import (
+    FLOAT8,
+    GPTQ,
+    GROUP,
+    INT4,
+    LAYOUTS,
+    Layout,
+    compressed,
+    fields,
+    in_words,
+    int32,
+    per_output,
+    quantize_checkpoint,
+    state_config,
+)
+from tests.transformers_reference import CPU, load, random_model, save, save_tokenizer
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 80,  # two blocks and a half
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+Q = "model.layers.0.self_attn.q_proj"
+PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8]}, {"prompt_token_ids": [3]}]
+holds_8_bits = pytest.mark.skipif(not multiplies_and_adds(), reason="this machine has no kernels for 8 bits")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small dense checkpoint; do not change it."""
+    from transformers import AutoConfig
+
+    directory = tmp_path_factory.mktemp("dense")
+    save(random_model(AutoConfig.for_model("llama", **SHAPE)), directory)
+    save_tokenizer(directory, SHAPE["vocab_size"])
+    return directory
+
+
+@pytest.fixture
+def checkpoint(dense: Path, tmp_path: Path) -> Path:
+    """A copy, to be quantized."""
+    return Path(shutil.copytree(dense, tmp_path / "checkpoint"))
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    """What layers multiply by, expanded: those that are multiplied together in one."""
+    assert isinstance(loaded.model, Decoder)
+    return {
+        f"{index}.{name}": unpack(getattr(part, name).weight)
+        for index, layer in enumerate(loaded.model.layers)
+        for part, name in (
+            *((layer.attention, name) for name in ("qkv_proj", "o_proj")),
+            *((layer.mlp, name) for name in ("gate_up_proj", "down_proj")),
+        )
+    }
+
+
+def refusal(directory: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load(ModelSource(model=str(directory), **options))
+    message = str(caught.value)
+    assert "\n" not in message and ";" in message, message
+    return message
+
+
+@holds_8_bits
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_gives_the_weights_that_it_stands_for(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """In every bit, and the text of the dense checkpoint that holds those weights."""
+    layout = LAYOUTS[name]
+    expected = quantize_checkpoint(checkpoint, layout)
+    twin = Path(shutil.copytree(checkpoint, tmp_path / "twin"))
+    save_file(expected, twin / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((twin / "config.json").read_text())
+    (twin / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k != "quantization_config"}))
+    quantized, of_twin = load(ModelSource(model=str(checkpoint))), load(ModelSource(model=str(twin)))
+    assert quantized.held == layout.held and of_twin.held is None
+    for part, weight in weights_of(of_twin).items():
+        assert torch.equal(weights_of(quantized)[part], weight), part
+    is_smaller = quantized.num_weight_bytes < 0.75 * of_twin.num_weight_bytes
+    assert is_smaller == (layout.held is not None)
+    texts = [
+        [output.outputs[0].token_ids for output in LLM(str(path), device="cpu").generate(PROMPTS, use_tqdm=False)]
+        for path in (checkpoint, twin)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_read_one_by_one_a_quantized_tensor_is_dense(checkpoint: Path) -> None:
+    """Draft heads and MTP modules take theirs so."""
+    expected = quantize_checkpoint(checkpoint, LAYOUTS["DeepSeek's and Qwen's FP8"])
+    found = {name: tensor[...] for name, tensor in read_tensors(ModelSource(model=str(checkpoint)))}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_modelopts_own_file_says_how_too(checkpoint: Path) -> None:
+    quantize_checkpoint(checkpoint, LAYOUTS["ModelOpt"])
+    values = json.loads((checkpoint / "config.json").read_text())
+    del values["quantization_config"]
+    (checkpoint / "config.json").write_text(json.dumps(values))
+    stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (checkpoint / "hf_quant_config.json").write_text(json.dumps(stated))
+    found = dict(read_tensors(ModelSource(model=str(checkpoint))))
+    assert not any("scale" in name for name in found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """As safetensors gives one."""
+
+    tensor: torch.Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return {torch.int32: "I32", torch.int64: "I64"}.get(self.tensor.dtype, "BF16")
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.tensor[index]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_words_may_be_padded(bits: int, has_zeros: bool) -> None:
+    """Of 7 outputs the zero points, of 82 inputs the numbers."""
+    weight, generator = torch.randn(7, 82, generator=torch.Generator().manual_seed(2)), torch.Generator().manual_seed(3)
+    tensors, dense = int32(weight, generator, bits=bits, has_zeros=has_zeros)
+    scheme = read_scheme(compressed("pack-quantized", **{**INT4, "num_bits": bits}), "x", "model.quantization")
+    slices = {f"a.{name}": Slice(tensor=tensor) for name, tensor in tensors.items()}
+    ((name, found),) = unpack_tensors(slices, scheme, "x")
+    assert name == "a.weight" and torch.equal(found[...], dense)
+
+
+def test_an_order_that_is_not_stated_is_the_inputs_own() -> None:
+    """compressed-tensors fills weight_g_idx with -1 then."""
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    tensors, dense = int32(weight, torch.Generator().manual_seed(3))
+    tensors["weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
+    scheme = read_scheme(compressed("pack-quantized", **INT4), "x", "model.quantization")
+    ((_, found),) = unpack_tensors({f"a.{n}": Slice(tensor=t) for n, t in tensors.items()}, scheme, "x")
+    assert found.storage.group_size == GROUP and torch.equal(found[...], dense)
+
+
+@holds_8_bits
+def test_a_bias_of_nothing_that_a_model_has_no_place_for_is_left_out(checkpoint: Path) -> None:
+    """AutoGPTQ writes one for every product."""
+    quantize_checkpoint(checkpoint, LAYOUTS["GPTQ"])
+    edit_tensors(checkpoint, lambda tensors: tensors.update({f"{Q}.bias": torch.zeros(64)}))
+    load(ModelSource(model=str(checkpoint)))
+    edit_tensors(checkpoint, lambda tensors: tensors[f"{Q}.bias"].fill_(0.5))
+    assert f"unexpected: {Q}.bias" in refusal(checkpoint)
+
+
+@holds_8_bits
+def test_a_tied_head_is_the_embedding_whatever_a_checkpoint_holds_beside_it(checkpoint: Path) -> None:
+    quantize_checkpoint(checkpoint, LAYOUTS["int-quantized"])
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        packed, _ = LAYOUTS["int-quantized"].pack(tensors.pop("lm_head.weight"), torch.Generator())
+        tensors.update({f"lm_head.{part}": value for part, value in packed.items()})
+
+    edit_tensors(checkpoint, change)
+    values = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
+    loaded = load(ModelSource(model=str(checkpoint)))
+    assert loaded.model.lm_head is loaded.model.embed_tokens
+
+
+def test_a_head_may_repeat_what_its_target_says(checkpoint: Path) -> None:
+    """Its own tensors are dense, so that nothing has to be read."""
+    state_config(checkpoint, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    assert all(tensor[...].dtype == torch.float32 for _, tensor in read_tensors(ModelSource(model=str(checkpoint))))
+
+
+@holds_8_bits
+def test_what_no_kernel_takes_may_be_quantized_anew(checkpoint: Path) -> None:
+    expected = quantize_checkpoint(checkpoint, LAYOUTS["GPTQ, inputs in any order"])
+    loaded = load(ModelSource(model=str(checkpoint), quantization="int8"))
+    assert loaded.held == "int8" and isinstance(loaded.model, Decoder)
+    weight = loaded.model.layers[0].attention.o_proj.weight
+    assert torch.equal(unpack(weight), quantize(expected["model.layers.0.self_attn.o_proj.weight"], torch.int8).dense())
+
+
+@holds_8_bits
+def test_modules_that_a_checkpoint_leaves_dense_stay_so(checkpoint: Path) -> None:
+    """As Meta left attention of Llama 3.1 405B, and whoever quantizes may leave any layer."""
+
+    def pack(weight: torch.Tensor, generator: torch.Generator) -> Any:
+        return per_output(weight, generator) if 80 in weight.shape else ({"weight": weight}, weight)
+
+    quantize_checkpoint(checkpoint, Layout(pack=pack, config={"quant_method": "fbgemm_fp8"}, held="fp8"))
+    loaded = load(ModelSource(model=str(checkpoint)))
+    assert isinstance(loaded.model, Decoder)
+    kinds = {
+        name: type(getattr(part, name).weight).__name__
+        for layer in loaded.model.layers
+        for part, name in ((layer.attention, "qkv_proj"), (layer.mlp, "gate_up_proj"), (layer.mlp, "down_proj"))
+    }
+    assert kinds == {"qkv_proj": "Tensor", "gate_up_proj": "QuantizedWeight", "down_proj": "QuantizedWeight"}
+
+
+@holds_8_bits
+def test_a_head_that_a_checkpoint_quantizes_is_held_so_and_an_embedding_is_expanded(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, layout = quantize_checkpoint(checkpoint, LAYOUTS["int-quantized"]), LAYOUTS["int-quantized"]
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for module in ("lm_head", "model.embed_tokens"):
+            weight = tensors.pop(f"{module}.weight")
+            packed, expected[f"{module}.weight"] = layout.pack(weight, torch.Generator())
+            tensors.update({f"{module}.{part}": value for part, value in packed.items()})
+
+    edit_tensors(checkpoint, change)
+    with caplog.at_level(logging.INFO):
+        loaded = load(ModelSource(model=str(checkpoint)))
+    assert isinstance(loaded.model.lm_head, QuantizedWeight)
+    assert torch.equal(unpack(loaded.model.lm_head), expected["lm_head.weight"])
+    assert torch.equal(loaded.model.embed_tokens, expected["model.embed_tokens.weight"])
+    assert "model.embed_tokens are expanded on loading" in caplog.text
+
+
+def test_where_no_kernel_multiplies_by_8_bits_all_is_expanded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantize_checkpoint(checkpoint, LAYOUTS["int-quantized"])
+    monkeypatch.setattr(backend, "multiplies_and_adds", lambda: False)
+    loaded = load(ModelSource(model=str(checkpoint)))
+    assert loaded.held is None and "no kernel here multiplies by weights of 8 bits" in caplog.text
+
+
+@holds_8_bits
+@pytest.mark.parametrize("name", ["float-quantized, outputs", "DeepSeek's and Qwen's FP8"])
+def test_a_shard_is_its_part_of_numbers_and_scales(name: str, checkpoint: Path) -> None:
+    """Outputs of q, k, v, gate and up, inputs of o and down; of groups the inputs' own."""
+    edit_tensors(checkpoint, _widen_mlp)
+    values = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**values, "intermediate_size": 4 * GROUP}))
+    quantize_checkpoint(checkpoint, LAYOUTS[name])
+    source = ModelSource(model=str(checkpoint))
+    whole = weights_of(load(source))
+    shards = [
+        weights_of(
+            load_model(source, device=CPU, dtype=torch.float32, max_model_len=None, shard=Shard(rank=rank, size=2))
+        )
+        for rank in range(2)
+    ]
+    for part, weight in whole.items():
+        halves = [shard[part] for shard in shards]
+        if part.endswith(("o_proj", "down_proj")):
+            assert torch.equal(torch.cat(halves, dim=1), weight), part
+            continue
+        rows = [tensor.split([size // 2 for size in sizes_of(part)]) for tensor in halves]
+        together = torch.cat([half for pair in zip(*rows, strict=True) for half in pair])
+        assert torch.equal(together, weight), part
+
+
+def sizes_of(part: str) -> list[int]:
+    return [64, 32, 32] if part.endswith("qkv_proj") else [4 * GROUP, 4 * GROUP]
+
+
+def _widen_mlp(tensors: dict[str, torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name in list(tensors):
+        if ".mlp." in name:
+            shape = (64, 4 * GROUP) if "down_proj" in name else (4 * GROUP, 64)
+            tensors[name] = 0.2 * torch.randn(shape, generator=generator)
+
+
+@holds_8_bits
+def test_inputs_that_share_a_scale_stay_on_one_gpu(checkpoint: Path) -> None:
+    quantize_checkpoint(checkpoint, LAYOUTS["GPTQ"])
+    source = ModelSource(model=str(checkpoint))
+    with pytest.raises(UserError, match=r"down_proj has 40 inputs on each of 2 GPUs, which must be divisible by 32"):
+        load_model(source, device=CPU, dtype=torch.float32, max_model_len=None, shard=Shard(rank=0, size=2))
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "got"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "got {'quant_method': 'bitsandbytes'}"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "got {'quant_method': 'gptq', 'bits': 3}"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'version': 'gemv'}"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "'fmt': 'e5m2'}"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'quant_algo': 'NVFP4'}"),
+        (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "'format': 'nvfp4-pack-quantized'}"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'format': 'pack-quantized'}"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "got {'quant_method': 'gptq', 'bits': 4}"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "got {'quant_method': 'fp8'}"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "got {'quant_method': 'fp8'}"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "got {'quant_method': 'compressed-tensors'}"),
+        ({}, "got {}"),
+    ],
+)
+def test_a_quantization_that_is_not_read_is_named_with_the_ways_out(
+    config: dict[str, Any], got: str, checkpoint: Path
+) -> None:
+    state_config(checkpoint, {"note": "stated", **config})
+    edit_tensors(checkpoint, lambda tensors: tensors.update({"x.qweight": torch.ones(2, dtype=torch.int32)}))
+    message = refusal(checkpoint)
+    assert message.startswith(f"quantization_config of model.model={checkpoint} must be one of fp8, compressed-tensors")
+    assert got in message and message.endswith("model.quantization=fp8 holds in 8 bits")
+
+
+def broken(checkpoint: Path, layout: str, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    quantize_checkpoint(checkpoint, LAYOUTS[layout])
+    edit_tensors(checkpoint, change)
+    return refusal(checkpoint)
+
+
+@holds_8_bits
+def test_reciprocals_of_scales_are_told(checkpoint: Path) -> None:
+    message = broken(checkpoint, "FBGEMM", lambda t: t[f"{Q}.weight_scale"].reciprocal_())
+    assert f"{Q} must have finite scales below 128" in message and "reciprocals" in message
+
+
+@holds_8_bits
+def test_numbers_that_are_none_are_told(checkpoint: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{Q}.weight"].view(torch.uint8)[3, 4] = 0x7F
+
+    assert f"{Q}.weight must hold finite numbers" in broken(checkpoint, "FBGEMM", change)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "said"),
+    [
+        ("GPTQ", lambda t: t.pop(f"{Q}.qzeros"), f"{Q} lacks its qzeros; download the checkpoint again"),
+        (
+            "GPTQ",
+            lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:1].clone()}),
+            f"{Q}.scales must have shape [2, 64], as its quantization_config says, got [1, 64]",
+        ),
+        (
+            "GPTQ",
+            lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"][:1].clone()}),
+            f"{Q}.qzeros must have shape [2, 8], as its quantization_config says, got [1, 8]",
+        ),
+        (
+            "GPTQ, inputs in any order",
+            lambda t: t[f"{Q}.g_idx"].fill_(5),
+            f"{Q} must name one of 2 groups for each of 64 inputs, got 64 of up to 5",
+        ),
+        (
+            "pack-quantized, 4 bits",
+            lambda t: t.update({f"{Q}.weight_scale": torch.ones(1)}),
+            f"{Q}.weight_scale must have shape [64, 2], as its quantization_config says, got [1]",
+        ),
+        (
+            "AWQ",
+            lambda t: t.update({f"{Q}.scales": torch.ones(64)}),
+            f"{Q}.scales must have shape [2, 64], as its quantization_config says, got [64]",
+        ),
+        (
+            "FBGEMM",
+            lambda t: t.update({f"{Q}.weight_scale": torch.ones(2)}),
+            f"{Q}.weight must have a scale per tensor, output, block or group as its quantization_config says, got "
+            "scales of shape [2]",
+        ),
+        (
+            "FBGEMM",
+            lambda t: [t.pop(name) for name in list(t) if name.endswith("_scale")],
+            "_proj.weight must hold weights, got F8_E4M3 without the scales and the quantization_config that would say",
+        ),
+        (
+            "FBGEMM",
+            lambda t: t.update({f"{Q}.weight_scale": torch.ones(3, 1)}),
+            "got scales of shape [3, 1] for [64, 64]",
+        ),
+        (
+            "int-quantized",
+            lambda t: t[f"{Q}.weight_zero_point"].fill_(3),
+            f"{Q}.weight must have no zero points; choose a checkpoint quantized symmetrically",
+        ),
+        (
+            "int-quantized",
+            lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float().to(FLOAT8)}),
+            f"{Q}.weight must hold torch.int8, got torch.float8_e4m3fn",
+        ),
+        (
+            "FBGEMM",
+            lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:32].clone(), f"{Q}.weight_scale": torch.ones(1)}),
+            f"{Q}.weight must have shape [64, 64] by its config.json, got [32, 64]",
+        ),
+        ("FBGEMM", lambda t: t.pop("model.layers.1.mlp.down_proj.weight"), "missing: model.layers.1.mlp.down_proj"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_with_the_tensor(
+    layout: str, change: Callable[[dict[str, torch.Tensor]], object], said: str, checkpoint: Path
+) -> None:
+    assert said in broken(checkpoint, layout, change)
+
+
+def test_numbers_of_8_bits_with_zero_points_may_not_fit(checkpoint: Path) -> None:
+    def pack(weight: torch.Tensor, generator: torch.Generator) -> Any:
+        own = fields(weight, generator, bits=8, has_zeros=True)
+        zeros = torch.full_like(own.zeros, 200)
+        tensors = {
+            "qweight": in_words(own.numbers, 8).T.contiguous(),
+            "qzeros": in_words(zeros.T - 1, 8),
+            "scales": own.scales.T.contiguous(),
+        }
+        return tensors, weight
+
+    quantize_checkpoint(checkpoint, Layout(pack=pack, config={**GPTQ, "bits": 8}, held=None))
+    message = refusal(checkpoint)
+    assert "must hold numbers that int8 holds, got -" in message and "symmetrically, or to 4 bits" in message
+
+
+@holds_8_bits
+def test_parts_that_are_multiplied_together_are_quantized_alike(checkpoint: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{Q}.weight_scale"]
+        tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"].float()
+
+    message = broken(checkpoint, "FBGEMM", change)
+    assert message.startswith(f"model.model={checkpoint}: self_attn.q_proj and self_attn.k_proj and ")
+    assert "must be quantized alike, got self_attn.q_proj dense, self_attn.k_proj fp8, self_attn.v_proj fp8" in message

@@ -1,0 +1,279 @@
+"""Products with weights in 8 bits are those of the weights that numbers and scales stand for, a row's bits its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import linear_plan, quantized_weight
+from kernels.cpu import panels
+from kernels.cpu.panels import can_pack, pack, unpack
+from kernels.quantized_weight import FLOAT8, LARGEST, QuantizedWeight, expand, num_groups, quantize
+from kernels.reference.silu_and_mul import silu_and_mul
+from runner.engine.launch_shapes import _rows_agree
+
+KINDS = [FLOAT8, torch.int8]
+CODES = torch.arange(256, dtype=torch.uint8)
+
+
+def numbers_of(kind: torch.dtype, *shape: int) -> Tensor:
+    """Every finite number of the type in turns, of either sign, those below the smallest normal one included."""
+    codes = CODES.view(kind)
+    codes = codes[codes.float().isfinite()]
+    return (
+        codes.view(torch.uint8)
+        .repeat(-(-shape[0] * shape[1] // len(codes)))[: shape[0] * shape[1]]
+        .view(shape)
+        .view(kind)
+    )
+
+
+def random_weight(
+    out_features: int, in_features: int, kind: torch.dtype, *, group_size: int | None = None, dtype: torch.dtype
+) -> QuantizedWeight:
+    """Numbers of all sizes, scales that differ from group to group, products of order one."""
+    generator = torch.Generator().manual_seed(0)
+    size = group_size or in_features
+    scales = torch.rand(out_features, num_groups(in_features, size), generator=generator) + 0.5
+    return QuantizedWeight(
+        numbers=numbers_of(kind, out_features, in_features),
+        scales=scales / LARGEST[kind] / in_features**0.5,
+        group_size=size,
+        dtype=dtype,
+    )
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@given(
+    values=st.lists(st.floats(-100, 100, width=32, allow_subnormal=False), min_size=1, max_size=40),
+    size=st.sampled_from([1e-6, 1e-2, 1.0]),
+)
+def test_a_number_is_the_nearest_to_its_weight(kind: torch.dtype, values: list[float], size: float) -> None:
+    """No other number of the type, times the scale, is nearer; the largest weight becomes the largest number."""
+    weight = torch.tensor([values]) * size
+    found = quantize(weight, kind)
+    numbers, scales = found.numbers, found.scales
+    assert numbers.dtype == kind and scales.shape == (1, 1)
+    every = CODES.view(kind).float()
+    every = every[every.isfinite()].double() * scales.double()
+    distances = (every.reshape(-1, 1) - weight.double()).abs()
+    off = (numbers.double() * scales.double() - weight.double()).abs()
+    assert (off <= distances.amin(dim=0) * (1 + 1e-5) + 1e-6 * scales.double() * LARGEST[kind]).all()
+    if weight.abs().max() > 0:
+        assert numbers.float().abs().max() == LARGEST[kind]
+
+
+def test_many_outputs_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = randn(50, 16, dtype=torch.bfloat16)
+    together = quantize(weight, torch.int8)
+    monkeypatch.setattr(quantized_weight, "ROWS_AT_ONCE", 16)
+    apart = quantize(weight, torch.int8)
+    assert torch.equal(apart.numbers, together.numbers) and torch.equal(apart.scales, together.scales)
+    assert torch.equal(apart.scales[:, 0], weight.float().abs().amax(dim=1) / 127)
+
+
+def test_weights_that_are_hardly_any_become_numbers() -> None:
+    found = quantize(torch.full((1, 4), 1e-44), FLOAT8)
+    assert found.scales.gt(0).all() and found.dense().isfinite().all()
+
+
+def test_an_output_without_weights_has_a_scale_all_the_same() -> None:
+    found = quantize(torch.zeros(3, 4), torch.int8)
+    assert not found.numbers.any() and found.scales.eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_cpu_multiplies_by_what_the_numbers_stand_for(kind: torch.dtype, dtype: torch.dtype) -> None:
+    """In every bit the products of float32 rows with the expanded weight, in launches of any number of rows."""
+    from kernels.cpu.linear import linear
+
+    for out_features, in_features, group_size in ((130, 96, None), (64, 200, 64), (33, 1030, None), (48, 300, 128)):
+        weight = random_weight(out_features, in_features, kind, group_size=group_size, dtype=dtype)
+        if not can_pack(weight):
+            pytest.skip("this machine has no panels")
+        packed, bias = pack(weight), randn(out_features, dtype=dtype)
+        assert torch.equal(unpack(packed), weight.dense())
+        exact = pack(expand(weight.numbers, weight.scales, weight.group_size))
+        x = randn(70, in_features, dtype=dtype, seed=2)
+        together = linear(x, packed, bias, out_dtype=torch.float32)
+        assert torch.equal(together, linear(x.float(), exact, bias.float()))
+        assert torch.equal(linear(x, packed, bias), together.to(dtype))
+        for count in (1, 2, 6, 7, 33):
+            assert torch.equal(linear(x[-count:], packed, bias, out_dtype=torch.float32), together[-count:]), count
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_panels_of_every_width_give_the_same_bits(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.cpu.linear import linear
+
+    weight, x = random_weight(200, 96, kind, group_size=32, dtype=torch.float32), randn(9, 96, dtype=torch.float32)
+    if not can_pack(weight):
+        pytest.skip("this machine has no panels")
+    results = []
+    for width in (16, 32, 64):
+        monkeypatch.setattr(panels, "panel_width", lambda out_features, width=width: width)
+        packed = pack(weight)
+        assert packed.width == width and torch.equal(unpack(packed), weight.dense())
+        results.append(linear(x, packed))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+# --- Triton ---------------------------------------------------------------------------------------------------------
+
+CASES = [(1, 70, 101, None), (17, 130, 352, None), (5, 64, 256, 128), (3, 66, 200, 32)]
+
+
+@pytest.fixture
+def kernel() -> Any:
+    return pytest.importorskip("kernels.linear")
+
+
+@pytest.fixture
+def small_cuts() -> Iterator[None]:
+    """Of up to 64 features the sums are cut in two, which are spread while there is one tile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_plan, "MIN_STEPS", 1)
+        patch.setattr(linear_plan, "PROGRAMS", 2)
+        yield
+
+
+def on(device: torch.device, weight: QuantizedWeight) -> QuantizedWeight:
+    return QuantizedWeight(
+        numbers=weight.numbers.to(device),
+        scales=weight.scales.to(device),
+        group_size=weight.group_size,
+        dtype=weight.dtype,
+    )
+
+
+def assert_close(found: Tensor, by_torch: Tensor, exact: Tensor) -> None:
+    """At most twice torch's error in the same dtype, and a rounding of the largest value."""
+    largest = exact.abs().max().to(found.dtype)
+    ulp = float(torch.nextafter(largest, largest.new_tensor(float("inf"))) - largest)
+    error, error_of_torch = ((values.double().cpu() - exact).abs().max().item() for values in (found, by_torch))
+    assert error <= 2 * error_of_torch + ulp
+
+
+@pytest.mark.parametrize("from_bits", [False, True], ids=["", "float8 from its bits"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_kernel_multiplies_by_what_the_numbers_stand_for(
+    dtype: torch.dtype,
+    kind: torch.dtype,
+    from_bits: bool,
+    kernel: Any,
+    kernel_device: torch.device,
+    small_cuts: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One scale to an output or several, sums in one part or two; float8 as Ampere reads it and as Hopper does."""
+    if from_bits:
+        if kind != FLOAT8:
+            pytest.skip("an int8 is read in one way")
+        monkeypatch.setattr(kernel, "converts_float8", lambda device: False)
+    for num_rows, out_features, in_features, group_size in CASES:
+        weight = random_weight(out_features, in_features, kind, group_size=group_size, dtype=dtype)
+        x, bias = randn(num_rows, in_features, dtype=dtype), randn(out_features, dtype=dtype, seed=3)
+        dense, there = expand(weight.numbers, weight.scales, weight.group_size), on(kernel_device, weight)
+        exact, by_torch = (F.linear(*(t.to(to) for t in (x, dense, bias))) for to in (torch.float64, dtype))
+        rows, biases = x.to(kernel_device), bias.to(kernel_device)
+        assert_close(kernel.linear(rows, there, biases), by_torch, exact)
+        assert_close(kernel.gated_linear(rows, there, biases), silu_and_mul(by_torch), silu_and_mul(exact))
+
+
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_a_row_keeps_its_bits_in_company(
+    group_size: int | None, kernel: Any, kernel_device: torch.device, small_cuts: None
+) -> None:
+    """Of numbers and rows whose products are exact within a step, so that the interpreter's BLAS hides no order."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-7, 8, (64, 96), generator=generator).to(torch.int8)
+    powers = 2.0 ** torch.randint(-22, -16, (64, num_groups(96, group_size or 96)), generator=generator)
+    weight = on(
+        kernel_device,
+        QuantizedWeight(numbers=numbers, scales=powers, group_size=group_size or 96, dtype=torch.float32),
+    )
+    sizes = torch.tensor([2.0**10, 2.0**-10]).repeat_interleave(32).repeat(2)[:96]
+    rows = (torch.randint(-7, 8, (131, 96), generator=generator) * sizes).to(kernel_device)
+    for product in (kernel.linear, kernel.gated_linear):
+        alone = product(rows[-1:], weight)[0]
+        for count in (2, 5, 17, 33, 130):
+            launch = rows[:count].clone()
+            launch[[0, count // 2, count - 1]] = rows[-1]
+            assert all(torch.equal(row, alone) for row in product(launch, weight)[[0, count // 2, count - 1]]), count
+
+
+@pytest.mark.parametrize("group_size", [None, 32, 128])
+def test_the_order_of_a_sum_is_a_matter_of_the_weight(group_size: int | None) -> None:
+    """And a step never lies in two groups."""
+    plans = [
+        linear_plan.plan_linear(
+            num_rows, 4096, 14336, element_size=2, gated=gated, number_size=1, group_size=group_size
+        )
+        for gated in (False, True)
+        for num_rows in (*range(1, 1200), 8192)
+    ]
+    assert len({(plan.block_k, plan.splits, plan.split_width) for plan in plans[: len(plans) // 2]}) == 1
+    assert all((group_size or plan.block_k) % plan.block_k == 0 for plan in plans)
+
+
+def test_an_engine_asks_of_a_weight_in_8_bits_what_it_asks_of_a_dense_one() -> None:
+    """Each kind of program, whose tiles are those of the rows' dtype."""
+    asked: dict[bool, set[int]] = {False: set(), True: set()}
+    for is_quantized, counts in asked.items():
+
+        def product(rows: Tensor, counts: set[int] = counts) -> Tensor:
+            counts.add(len(rows))
+            return rows
+
+        dense = torch.ones(1, 1, dtype=torch.float16).expand(4096, 14336)
+        weight = QuantizedWeight(
+            numbers=torch.ones(1, 1, dtype=torch.int8).expand(4096, 14336),
+            scales=torch.ones(1, 1).expand(4096, 1),
+            group_size=14336,
+            dtype=torch.float16,
+        )
+        assert _rows_agree(product, [weight if is_quantized else dense])
+    assert asked[True] == asked[False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize(
+    ("op", "out_features", "in_features"),
+    [("linear", 6144, 4096), ("linear", 4096, 14336), ("gated_linear", 28672, 4096)],
+)
+def test_rows_of_an_8b_model_keep_their_bits(
+    op: str,
+    out_features: int,
+    in_features: int,
+    group_size: int | None,
+    kind: torch.dtype,
+    dtype: torch.dtype,
+    kernel: Any,
+) -> None:
+    """The instructions for few and for many tokens agree in every bit; no interpreter can tell."""
+    device = torch.device("cuda")
+    weight = on(device, random_weight(out_features, in_features, kind, group_size=group_size, dtype=dtype))
+    rows = torch.randn(1089, in_features, device=device).to(dtype)
+    product = getattr(kernel, op)
+    alone = product(rows[-1:], weight)[0]
+    for count in (2, 8, 17, 33, 64, 65, 130, 520, 1088):
+        launch = rows[:count].clone()
+        launch[[0, count // 2, count - 1]] = rows[-1]
+        assert all(torch.equal(row, alone) for row in product(launch, weight)[[0, count // 2, count - 1]]), count
