@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated: before any of them is imported
 
 import runner.prompts
+from kernels import linear_plan
 from proposers import dflash
 from proposers.drafting import from_hidden_states
 from proposers.heads.quantized import quantize_head_of_target
@@ -182,6 +183,15 @@ def engines() -> Engines:
 def kernel_device() -> torch.device:
     """Where Triton kernels run: compiled on a GPU, else interpreted on CPU tensors."""
     return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+@pytest.fixture
+def small_cuts() -> Iterator[None]:
+    """Of up to 64 features the sums are cut in two, which are spread while there is one tile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_plan, "MIN_STEPS", 1)
+        patch.setattr(linear_plan, "PROGRAMS", 2)
+        yield
 
 
 @pytest.fixture

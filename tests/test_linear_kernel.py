@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,20 +14,12 @@ from torch import Tensor
 from kernels import linear_plan
 from kernels.reference.silu_and_mul import silu_and_mul
 from runner.engine.launch_shapes import _rows_agree
+from tests.product_errors import assert_error_is_torchs
 
 kernel = pytest.importorskip("kernels.linear")
 arrivals = pytest.importorskip("kernels.last_to_arrive")
 
 ROWS = (1, 2, 5, 16, 17, 33, 130)
-
-
-@pytest.fixture
-def small_cuts() -> Iterator[None]:
-    """Of up to 64 features the sums are cut in two, which are spread while there is one tile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_plan, "MIN_STEPS", 1)
-        patch.setattr(linear_plan, "PROGRAMS", 2)
-        yield
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -48,15 +40,6 @@ def rounding_between_steps(*shape: int, dtype: torch.dtype, seed: int) -> Tensor
 
 def small_integers(*shape: int, dtype: torch.dtype) -> Tensor:
     return (torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(1)) / 1024).to(dtype)
-
-
-def assert_error_is_torchs(out: Tensor, by_torch: Tensor, exact: Tensor) -> None:
-    """At most twice torch's in the same dtype, and a rounding of the largest value."""
-    largest = exact.abs().max().to(out.dtype)
-    ulp = float(torch.nextafter(largest, largest.new_tensor(float("inf"))) - largest)
-    error, error_of_torch = ((values.double() - exact).abs().max().item() for values in (out.cpu(), by_torch))
-    assert out.dtype == by_torch.dtype and out.shape == by_torch.shape
-    assert error <= 2 * error_of_torch + ulp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from kernels.cpu.panels import can_pack, pack, unpack
 from kernels.quantized_weight import FLOAT8, LARGEST, QuantizedWeight, expand, num_groups, quantize
 from kernels.reference.silu_and_mul import silu_and_mul
 from runner.engine.launch_shapes import _rows_agree
+from tests.product_errors import assert_error_is_torchs
 
 KINDS = [FLOAT8, torch.int8]
 CODES = torch.arange(256, dtype=torch.uint8)
@@ -140,15 +140,6 @@ def kernel() -> Any:
     return pytest.importorskip("kernels.linear")
 
 
-@pytest.fixture
-def small_cuts() -> Iterator[None]:
-    """Of up to 64 features the sums are cut in two, which are spread while there is one tile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_plan, "MIN_STEPS", 1)
-        patch.setattr(linear_plan, "PROGRAMS", 2)
-        yield
-
-
 def on(device: torch.device, weight: QuantizedWeight) -> QuantizedWeight:
     return QuantizedWeight(
         numbers=weight.numbers.to(device),
@@ -156,14 +147,6 @@ def on(device: torch.device, weight: QuantizedWeight) -> QuantizedWeight:
         group_size=weight.group_size,
         dtype=weight.dtype,
     )
-
-
-def assert_close(found: Tensor, by_torch: Tensor, exact: Tensor) -> None:
-    """At most twice torch's error in the same dtype, and a rounding of the largest value."""
-    largest = exact.abs().max().to(found.dtype)
-    ulp = float(torch.nextafter(largest, largest.new_tensor(float("inf"))) - largest)
-    error, error_of_torch = ((values.double().cpu() - exact).abs().max().item() for values in (found, by_torch))
-    assert error <= 2 * error_of_torch + ulp
 
 
 @pytest.mark.parametrize("from_bits", [False, True], ids=["", "float8 from its bits"])
@@ -189,8 +172,8 @@ def test_a_kernel_multiplies_by_what_the_numbers_stand_for(
         dense, there = expand(weight.numbers, weight.scales, weight.group_size), on(kernel_device, weight)
         exact, by_torch = (F.linear(*(t.to(to) for t in (x, dense, bias))) for to in (torch.float64, dtype))
         rows, biases = x.to(kernel_device), bias.to(kernel_device)
-        assert_close(kernel.linear(rows, there, biases), by_torch, exact)
-        assert_close(kernel.gated_linear(rows, there, biases), silu_and_mul(by_torch), silu_and_mul(exact))
+        assert_error_is_torchs(kernel.linear(rows, there, biases), by_torch, exact)
+        assert_error_is_torchs(kernel.gated_linear(rows, there, biases), silu_and_mul(by_torch), silu_and_mul(exact))
 
 
 @pytest.mark.parametrize("group_size", [None, 32])
