@@ -58,14 +58,15 @@ def add_step(
     sums,  # [FEATURES, TOKENS]
     numbers,  # [FEATURES, BLOCK_K]
     x,  # [TOKENS, BLOCK_K]
-    scale_ptrs,  # [FEATURES], of the step's group if HAS_GROUPS
+    scale_ptrs,  # [FEATURES], of the first group if HAS_GROUPS
+    group,  # of the step
     HAS_GROUPS: tl.constexpr,
     FLOAT8_BITS: tl.constexpr,
 ):
     factors = as_factors(numbers, x.dtype, FLOAT8_BITS)
     if HAS_GROUPS:
         own = tl.dot(factors, tl.trans(x), tl.zeros_like(sums), input_precision="ieee")
-        sums += own * tl.load(scale_ptrs)[:, None]
+        sums += own * tl.load(scale_ptrs + group)[:, None]
     else:
         sums = tl.dot(factors, tl.trans(x), sums, input_precision="ieee")
     return sums
@@ -170,15 +171,12 @@ def linear_kernel(
                 x = tl.load(x_ptrs + start, mask=is_token, other=0.0)
             else:
                 x = tl.load(x_ptrs + start, mask=is_token & (start + columns < in_features), other=0.0)
-            own_scales, step_up_scales = row_scales, up_scales
-            if HAS_GROUPS:
-                own_scales += start // group_size
-                step_up_scales += start // group_size
+            group = start // group_size
             weight = load_columns(row_ptrs + columns, start, in_features, EVEN_K)
-            sums = add_step(sums, weight, x, own_scales, HAS_GROUPS, FLOAT8_BITS)
+            sums = add_step(sums, weight, x, row_scales, group, HAS_GROUPS, FLOAT8_BITS)
             if GATED:
                 up = load_columns(row_ptrs + up_distance + columns, start, in_features, EVEN_K)
-                up_sums = add_step(up_sums, up, x, step_up_scales, HAS_GROUPS, FLOAT8_BITS)
+                up_sums = add_step(up_sums, up, x, up_scales, group, HAS_GROUPS, FLOAT8_BITS)
         total += sums
         up_total += up_sums
 

@@ -102,7 +102,7 @@ def unpack(weight: Weight) -> Tensor:
 
 def unpacked(weight: Weight) -> Tensor:
     """The weight itself, which is to be filled or cut, is dense, and has not become panels."""
-    assert isinstance(weight, Tensor), "panels are for good"
+    assert isinstance(weight, Tensor), "panels are for good, and what is held in 8 bits is no tensor"
     return weight
 
 

@@ -29,7 +29,6 @@ from runner.target import load_target, resolve_device
 DRAFT_VOCAB_SIZE = 32_000
 START_TOKENS = 4  # of the prompt's pass, one made kernel by kernel, one captured and one replayed
 BLOCK_SIZE = 16  # tokens
-HELD = {"fp8": "fp8", "int8": "int8", "none": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +68,9 @@ class SharedTarget:
         self.dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
         self.prompt_tokens, self.new_tokens, self.max_batch_size = prompt_tokens, new_tokens, max_batch_size
         read = _read_model(model)
-        self.model = _with_random_weights(
-            read if quantization is None else read.model_copy(update={"quantization": HELD[quantization]})
-        )
+        if quantization is not None:
+            read = read.model_copy(update={"quantization": None if quantization == "none" else quantization})
+        self.model = _with_random_weights(read)
         self._engines: dict[str, LLM] = {}
 
     @cached_property

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.config.tensor_names import read_json, tensor_names
+from runner.config.tensor_names import tensor_names
 from runner.config.vllm_keys import HUB_MARKS, NAME_MARKS
+from runner.engine.json_object import read_json
 from runner.engine.mtp_layout import NUM_MODULES_KEYS
 from runner.tiny import HEAD_NAMES
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import pickletools
 import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from runner.engine.json_object import as_object, read_json
 
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
@@ -25,17 +26,12 @@ def tensor_names(directory: Path) -> set[str]:
     return {name for file in files for name in _header(file)} or _strings(directory / "pytorch_model.bin")
 
 
-def read_json(file: Path) -> Mapping[str, Any]:
-    """A JSON object; empty where there is none or it is broken: the loader says what is wrong with a file."""
-    return _as_object(file.read_bytes()) if file.is_file() else {}
-
-
 def _header(file: Path) -> Mapping[str, Any]:
     """The JSON that a safetensors file begins with, after its length in eight bytes."""
     with file.open("rb") as stream:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        return _as_object(stream.read(length)) if length <= _MAX_HEADER_BYTES else {}
+        return as_object(stream.read(length)) if length <= _MAX_HEADER_BYTES else {}
 
 
 def _strings(file: Path) -> set[str]:
@@ -46,11 +42,3 @@ def _strings(file: Path) -> set[str]:
             return {value for _, value, _ in pickletools.genops(archive.read(name)) if isinstance(value, str)}
     except (OSError, StopIteration, ValueError, zipfile.BadZipFile):
         return set()
-
-
-def _as_object(text: bytes) -> Mapping[str, Any]:
-    try:
-        values = json.loads(text)
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}

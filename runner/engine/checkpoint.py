@@ -16,6 +16,7 @@ import torch
 
 from kernels.quantized_weight import FLOAT8
 from runner.engine.errors import UserError
+from runner.engine.json_object import read_json
 from runner.engine.quantization import read_scheme
 from runner.engine.quantized_tensors import EIGHT_BITS, WORDS, require_plain, unpack_tensors
 
@@ -225,25 +226,16 @@ def stated_quantization(source: ModelSource) -> Mapping[str, Any] | None:
     if source.is_dummy and source.hf_config is not None:
         return _mapping(source.hf_config.get("quantization_config"))
     directory = resolve_directory(source, weights=not source.is_dummy)
-    own = _read_json(directory / "config.json")
+    own = read_json(directory / "config.json")
     stated = own.get("quantization_config") or own.get("compression_config")
     if stated is None and (file := directory / "hf_quant_config.json").is_file():
-        stated = {"quant_method": "modelopt", **(_mapping(_read_json(file).get("quantization")) or {})}
+        stated = {"quant_method": "modelopt", **(_mapping(read_json(file).get("quantization")) or {})}
     # Of transformers' own making; it is expanded there.
     return None if (found := _mapping(stated)) is None or found.get("quant_method") == "mxfp4" else found
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
     return value if isinstance(value, Mapping) else None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where it is none, which whoever reads more of it will say."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def require_finite(weight: torch.Tensor, name: str, source: ModelSource) -> None:
