@@ -47,6 +47,7 @@ OPS = (  # modules of kernels.benchmarks
     "tree_rows",
     "likeliest_tree",
     "walk_tree",
+    "remember_candidates",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
 

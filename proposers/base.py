@@ -58,6 +58,8 @@ class Proposer(ABC):
     # Whether `propose` gives chains without probs and needs the committed tokens alone: then steps run whole between
     # its calls, of which some may be left out. Those of a class with an `update` of its own do not.
     drafts_from_text: bool = False
+    # Whether `update` finds in `output.judged` the target's logits behind every token that was verified.
+    reads_logits: bool = False
 
     def __init__(self, *, num_speculative_tokens: int, context: ProposerContext) -> None:
         self.num_speculative_tokens = num_speculative_tokens

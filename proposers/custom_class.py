@@ -40,6 +40,7 @@ class CustomClassProposer(Proposer):
                 asked, remedy = f"{asked}, method.options ({', '.join(options)})", f"{remedy}, or mend method.options"
             raise UserError(f"method.model={model} must take {asked}: {error}; {remedy}") from error
         self.inner = chosen(**arguments)  # what this raises is a bug of the class, and keeps its traceback
+        self.reads_logits = self.inner.reads_logits
 
     @property
     def name(self) -> str:

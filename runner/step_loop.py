@@ -75,7 +75,9 @@ class StepLoop:
         check_drafts(proposer, schedule, drafts)
         proposed = time.perf_counter()
         drafts, bitmask = engine.grammars.constrain(schedule, drafts)
-        output = engine.verifier.verify(schedule, drafts, bitmask, proposer.tap_layers)
+        output = engine.verifier.verify(
+            schedule, drafts, bitmask, proposer.tap_layers, keeps_logits=proposer.reads_logits
+        )
         verified = time.perf_counter()
         committed, failures = self._commit(schedule, output.read(drafts))
         done = time.perf_counter()

@@ -298,10 +298,11 @@ class WholeSteps:
 
     def _step(self, batch: DeviceBatch) -> Tensor:
         drafted = self.drafter.draft(batch)
-        verified, logits, taps = self.verifier(
+        verified, logits, draft_token_ids, draft_logits, taps = self.verifier(
             batch, drafted.token_ids, drafted.probs, drafted.parents, self.drafter.tap_layers
         )
         self.drafter.learn(batch, taps, verified.token_ids)
+        self.drafter.learn_logits(batch, draft_token_ids, draft_logits)
         processors, num_top = batch.processors, self._num_top_logprobs
         if processors is not None and processors.bad_words is not None:
             processors.bad_words.follow(verified)

@@ -128,6 +128,13 @@ KERNELS = [
         for dtype in ("bf16", "fp16", "fp32")
     ),
     Kernel(
+        module="kernels.remember_candidates",
+        name="remember_candidates_kernel",
+        signature="*i64 *fp32 *i64 *i64 *fp32 i32 i32",
+        constants={"CHUNK": 128, "WIDTH": 8},
+        max_shared=1024,
+    ),
+    Kernel(
         module="kernels.chain_rows",
         name="chain_rows_kernel",
         signature="*i64 *i32 *i64 *i32 i32 i32 i32",

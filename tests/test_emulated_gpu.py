@@ -65,6 +65,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
         },
         [GREEDY, DRAWN],
     ),
+    "token_recycling": ({"method": "token_recycling", "num_speculative_tokens": 3, "tree_depth": 2}, [GREEDY, DRAWN]),
     "medusa tree": (
         {"method": "medusa", "num_speculative_tokens": 3, "speculative_token_tree": STATIC},
         [GREEDY, DRAWN],

@@ -41,6 +41,7 @@ METHODS: list[dict[str, Any] | None] = [
     {"method": "ngram", "num_speculative_tokens": 5},
     {"method": "ngram_gpu", "num_speculative_tokens": 5},
     {"method": "suffix", "num_speculative_tokens": 8},
+    {"method": "token_recycling", "num_speculative_tokens": 16},
     *({"method": "draft_model", "num_speculative_tokens": count} for count in (1, 4, 16)),
     {"method": "eagle", "num_speculative_tokens": 3},
     {"method": "eagle", "num_speculative_tokens": 8, "speculative_token_tree": "dynamic"},

@@ -367,9 +367,9 @@ class Interruption:
     def __init__(self, call: Any) -> None:
         self.call, self.num_calls = call, 0
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.num_calls += 1
-        result = self.call(*args)
+        result = self.call(*args, **kwargs)
         if self.num_calls == 3:
             raise KeyboardInterrupt
         return result

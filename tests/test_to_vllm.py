@@ -18,7 +18,7 @@ from runner.config.to_vllm import to_vllm
 from runner.results import write_vllm_config
 
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
-WITHOUT = ("none", "medusa", "mlp_speculator", "hybrid")  # methods without a counterpart
+WITHOUT = ("none", "medusa", "mlp_speculator", "hybrid", "token_recycling")  # methods without a counterpart
 TREES = [None, "dynamic", [[0], [0, 0], [1]]]
 Rate = Annotated[float, Field(ge=0, le=1)]
 BatchSize = Annotated[int, Field(ge=1)]
@@ -129,7 +129,8 @@ def speculative_configs(draw: st.DrawFn, *, exact: bool = False) -> dict[str, An
     if "speculative_token_tree" in keys and not exact:
         # A dynamic tree of drawn candidates is refused under a rule that judges by their distributions.
         is_judged = rule in ("probabilistic", "block") and values["draft_sample_method"] in ("probabilistic", "coupled")
-        trees = [t for t in TREES if not is_judged or t != "dynamic"] if method != "suffix" else [None, "dynamic"]
+        has_paths = method not in ("suffix", "token_recycling")
+        trees = [t for t in TREES if not is_judged or t != "dynamic"] if has_paths else [None, "dynamic"]
         values["speculative_token_tree"] = draw(st.sampled_from(trees))
     if "aux_hidden_state_layer_ids" in keys and not exact:
         values["aux_hidden_state_layer_ids"] = draw(st.sampled_from([None, [1, 2, 3]]))

@@ -28,6 +28,7 @@ from kernels.reference.move_kv import move_kv
 from kernels.reference.ngram_match import ngram_match
 from kernels.reference.perturb import perturb
 from kernels.reference.philox import Stream, uniforms
+from kernels.reference.remember_candidates import remember_candidates
 from kernels.reference.top_candidates import top_candidates
 from kernels.reference.top_logprobs import top_logprobs
 from kernels.reference.tree_rows import tree_rows
@@ -69,6 +70,7 @@ import kernels.move_kv
 import kernels.ngram_match
 import kernels.perturb
 import kernels.rejection
+import kernels.remember_candidates
 import kernels.sampling
 import kernels.top_candidates
 import kernels.top_logprobs
@@ -91,6 +93,18 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "mlp_speculator": {"method": "mlp_speculator", "num_speculative_tokens": 3},
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     "suffix": {"method": "suffix", "num_speculative_tokens": 3},
+    "token_recycling": {"method": "token_recycling", "num_speculative_tokens": 6, "tree_depth": 3},
+    "token_recycling_block": {
+        "method": "token_recycling",
+        "num_speculative_tokens": 6,
+        "tree_depth": 3,
+        "rejection_sample_method": "block",
+    },
+    "token_recycling_chain": {
+        "method": "token_recycling",
+        "num_speculative_tokens": 3,
+        "speculative_token_tree": None,
+    },
     "ngram_gpu": {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     **{
         f"draft_model_{rule}": {
@@ -176,6 +190,7 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.sampling, "sample", draw)
     monkeypatch.setattr(kernels.sampling, "greedy", take_the_argmax)
     monkeypatch.setattr(kernels.rejection, "verify_strict", verify_strict)
+    monkeypatch.setattr(kernels.remember_candidates, "remember_candidates", remember_candidates)
     monkeypatch.setattr(kernels.perturb, "perturb", perturb)
     monkeypatch.setattr(kernels.likeliest_tree, "add_level", add_level)
     monkeypatch.setattr(kernels.likeliest_tree, "likeliest_tree", likeliest_tree)
@@ -184,6 +199,14 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.tree_rows, "tree_rows", tree_rows)
     monkeypatch.setattr(kernels.uniforms, "uniforms", uniforms_of)
     monkeypatch.setattr(kernels.walk_tree, "walk_tree", walk_tree)
+
+
+@pytest.fixture(autouse=True)
+def learns_in_turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recycling learns from all steps, so its drafts are compared where none is launched ahead of a stop."""
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if str(params.get("method")).startswith("token_recycling"):
+        monkeypatch.setattr(WholeSteps, "runs_ahead", False)
 
 
 Build = Callable[..., LLM]  # (method, **engine_args)
@@ -348,6 +371,8 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(build: Build, metho
     ):
         accepted = [count for record in whole for count in record.num_accepted_tokens]
         all_of_them = 2 if "_static" in method or "_dynamic" in method else 3
+        if method.startswith("token_recycling"):
+            all_of_them = 1  # a model that hashes says the same behind a token by chance only
         assert {0, all_of_them} <= set(accepted), "drafts were rejected, and accepted to the last"
 
 
@@ -416,7 +441,11 @@ def drafts_of(records: list[RequestRecord]) -> dict[tuple[str, int, int], int]:
 LOADS = {
     name: spec
     for name, spec in METHODS.items()
-    if spec is not None and "greedy" not in name and "rejection_sample_method" not in spec
+    if spec is not None
+    and "greedy" not in name
+    and "rejection_sample_method" not in spec
+    # It drafts what it learned from all steps, and a step that is launched ahead under another load teaches other rows.
+    and spec["method"] != "token_recycling"
 }
 
 

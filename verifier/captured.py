@@ -24,6 +24,8 @@ from verifier.tensor_judge import TensorJudge
 class VerifiedBatch(NamedTuple):
     verified: Verified  # its token_ids: [count, depth + 1]
     logits: Tensor  # [count * (depth + 1), vocab] float32, as the target gave them, that these tokens were judged by
+    draft_token_ids: Tensor  # [count, num_tokens] int64: the drafts that requests had room for, -1 where there is none
+    draft_logits: Tensor  # [count * (num_tokens + 1), vocab] float32 behind the last committed token and each draft
     taps: list[Tensor]  # [count * (depth + 1), width] each: the last committed token's, then those of accepted drafts
 
 
@@ -97,10 +99,11 @@ class ChainVerifier(CapturedVerifier):
             logits = batch.processors.apply(logits, predicted, self._ancestors(drafts) if num_tokens else None)
         if self._judge is None or num_tokens == 0:
             none = self._cu[0, : batch.count]
-            return VerifiedBatch(Verified(rows.draw(logits).unsqueeze(1), none, none), of_target, taps)
+            plain = Verified(rows.draw(logits).unsqueeze(1), none, none)
+            return VerifiedBatch(plain, of_target, drafts, of_target, taps)
         cu = self._cu[num_tokens, : batch.count + 1]
         verified = self._judge(logits, rows, drafts.flatten(), draft_probs, cu, longest=num_tokens)
-        return VerifiedBatch(verified, of_target, taps)
+        return VerifiedBatch(verified, of_target, drafts, of_target, taps)
 
     def _ancestors(self, drafts: Tensor) -> Tensor:
         """[count, num_tokens] -> [count * (num_tokens + 1), num_tokens], -1 behind each row's."""
@@ -143,9 +146,9 @@ class TreeVerifier(CapturedVerifier):
         walked = walk_tree(drawn, drafts, parents, slots, depth=self.depth)
         self.target.cache.move(walked.source_slots, walked.target_slots)
         verified = Verified(walked.token_ids, walked.num_accepted_tokens, walked.num_draft_tokens)
-        if batch.sampling_flags.num_top_logprobs is not None:
-            of_target = take_rows(of_target, walked.rows)
-        return VerifiedBatch(verified, of_target, [take_rows(tap, walked.rows) for tap in taps])
+        tells_logprobs = batch.sampling_flags.num_top_logprobs is not None
+        of_path = take_rows(of_target, walked.rows) if tells_logprobs else of_target
+        return VerifiedBatch(verified, of_path, drafts, of_target, [take_rows(tap, walked.rows) for tap in taps])
 
     def _ancestors(self, drafts: Tensor, parents: Tensor) -> Tensor:
         """The way to each node, and to the pending token none: [count * (num_tokens + 1), depth], -1 behind each."""

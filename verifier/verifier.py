@@ -13,7 +13,7 @@ import torch
 from runner.engine.hidden_states import HiddenStates
 from runner.engine.launch import Part
 from runner.engine.model_runner import ModelRunner
-from runner.engine.request import DraftTokens, VerifyOutput
+from runner.engine.request import DraftTokens, JudgedTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import Schedule
@@ -37,11 +37,14 @@ class Verifier:
         drafts: DraftTokens,
         bitmask: BitmaskRows | None = None,
         tap_layers: tuple[int, ...] = (),
+        *,
+        keeps_logits: bool = False,
     ) -> VerifyOutput:
         """Compute the step's tokens and drafts; judge the drafts.
 
         bitmask: what grammars allow, of the requests that yield a token, a row for each draft and one behind them.
         tap_layers: the hidden states that the proposer reads.
+        keeps_logits: it reads the logits too.
         Returns a row for every scheduled request that yields a token, in the order of the schedule.
         """
         drafts = _cover(drafts, len(schedule.scheduled))
@@ -98,7 +101,8 @@ class Verifier:
                 first_rows = [hidden_states.first_rows[index] for index in yielding]
                 hidden_states = hidden_states.reordered(row_order(output.path, first_rows, len(hidden_states.states)))
         logprobs = None if gatherer is None else gatherer.finish(logits, output.token_ids, logits_order)
-        return replace(output, hidden_states=hidden_states, logprobs=logprobs)
+        judged = _judged(schedule, drafts, logits) if keeps_logits else None
+        return replace(output, hidden_states=hidden_states, logprobs=logprobs, judged=judged)
 
 
 def _cover(drafts: DraftTokens, num_requests: int) -> DraftTokens:
@@ -106,6 +110,23 @@ def _cover(drafts: DraftTokens, num_requests: int) -> DraftTokens:
     cu = drafts.cu_num_draft_tokens
     cu = (cu + cu[-1:] * (num_requests + 1 - len(cu)))[: num_requests + 1]
     return replace(drafts, cu_num_draft_tokens=cu)
+
+
+def _judged(schedule: Schedule, drafts: DraftTokens, logits: torch.Tensor) -> JudgedTokens:
+    """What the logits stand behind; drafts: of the requests that yield a token."""
+    device, counts = drafts.token_ids.device, drafts.num_draft_tokens
+    items = [item for item in schedule.scheduled if item.yields_token]
+    ends = [item.start + item.num_new_tokens for item in items]
+    pending = [item.request.tokens_between(end - 1, end)[0] for item, end in zip(items, ends, strict=True)]
+    of_requests = [place for place, count in enumerate(counts) for _ in range(count + 1)]
+    if len(of_requests) == len(pending):
+        return JudgedTokens(to_device(pending, torch.int64, device), logits, of_requests)
+    firsts = drafts.first_logits_rows
+    behind = [first + draft for first, count in zip(firsts, counts, strict=True) for draft in range(1, count + 1)]
+    token_ids = torch.empty(len(of_requests), dtype=torch.int64, device=device)
+    token_ids[to_device(firsts, torch.int64, device)] = to_device(pending, torch.int64, device)
+    token_ids[to_device(behind, torch.int64, device)] = drafts.token_ids
+    return JudgedTokens(token_ids, logits, of_requests)
 
 
 def _ancestors(drafts: DraftTokens, device: torch.device) -> torch.Tensor | None:

@@ -1,9 +1,9 @@
 """How a proposer drafts in whole steps, which are captured (as CUDA graphs, on a CPU as programs): on the device alone.
 
-`draft` and `learn` are captured. They read and write tensors that stay in place, upload nothing, read nothing back, and
-give every request as many places for drafts; `find` and `place` come before each step, on the host. `start` takes what
-the proposer knows of the requests to the device, and `stop` gives it back; between `stop` and the next `start` the
-proposer drafts in its usual way.
+`draft`, `learn` and `learn_logits` are captured. They read and write tensors that stay in place, upload nothing, read
+nothing back, and give every request as many places for drafts; `find` and `place` come before each step, on the host.
+`start` takes what the proposer knows of the requests to the device, and `stop` gives it back; between `stop` and the
+next `start` the proposer drafts in its usual way.
 """
 
 from __future__ import annotations
@@ -95,6 +95,14 @@ class CapturedDrafter(ABC):
         hidden_states: of tap_layers, [count * (depth + 1), hidden] each, of every request's last committed token and
             its drafts; of a tree only the accepted drafts.
         token_ids: [count, depth + 1] int64: accepted, then recovered or bonus token, then -1.
+        """
+
+    def learn_logits(self, batch: DeviceBatch, draft_token_ids: Tensor, logits: Tensor) -> None:  # noqa: B027 - optional
+        """Take note of what the target said of a verified step; captured, behind `learn`.
+
+        draft_token_ids: [count, n] int64 of the drafts that were verified, -1 where there was none.
+        logits: [count * (n + 1), vocab] float32 behind every request's last committed token and each of its drafts,
+            also those that were rejected.
         """
 
     def stop(self, going_on: Sequence[GoingOn]) -> None:  # noqa: B027 - optional

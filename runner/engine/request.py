@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -173,6 +174,14 @@ class DraftTokens:
         return self.parent_indices is not None and not all(shape.is_chain for shape in self.shapes)
 
 
+class JudgedTokens(NamedTuple):
+    """What the target said behind the tokens of a step: pending ones, and drafts, also those that were rejected."""
+
+    token_ids: torch.Tensor  # [num_rows] int64; -1: a draft's place that held none
+    logits: torch.Tensor  # [num_rows, vocab] float32, as the target gave them
+    of_requests: list[int]  # [num_rows]: place among the step's requests that yield a token
+
+
 @dataclass(frozen=True, kw_only=True)
 class VerifyOutput:
     """What verification decided, one row a request that yields a token."""
@@ -184,6 +193,7 @@ class VerifyOutput:
     # [B, deepest draft] int64: place of each accepted token among its request's drafts, then -1; None = chains
     path: torch.Tensor | None = None
     hidden_states: HiddenStates | None = None  # of every scheduled request's tokens; None when no proposer asked
+    judged: JudgedTokens | None = None  # None when no proposer reads logits
 
     def read(self, drafts: DraftTokens) -> StepOutcome:
         """What the step decided of these drafts; one copy to the host, and another where logprobs were asked for."""

@@ -173,6 +173,21 @@ def likeliest_tree(candidates: TreeCandidates, num_nodes: int) -> Tree:
     return on_cpu(candidates, num_nodes)
 
 
+def remember_candidates(
+    table_token_ids: Tensor, table_log_probs: Tensor, token_ids: Tensor, candidates: Tensor, log_probs: Tensor
+) -> None:
+    """kernels/reference/remember_candidates.py."""
+    told = (token_ids, candidates, log_probs)
+    if runs_kernels(token_ids):
+        from kernels.remember_candidates import remember_candidates as kernel
+
+        kernel(table_token_ids, table_log_probs, *told)
+        return
+    from kernels.cpu.remember_candidates import remember_candidates as on_cpu
+
+    on_cpu(table_token_ids, table_log_probs, *told)
+
+
 def append_tokens(token_ids: Tensor, lengths: Tensor, slots: Tensor, new_token_ids: Tensor) -> None:
     """kernels/reference/append_tokens.py, which a GPU computes as it is."""
     if runs_kernels(token_ids):
