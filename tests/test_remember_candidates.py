@@ -27,7 +27,8 @@ def test_each_token_has_what_was_told_of_it_last(
 ) -> None:
     """Tokens come several times, nobody's rows between them; chunks are small, so that a later row is in another."""
     generator = torch.Generator().manual_seed(len(told))
-    table = torch.randint(0, 99, (VOCAB_SIZE + 1, width), generator=generator), torch.randn(VOCAB_SIZE + 1, width)
+    shape = VOCAB_SIZE + 1, width
+    table = torch.randint(0, 99, shape, generator=generator), torch.randn(shape, generator=generator)
     candidates = torch.randint(0, 99, (len(told), width), generator=generator)
     log_probs = torch.randn(len(told), width, generator=generator)
     wanted = [own.clone()[:-1] for own in table]
@@ -51,8 +52,8 @@ def test_each_token_has_what_was_told_of_it_last(
 
 def test_threads_of_a_cpu_share_no_token() -> None:
     """Many rows of few tokens, in several parts."""
-    told = torch.arange(400) * 5 % VOCAB_SIZE
-    candidates, log_probs = torch.arange(800).view(400, 2), torch.arange(800.0).view(400, 2)
+    told = torch.arange(4000) * 5 % VOCAB_SIZE
+    candidates, log_probs = torch.arange(8000).view(4000, 2), torch.arange(8000.0).view(4000, 2)
     held = torch.zeros(VOCAB_SIZE + 1, 2, dtype=torch.int64), torch.zeros(VOCAB_SIZE + 1, 2)
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
+from kernels.cpu.threads import parts_of
 
+PART_NUMBERS = 1 << 11  # copied in some microseconds
 Arguments = arguments_of(
     *("table_token_ids", "table_log_probs", "token_ids", "candidates", "log_probs"),
     *("table_rows", "num_rows", "width"),
@@ -50,4 +52,8 @@ def remember_candidates(
     tensors = (table_token_ids, table_log_probs, token_ids, candidates, log_probs)
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert table_log_probs.dtype == log_probs.dtype == torch.float32
-    remembering()(*(tensor.data_ptr() for tensor in tensors), *(len(table_token_ids), *candidates.shape))
+    remembering()(
+        *(tensor.data_ptr() for tensor in tensors),
+        *(len(table_token_ids), *candidates.shape),
+        parts=parts_of(candidates.numel(), PART_NUMBERS, len(candidates)),
+    )
