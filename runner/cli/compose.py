@@ -257,7 +257,8 @@ def _problem_of(error: Exception, overrides: list[str]) -> Problem:
         if group == "method" and option in UNAVAILABLE_METHODS:
             remedy = f"{option} is not available yet"
         elif group == "method" and option in available_methods():
-            remedy = f"proposers/{option}.py wants a conf/method/{option}.yaml beside the others; README.md has one"
+            wanted = f"conf/method/{option}.yaml beside the others; proposers/methods.md has one"
+            remedy = f"proposers/{option}.py wants a {wanted}"
         elif group == "model" and ("/" in option or not remedy.startswith("did")):
             remedy = f"a directory or hub id of your own is model=hf model.model={option}"
         elif not remedy.startswith("did"):
