@@ -48,6 +48,7 @@ OPS = (  # modules of kernels.benchmarks
     "likeliest_tree",
     "walk_tree",
     "remember_candidates",
+    "sum_of_ranks",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
 

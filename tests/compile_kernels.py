@@ -134,6 +134,15 @@ KERNELS = [
         constants={"CHUNK": 128, "WIDTH": 8},
         max_shared=1024,
     ),
+    *(
+        Kernel(
+            module="kernels.sum_of_ranks",
+            name="sum_of_ranks_kernel",
+            signature=f"*{dtype}:16 *{dtype}:16 i32",
+            constants={"NUM_RANKS": num_ranks, "BLOCK": 1024, OVERLAPS: True},
+        )
+        for dtype, num_ranks in (("bf16", 2), ("fp16", 4), ("fp32", 8))
+    ),
     Kernel(
         module="kernels.chain_rows",
         name="chain_rows_kernel",

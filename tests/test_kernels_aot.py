@@ -87,7 +87,7 @@ def test_what_overlaps_with_the_launch_before_awaits_it_before_it_touches_memory
                 asks_ahead = awaits and kernel.name in {"linear_kernel", *norms}
                 assert (opcodes[:1] == ["prefetch.global"]) == asks_ahead, str(kernel)
             found.add(kernel.name)
-    assert found == norms | {"linear_kernel", "rope_kernel", "attend_kernel", "merge_kernel"}
+    assert found == norms | {"linear_kernel", "rope_kernel", "attend_kernel", "merge_kernel", "sum_of_ranks_kernel"}
 
 
 def test_products_are_computed_while_later_steps_are_on_their_way(compiled: dict[str, Any]) -> None:

@@ -75,12 +75,13 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     return taken
 
 
-def beside(first: Tensor, second: Tensor) -> Tensor:
-    """[num_rows, a] and [num_rows, b] of one dtype -> [num_rows, a + b]."""
-    both, width = empty(len(first), first.shape[1] + second.shape[1], dtype=first.dtype), first.shape[1]
-    take_into(both[:, :width], first)
-    take_into(both[:, width:], second)
-    return both
+def beside(*parts: Tensor) -> Tensor:
+    """[num_rows, a], [num_rows, b], ... of one dtype -> [num_rows, a + b + ...]."""
+    widths = [part.shape[1] for part in parts]
+    all_parts = empty(len(parts[0]), sum(widths), dtype=parts[0].dtype)
+    for place, part in zip(all_parts.split_with_sizes(widths, dim=1), parts, strict=True):
+        take_into(place, part)
+    return all_parts
 
 
 def take_into(taken: Tensor, table: Tensor, rows: Tensor | None = None) -> None:
