@@ -21,6 +21,7 @@ from runner.engine.grammar_store import GrammarStore
 from runner.engine.loader import LoadedModel
 from runner.engine.memory import release_unused
 from runner.engine.model_runner import ModelRunner
+from runner.engine.shard import Shard
 from runner.metrics import InParts
 from runner.model_files import find_eos_token_ids, load_tokenizer
 from runner.prompts import Tokenizer
@@ -51,11 +52,12 @@ class Assembly:
     whole_steps: Mapping[Proposer, Callable[[int], WholeSteps | InParts]]
 
 
-def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) -> Assembly:
+def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, shard: Shard | None = None) -> Assembly:
     """Load everything a configuration names.
 
     Args:
         target_info: what `load_target` gave for the same model, device and dtype; engines may share it. None loads it.
+        shard: which part of the target; None: all of it. Drafters are whole in every rank.
 
     Raises:
         UserError: what is asked for does not exist, does not fit, or does not go together.
@@ -66,7 +68,9 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
     if isinstance(config.method, SuffixKeys) and config.method.suffix_decoding_corpus is not None:
         check_responses_file(config.method.suffix_decoding_corpus)
     hardware = config.hardware
-    info = load_target(config) if target_info is None else target_info
+    shard = shard or Shard()
+    info = load_target(config, shard) if target_info is None else target_info
+    assert shard.size == 1 or target_info is None, "weights are shared with engines of one rank"
     source = info.source
     device = resolve_device(hardware.device)
     dtype = resolve_dtype(hardware.dtype, device, source)
@@ -114,6 +118,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None) 
         proposer=proposer,
         rejection_sampler=rejection_sampler,
         max_model_len=info.max_model_len,
+        shard=shard,
     )
     target.allocate_cache(blocks)
     proposer.allocate_cache(blocks)

@@ -21,6 +21,7 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.shard import Shard
 from verifier.rejection_sampler import RejectionSampler
 
 CPU_CACHE_BYTES = 4 * GIB  # as vLLM's default on the CPU
@@ -36,8 +37,9 @@ def num_cache_blocks(
     proposer: Proposer,
     rejection_sampler: RejectionSampler,
     max_model_len: int,
+    shard: Shard,
 ) -> int:
-    """KV blocks for the target and the proposer, the null block included.
+    """KV blocks for the target and the proposer, the null block included; as many in every rank.
 
     Raises:
         UserError: one request of max_model_len does not fit, or the blocks that were asked for do not.
@@ -47,16 +49,17 @@ def num_cache_blocks(
     if hardware.num_gpu_blocks_override is not None:
         blocks = hardware.num_gpu_blocks_override + 1
         what = f"a KV cache of hardware.num_gpu_blocks_override={hardware.num_gpu_blocks_override} blocks"
-        require_memory(blocks * per_block, device, what, "lower it, or leave it out to have as many as fit")
+        size = shard.size if device.type == "cpu" else 1  # there all ranks have one memory
+        require_memory(size * blocks * per_block, device, what, "lower it, or leave it out to have as many as fit")
         return blocks
     per_request = -(-max_model_len // hardware.block_size)
     wanted = hardware.max_num_seqs * per_request + 1
     if device.type == "cuda":
         budget = _gpu_budget(hardware, target, proposer, rejection_sampler, max_model_len)
     else:
-        budget = int(available_memory(device) * hardware.gpu_memory_utilization)
+        budget = int(available_memory(device) * hardware.gpu_memory_utilization) // shard.size  # all have one memory
         budget = min(budget, max(CPU_CACHE_BYTES, (per_request + 1) * per_block))
-    blocks = min(wanted, max(0, budget) // per_block)
+    blocks = shard.least(min(wanted, max(0, budget) // per_block))
     if blocks < per_request + 1:
         raise UserError(
             f"the KV cache of one request of max_model_len={max_model_len} needs "

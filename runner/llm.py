@@ -33,6 +33,8 @@ from runner.metrics.totals import RequestTotals
 from runner.model_files import model_path
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import PROMPT_RULE, Prompt, is_token_ids, make_requests
+from runner.ranks.ranks import Call, Forget, Ranks, Run
+from runner.ranks.start import start_ranks
 from runner.request_loop import Observer, RequestLoop
 from runner.step_loop import StepLoop
 from runner.tiny import DRAFTER_KEYS, TARGET_NAME
@@ -74,15 +76,26 @@ class LLM:
             raise UserError(in_python(str(error))) from error.__cause__
 
     @classmethod
-    def from_config(cls, config: SpeculativeConfig, target_info: LoadedModel | None = None) -> LLM:
-        """An engine of its own; target_info: weights that it shares with others, as in `assemble`."""
+    def from_config(
+        cls, config: SpeculativeConfig, target_info: LoadedModel | None = None, ranks: Ranks | None = None
+    ) -> LLM:
+        """An engine of its own.
+
+        Args:
+            target_info: weights that it shares with others, as in `assemble`.
+            ranks: whose part it is; None: as many as the configuration wants, of which this process is the first.
+        """
         llm = cls.__new__(cls)
-        llm._start(config, target_info)
+        llm._start(config, target_info, ranks)
         return llm
 
-    def _start(self, config: SpeculativeConfig, target_info: LoadedModel | None = None) -> None:
+    def _start(
+        self, config: SpeculativeConfig, target_info: LoadedModel | None = None, ranks: Ranks | None = None
+    ) -> None:
         self.config = config
-        self.engine = assemble(config, target_info)
+        self._ranks = ranks or start_ranks(config)
+        with self._ranks.starting():
+            self.engine = assemble(config, target_info, self._ranks.shard)
         self.metrics = MetricsCollector()  # of the generate() that runs, or ran last
         self._totals = RequestTotals()  # of those before it
         self._cached_for = self.engine.proposer  # whose requests left in the KV cache what is known there
@@ -123,7 +136,9 @@ class LLM:
                     if observer is not None:
                         observer(metrics)
 
-                traces = self._request_loop(self.engine.proposer, self.metrics).run(requests, observer=observe)
+                call = Run(requests=requests, keeps_cache=True)
+                with self._ranks.together(call):
+                    traces = self._run(call, self.metrics, observer=observe)
         if traces.errors:  # an empty text alone would pass for an answer
             request_id, reason = next(iter(traces.errors.items()))
             warnings.warn(
@@ -141,8 +156,15 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier calls left in the KV cache, so that prompts are computed anew; under vLLM's name."""
-        with self._one_at_a_time():
-            self.engine.block_manager.forget()
+        with self._one_at_a_time(), self._ranks.together(Forget()):
+            self.follow(Forget())
+
+    def close(self) -> None:
+        """End the processes of the other ranks, where there are any (tensor_parallel_size); no call can follow.
+
+        Comes by itself when nothing refers to the LLM any more.
+        """
+        self._ranks.close()
 
     def chat(
         self,
@@ -178,6 +200,8 @@ class LLM:
         max_concurrency: int | None = None,  # requests in flight at most; None: no bound
         max_draft_tokens: int | None = None,  # of a request in a step, at most; None: as the configuration says
         arrivals: Sequence[float] | None = None,  # s after the start, ascending; None: as soon as there is room
+        restarts: bool = False,  # the proposer begins with what it knew when it was built
+        learns: bool = True,  # the proposer may remember what requests said
         categories: Mapping[str, str] | None = None,  # request_id -> category, for the breakdown
         observer: Observer | None = None,
     ) -> RequestTraces:
@@ -185,10 +209,54 @@ class LLM:
 
         Finds nothing in the cache that earlier calls left there, so that every call does the same work.
         """
-        with self._one_at_a_time():
+        if self._ranks.shard.size > 1 and proposer not in (self.engine.proposer, self.engine.plain_proposer):
+            raise UserError("with hardware.tensor_parallel_size > 1 the proposer must be one of the engine's own")
+        call = Run(
+            requests=requests,
+            is_plain=proposer is self.engine.plain_proposer,
+            max_concurrency=max_concurrency,
+            max_draft_tokens=max_draft_tokens,
+            arrivals=arrivals,
+            restarts=restarts,
+            learns=learns,
+        )
+        with self._one_at_a_time(), self._ranks.together(call):
+            return self._run(call, metrics, proposer, categories=categories, observer=observer)
+
+    def follow(self, call: Call) -> None:
+        """Make a call that all ranks make; what it gives is the first rank's to tell."""
+        if isinstance(call, Forget):
             self.engine.block_manager.forget()
-            loop = self._request_loop(proposer, metrics, max_draft_tokens, categories)
-            return loop.run(requests, max_concurrency=max_concurrency, arrivals=arrivals, observer=observer)
+        else:
+            self._run(call, MetricsCollector())
+
+    def _run(
+        self,
+        call: Run,
+        metrics: MetricsCollector,
+        proposer: Proposer | None = None,  # None: the engine's
+        *,
+        categories: Mapping[str, str] | None = None,
+        observer: Observer | None = None,
+    ) -> RequestTraces:
+        if proposer is None:
+            proposer = self.engine.plain_proposer if call.is_plain else self.engine.proposer
+        if not call.keeps_cache:
+            self.engine.block_manager.forget()
+        if call.restarts:
+            proposer.restart()
+        traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
+        steps = StepLoop(self.engine, self.scheduler_for(proposer, call.max_draft_tokens), proposer, metrics, traces)
+        loop = RequestLoop(steps, self._to_abort, self._ranks)
+        if not call.learns:
+            proposer.set_learning(False)
+        try:
+            return loop.run(
+                call.requests, max_concurrency=call.max_concurrency, arrivals=call.arrivals, observer=observer
+            )
+        finally:
+            if not call.learns:
+                proposer.set_learning(True)
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
@@ -206,17 +274,6 @@ class LLM:
         finally:  # also when interrupted: the engine stays usable
             self._running.release()
 
-    def _request_loop(
-        self,
-        proposer: Proposer,
-        metrics: MetricsCollector,
-        max_draft_tokens: int | None = None,
-        categories: Mapping[str, str] | None = None,
-    ) -> RequestLoop:
-        traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
-        scheduler = self.scheduler_for(proposer, max_draft_tokens)
-        return RequestLoop(StepLoop(self.engine, scheduler, proposer, metrics, traces), self._to_abort)
-
     def refusals(self, requests: Sequence[Request]) -> list[str | None]:
         """Why each of these requests could never run here; None where it can."""
         scheduler = self.scheduler_for(self._cached_for)
@@ -227,7 +284,7 @@ class LLM:
         return reasons
 
     def scheduler_for(self, proposer: Proposer, max_draft_tokens: int | None = None) -> Scheduler:
-        """An empty schedule over the engine's cache; for those who drive a StepLoop themselves."""
+        """An empty schedule over the engine's cache; for those who drive a StepLoop themselves, in every rank alike."""
         engine, hardware = self.engine, self.config.hardware
         if proposer is not self._cached_for:  # the one before may have left out what this one keeps in blocks
             engine.block_manager.forget()

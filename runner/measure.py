@@ -76,11 +76,9 @@ def measure(
             plain.append(MetricsCollector())
             collectors.append(("none", plain[-1]))
             _run(llm, engine.plain_proposer, items, f"plain decoding{turn}", plain[-1])
-        if repeat:
-            engine.proposer.restart()
         collector = MetricsCollector()
         collectors.append((method, collector))
-        passes.append(_run(llm, engine.proposer, items, f"{method}{turn}", collector))
+        passes.append(_run(llm, engine.proposer, items, f"{method}{turn}", collector, restarts=repeat > 0))
     summaries = _summaries(llm, items, passes, plain, baseline.point if baseline else None)
     if not summaries[0]["num_requests"]:
         raise UserError(f"no request of the workload could run; {summaries[0]['notes'][-1]}")
@@ -111,7 +109,15 @@ def _more_of(request: Request, item: WorkloadItem, shown: Pass, decode_token: De
     return more
 
 
-def _run(llm: LLM, proposer: Proposer, items: Sequence[WorkloadItem], title: str, metrics: MetricsCollector) -> Pass:
+def _run(
+    llm: LLM,
+    proposer: Proposer,
+    items: Sequence[WorkloadItem],
+    title: str,
+    metrics: MetricsCollector,
+    *,
+    restarts: bool = False,
+) -> Pass:
     with RunProgress(title, len(items) * llm.config.sampler.n) as progress:
         return run_pass(
             llm,
@@ -119,6 +125,7 @@ def _run(llm: LLM, proposer: Proposer, items: Sequence[WorkloadItem], title: str
             items,
             metrics,
             max_concurrency=llm.config.workload.max_concurrency,
+            restarts=restarts,
             observer=progress.update,
         )
 

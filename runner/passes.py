@@ -34,6 +34,7 @@ def run_pass(
     *,
     max_concurrency: int | None,  # requests in flight at most; None: no bound
     max_draft_tokens: int | None = None,  # as LLM.run
+    restarts: bool = False,  # as LLM.run
     observer: Observer | None = None,
 ) -> Pass:
     """Samples as the configuration says, and lets requests arrive at its request_rate."""
@@ -55,6 +56,7 @@ def run_pass(
         max_concurrency=max_concurrency,
         max_draft_tokens=max_draft_tokens,
         arrivals=arrivals,
+        restarts=restarts,
         categories=categories,
         observer=observer,
     )
@@ -80,8 +82,5 @@ def warm_up(llm: LLM, items: Sequence[WorkloadItem], proposers: Sequence[Propose
         for item in items[:2]
     ]
     for proposer in proposers:
-        proposer.set_learning(False)  # a method that learned the answers here would be measured too fast
-        try:
-            llm.run(workload_requests(llm, first, short), proposer, MetricsCollector())
-        finally:
-            proposer.set_learning(True)
+        # A method that learned the answers here would be measured too fast.
+        llm.run(workload_requests(llm, first, short), proposer, MetricsCollector(), learns=False)

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from runner.engine.request import Request
 from runner.engine.scheduler import Scheduler
 from runner.metrics import MetricsCollector
+from runner.ranks.ranks import Ranks
 from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 
@@ -20,9 +21,9 @@ Observer = Callable[[MetricsCollector], None]
 
 
 class RequestLoop:
-    def __init__(self, steps: StepLoop, to_abort: set[str]) -> None:
+    def __init__(self, steps: StepLoop, to_abort: set[str], ranks: Ranks) -> None:
         """to_abort: prompts whose requests are to end before the next step; any thread may add to it."""
-        self._steps, self._to_abort = steps, to_abort
+        self._steps, self._to_abort, self._ranks = steps, to_abort, ranks
         self._engine, self._scheduler = steps.engine, steps.scheduler
 
     def run(
@@ -48,24 +49,25 @@ class RequestLoop:
         observer: Observer | None,
     ) -> RequestTraces:
         steps, scheduler = self._steps, self._scheduler
-        arriving, started = deque(requests), time.perf_counter()
+        arriving, started = deque(requests), self._ranks.share(time.perf_counter())
         due = deque([] if arrivals is None else [started + seconds for seconds in arrivals])
         with released_in_the_end(steps, requests):
             while arriving or scheduler.has_unfinished:
+                now, asked = self._ranks.share((time.perf_counter(), self._asked()))
+                if asked:
+                    self._abort(requests, asked, now)
                 while arriving and (max_concurrency is None or scheduler.num_unfinished < max_concurrency):
-                    if due and due[0] > time.perf_counter() and not arriving[0].is_finished:
+                    if due and due[0] > now and not arriving[0].is_finished:
                         break
-                    arrival = due.popleft() if due else time.perf_counter()
-                    self._admit(arriving.popleft(), arrival)
+                    self._admit(arriving.popleft(), due.popleft() if due else now)
                 if not scheduler.has_unfinished:  # those that arrived were refused or have ended
                     if due:
                         time.sleep(max(0.0, due[0] - time.perf_counter()))
                     continue
-                steps.step()
+                self._ranks.note(steps.step())
                 if observer is not None:
                     observer(steps.metrics)
-                if self._to_abort:
-                    self._abort(requests)
+            self._ranks.share(None)  # or the last step would have nobody look at it
         return steps.traces
 
     def _admit(self, request: Request, arrival_time: float) -> None:
@@ -80,14 +82,18 @@ class RequestLoop:
             self._scheduler.abort(request)
             self._steps.metrics.finish(self._steps.traces.fail(request, reason))
 
-    def _abort(self, requests: Sequence[Request]) -> None:
+    def _asked(self) -> set[str]:
+        """The prompts that are to end."""
         asked = set[str]()
         while self._to_abort:  # one by one: another thread may be about to add to this very set
             asked.add(self._to_abort.pop())
+        return asked
+
+    def _abort(self, requests: Sequence[Request], asked: set[str], now: float) -> None:
         for request in requests:
             if str(request.prompt_index) in asked and not request.is_finished:
                 if not request.arrival_time:
-                    request.arrival_time = time.perf_counter()  # it had not come yet
+                    request.arrival_time = now  # it had not come yet
                 self._scheduler.abort(request, finish_reason="abort")
                 self._steps.proposer.release(request.request_id)
                 self._steps.metrics.finish(self._steps.traces.finish(request))

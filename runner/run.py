@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from runner.config import SpeculativeConfig
 from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
+from runner.llm import LLM
 from runner.loading import load
 from runner.measure import measure
 from runner.metrics import MetricsCollector
@@ -49,12 +51,24 @@ def execute(
     """
     check_record(config)
     llm, items = load(config, earlier)
+    with closing(llm):
+        return _execute(llm, items, output_dir, written or {}, earlier)
+
+
+def _execute(
+    llm: LLM,
+    items: Sequence[WorkloadItem],
+    output_dir: Path,
+    written: Mapping[str, str],
+    earlier: EarlierPoints | None,
+) -> dict[str, Any]:
+    config = llm.config
     # Build the requests before a run is recorded, so that an invalid one raises while there is no run to leave behind.
     requests = workload_requests(llm, items, config.sampler.to_sampling_params())
     if None not in (refusals := llm.refusals(requests)):
         raise UserError(f"no request of the workload can run; request {requests[0].request_id}: {refusals[0]}")
     run_name = config.run_name or _run_name(config, items)
-    params = {**(written or {}), **flat_values(config.model_dump(mode="json"))}
+    params = {**written, **flat_values(config.model_dump(mode="json"))}
     with open_run(config, llm.engine, items, run_name=run_name) as tracker:
         tracker.log_params(params)
         collectors = list[tuple[str, MetricsCollector]]()

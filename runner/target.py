@@ -11,12 +11,13 @@ from runner.config import SpeculativeConfig
 from runner.engine.checkpoint import DTYPES, ModelSource, load_config
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel, load_model
+from runner.engine.shard import Shard
 from runner.model_files import model_source
 from runner.tiny import BUILT_IN_MODELS
 
 
-def load_target(config: SpeculativeConfig) -> LoadedModel:
-    """The target's weights on the run's device.
+def load_target(config: SpeculativeConfig, shard: Shard | None = None) -> LoadedModel:
+    """The target's weights on the run's device; shard: which of them, None: all.
 
     Raises:
         UserError: no such device or model, or one that does not fit.
@@ -28,7 +29,7 @@ def load_target(config: SpeculativeConfig) -> LoadedModel:
         torch.set_num_threads(hardware.num_threads)
     source = model_source(config.model, "model.model")
     dtype = resolve_dtype(hardware.dtype, device, source)
-    return load_model(source, device=device, dtype=dtype, max_model_len=config.model.max_model_len)
+    return load_model(source, device=device, dtype=dtype, max_model_len=config.model.max_model_len, shard=shard)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.panels import unpack
-
 MASK_TOKEN_ID = 1
 
 
@@ -92,7 +90,7 @@ def make_fair(head: Any) -> None:
     if (fc := weights.get("fc.weight")) is not None:
         fc[:, -len(fc) :] += torch.eye(len(fc), device=fc.device)
     if (lm_head := weights.get("lm_head.weight")) is not None:
-        rows = unpack(target.lm_head)
+        rows = target.whole_head()
         lm_head.copy_(rows if head.known_tokens is None else rows[head.known_tokens.ids])
     if "hidden_norm.weight" in weights:
         _let_blocks_repeat(weights, target, head.config.arch)

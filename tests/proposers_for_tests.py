@@ -5,8 +5,9 @@ A test writes the true continuations into `KnownText.continuations` first, by re
 
 from __future__ import annotations
 
+import os
 import random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from proposers.base import Proposer, draft_tokens_from_lists
 from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
@@ -131,3 +132,16 @@ class BushProposer(KnownTree):
 def _generator(request: Request) -> random.Random:
     """The same guesses in every run, whatever the batch."""
     return random.Random(f"{request.request_id} {request.num_tokens}")
+
+
+class FailsElsewhereProposer(Proposer):
+    """Raises in every process but one."""
+
+    def __init__(self, *, process: int, **keys: Any) -> None:
+        super().__init__(**keys)
+        self.process = process
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        if os.getpid() != self.process:
+            raise RuntimeError("this process must draft nothing")
+        return draft_tokens_from_lists([[] for _ in schedule.decoding], self.context.device)

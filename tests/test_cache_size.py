@@ -16,6 +16,7 @@ from runner.engine.memory import GIB
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.shard import Shard
 from runner.step_loop import StepLoop
 from tests.conftest import Engines
 from verifier.rejection_sampler import RejectionSampler
@@ -104,6 +105,7 @@ def gpu_blocks(
         proposer=engine.proposer,
         rejection_sampler=engine.verifier.rejection_sampler,
         max_model_len=100_000,
+        shard=Shard(),
     )
 
 
@@ -159,6 +161,7 @@ def test_a_largest_step_that_does_not_fit_says_what_to_lower(
             proposer=engine.proposer,
             rejection_sampler=engine.verifier.rejection_sampler,
             max_model_len=256,
+            shard=Shard(),
         )
 
 

@@ -191,7 +191,7 @@ def test_mistakes_of_different_kinds_are_listed_together(cli: CommandLine) -> No
         (["--cfg", "job", "-m", "method=ngram,none"], "leave out -m"),
         (["--config-dir", "nowhere"], "--config-dir must be a directory, got 'nowhere'"),
         (["--config-name", "nope"], "nope"),
-        (["hardware.tensor_parallel_size=2"], "tensor parallelism is not available yet"),
+        (["method.draft_tensor_parallel_size=2"], "the drafter runs whole on each"),
         (["method.tensor_parallel_size=2"], "pass 'draft_tensor_parallel_size' instead"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernels.benchmarks.timing import GraphTimer
+from kernels.cpu.exchange import num_bytes
 from runner.benchmarks.decoding_cases import free_guesses
 from runner.engine import launch_shapes
 from runner.engine.download import Download
@@ -26,6 +27,7 @@ from runner.llm import LLM
 from runner.metrics import InParts
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
+from tests.emulated_ranks import complete_in_rank
 from tests.test_gpu_engine import Bits, allowed
 
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11]}, {"prompt_token_ids": [3, 4]}]
@@ -217,3 +219,24 @@ def test_a_benchmark_times_replays(emulated_gpu: EmulatedDevice) -> None:
     counts = torch.zeros(3, dtype=torch.int64, device=device)
     (timing,) = GraphTimer(device, 2)([lambda: counts.add_(1)])
     assert timing.p80_us >= timing.p20_us > 0 and len(emulated_gpu.graph_sizes) == 2 and int(counts.min()) > 2
+
+
+def test_two_gpus_capture_their_exchanges_and_say_the_same_whatever_the_method() -> None:
+    """A process each: products whose parts are added up, and heads of half the vocabulary, in every replay."""
+    context = torch.multiprocessing.get_context("spawn")
+    memory = torch.zeros(num_bytes(2), dtype=torch.uint8).share_memory_()
+    results, ends = context.SimpleQueue(), context.Pipe()
+    methods = [None, {"method": "eagle3", "num_speculative_tokens": 2}]
+    told = (results, methods, PROMPTS, [GREEDY, DRAWN], {**GPU, "batch_invariant": True})
+    processes = [context.Process(target=complete_in_rank, args=(rank, memory, ends[rank], *told)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+        process.kill()  # one that waits for the other would keep this process from ending
+    assert [process.exitcode for process in processes] == [0, 0]
+    first, second = sorted(results.get() for _ in processes)
+    assert first[1:] == second[1:]
+    texts, num_captured, num_replays = first[1:]
+    assert texts[0] == texts[1] and len(texts[0][0]) == GREEDY.max_tokens
+    assert num_captured > 0 and num_replays > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,13 @@ import torch
 from kernels.reference.linear import linear
 from runner.engine.architecture import read_architecture
 from runner.engine.decoder import Decoder
-from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, Shard
+from runner.engine.errors import UserError
+from runner.engine.linear import ColumnParallelLinear, RowParallelLinear
 from runner.engine.loader import load_model
+from runner.engine.shard import Shard
 from runner.engine.tile_shape import ROW_INVARIANT_TILES
+from runner.ranks.ranks import Ranks
+from tests.rank_threads import in_ranks
 from tests.transformers_reference import (
     CPU,
     assert_as_accurate,
@@ -189,61 +192,45 @@ def test_column_shards_concatenate_to_the_whole_product() -> None:
         torch.testing.assert_close(torch.cat(outputs[name], dim=1), linear(x, weights[name], biases[name], 4))
 
 
-def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)  # each rank's own summand
+def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(size, generator=generator) for size in ((4, 6), (8, 6), (8,)))
-    summands = []
-    for rank in range(2):
-        layer = RowParallelLinear(6, 8, "o", bias=True, shard=Shard(rank=rank, size=2), dtype=torch.float32)
+
+    def product(ranks: Ranks) -> torch.Tensor:
+        shard = ranks.shard
+        layer = RowParallelLinear(6, 8, "o", bias=True, shard=shard, dtype=torch.float32)
         targets = layer.weight_targets("p.")
         assert targets["p.o.weight"].shard_dim == 1 and targets["p.o.bias"].shard_dim is None
-        targets["p.o.weight"].view.copy_(weight.chunk(2, dim=1)[rank])
+        targets["p.o.weight"].view.copy_(weight.chunk(2, dim=1)[shard.rank])
         targets["p.o.bias"].view.copy_(bias)
-        summands.append(layer(x.chunk(2, dim=1)[rank].contiguous(), 4))
-    torch.testing.assert_close(sum(summands), linear(x, weight, bias, 4))
+        return layer(x.chunk(2, dim=1)[shard.rank].contiguous(), 4)
+
+    both = in_ranks(2, product)
+    assert torch.equal(*both)
+    torch.testing.assert_close(both[0], linear(x, weight, bias, 4))
 
 
 @pytest.mark.parametrize("variant", ["llama, attention bias", "llama, mlp bias", "qwen3"])
-def test_two_ranks_compute_together_what_one_computes_alone(
-    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_path: Path) -> None:
     model = random_model(make_config(variant))
     source = save(model, tmp_path)
     sequences = random_sequences(VOCAB_SIZE, LENGTHS)
-    ranks = [
-        load_model(source, device=CPU, dtype=torch.float32, max_model_len=None, shard=Shard(rank=rank, size=2))
-        for rank in range(2)
-    ]
     whole = load(source)
-    assert [2 * width for width in ranks[0].model.kv_widths] == whole.model.kv_widths
 
-    # Two threads in lockstep stand in for two processes: all_reduce is where they meet.
-    current, meeting, summands = threading.local(), threading.Barrier(2), [torch.empty(0)] * 2
+    def compute(ranks: Ranks) -> torch.Tensor:
+        own = load_model(source, device=CPU, dtype=torch.float32, max_model_len=None, shard=ranks.shard)
+        assert [2 * width for width in own.model.kv_widths] == whole.model.kv_widths
+        assert isinstance(own.model, Decoder) and own.model.lm_head.shape[0] == VOCAB_SIZE // 2
+        assert torch.equal(own.model.whole_head(), whole.model.whole_head())
+        return engine_logits(own, sequences)
 
-    def all_reduce(tensor: torch.Tensor) -> None:
-        summands[current.rank] = tensor.clone()
-        meeting.wait()
-        total = summands[0] + summands[1]
-        meeting.wait()
-        tensor.copy_(total)
-
-    logits: list[torch.Tensor] = [torch.empty(0)] * 2
-
-    def run(rank: int) -> None:
-        current.rank = rank
-        logits[rank] = engine_logits(ranks[rank], sequences)
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    logits = in_ranks(2, compute)
     assert torch.equal(*logits)
     assert_as_accurate(logits[0], reference_logits(model, sequences), float64_logits(model, sequences))
 
 
 def test_a_shard_must_divide_its_dimension() -> None:
-    with pytest.raises(ValueError, match=r"num_key_value_heads must be divisible by tensor_parallel_size \(4\), got 2"):
+    with pytest.raises(
+        UserError, match=r"num_key_value_heads must be divisible by hardware.tensor_parallel_size \(4\), got 2"
+    ):
         Shard(rank=0, size=4).split(2, "num_key_value_heads")

@@ -15,6 +15,7 @@ import pytest
 
 from runner.config import JsonlWorkload, SpeculativeConfig
 from runner.engine.errors import UserError
+from runner.engine.scheduler import CommittedTokens
 from runner.metrics import CoreWait
 from runner.run import execute
 from runner.step_loop import StepLoop
@@ -297,10 +298,10 @@ def test_an_interrupted_run_keeps_the_requests_that_finished(
     decoding, which comes first, they were for longer."""
     step = StepLoop.step
 
-    def interrupted_after_two(loop: StepLoop) -> None:
+    def interrupted_after_two(loop: StepLoop) -> list[CommittedTokens]:
         if len(loop.metrics.records) == 2 and bool(loop.proposer.num_speculative_tokens) == (method != "none"):
             raise KeyboardInterrupt
-        step(loop)
+        return step(loop)
 
     monkeypatch.setattr(StepLoop, "step", interrupted_after_two)
     with pytest.raises(KeyboardInterrupt):

@@ -257,7 +257,9 @@ def test_points_of_a_sweep_share_the_target_and_one_baseline_and_are_compared(
     monkeypatch.chdir(tmp_path)
     loaded = []
     load_target = runner.assembly.load_target
-    monkeypatch.setattr(runner.assembly, "load_target", lambda config: loaded.append(config) or load_target(config))
+    monkeypatch.setattr(
+        runner.assembly, "load_target", lambda config, shard: loaded.append(config) or load_target(config, shard)
+    )
     arguments = ["-m", "method=none,ngram", "method.num_speculative_tokens=2", "tracking=jsonl"]
     assert main([*arguments, "workload.limit=1", "sampler.max_tokens=4", "hardware.num_gpu_blocks_override=320"]) == 0
     printed = capsys.readouterr()

@@ -146,27 +146,23 @@ def test_every_pass_begins_with_what_the_proposer_knew_when_it_was_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Suffix decoding remembers responses: a second pass would find them all."""
-    calls = list[tuple[str, int | None]]()
+    begins, restart, run = list[tuple[str, bool]](), SuffixProposer.restart, LLM.run
 
-    def run_pass(llm: LLM, proposer: Proposer, *_: Any, **options: Any) -> Pass:
-        assert proposer is (llm.engine.proposer if options["max_draft_tokens"] else llm.engine.plain_proposer)
-        calls.append(("run", options["max_draft_tokens"]))
-        one = Pass(metrics=MetricsCollector(), requests=[], errors={})
-        one.metrics.step_points.append(point(1, 1, 1.0))
-        return one
-
-    monkeypatch.setattr(grid_module, "run_pass", run_pass)
-    restart = SuffixProposer.restart
-
-    def recorded(proposer: SuffixProposer) -> None:
-        calls.append(("restart", None))
+    def restarted(proposer: SuffixProposer) -> None:
+        begins.append(("restart", True))
         restart(proposer)
 
-    monkeypatch.setattr(SuffixProposer, "restart", recorded)
+    def recorded(llm: LLM, requests: Any, proposer: Proposer, *args: Any, **options: Any) -> Any:
+        if options.get("learns", True):  # a warm-up leaves nothing behind
+            begins.append((proposer.name, options["restarts"]))
+        return run(llm, requests, proposer, *args, **options)
+
+    monkeypatch.setattr(SuffixProposer, "restart", restarted)
+    monkeypatch.setattr(LLM, "run", recorded)
     options = ("--num-speculative-tokens", "2", "--batch-sizes", "1", "--repeats", "1", "--output", str(tmp_path))
     assert main([*SMALL, "method=suffix", "tracking=none", *options]) == 0
-    passes = calls[calls.index(("run", 0)) :]
-    assert passes == [("run", 0), ("restart", None), ("run", 2), ("restart", None), ("run", 2), ("run", 0)]
+    plain, method = [("NoneProposer", True)], [("SuffixProposer", True), ("restart", True)]
+    assert begins[begins.index(plain[0]) :] == [*plain, *method, *method, *plain]
 
 
 def test_an_interrupt_keeps_the_repeats_that_were_complete(

@@ -25,9 +25,10 @@ from runner.engine.head_checkpoint import fill_head, read_head_config, read_head
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
-from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
+from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.operations import add, beside, take_rows
+from runner.engine.shard import Shard
 
 
 class EagleHead(LayeredHead):

@@ -22,9 +22,10 @@ from runner.engine.head_checkpoint import fill_head
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, RMSNorm
-from runner.engine.linear import ColumnParallelLinear, Shard, WeightTarget
+from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.operations import head_logits, rms_norm_pair
+from runner.engine.shard import Shard
 from runner.engine.transformers_model import TransformersModel
 
 

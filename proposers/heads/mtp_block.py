@@ -19,8 +19,9 @@ from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer
-from runner.engine.linear import Shard, WeightTarget
+from runner.engine.linear import WeightTarget
 from runner.engine.memory import require_memory
+from runner.engine.shard import Shard
 from runner.engine.transformers_attention import Launch, Probe
 from runner.engine.transformers_model import PROBE_ROWS, TransformersModel
 

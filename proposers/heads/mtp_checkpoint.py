@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kernels.cpu.panels import unpack
 from proposers.heads.head_sizes import require_target_sizes
 from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors
@@ -129,8 +128,8 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
         layout=layout,
         prefix=prefix,
         tensors=tensors,
-        own_embedding=_differing(tensors, (*copies[:1], *_EMBEDDINGS), target.model.embed_tokens),
-        own_head=_differing(tensors, (*copies[1:], *_HEADS), unpack(target.model.lm_head)),
+        own_embedding=_differing(tensors, (*copies[:1], *_EMBEDDINGS), lambda: target.model.embed_tokens),
+        own_head=_differing(tensors, (*copies[1:], *_HEADS), target.model.whole_head),
     )
 
 
@@ -182,12 +181,15 @@ def _stated_layout(source: ModelSource, module: MtpModule) -> MtpLayout:
     return QWEN3_NEXT if getattr(module.config, "mtp_num_hidden_layers", None) else DEEPSEEK
 
 
-def _differing(tensors: dict[str, torch.Tensor], names: Sequence[str], shared: torch.Tensor) -> str:
+def _differing(tensors: dict[str, torch.Tensor], names: Sequence[str], of_target: Callable[[], torch.Tensor]) -> str:
     """The first of these tensors, by name, unless it is a copy of the target's; the copies are taken out."""
     found = [name for name in names if name in tensors]
     for name in found[1:]:
         del tensors[name]
-    if found and torch.equal(tensors[found[0]].to(shared), shared):
+    if not found:
+        return ""
+    shared = of_target()
+    if torch.equal(tensors[found[0]].to(shared), shared):
         del tensors[found[0]]
         return ""
-    return found[0] if found else ""
+    return found[0]

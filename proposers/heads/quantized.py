@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.cpu.panels import Change, Weight, unpack
+from kernels.cpu.panels import Change, Weight
 from kernels.quantized_weight import quantize
 from runner.engine.backend import multiplies_8_bits
 from runner.engine.checkpoint import ModelSource
@@ -58,5 +58,5 @@ def quantize_head_of_target(head: ProjectsByTarget, source: ModelSource, device:
     copy, so such a target's is left alone.
     """
     if source.quantization is not None and head.lm_head is None and isinstance(head.target, Decoder):
-        head.lm_head = unpack(head.target.lm_head)
+        head.lm_head = head.target.whole_head()
     quantize_head(head, source, device)

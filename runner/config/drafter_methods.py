@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, Strict, field_validator, model_validator
 
 from runner.config.checkpoint_method import misfit
-from runner.config.hardware import TENSOR_PARALLEL_REMEDY
 from runner.config.method import MethodConfig
 from runner.config.quantization import NumbersOfWeights
 
@@ -39,7 +38,9 @@ class DrafterMethod(MethodConfig):
         default=None, ge=1, description="longest text the drafter sees, tokens, >= 1; longer requests get no drafts"
     )
     draft_tensor_parallel_size: int = Field(
-        default=1, ge=1, description="GPUs the drafter's layers are split over; 1 until tensor parallelism lands"
+        default=1,
+        ge=1,
+        description="GPUs the drafter's layers are split over, in [1, 1]: it runs whole on each of the target's",
     )
 
     @property
@@ -57,8 +58,10 @@ class DrafterMethod(MethodConfig):
     @classmethod
     def _check_parallel_size(cls, value: int) -> int:
         if value > 1:
-            remedy = TENSOR_PARALLEL_REMEDY.format(name="method.draft_tensor_parallel_size")
-            raise ValueError(f"must be 1, got {value}; {remedy}")
+            raise ValueError(
+                f"must be 1, got {value}; the drafter runs whole on each of the target's GPUs "
+                "(hardware.tensor_parallel_size); set it to 1"
+            )
         return value
 
 

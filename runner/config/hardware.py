@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from runner.config.node import Node
 
-TENSOR_PARALLEL_REMEDY = "tensor parallelism is not available yet; set {name}=1"
-
 
 class HardwareConfig(Node):
     """Device, arithmetic and budgets of the engine."""
@@ -46,19 +44,25 @@ class HardwareConfig(Node):
     num_gpu_blocks_override: int | None = Field(
         default=None, ge=1, description="KV blocks, >= 1 (vLLM's name, also on the CPU); null: as many as memory holds"
     )
-    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs a layer is split over; 1 until it lands")
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="GPUs (on a CPU, processes) that share the target's layers, in [1, 64]; drafters are whole. "
+        "Another number rounds otherwise, and may give other tokens",
+    )
     batch_invariant: bool = Field(
         default=True, description="a token's bits do not depend on what shares its launch; needed for the same text"
     )
     num_threads: int | None = Field(
-        default=None, ge=1, le=1024, description="CPU threads of torch, in [1, 1024]; null leaves torch's choice"
+        default=None,
+        ge=1,
+        le=1024,
+        description="CPU threads of torch in each process, in [1, 1024]; null: torch's choice, shared by all processes",
     )
 
     @model_validator(mode="after")
     def _check_budgets(self) -> HardwareConfig:
-        if self.tensor_parallel_size > 1:
-            remedy = TENSOR_PARALLEL_REMEDY.format(name="hardware.tensor_parallel_size")
-            raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size}; {remedy}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be >= max_num_seqs ({self.max_num_seqs}), "

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.panels import Change, Weight
+from kernels.cpu.panels import Change, Weight, unpack
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer, RMSNorm
-from runner.engine.linear import Shard, WeightTarget, empty_weight, weight_target
+from runner.engine.linear import WeightTarget, empty_weight, weight_target
 from runner.engine.operations import head_logits, take_rows
 from runner.engine.quantization import Quantization
+from runner.engine.shard import Shard
 
 
 class Decoder:
@@ -36,10 +37,10 @@ class Decoder:
         shard: Shard | None = None,
         quantization: Quantization | None = None,  # of products, by their modules; None: all are dense
     ) -> None:
-        shard = shard or Shard()
+        self.shard = shard = shard or Shard()
         self.vocab_size, self.num_layers, self.hidden_size = arch.vocab_size, arch.num_layers, arch.hidden_size
         self.max_model_len = max_model_len
-        # Embedding and head are replicated: every rank samples the same token from the same logits.
+        # Whole in every rank, as is the head where its rows cannot be shared: all ranks draw from the same logits.
         self.embed_tokens = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
         held = by_layer(quantization or {}, arch.num_layers)
         self.layers = [
@@ -47,11 +48,14 @@ class Decoder:
         ]
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
         storage = (quantization or {}).get(HEAD)
-        self.is_tied = arch.tie_word_embeddings
+        self.is_tied, self._splits_head = arch.tie_word_embeddings, arch.vocab_size % shard.size == 0
+        num_rows = arch.vocab_size // shard.size if self._splits_head else arch.vocab_size
+        first = shard.rank * num_rows if self._splits_head else 0
+        self.tied_rows = self.embed_tokens[first : first + num_rows]  # of the embedding, in a tied head
         self.lm_head: Weight = (
-            self.embed_tokens
+            self.tied_rows
             if self.is_tied and storage is None  # held in 8 bits it is a copy of what the embedding stays
-            else empty_weight(arch.vocab_size, arch.hidden_size, dtype, storage)
+            else empty_weight(num_rows, arch.hidden_size, dtype, storage)
         )
         self._rope = self.layers[0].attention.rope(hf_config, max_model_len)
 
@@ -106,7 +110,13 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
-        return head_logits(hidden, self.lm_head, tile)
+        own = head_logits(hidden, self.lm_head, tile)
+        return self.shard.beside(own) if self._splits_head else own
+
+    def whole_head(self) -> torch.Tensor:
+        """The projection to the vocabulary [vocab, hidden], dense; to be asked for in all ranks."""
+        own = unpack(self.lm_head)
+        return self.shard.stack(own) if self._splits_head else own
 
     def convert(self, change: Change) -> None:
         """Of the weights of all products, which are filled. A head tied to the embedding becomes a copy of it."""
@@ -129,8 +139,8 @@ class Decoder:
             "model.embed_tokens.weight": WeightTarget(view=self.embed_tokens),
             "model.norm.weight": WeightTarget(view=self.norm.weight),
         }
-        if self.lm_head is not self.embed_tokens:
-            targets[f"{HEAD}.weight"] = weight_target(self.lm_head, slice(None), None)
+        if self.lm_head is not self.tied_rows:
+            targets[f"{HEAD}.weight"] = weight_target(self.lm_head, slice(None), 0 if self._splits_head else None)
         for index, layer in enumerate(self.layers):
             targets |= layer.weight_targets(LAYER.format(index))
         return targets

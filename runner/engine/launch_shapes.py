@@ -19,6 +19,7 @@ from runner.engine.layers import Attention, DecoderLayer
 from runner.engine.operations import head_logits, paged_attention
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Family, Segment
+from runner.engine.shard import Shard
 from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES, TileShape
 
 Shapes = dict[Family, LaunchShape]
@@ -83,19 +84,26 @@ def product_tile(device: torch.device, *, batch_invariant: bool) -> int | None:
     return 1 if runs_kernels(device) else ROW_INVARIANT_TILES["decode"].linear
 
 
-def row_invariant_shapes(shapes: Shapes, layer: DecoderLayer, lm_head: Weight, *, max_model_len: int) -> Shapes | None:
-    """`shapes`, or others in which this machine keeps a row's bits; None when none do.
+def row_invariant_shapes(
+    shapes: Shapes, layer: DecoderLayer, lm_head: Weight, *, max_model_len: int, shard: Shard
+) -> Shapes | None:
+    """`shapes`, or others in which this machine keeps a row's bits, in all ranks; None when none do.
 
     Asked of the machine at the start, with a layer of the model and its head: what a BLAS or a compiler does with a row
-    cannot be read off its documentation.
+    cannot be read off its documentation. Ranks ask in step, since some of the products are all of theirs.
     """
     if runs_kernels(lm_head.device):
-        return shapes if all(_kernels_keep_bits(shape, layer, lm_head) for shape in shapes.values()) else None
+        keep = [_kernels_keep_bits(shape, layer, lm_head) for shape in shapes.values()]
+        return shapes if shard.all(all(keep)) else None
     decode = shapes["decode"]
     is_bucketed = isinstance(decode, PagedShape) and decode.is_bucketed
     candidates = (_cpu_shapes(layer.attention, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
     return next(
-        (tried for tried in candidates if all(_keeps_bits_on_cpu(shape, layer, lm_head) for shape in tried.values())),
+        (
+            tried
+            for tried in candidates
+            if shard.all(all(_keeps_bits_on_cpu(shape, layer, lm_head) for shape in tried.values()))
+        ),
         None,
     )
 
@@ -139,8 +147,8 @@ def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight)
         (lambda x: mlp(x, tile), [mlp.gate_up_proj.weight, mlp.down_proj.weight]),
         (lambda x: head_logits(x, lm_head, tile), [lm_head]),
     )
-    rows_agree = all(_rows_agree(product, weights) for product, weights in asked)
-    return rows_agree and _attentions_agree(shape, attention)
+    agree = [_rows_agree(product, weights) for product, weights in asked]
+    return all(agree) and _attentions_agree(shape, attention)
 
 
 def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], weights: Sequence[Weight]) -> bool:
@@ -159,7 +167,8 @@ def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], weights: Sequen
     generator = torch.Generator(first.device).manual_seed(0)
     rows = torch.randn(max(counts), first.shape[1], generator=generator, device=first.device).to(first.dtype)
     alone = product(rows[-1:].contiguous())
-    return all(torch.equal(product(rows[-count:])[-1:], alone) for count in counts)
+    agree = [torch.equal(product(rows[-count:])[-1:], alone) for count in sorted(counts)]
+    return all(agree)
 
 
 def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int = 16) -> bool:

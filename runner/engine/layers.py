@@ -14,7 +14,7 @@ from kernels.cpu.panels import Change, Weight
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, Shard, WeightTarget
+from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
 from runner.engine.operations import (
     add_rms_norm,
     gated_linear,
@@ -26,6 +26,7 @@ from runner.engine.operations import (
 )
 from runner.engine.quantization import Quantization
 from runner.engine.rope import Rope, RopeRows
+from runner.engine.shard import Shard
 
 
 class RMSNorm:

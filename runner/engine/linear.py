@@ -17,19 +17,7 @@ from kernels.quantized_weight import QuantizedWeight, num_groups
 from runner.engine.errors import UserError
 from runner.engine.operations import linear
 from runner.engine.quantization import Quantization, Storage
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """This process's part of a tensor-parallel group."""
-
-    rank: int = 0
-    size: int = 1
-
-    def split(self, length: int, what: str) -> int:
-        if length % self.size:
-            raise ValueError(f"{what} must be divisible by tensor_parallel_size ({self.size}), got {length}")
-        return length // self.size
+from runner.engine.shard import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +109,7 @@ class RowParallelLinear:
         columns, storage = shard.split(in_features, name), (quantization or {}).get(name)
         if shard.size > 1 and storage is not None and columns % (storage.group_size or 1):
             raise UserError(
-                f"{name} has {columns} inputs on each of {shard.size} GPUs, which must be divisible by "
+                f"{name} has {columns} inputs in each of {shard.size} ranks, which must be divisible by "
                 f"{storage.group_size}, the inputs that share a scale; choose another tensor_parallel_size"
             )
         self.weight: Weight = empty_weight(out_features, columns, dtype, storage)
@@ -132,11 +120,7 @@ class RowParallelLinear:
         self.weight = change(self.weight)
 
     def __call__(self, x: torch.Tensor, tile: int | None) -> torch.Tensor:
-        if self.shard.size == 1:
-            return linear(x, self.weight, self.bias, tile)
-        out = linear(x, self.weight, self.bias if self.shard.rank == 0 else None, tile)
-        torch.distributed.all_reduce(out)
-        return out
+        return self.shard.sum(linear(x, self.weight, self.bias if self.shard.rank == 0 else None, tile))
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets = {f"{prefix}{self.name}.weight": weight_target(self.weight, slice(None), 1)}

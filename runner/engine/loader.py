@@ -20,12 +20,13 @@ from runner.engine.backend import multiplies_8_bits
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors, require_finite, stated_quantization
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.errors import UserError, first_of
-from runner.engine.linear import Shard, WeightTarget
+from runner.engine.linear import WeightTarget
 from runner.engine.memory import require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
 from runner.engine.quantization import Quantization, Storage, held_weights, read_scheme
 from runner.engine.quantized_tensors import QuantizedTensor, require_scales
 from runner.engine.rope import num_positions, require_static_rope, warn_of_unread_rope
+from runner.engine.shard import Shard
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.transformers_support import require_supported
 
@@ -74,6 +75,11 @@ def load_model(
                 f"{source.quantization_option} must be null, got {source.quantization}: "
                 f"{config.model_type} runs through transformers' own modelling code, whose products are dense"
             )
+        if shard is not None and shard.size > 1:
+            raise UserError(
+                f"hardware.tensor_parallel_size must be 1, got {shard.size}: {config.model_type} runs through "
+                "transformers' own modelling code, which is not split; choose a model that runs on our own decoder"
+            )
         logger.info("%s: %s runs through transformers' own modelling code", source.model, config.model_type)
         model = TransformersModel.load(source, config, device=device, dtype=dtype, max_model_len=length)
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -84,14 +90,15 @@ def load_model(
     require_static_rope(config)
     logger.info("%s: %s runs on our own decoder", source.model, arch.family)
     shape = partial(Decoder, arch, config, max_model_len=length, dtype=dtype, shard=shard)
-    with torch.device("meta"):
+    with torch.device("meta"), _naming(source):
         product_names = shape().product_names
     quantization = _find_quantization(product_names, arch, source, device)
     with torch.device("meta"), _naming(source):
         num_bytes = sum(part.numel() * part.element_size() for part in shape(quantization=quantization).parameters())
     smaller = f"{source.quantization_option}=fp8, " if not quantization and multiplies_8_bits(device) else ""
     remedy = f"choose {smaller}a smaller model, hardware.dtype=bfloat16, or a device with more memory"
-    require_memory(num_bytes, device, f"{source.name}={source.model}", remedy)
+    size = shard.size if shard is not None and device.type == "cpu" else 1  # there all ranks have one memory
+    require_memory(size * num_bytes, device, f"{source.name}={source.model}", remedy)
     with torch.device(device):
         decoder = shape(quantization=quantization)
     if source.is_dummy:
@@ -173,15 +180,17 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
             f"layers); {'; '.join(lines)}; download the checkpoint again or mend its config.json"
         )
     if tied_head is not None:
-        fill_quantized(tied_head, decoder.embed_tokens)
+        fill_quantized(tied_head, decoder.tied_rows)
 
 
 def fill_randomly(decoder: Decoder) -> None:
-    """Random weights of the scale that keeps activations finite, the same in every run."""
-    generator = torch.Generator(device=decoder.embed_tokens.device).manual_seed(0)
+    """Random weights of the scale that keeps activations finite, the same in every run with as many ranks."""
+    whole = torch.Generator(device=decoder.embed_tokens.device).manual_seed(0)  # of what all ranks have alike
+    own = torch.Generator(device=decoder.embed_tokens.device).manual_seed(1 + decoder.shard.rank)
     for name, target in decoder.weight_targets().items():  # the embedding before the head
+        generator = whole if decoder.shard.size == 1 or target.shard_dim is None else own
         if name == f"{HEAD}.weight" and decoder.is_tied:
-            fill_quantized(target, decoder.embed_tokens)
+            fill_quantized(target, decoder.tied_rows)
         elif "norm" in name:
             target.view.fill_(1.0)
         elif target.scales is None:

@@ -58,7 +58,9 @@ class ModelRunner(PagedRunner):
         self.products_per_row = model.products_per_row if isinstance(model, Decoder) else 0
         self.is_row_invariant = False
         if isinstance(model, Decoder) and batch_invariant:
-            kept = row_invariant_shapes(self.shapes, model.layers[0], model.lm_head, max_model_len=model.max_model_len)
+            kept = row_invariant_shapes(
+                self.shapes, model.layers[0], model.lm_head, max_model_len=model.max_model_len, shard=model.shard
+            )
             self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
 
     def run(

@@ -23,6 +23,7 @@ from kernels.reference.rms_norm import rms_norm_pair as rms_norm_pair_in_torch
 from kernels.reference.rms_norm import sum_beside_rms_norm as sum_beside_rms_norm_in_torch
 from kernels.reference.rope import apply_rope
 from kernels.reference.silu_and_mul import silu_and_mul
+from kernels.reference.sum_of_ranks import sum_of_ranks as sum_of_ranks_in_torch
 from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.rope import RopeRows
@@ -39,13 +40,26 @@ def take_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return on_cpu(table, rows)
 
 
-def beside(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """[num_rows, a] and [num_rows, b] -> [num_rows, a + b]."""
-    if not is_compiled(first):
-        return torch.cat((first, second), dim=1)
+def beside(*parts: torch.Tensor) -> torch.Tensor:
+    """[num_rows, a], [num_rows, b], ... -> [num_rows, a + b + ...]."""
+    if not is_compiled(parts[0]):
+        return torch.cat(parts, dim=1)
     from kernels.cpu.rows import beside as on_cpu
 
-    return on_cpu(first, second)
+    return on_cpu(*parts)
+
+
+def sum_of_ranks(parts: torch.Tensor) -> torch.Tensor:
+    """[num_ranks, num_rows, width] -> [num_rows, width], in the order of the ranks."""
+    if is_compiled(parts):
+        from kernels.cpu.sum_of_ranks import sum_of_ranks as on_cpu
+
+        return on_cpu(parts)
+    if not runs_kernels(parts):
+        return sum_of_ranks_in_torch(parts)
+    from kernels.sum_of_ranks import sum_of_ranks as kernel
+
+    return kernel(parts)
 
 
 def add(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

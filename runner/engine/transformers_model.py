@@ -97,8 +97,7 @@ class TransformersModel(nn.Module):
         weight: torch.Tensor = self.decoder.get_input_embeddings().weight
         return weight
 
-    @property
-    def lm_head(self) -> torch.Tensor:
+    def whole_head(self) -> torch.Tensor:
         """[vocab, hidden]; every family that MTP modules are published for calls it so."""
         weight: torch.Tensor = self.head.lm_head.weight
         return weight

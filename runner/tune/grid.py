@@ -125,15 +125,14 @@ def _pass_of(llm: LLM, items: Sequence[WorkloadItem], cell: Cell, on_ended: Call
             on_ended(metrics.num_finished_requests - num_known)
             num_known = metrics.num_finished_requests
 
-    proposer = llm.engine.proposer if count else llm.engine.plain_proposer
-    proposer.restart()
     one = run_pass(
         llm,
-        proposer,
+        llm.engine.proposer if count else llm.engine.plain_proposer,
         items,
         MetricsCollector(),
         max_concurrency=batch_size,
         max_draft_tokens=count,
+        restarts=True,
         observer=observe,
     )
     if one.errors:
