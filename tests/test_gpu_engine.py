@@ -216,3 +216,19 @@ def test_a_step_reads_back_once(engines: Engines) -> None:
             texts(llm, 4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_say_the_same_whatever_the_method_and_the_batch() -> None:
+    """In processes, captured and eager, by NCCL."""
+    prompts = [f"def f{index}(x):\n    return" * (1 + index % 3) for index in range(16)]
+    params = [SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=40) for index in range(16)]
+    said = list[list[tuple[int, ...]]]()
+    for method in (None, "draft_model", "eagle3", "suffix", "token_recycling", "ngram_gpu"):
+        for engine_args in ({}, {"max_num_seqs": 3}, {"enforce_eager": True}):
+            spec = None if method is None else {"method": method, "num_speculative_tokens": 4}
+            llm = LLM("tiny", speculative_config=spec, device="cuda", tensor_parallel_size=2, **engine_args)
+            assert llm.engine.target.is_row_invariant, "these GPUs do not keep a row's bits"
+            said.append([tuple(output.outputs[0].token_ids) for output in llm.generate(prompts, params)])
+            llm.close()
+    assert all(texts == said[0] for texts in said)

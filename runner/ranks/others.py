@@ -45,7 +45,7 @@ class Other:
                 status = str(self.process.wait(SECONDS_TO_END))
             except subprocess.TimeoutExpired:
                 status = "that is not known yet"
-            return f"ended with status {status}, and did not say why"
+            return f"ended with status {status}, and did not say why (-9: killed, as where memory runs out)"
 
 
 class Others:
