@@ -112,6 +112,8 @@ def test_null_is_vllms_default_for_every_key(key: str) -> None:
          {"model": "d", "num_speculative_tokens": 3, "max_model_len": 99}),
         ({"model": "d", "num_speculative_tokens": 3, "speculative_draft_tensor_parallel_size": 1},
          {"model": "d", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}),
+        ({"model": "d", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 8},
+         {"model": "d", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}),
         ({"method": "ngram", "acceptance_method": "rejection_sampler"},
          {"method": "ngram", "rejection_sample_method": "probabilistic"}),
         ({"method": "ngram", "rejection_sample_method": "standard"},

@@ -553,9 +553,11 @@ def test_a_drafter_follows_no_longer_texts_than_its_target(method: str) -> None:
 def test_switches_of_vllm_that_change_nothing_are_read_with_a_warning() -> None:
     """Scripts that read its metrics switch them on by disable_log_stats=False."""
     args = {"disable_log_stats": False, "enable_chunked_prefill": True, "swap_space": 4, "async_scheduling": None}
+    args |= {"pipeline_parallel_size": 1, "data_parallel_size": 1, "distributed_executor_backend": "mp"}
     with pytest.warns(UserWarning, match="changes nothing here") as found:
         LLM("tiny", device="cpu", num_gpu_blocks_override=320, **args)
     assert [str(warning.message) for warning in found] == [
+        "distributed_executor_backend='mp' changes nothing here: ranks are processes of this machine",
         "enable_chunked_prefill=True changes nothing here: prompts are always computed in chunks",
         "swap_space=4 changes nothing here: a preempted request is computed anew",
     ]

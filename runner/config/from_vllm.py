@@ -17,6 +17,7 @@ from runner.config.problem import Problem
 from runner.config.quantization import OF_CHECKPOINTS
 from runner.config.sampler import SamplerConfig
 from runner.config.vllm_keys import (
+    ENGINE_ARGS_OFF,
     ENGINE_ARGS_WITHOUT_EFFECT,
     KEYS_WITHOUT_EFFECT,
     MTP_SUFFIX,
@@ -58,6 +59,7 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
     values = _today(given, notes, problems)
     _drop(values, KEYS_WITHOUT_EFFECT, "speculative_config.", notes)
     _drop_refused(values, problems)
+    _take_whole_drafter(values, notes)
     known = frozenset().union(*fields.values())
     values = {key: value for key, value in values.items() if value is not None or key not in known}
     if (quantization := values.get("quantization")) in OF_CHECKPOINTS:
@@ -90,7 +92,8 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
 
 def without_switches(engine_args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Arguments of an LLM without vLLM's switches that change nothing here, and a note on each that is on."""
-    kept, notes = dict(engine_args), list[str]()
+    off = ENGINE_ARGS_OFF.items()
+    kept, notes = {key: value for key, value in engine_args.items() if (key, value) not in off}, list[str]()
     _drop(kept, ENGINE_ARGS_WITHOUT_EFFECT, "", notes)
     return kept, notes
 
@@ -138,6 +141,14 @@ def _drop_refused(values: dict[str, Any], problems: list[Problem]) -> None:
     for (key, value), remedy in REFUSED_VALUES.items():
         if values.get(key) == value:
             problems.append(Problem(name=key, rule="is not available", value=values.pop(key), remedy=remedy))
+
+
+def _take_whole_drafter(values: dict[str, Any], notes: list[str]) -> None:
+    """Another number of GPUs would change how fast it drafts, and no token."""
+    key = "draft_tensor_parallel_size"
+    if type(size := values.get(key)) is int and size > 1:
+        values[key] = 1
+        notes.append(f"speculative_config.{key}={size} is read as 1: a drafter runs whole on each of the target's GPUs")
 
 
 def _inferred(values: Mapping[str, Any]) -> Any:

@@ -104,10 +104,14 @@ KEYS_WITHOUT_EFFECT = {
 ENGINE_ARGS_WITHOUT_EFFECT = {
     "async_scheduling": "a step is launched before the last one's tokens are read, wherever it can be",
     "compilation_config": "steps are captured without a compiler; enforce_eager=True turns that off",
+    "disable_custom_all_reduce": "parts of products are gathered, and added up in the order of the ranks",
     "disable_log_stats": "statistics are always there, in get_metrics()",
+    "distributed_executor_backend": "ranks are processes of this machine",
     "enable_chunked_prefill": "prompts are always computed in chunks",
     "swap_space": "a preempted request is computed anew",
 }
+# Arguments that ask for nothing with this value, and are not known with another.
+ENGINE_ARGS_OFF = {"data_parallel_size": 1, "pipeline_parallel_size": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
