@@ -70,7 +70,6 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
     hardware = config.hardware
     shard = shard or Shard()
     info = load_target(config, shard) if target_info is None else target_info
-    assert shard.size == 1 or target_info is None, "weights are shared with engines of one rank"
     source = info.source
     device = resolve_device(hardware.device)
     dtype = resolve_dtype(hardware.dtype, device, source)

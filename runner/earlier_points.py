@@ -1,7 +1,7 @@
 """What a point of a sweep reuses from the points that ran before it in the same process.
 
-The target's weights, while model and hardware stay the same, and plain decoding, so that all points are compared with
-one baseline. Each point has an engine and a KV cache of its own.
+The target's weights and the ranks that hold them, while model and hardware stay the same, and plain decoding, so that
+all points are compared with one baseline. Each point has an engine and a KV cache of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from runner.metrics import MetricsCollector
 
 if TYPE_CHECKING:  # the command line imports this file, and torch takes a while
     from runner.engine.loader import LoadedModel
+    from runner.ranks.ranks import Ranks
 
 TARGET_NODES = {"model", "hardware"}
 BASELINE_NODES = {*TARGET_NODES, "sampler", "workload", "seed"}
@@ -27,22 +28,38 @@ class Baseline:
     metrics: MetricsCollector
 
 
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A target, in every rank."""
+
+    nodes: str  # of the configuration that say which
+    info: LoadedModel
+    ranks: Ranks
+
+
 class EarlierPoints:
     def __init__(self) -> None:
+        self._held: Held | None = None
         self.forget()
 
     def forget(self) -> None:
-        self._target: tuple[str, LoadedModel] | None = None
+        self._let_go()
         self._baselines: dict[str, Baseline] = {}
 
-    def target_for(self, config: SpeculativeConfig) -> LoadedModel | None:
-        """The weights, if the last point had the same; others are let go of, to leave their memory to the next ones."""
-        if self._target is not None and self._target[0] != config.model_dump_json(include=TARGET_NODES):
-            self._target = None
-        return None if self._target is None else self._target[1]
+    def target_for(self, config: SpeculativeConfig) -> Held | None:
+        """That of the last point, if it had the same; others are let go of, to leave their memory to the next ones."""
+        held = self._held
+        if held is None or held.nodes != config.model_dump_json(include=TARGET_NODES) or not held.ranks.is_open:
+            self._let_go()
+        return self._held
 
-    def keep_target(self, config: SpeculativeConfig, target: LoadedModel) -> None:
-        self._target = config.model_dump_json(include=TARGET_NODES), target
+    def keep_target(self, config: SpeculativeConfig, info: LoadedModel, ranks: Ranks) -> None:
+        self._held = Held(nodes=config.model_dump_json(include=TARGET_NODES), info=info, ranks=ranks)
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.ranks.close()
+        self._held = None
 
     def baseline_for(self, config: SpeculativeConfig) -> Baseline | None:
         return self._baselines.get(config.model_dump_json(include=BASELINE_NODES))

@@ -33,7 +33,7 @@ from runner.metrics.totals import RequestTotals
 from runner.model_files import model_path
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
 from runner.prompts import PROMPT_RULE, Prompt, is_token_ids, make_requests
-from runner.ranks.ranks import Call, Forget, Ranks, Run
+from runner.ranks.ranks import Build, Call, Forget, Ranks, Run
 from runner.ranks.start import start_ranks
 from runner.request_loop import Observer, RequestLoop
 from runner.step_loop import StepLoop
@@ -82,7 +82,8 @@ class LLM:
         """An engine of its own.
 
         Args:
-            target_info: weights that it shares with others, as in `assemble`.
+            target_info: weights that it shares with others, as in `assemble`; of several ranks, those of their last
+                engine.
             ranks: whose part it is; None: as many as the configuration wants, of which this process is the first.
         """
         llm = cls.__new__(cls)
@@ -93,9 +94,9 @@ class LLM:
         self, config: SpeculativeConfig, target_info: LoadedModel | None = None, ranks: Ranks | None = None
     ) -> None:
         self.config = config
-        self._ranks = ranks or start_ranks(config)
-        with self._ranks.starting():
-            self.engine = assemble(config, target_info, self._ranks.shard)
+        self.ranks = ranks or start_ranks(config)
+        with self.ranks.together(Build(config=config, shares_target=target_info is not None)):
+            self.engine = assemble(config, target_info, self.ranks.shard)
         self.metrics = MetricsCollector()  # of the generate() that runs, or ran last
         self._totals = RequestTotals()  # of those before it
         self._cached_for = self.engine.proposer  # whose requests left in the KV cache what is known there
@@ -137,7 +138,7 @@ class LLM:
                         observer(metrics)
 
                 call = Run(requests=requests, keeps_cache=True)
-                with self._ranks.together(call):
+                with self.ranks.together(call):
                     traces = self._run(call, self.metrics, observer=observe)
         if traces.errors:  # an empty text alone would pass for an answer
             request_id, reason = next(iter(traces.errors.items()))
@@ -156,7 +157,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier calls left in the KV cache, so that prompts are computed anew; under vLLM's name."""
-        with self._one_at_a_time(), self._ranks.together(Forget()):
+        with self._one_at_a_time(), self.ranks.together(Forget()):
             self.follow(Forget())
 
     def close(self) -> None:
@@ -164,7 +165,7 @@ class LLM:
 
         Comes by itself when nothing refers to the LLM any more.
         """
-        self._ranks.close()
+        self.ranks.close()
 
     def chat(
         self,
@@ -209,7 +210,7 @@ class LLM:
 
         Finds nothing in the cache that earlier calls left there, so that every call does the same work.
         """
-        if self._ranks.shard.size > 1 and proposer not in (self.engine.proposer, self.engine.plain_proposer):
+        if self.ranks.shard.size > 1 and proposer not in (self.engine.proposer, self.engine.plain_proposer):
             raise UserError("with hardware.tensor_parallel_size > 1 the proposer must be one of the engine's own")
         call = Run(
             requests=requests,
@@ -220,11 +221,12 @@ class LLM:
             restarts=restarts,
             learns=learns,
         )
-        with self._one_at_a_time(), self._ranks.together(call):
+        with self._one_at_a_time(), self.ranks.together(call):
             return self._run(call, metrics, proposer, categories=categories, observer=observer)
 
     def follow(self, call: Call) -> None:
         """Make a call that all ranks make; what it gives is the first rank's to tell."""
+        assert not isinstance(call, Build), "it makes another LLM"
         if isinstance(call, Forget):
             self.engine.block_manager.forget()
         else:
@@ -247,7 +249,7 @@ class LLM:
             proposer.restart()
         traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
         steps = StepLoop(self.engine, self.scheduler_for(proposer, call.max_draft_tokens), proposer, metrics, traces)
-        loop = RequestLoop(steps, self._to_abort, self._ranks)
+        loop = RequestLoop(steps, self._to_abort, self.ranks)
         if not call.learns:
             proposer.set_learning(False)
         try:

@@ -28,7 +28,8 @@ def load(config: SpeculativeConfig, earlier: EarlierPoints | None = None) -> tup
 
 def _load(config: SpeculativeConfig, earlier: EarlierPoints | None) -> LLM:
     with open_console(stderr=True).status(f"loading {config.model.model} and method={config.method.method}"):
-        llm = LLM.from_config(config, earlier.target_for(config) if earlier else None)
-    if earlier is not None and config.hardware.tensor_parallel_size == 1:  # other ranks end with their engine
-        earlier.keep_target(config, llm.engine.target_info)
+        held = earlier.target_for(config) if earlier else None
+        llm = LLM.from_config(config) if held is None else LLM.from_config(config, held.info, held.ranks)
+    if earlier is not None:
+        earlier.keep_target(config, llm.engine.target_info, llm.ranks)
     return llm

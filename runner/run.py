@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def execute(
     """
     check_record(config)
     llm, items = load(config, earlier)
-    with closing(llm):
+    with closing(llm) if earlier is None else nullcontext():  # else the next point may go on with its ranks
         return _execute(llm, items, output_dir, written or {}, earlier)
 
 

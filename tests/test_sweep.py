@@ -24,6 +24,7 @@ from runner.config.method_union import METHODS
 from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 from runner.metrics import MetricsCollector
+from runner.ranks.ranks import Ranks
 from runner.tracking.tracker import comparison_row
 from tests.command_line import CommandLine, Ending
 
@@ -288,10 +289,11 @@ def test_a_point_of_other_conditions_takes_nothing_over() -> None:
         return SpeculativeConfig.parse({"model": {"model": "m"}, "method": {"method": "ngram"}} | changes)
 
     earlier, target = EarlierPoints(), object()
-    earlier.keep_target(config(), target)  # type: ignore[arg-type]
+    earlier.keep_target(config(), target, Ranks())  # type: ignore[arg-type]
     earlier.keep_baseline(config(), MetricsCollector())
     other_method = config(method={"method": "suffix"}, seed=1)
-    assert earlier.target_for(other_method) is target
+    held = earlier.target_for(other_method)
+    assert held is not None and held.info is target
     assert earlier.baseline_for(other_method) is None, "another seed"
     found = earlier.baseline_for(config(method={"method": "suffix"}))
     assert found is not None and found.point == "method=ngram method.num_speculative_tokens=4"

@@ -21,6 +21,7 @@ from proposers import available_methods
 from proposers.base import proposer_class
 from runner.cli.compose import Composer
 from runner.config import SpeculativeConfig
+from runner.earlier_points import EarlierPoints
 from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
@@ -186,8 +187,8 @@ def test_a_vocabulary_that_cannot_be_split_is_whole_in_every_rank() -> None:
 
 def others_of(llm: LLM) -> list[int]:
     """Process ids of the ranks but the first."""
-    assert isinstance(llm._ranks, Leader)
-    return [other.process.pid for other in llm._ranks._others.running]
+    assert isinstance(llm.ranks, Leader)
+    return [other.process.pid for other in llm.ranks._others.running]
 
 
 def has_ended(process: int) -> bool:
@@ -289,3 +290,22 @@ def test_a_run_compares_a_method_with_plain_decoding_in_the_same_ranks(tmp_path:
     summary = execute(config, tmp_path)
     assert summary["identical_to_baseline"] == summary["identical_between_repeats"] == {"requests": 3, "identical": 3}
     assert summary["lossless"] == "tokens" and summary["acceptance_rate"] > 0
+
+
+def test_the_points_of_a_sweep_share_processes_and_weights() -> None:
+    """One whose call fails leaves none to the next."""
+    earlier, processes, targets = EarlierPoints(), list[int](), list[Any]()
+    for method in (METHODS["suffix"], None, METHODS["draft_model"]):
+        config = config_of(method, 2)
+        held = earlier.target_for(config)
+        llm = LLM.from_config(config) if held is None else LLM.from_config(config, held.info, held.ranks)
+        earlier.keep_target(config, llm.engine.target_info, llm.ranks)
+        processes += others_of(llm)
+        targets.append(llm.engine.target_info)
+        completed(llm)
+    assert len(set(processes)) == 1 and all(target is targets[0] for target in targets)
+    other = processes[0]
+    assert not has_ended(other)
+    assert earlier.target_for(config_of(None, 1)) is None and has_ended(other)
+    earlier.keep_target(config, llm.engine.target_info, llm.ranks)
+    assert earlier.target_for(config) is None, "nobody is there to go on with"

@@ -1,4 +1,4 @@
-"""What the process of a rank but the first runs: the calls of another process's LLM, each as that one makes it."""
+"""What the process of a rank but the first runs: the calls of another process's LLMs, each as these make it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from runner.engine.errors import UserError
 from runner.llm import LLM
 from runner.ranks.follower import Follower, fail
+from runner.ranks.ranks import Build
 
 
 def follow(connection: Connection) -> int:
@@ -17,10 +18,15 @@ def follow(connection: Connection) -> int:
     logging.disable()  # the first rank says the same
     warnings.simplefilter("ignore")
     try:
-        ranks = Follower(connection)
-        llm = LLM.from_config(ranks.config, ranks=ranks)
+        ranks, llm = Follower(connection), None
         for call in ranks.calls():
-            llm.follow(call)
+            if isinstance(call, Build):
+                target_info = llm.engine.target_info if llm is not None and call.shares_target else None
+                llm = None  # its memory is the next one's
+                llm = LLM.from_config(call.config, target_info, ranks)
+            else:
+                assert llm is not None, "an engine comes first"
+                llm.follow(call)
     except UserError as error:
         fail(connection, str(error))
         return 1

@@ -13,7 +13,6 @@ from typing import TypeVar, cast
 
 import torch
 
-from runner.config import SpeculativeConfig
 from runner.engine.shard import Exchange, Shard
 from runner.ranks.ranks import Call, SeveralRanks
 
@@ -26,7 +25,6 @@ LOOKS_EVERY = 1.0  # s, whether the first rank is still there
 class Welcome:
     """What a rank is told first."""
 
-    config: SpeculativeConfig
     rank: int
     size: int
     num_threads: int  # of torch
@@ -40,7 +38,6 @@ class Follower(SeveralRanks):
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         welcome = connection.recv()
         assert isinstance(welcome, Welcome)
-        self.config = welcome.config
         torch.set_num_threads(welcome.num_threads)
         exchange: Exchange
         if welcome.unique_id is not None:

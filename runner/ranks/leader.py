@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from runner.config import SpeculativeConfig
+from runner.config import HardwareConfig
 from runner.engine.errors import UserError
 from runner.engine.shard import Exchange, Shard
 from runner.ranks.follower import shared_memory
@@ -22,26 +22,26 @@ from runner.ranks.ranks import Call, SeveralRanks
 
 Value = TypeVar("Value")
 MEMORY_FOLDER = "/dev/shm"  # of files that are memory, where there is one
-GONE = "the other processes of this engine have ended, as a call was interrupted or failed; build a new LLM"
+GONE = "the engine's other processes have ended: it was closed, or a call was interrupted or failed; build a new LLM"
 
 
 class Leader(SeveralRanks):
-    def __init__(self, config: SpeculativeConfig, device: torch.device) -> None:
-        """Start the other ranks, which then build the same engine.
+    def __init__(self, hardware: HardwareConfig, device: torch.device) -> None:
+        """Start the other ranks.
 
         Raises:
             UserError: there are too few GPUs or too little memory, or a process ended at once.
         """
-        self._others = Others(config.hardware.tensor_parallel_size)
+        self._others = Others(hardware.tensor_parallel_size)
         self._end = weakref.finalize(self, self._others.end)  # also at the end of this process
         try:
-            exchange = self._join_on_gpus(config) if device.type == "cuda" else self._join_on_cpu(config)
+            exchange = self._join_on_gpus() if device.type == "cuda" else self._join_on_cpu(hardware.num_threads)
         except BaseException:
             self.close()
             raise
         self.shard = Shard(rank=0, size=self._others.size, exchange=exchange)
 
-    def _join_on_gpus(self, config: SpeculativeConfig) -> Exchange:
+    def _join_on_gpus(self) -> Exchange:
         from runner.engine.nccl import NcclExchange, unique_id
 
         size = self._others.size
@@ -50,7 +50,7 @@ class Leader(SeveralRanks):
             raise UserError(f"{rule}, got {size}; lower it, or make more GPUs visible")
         torch.cuda.set_device(0)
         meeting = unique_id()
-        self._others.start(config=config, unique_id=meeting, num_threads=torch.get_num_threads())
+        self._others.start(unique_id=meeting, num_threads=torch.get_num_threads())
 
         def join() -> Exchange:
             torch.cuda.set_device(0)  # in this thread
@@ -58,28 +58,27 @@ class Leader(SeveralRanks):
 
         return self._others.join(join)
 
-    def _join_on_cpu(self, config: SpeculativeConfig) -> Exchange:
+    def _join_on_cpu(self, num_threads: int | None) -> Exchange:
         from kernels.cpu.exchange import num_bytes
 
         size = self._others.size
-        threads = config.hardware.num_threads or max(1, self._others.threads_of_process() // size)
+        threads = num_threads or max(1, self._others.threads_of_process() // size)
         folder = MEMORY_FOLDER if Path(MEMORY_FOLDER).is_dir() else None
         with tempfile.TemporaryFile(dir=folder) as file:  # it has no name; whoever has mapped it keeps it
             _reserve(file.fileno(), num_bytes(size), folder or tempfile.gettempdir())
             path = f"/dev/fd/{file.fileno()}"
-            self._others.start(pass_fds=[file.fileno()], config=config, memory=path, num_threads=threads)
+            self._others.start(pass_fds=[file.fileno()], memory=path, num_threads=threads)
             exchange = self._others.join(lambda: shared_memory(path, rank=0, size=size))
         self._others.share_threads(threads)
         return exchange
 
-    @contextmanager
-    def starting(self) -> Iterator[None]:
-        with self._or_end():
-            yield
+    @property
+    def is_open(self) -> bool:
+        return self._end.alive
 
     @contextmanager
     def together(self, call: Call) -> Iterator[None]:
-        if not self._end.alive:
+        if not self.is_open:
             raise UserError(GONE)
         message = ForkingPickler.dumps(call)
         with self._or_end():

@@ -1,4 +1,4 @@
-"""The processes that run one engine together, as one of them sees them.
+"""The processes that run engines together, one at a time, as one of them sees them.
 
 Every rank makes the same steps over the same requests and comes to the same tokens (runner/engine/shard.py). What
 depends on a clock, on a user or on another thread is the first rank's to say: which call begins, and between its steps
@@ -14,11 +14,20 @@ from dataclasses import dataclass
 from typing import TypeVar
 from zlib import crc32
 
+from runner.config import SpeculativeConfig
 from runner.engine.request import Request
 from runner.engine.scheduler import CommittedTokens
 from runner.engine.shard import Shard
 
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """An engine, in place of the last one."""
+
+    config: SpeculativeConfig
+    shares_target: bool  # with the last one: its weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +49,7 @@ class Run:
     learns: bool = True  # the proposer may remember what requests said
 
 
-Call = Forget | Run
+Call = Build | Forget | Run
 
 
 class Ranks:
@@ -48,10 +57,10 @@ class Ranks:
 
     shard = Shard()
 
-    @contextmanager
-    def starting(self) -> Iterator[None]:
-        """The engine is built inside, in all ranks. Raises UserError where another rank has failed."""
-        yield
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can follow."""
+        return True
 
     @contextmanager
     def together(self, call: Call) -> Iterator[None]:

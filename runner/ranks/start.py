@@ -13,4 +13,4 @@ def start_ranks(config: SpeculativeConfig) -> Ranks:
         return Ranks()
     from runner.ranks.leader import Leader
 
-    return Leader(config, resolve_device(config.hardware.device))
+    return Leader(config.hardware, resolve_device(config.hardware.device))
