@@ -67,7 +67,6 @@ def test_ranks_that_exchange_unlike_sizes_notice_and_wait_no_more() -> None:
     def exchange(ranks: Ranks) -> bool:
         own = exchange_of(ranks)
         own.gather(torch.zeros(7))
-        assert not own.has_parted
         own.gather(torch.zeros(6 if ranks.shard.rank else 7))
         own.gather(torch.zeros(200))  # in several pieces
         return own.has_parted
