@@ -49,15 +49,15 @@ def num_cache_blocks(
     if hardware.num_gpu_blocks_override is not None:
         blocks = hardware.num_gpu_blocks_override + 1
         what = f"a KV cache of hardware.num_gpu_blocks_override={hardware.num_gpu_blocks_override} blocks"
-        size = shard.size if device.type == "cpu" else 1  # there all ranks have one memory
-        require_memory(size * blocks * per_block, device, what, "lower it, or leave it out to have as many as fit")
+        needed = shard.num_beside(device) * blocks * per_block
+        require_memory(needed, device, what, "lower it, or leave it out to have as many as fit")
         return blocks
     per_request = -(-max_model_len // hardware.block_size)
     wanted = hardware.max_num_seqs * per_request + 1
     if device.type == "cuda":
         budget = _gpu_budget(hardware, target, proposer, rejection_sampler, max_model_len)
     else:
-        budget = int(available_memory(device) * hardware.gpu_memory_utilization) // shard.size  # all have one memory
+        budget = int(available_memory(device) * hardware.gpu_memory_utilization) // shard.num_beside(device)
         budget = min(budget, max(CPU_CACHE_BYTES, (per_request + 1) * per_block))
     blocks = shard.least(min(wanted, max(0, budget) // per_block))
     if blocks < per_request + 1:

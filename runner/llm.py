@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ from runner.metrics import MetricsCollector
 from runner.metrics.totals import RequestTotals
 from runner.model_files import model_path
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
-from runner.prompts import PROMPT_RULE, Prompt, is_token_ids, make_requests
+from runner.prompts import Prompt, list_params, list_prompts, make_requests
 from runner.ranks.ranks import Build, Call, Forget, Ranks, Run
 from runner.ranks.start import start_ranks
 from runner.request_loop import Observer, RequestLoop
@@ -123,8 +123,8 @@ class LLM:
             UserError: a prompt or a parameter cannot be used with this engine.
         """
         with self._one_at_a_time():
-            listed = _as_list(prompts)
-            params = _one_each(sampling_params, len(listed))
+            listed = list_prompts(prompts)
+            params = list_params(sampling_params, len(listed))
             for parameters in params:
                 self._check_speculative_model(parameters.speculative_model)
             requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
@@ -321,31 +321,3 @@ class LLM:
                 f"{name!r}; give it to the engine: LLM(..., speculative_config={{'method': 'draft_model', 'model': "
                 f"{name!r}}}), or method=draft_model method.model={name} on the command line"
             )
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a string, a mapping, a list of token ids and a list of chat messages are one."""
-    if isinstance(prompts, str | Mapping) or is_token_ids(prompts):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise UserError(f"{PROMPT_RULE}, or a list of these, got {type(prompts).__name__}")
-    listed: list[Any] = list(prompts)  # also of a generator, which may be asked once
-    if listed and all(isinstance(item, Mapping) and "role" in item for item in listed):
-        return [listed]
-    return listed
-
-
-def _one_each(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * num_prompts
-    is_list = isinstance(sampling_params, Iterable) and not isinstance(sampling_params, str | Mapping)
-    params = list(sampling_params) if is_list else []
-    strange = [entry for entry in params if not isinstance(entry, SamplingParams)]
-    if strange or not is_list:
-        kind = f"a list with {strange[0]!r}" if strange else repr(sampling_params)
-        raise UserError(f"sampling_params must be SamplingParams(...), or a list of them, one a prompt, got {kind}")
-    if len(params) != num_prompts:
-        raise UserError(f"sampling_params must be one or {num_prompts}, one a prompt, got {len(params)}")
-    return params

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -147,6 +147,39 @@ def _token_ids(values: Any) -> list[int]:
         return [operator.index(token) for token in values]
     except TypeError as error:  # a float that int() would cut, or text
         raise UserError(f"prompt_token_ids must be a list of token ids, got {str(values)[:60]}") from error
+
+
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a string, a mapping, a list of token ids and a list of chat messages are one.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if isinstance(prompts, str | Mapping) or is_token_ids(prompts):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise UserError(f"{PROMPT_RULE}, or a list of these, got {type(prompts).__name__}")
+    listed: list[Any] = list(prompts)  # also of a generator, which may be asked once
+    if listed and all(isinstance(item, Mapping) and "role" in item for item in listed):
+        return [listed]
+    return listed
+
+
+def list_params(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """Those of each prompt, from one for all, one each, or none; UserError where they are neither."""
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * num_prompts
+    is_list = isinstance(sampling_params, Iterable) and not isinstance(sampling_params, str | Mapping)
+    params = list(sampling_params) if is_list else []
+    strange = [entry for entry in params if not isinstance(entry, SamplingParams)]
+    if strange or not is_list:
+        kind = f"a list with {strange[0]!r}" if strange else repr(sampling_params)
+        raise UserError(f"sampling_params must be SamplingParams(...), or a list of them, one a prompt, got {kind}")
+    if len(params) != num_prompts:
+        raise UserError(f"sampling_params must be one or {num_prompts}, one a prompt, got {len(params)}")
+    return params
 
 
 def make_requests(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -78,7 +77,6 @@ def complete_in_rank(
     """Puts (rank, texts by method, exchanges in captured graphs, replays) into results."""
     from tests.emulated_cuda import emulated_cuda
 
-    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with emulated_cuda() as gpu, pytest.MonkeyPatch.context() as patch:
         exchange = EmulatedExchange(gpu, SharedMemory(memory, rank=rank, num_ranks=2), 2)

@@ -61,58 +61,58 @@ class Nccl:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Nccl:
-    stand_in = Nccl()
-    monkeypatch.setattr(nccl, "library", lambda: stand_in.functions)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    made = Nccl()
+    monkeypatch.setattr(nccl, "functions", lambda: made.functions)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
-    return stand_in
+    return made
 
 
-def test_a_group_is_joined_by_the_whole_of_its_id(library: Nccl) -> None:
+def test_a_group_is_joined_by_the_whole_of_its_id(stand_in: Nccl) -> None:
     """Which holds zeros, as text would end with the first of them."""
     assert unique_id() == ID
     with_zeros = bytes([7, 0, *range(126)])
     NcclExchange(with_zeros, rank=1, size=2)
-    assert library.calls == [("init", 2, with_zeros, 1)]
+    assert stand_in.calls == [("init", 2, with_zeros, 1)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_bytes_are_gathered_on_the_current_stream(library: Nccl, dtype: torch.dtype) -> None:
+def test_bytes_are_gathered_on_the_current_stream(stand_in: Nccl, dtype: torch.dtype) -> None:
     own = torch.arange(12).view(3, 4).to(dtype)
     gathered = NcclExchange(ID, rank=0, size=2).gather(own.T)  # which is not contiguous
-    assert library.calls[1:] == [("gather", own.nbytes, UINT8, GROUP, STREAM)]
+    assert stand_in.calls[1:] == [("gather", own.nbytes, UINT8, GROUP, STREAM)]
     assert torch.equal(gathered[0], own.T)
     assert gathered.shape == (2, 4, 3) and gathered.dtype == dtype
     assert torch.equal(gathered[1].view(torch.uint8), gathered[0].view(torch.uint8) ^ 1)
 
 
-def test_nothing_is_gathered_of_nothing(library: Nccl) -> None:
+def test_nothing_is_gathered_of_nothing(stand_in: Nccl) -> None:
     assert NcclExchange(ID, rank=0, size=2).gather(torch.empty(0, 5)).shape == (2, 0, 5)
-    assert len(library.calls) == 1
+    assert len(stand_in.calls) == 1
 
 
-def test_a_group_is_left_once_and_nothing_waits_for_its_graphs(library: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_left_once_and_nothing_waits_for_its_graphs(stand_in: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be the caller's to let go of: closing an engine would have hung."""
     monkeypatch.setattr(nccl, "SECONDS_TO_LEAVE", 0.01)
-    library.graphs_are_gone.clear()
+    stand_in.graphs_are_gone.clear()
     exchange = NcclExchange(ID, rank=0, size=2)
     exchange.give_up()
     exchange.give_up()
-    library.graphs_are_gone.set()
-    assert library.calls[1:] == [("abort", GROUP)]
+    stand_in.graphs_are_gone.set()
+    assert stand_in.calls[1:] == [("abort", GROUP)]
     with pytest.raises(RuntimeError, match="this rank has left its group"):
         exchange.gather(torch.zeros(3))
 
 
-def test_what_nccl_refuses_is_told(library: Nccl) -> None:
+def test_what_nccl_refuses_is_told(stand_in: Nccl) -> None:
     exchange = NcclExchange(ID, rank=0, size=2)
-    library.refuse()
+    stand_in.refuse()
     with pytest.raises(RuntimeError, match="NCCL: refused with 5"):
         exchange.gather(torch.zeros(3))
 
 
 def test_without_the_library_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "LIBRARIES", ("libnowhere.so",))
-    nccl.library.cache_clear()
+    nccl.functions.cache_clear()
     with pytest.raises(UserError, match="there must be NCCL, and libnccl was not found"):
-        nccl.library()
+        nccl.functions()

@@ -75,18 +75,16 @@ def texts_of(requests: list[Request]) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-def run_in_ranks(
-    method: dict[str, Any] | None, size: int = 2, **engine_args: Any
-) -> tuple[list[list[int]], MetricsCollector]:
+def run_in_ranks(method: dict[str, Any] | None, **engine_args: Any) -> tuple[list[list[int]], MetricsCollector]:
     """Texts, which all ranks have, and the first rank's counts, which are all ranks'."""
 
     def run(ranks: Ranks) -> tuple[list[list[int]], MetricsCollector]:
-        llm = LLM.from_config(config_of(method, size, **engine_args), ranks=ranks)
+        llm = LLM.from_config(config_of(method, 2, **engine_args), ranks=ranks)
         assert llm.engine.target.is_row_invariant
         requests, metrics = completed(llm)
         return texts_of(requests), metrics
 
-    (texts, metrics), *others = in_ranks(size, run, place_bytes=PLACE_BYTES)
+    (texts, metrics), *others = in_ranks(2, run, place_bytes=PLACE_BYTES)
     for others_texts, others_metrics in others:
         assert others_texts == texts
         assert others_metrics.records[0].num_accepted_tokens == metrics.records[0].num_accepted_tokens

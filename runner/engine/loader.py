@@ -97,14 +97,14 @@ def load_model(
         num_bytes = sum(part.numel() * part.element_size() for part in shape(quantization=quantization).parameters())
     smaller = f"{source.quantization_option}=fp8, " if not quantization and multiplies_8_bits(device) else ""
     remedy = f"choose {smaller}a smaller model, hardware.dtype=bfloat16, or a device with more memory"
-    size = shard.size if shard is not None and device.type == "cpu" else 1  # there all ranks have one memory
-    require_memory(size * num_bytes, device, f"{source.name}={source.model}", remedy)
+    shard = shard or Shard()
+    require_memory(shard.num_beside(device) * num_bytes, device, f"{source.name}={source.model}", remedy)
     with torch.device(device):
         decoder = shape(quantization=quantization)
     if source.is_dummy:
         fill_randomly(decoder)
     else:
-        fill_from_checkpoint(decoder, arch, config, source, shard or Shard())
+        fill_from_checkpoint(decoder, arch, config, source, shard)
     return LoadedModel(
         source=source,
         model=decoder,

@@ -27,7 +27,7 @@ class UniqueId(ctypes.Structure):
 
 
 @cache
-def library() -> Any:
+def functions() -> Any:
     """Raises UserError where there is none."""
     for name in LIBRARIES:
         try:
@@ -51,7 +51,7 @@ def library() -> Any:
 def unique_id() -> bytes:
     """By which the ranks of one group find each other."""
     made = UniqueId()
-    _check(library().ncclGetUniqueId(ctypes.byref(made)))
+    _check(functions().ncclGetUniqueId(ctypes.byref(made)))
     return bytes(made)
 
 
@@ -66,7 +66,7 @@ class NcclExchange:
         self._size, self._group = size, ctypes.c_void_p()
         self._leaving = threading.Lock()
         own = UniqueId.from_buffer_copy(unique_id)
-        _check(library().ncclCommInitRank(ctypes.byref(self._group), size, own, rank))
+        _check(functions().ncclCommInitRank(ctypes.byref(self._group), size, own, rank))
 
     def gather(self, own: Tensor) -> Tensor:
         own = own.contiguous()
@@ -75,7 +75,7 @@ class NcclExchange:
             if not self._group:
                 raise RuntimeError("NCCL: this rank has left its group")
             where = (self._group, torch.cuda.current_stream().cuda_stream)
-            _check(library().ncclAllGather(own.data_ptr(), gathered.data_ptr(), own.nbytes, UINT8, *where))
+            _check(functions().ncclAllGather(own.data_ptr(), gathered.data_ptr(), own.nbytes, UINT8, *where))
         return gathered
 
     def give_up(self) -> None:
@@ -85,11 +85,11 @@ class NcclExchange:
         if group:
             # It lets kernels go at once, and returns when no graph holds calls of the group any more: those that do may
             # be this thread's to let go of.
-            leaving = threading.Thread(target=library().ncclCommAbort, args=(group,), daemon=True)
+            leaving = threading.Thread(target=functions().ncclCommAbort, args=(group,), daemon=True)
             leaving.start()
             leaving.join(SECONDS_TO_LEAVE)
 
 
 def _check(result: int) -> None:
     if result != SUCCESS:
-        raise RuntimeError(f"NCCL: {library().ncclGetErrorString(result).decode()}")
+        raise RuntimeError(f"NCCL: {functions().ncclGetErrorString(result).decode()}")

@@ -64,6 +64,10 @@ class Shard:
         assert self.exchange is not None
         return int(self._gather(torch.tensor([number], device=self.exchange.device)).min())
 
+    def num_beside(self, device: torch.device) -> int:
+        """Ranks that take from one memory: on a CPU all of them, where a GPU has its own."""
+        return self.size if device.type == "cpu" else 1
+
     def all(self, holds: bool) -> bool:
         """Whether it holds in every rank."""
         return bool(self.least(int(holds)))

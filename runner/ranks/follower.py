@@ -17,7 +17,6 @@ from runner.engine.shard import Exchange, Shard
 from runner.ranks.ranks import Call, SeveralRanks
 
 Value = TypeVar("Value")
-READY = "ready"  # what a rank says once it is as far as to build its part; it says nothing more but why it fails
 LOOKS_EVERY = 1.0  # s, whether the first rank is still there
 
 
@@ -44,12 +43,10 @@ class Follower(SeveralRanks):
             from runner.engine.nccl import NcclExchange
 
             torch.cuda.set_device(welcome.rank)
-            connection.send(READY)
             exchange = NcclExchange(welcome.unique_id, rank=welcome.rank, size=welcome.size)
         else:
             assert welcome.memory is not None
             exchange = shared_memory(welcome.memory, rank=welcome.rank, size=welcome.size)
-            connection.send(READY)
         self.shard = Shard(rank=welcome.rank, size=welcome.size, exchange=exchange)
 
     def calls(self) -> Iterator[Call]:

@@ -30,7 +30,7 @@ class Leader(SeveralRanks):
         """Start the other ranks.
 
         Raises:
-            UserError: there are too few GPUs or too little memory, or a process ended at once.
+            UserError: there are too few GPUs or too little memory, or one of them ended before all had met.
         """
         self._others = Others(hardware.tensor_parallel_size)
         self._end = weakref.finalize(self, self._others.end)  # also at the end of this process

@@ -17,7 +17,7 @@ import torch
 
 from runner.engine.errors import UserError
 from runner.engine.shard import Exchange
-from runner.ranks.follower import READY, Welcome
+from runner.ranks.follower import Welcome
 
 Value = TypeVar("Value")
 # Not a module that is run: where modules are found may have changed since this process began, by pytest or a script.
@@ -36,10 +36,10 @@ class Other:
     process: subprocess.Popen[bytes]
     connection: Connection
 
-    def hear(self) -> object:
-        """Waits for what it says, or for its end."""
+    def hear(self) -> str:
+        """Waits for why it ends."""
         try:
-            return self.connection.recv()
+            return str(self.connection.recv())
         except (EOFError, OSError):
             try:
                 status = str(self.process.wait(SECONDS_TO_END))
@@ -63,7 +63,7 @@ class Others:
         self._listening = threading.RLock()  # in the thread that holds it Python may collect what ends all this
 
     def start(self, *, pass_fds: Sequence[int] = (), **welcome: Any) -> None:
-        """Raises UserError unless all of them have come as far as to build their part."""
+        """Their processes, which take a while to come."""
         path = [ROOT, *(os.path.abspath(entry) for entry in sys.path)]
         for rank in range(1, self.size):
             own, theirs = Pipe()
@@ -77,10 +77,6 @@ class Others:
             theirs.close()
             self.running.append(Other(rank=rank, process=process, connection=own))
             own.send(Welcome(rank=rank, size=self.size, **welcome))
-        for other in self.running:
-            if (said := other.hear()) != READY:
-                self._fail(other, said)
-                self.check()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def join(self, meet: Callable[[], Exchange]) -> Exchange:
@@ -101,6 +97,7 @@ class Others:
         if errors:
             raise errors[0]
         self._exchange = met[0]
+        self.check()  # who failed before that had nobody to be let go of
         return self._exchange
 
     def tell(self, message: Any) -> None:
@@ -154,11 +151,10 @@ class Others:
                 heard = wait(list(by_connection))[0]
                 assert isinstance(heard, Connection)
                 other = by_connection[heard]
-                self._fail(other, other.hear())
+                reason = other.hear()
+                rank = f"rank {other.rank} of hardware.tensor_parallel_size={self.size}"
+                self.failure = self.failure or f"{rank}: {reason}"
+                self._has_failed.set()
         finally:
             if self._exchange is not None:
                 self._exchange.give_up()
-
-    def _fail(self, other: Other, said: object) -> None:
-        self.failure = self.failure or f"rank {other.rank} of hardware.tensor_parallel_size={self.size}: {said}"
-        self._has_failed.set()
