@@ -21,6 +21,7 @@ from runner.assembly import assemble
 from runner.config import SpeculativeConfig
 from runner.config.from_vllm import without_switches
 from runner.config.python_names import in_python
+from runner.draft_budgets import DraftBudgets
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
 from runner.engine.request import Request
@@ -97,6 +98,7 @@ class LLM:
         self.ranks = ranks or start_ranks(config)
         with self.ranks.together(Build(config=config, shares_target=target_info is not None)):
             self.engine = assemble(config, target_info, self.ranks.shard)
+        self._budgets = DraftBudgets(config.method, self.engine.proposer)
         self.metrics = MetricsCollector()  # of the generate() that runs, or ran last
         self._totals = RequestTotals()  # of those before it
         self._cached_for = self.engine.proposer  # whose requests left in the KV cache what is known there
@@ -291,9 +293,6 @@ class LLM:
         if proposer is not self._cached_for:  # the one before may have left out what this one keeps in blocks
             engine.block_manager.forget()
             self._cached_for = proposer
-        num_speculative_tokens = proposer.num_speculative_tokens
-        if max_draft_tokens is not None:
-            num_speculative_tokens = min(num_speculative_tokens, max_draft_tokens)
         return Scheduler(
             block_manager=engine.block_manager,
             stop_rules=StopRules(
@@ -305,9 +304,7 @@ class LLM:
             max_num_seqs=hardware.max_num_seqs,
             max_num_batched_tokens=hardware.max_num_batched_tokens,
             enable_chunked_prefill=hardware.enable_chunked_prefill,
-            num_speculative_tokens=num_speculative_tokens,
-            num_speculative_tokens_per_batch_size=self.config.method.num_speculative_tokens_per_batch_size or (),
-            disable_by_batch_size=self.config.method.disable_by_batch_size,
+            draft_budget=self._budgets.budget(proposer, max_draft_tokens),
             fills_blocks=proposer.fills_blocks if hardware.enable_prefix_caching else None,
         )
 

@@ -53,7 +53,8 @@ class RequestLoop:
         due = deque([] if arrivals is None else [started + seconds for seconds in arrivals])
         with released_in_the_end(steps, requests):
             while arriving or scheduler.has_unfinished:
-                now, asked = self._ranks.share((time.perf_counter(), self._asked()))
+                now, asked, seconds = self._ranks.share((time.perf_counter(), self._asked(), steps.seconds))
+                steps.tell_budget(seconds)
                 if asked:
                     self._abort(requests, asked, now)
                 while arriving and (max_concurrency is None or scheduler.num_unfinished < max_concurrency):

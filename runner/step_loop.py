@@ -10,6 +10,8 @@ import time
 
 from proposers.base import Proposer, check_drafts
 from runner.assembly import Assembly
+from runner.engine.graphs import GraphStore
+from runner.engine.online_budget import ObservedStep
 from runner.engine.request import RequestStatus, StepOutcome
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
 from runner.metrics import InParts, MetricsCollector, RequestStep, StepRecord
@@ -32,10 +34,24 @@ class StepLoop:
         self._whole_steps: WholeSteps | None = None  # whose step is under way
         self._launched: LaunchedStep | None = None  # is under way, not read yet
         self._committed: tuple[LaunchedStep, list[CommittedTokens]] | None = None  # where steps do not run ahead
+        self.seconds: float | None = None  # of the last step; None: it did what others of its kind do not
+        self._observed: ObservedStep | None = None  # the last step, where its requests speculate
 
     def step(self) -> list[CommittedTokens]:
         """Compute and commit one step, of every method, `none` included."""
-        started = time.perf_counter()
+        started, num_first_calls = time.perf_counter(), GraphStore.num_first_calls
+        committed = self._step(started)
+        is_replay = num_first_calls == GraphStore.num_first_calls
+        self.seconds = time.perf_counter() - started if is_replay else None
+        return committed
+
+    def tell_budget(self, seconds: float | None) -> None:
+        """What the last step took, by the clock that all ranks go by, is what the budget of drafts learns from."""
+        step, self._observed = self._observed, None
+        if step is not None and (online := self.scheduler.draft_budget.online) is not None:
+            online.observe(step, seconds)
+
+    def _step(self, started: float) -> list[CommittedTokens]:
         if self._launched is not None and all(request.is_finished for request in self._launched.requests):
             self._launched = None  # there is nobody to read it for
         if self._launched is not None:
@@ -89,10 +105,7 @@ class StepLoop:
             "propose": proposed - scheduled + updated - done,
             "verify": verified - proposed,
         }
-        is_decoding = bool(schedule.scheduled) and schedule.scheduled[0].is_decoding  # those that decode come first
-        return self._observe(
-            committed, failures, seconds, started=started, done=done, is_decoding=is_decoding, in_parts=reason
-        )
+        return self._observe(schedule, committed, failures, seconds, started=started, done=done, in_parts=reason)
 
     def _whole(self, launched: LaunchedStep, started: float) -> list[CommittedTokens]:
         """The step runs already; read it, where steps run ahead with the next one launched."""
@@ -111,7 +124,7 @@ class StepLoop:
         self._release(committed)
         found = launched.seconds_to_find
         seconds = {"propose": found, "whole_step": known - started - found, "schedule": done - known}
-        return self._observe(committed, failures, seconds, started=started, done=done, is_decoding=True, in_parts=None)
+        return self._observe(launched.schedule, committed, failures, seconds, started=started, done=done, in_parts=None)
 
     def _commit(self, schedule: Schedule, outcome: StepOutcome) -> tuple[list[CommittedTokens], dict[str, str]]:
         """And why requests fail, by request_id."""
@@ -130,15 +143,23 @@ class StepLoop:
 
     def _observe(
         self,
+        schedule: Schedule,
         committed: list[CommittedTokens],
         failures: dict[str, str],
         seconds: dict[str, float],
         *,
         started: float,
         done: float,
-        is_decoding: bool,
         in_parts: InParts | None,
     ) -> list[CommittedTokens]:
+        num_decoding = len(schedule.decoding)
+        if any(gain.request.sampling_params.speculates for gain in committed):
+            self._observed = ObservedStep(
+                max_draft_tokens=schedule.max_draft_tokens,
+                num_decoding=num_decoding,
+                num_prompt_tokens=sum(item.num_new_tokens for item in schedule.scheduled[num_decoding:]),
+                gains=committed,
+            )
         for gain in committed:
             self.traces.observe(gain, done)
             if gain.request.status is RequestStatus.FINISHED:
@@ -151,7 +172,8 @@ class StepLoop:
                 finished_at=finished_at,
                 seconds=seconds,
                 total_seconds=finished_at - started,
-                is_decoding=is_decoding,
+                is_decoding=num_decoding > 0,
+                max_draft_tokens=schedule.max_draft_tokens,
                 in_parts=in_parts,
                 request_steps=tuple(
                     RequestStep(

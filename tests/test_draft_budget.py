@@ -60,9 +60,7 @@ def test_no_drafts_while_more_requests_run_or_wait_than_that(running: int, waiti
 
 
 def test_the_scheduler_follows_the_number_of_running_requests() -> None:
-    scheduler = make_scheduler(
-        num_speculative_tokens=4, num_speculative_tokens_per_batch_size=[(1, 1, 9), (2, 2, 1), (4, 4, 0)]
-    )
+    scheduler = make_scheduler(num_speculative_tokens=4, per_batch_size=[(1, 1, 9), (2, 2, 1), (4, 4, 0)])
     traffic = Traffic(scheduler=scheduler)
     traffic.add(*(make_request(2, request_id=str(i), max_tokens=20 * (i + 1)) for i in range(4)))
     most: dict[int, int] = {}  # running requests -> the longest draft allowed; it is shorter before max_tokens

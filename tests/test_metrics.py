@@ -77,6 +77,7 @@ def step(
             for i, (d, a, n) in enumerate(request_steps)
         ),
         is_decoding=is_decoding,
+        max_draft_tokens=4,
         in_parts=in_parts,
     )
 
@@ -177,6 +178,7 @@ def test_the_share_of_whole_steps_is_of_those_that_decode() -> None:
     assert (numbers["num_steps"], numbers["num_decoding_steps"], numbers["num_whole_steps"]) == (5, 4, 2)
     assert numbers["whole_step_share"] == 0.5
     assert numbers["steps_in_parts"] == {"logprobs": 1, "prompt": 1}
+    assert numbers["decoding_steps_by_budget"] == {"4": 4}
     assert [point.is_whole for point in collector.step_points] == [None, False, True, True, False]
 
 

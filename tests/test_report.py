@@ -53,6 +53,7 @@ def summary(*, method: str = "ngram", k: int = 2, num_categories: int = 2, **opt
             total_seconds=0.04,
             request_steps=(),
             is_decoding=False,
+            max_draft_tokens=0,
             in_parts=None,
         )
     )
@@ -357,7 +358,13 @@ def one_step(*, num_draft_tokens: int) -> StepRecord:
         request_id="0", num_draft_tokens=num_draft_tokens, num_accepted_tokens=0, num_output_tokens=1
     )
     return StepRecord(
-        finished_at=0.0, seconds={}, total_seconds=0.1, request_steps=(request_step,), is_decoding=True, in_parts=None
+        finished_at=0.0,
+        seconds={},
+        total_seconds=0.1,
+        request_steps=(request_step,),
+        is_decoding=True,
+        max_draft_tokens=4,
+        in_parts=None,
     )
 
 

@@ -24,6 +24,7 @@ from kernels.reference.rms_norm import add_rms_norm, rms_norm
 from kernels.reference.rope import apply_rope
 from kernels.reference.silu_and_mul import silu_and_mul
 from runner.engine import launch_shapes
+from runner.engine.draft_budget import DraftBudget
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.launch import Part
 from runner.engine.model_runner import ModelOutput, ModelRunner
@@ -452,7 +453,7 @@ class Recorder:
             max_num_seqs=hardware.max_num_seqs,
             max_num_batched_tokens=hardware.max_num_batched_tokens,
             enable_chunked_prefill=hardware.enable_chunked_prefill,
-            num_speculative_tokens=engine.proposer.num_speculative_tokens,
+            draft_budget=DraftBudget(num_speculative_tokens=engine.proposer.num_speculative_tokens),
         )
         forward, commit = engine.target.forward, scheduler.commit
         last_logits: torch.Tensor | None = None  # of a step in parts

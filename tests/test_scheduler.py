@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from proposers.base import draft_tokens_from_lists
 from runner.engine.block_manager import BlockManager
+from runner.engine.draft_budget import DraftBudget
 from runner.engine.request import DraftTokens, Request, RequestStatus, VerifyOutput
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
@@ -34,6 +36,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     enable_chunked_prefill: bool = True,
     num_speculative_tokens: int = 4,
+    fills_blocks: Callable[[Request], bool] | None = None,
     **control_by_load: Any,
 ) -> Scheduler:
     return Scheduler(
@@ -43,8 +46,8 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_chunked_prefill=enable_chunked_prefill,
-        num_speculative_tokens=num_speculative_tokens,
-        **control_by_load,
+        draft_budget=DraftBudget(num_speculative_tokens=num_speculative_tokens, **control_by_load),
+        fills_blocks=fills_blocks,
     )
 
 

@@ -38,6 +38,7 @@ from runner.run import execute
 from runner.tiny import DRAFTER_KEYS
 from tests.conftest import TARGET_CONFIG
 from tests.rank_threads import in_ranks
+from tests.test_online_budget import make_restless
 
 PROMPTS = [
     "def fibonacci(n):\n",
@@ -103,6 +104,17 @@ def test_every_method_says_in_two_ranks_what_plain_decoding_says_there(
     texts, metrics = run_in_ranks(METHODS[method])
     assert texts == plain_texts
     assert sum(sum(record.num_accepted_tokens) for record in metrics.records) > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_ranks_draft_as_many_tokens_as_the_first_ones_clock_says(
+    method: str, plain_texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a clock of its own, and steps of its own length by it."""
+    make_restless(monkeypatch)
+    texts, metrics = run_in_ranks({**METHODS[method], "num_speculative_tokens_per_batch_size": "auto"})
+    assert texts == plain_texts
+    assert len(metrics.decoding_steps_by_budget) > 1
 
 
 @pytest.mark.parametrize(

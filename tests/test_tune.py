@@ -130,6 +130,22 @@ def test_tuning_measures_every_place_and_says_what_to_set(
     assert _advice([*SMALL, "tracking=jsonl"], result["best"]) in printed
 
 
+def test_the_engines_own_choice_is_measured_beside_the_numbers_and_is_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output, auto = tmp_path / "tuned", "method.num_speculative_tokens_per_batch_size=auto"
+    options = ("--batch-sizes", "1", "--num-speculative-tokens", "2", "--repeats", "1")
+    assert main([*SMALL, auto, "tracking=none", *options, "--output", str(output)]) == 0
+    result = json.loads((output / "tuning.json").read_text())
+    assert list(result["grid"]["batch_size_1"]) == ["k_0", "k_2", "k_auto"]
+    assert result["auto_choices"]["1"]["2"] > 0
+    assert result["best"]["num_speculative_tokens"] in (0, 2)
+    printed = capsys.readouterr().out
+    assert "batch size 1: auto allowed " in printed
+    assert auto not in printed.split("use it:")[-1]
+
+
 def test_what_is_found_can_be_run() -> None:
     keys = method_keys([(1, 1, 4), (2, 7, 2), (8, 64, 0)])
     line = _advice(["method=ngram", "method.num_speculative_tokens=8"], keys)
@@ -195,6 +211,10 @@ def test_an_interrupt_keeps_the_repeats_that_were_complete(
         (["repeats=5"], "repeats must be left out, got 5"),
         (["method.rejection_sample_method=synthetic", "method.synthetic_acceptance_rate=0.5"], "must judge tokens"),
         (["method.disable_by_batch_size=4"], "method.disable_by_batch_size must be null, got 4"),
+        (
+            ["method.num_speculative_tokens_per_batch_size=[[1,9,2]]"],
+            "method.num_speculative_tokens_per_batch_size must be null or auto, got ((1, 9, 2),)",
+        ),
         (["workload.request_rate=2"], "workload.request_rate must be null, got 2.0"),
         (["--batch-sizes", "1,3"], "--batch-sizes must be <= 2, the smaller of hardware.max_num_seqs"),
         (["workload=jsonl", "workload.path=/nowhere.jsonl", "~workload.limit"], "/nowhere.jsonl"),

@@ -53,10 +53,13 @@ class MethodConfig(Node):
         le=1,
         description="typical rule: or at least this times exp(-entropy) of the target's distribution, in (0, 1]",
     )
-    num_speculative_tokens_per_batch_size: Annotated[tuple[BatchSizeRange, ...], Strict(False)] | None = Field(
+    num_speculative_tokens_per_batch_size: (
+        Annotated[tuple[BatchSizeRange, ...], Strict(False)] | Literal["auto"] | None
+    ) = Field(
         default=None,
         description="[[start, end, K], ...], in any order, K in [0, 128]: drafts at most while start..end requests "
-        "run; gaps and what lies behind keep the K before them",
+        "run; gaps and what lies behind keep the K before them. auto: the K, up to num_speculative_tokens, that "
+        "brings most tokens per second, found for each load while requests run",
     )
     disable_by_batch_size: int | None = Field(
         default=None, ge=1, description="draft nothing while more requests than this are running or waiting, >= 1"
@@ -94,15 +97,19 @@ class MethodConfig(Node):
     @classmethod
     def _check_shape(cls, ranges: Any) -> Any:
         is_list = isinstance(ranges, list | tuple)
-        if ranges is None or (is_list and all(isinstance(entry, list | tuple) and len(entry) == 3 for entry in ranges)):
+        if ranges in (None, "auto"):
             return ranges
-        raise ValueError(f"must be a list of [start, end, K], such as [[1, 8, 4], [9, 64, 2]], got {ranges!r}")
+        if is_list and all(isinstance(entry, list | tuple) and len(entry) == 3 for entry in ranges):
+            return ranges
+        raise ValueError(f"must be a list of [start, end, K], such as [[1, 8, 4], [9, 64, 2]], or auto, got {ranges!r}")
 
     @field_validator("num_speculative_tokens_per_batch_size")
     @classmethod
-    def _check_ranges(cls, ranges: tuple[BatchSizeRange, ...] | None) -> tuple[BatchSizeRange, ...] | None:
-        if ranges is None:
-            return None
+    def _check_ranges(
+        cls, ranges: tuple[BatchSizeRange, ...] | Literal["auto"] | None
+    ) -> tuple[BatchSizeRange, ...] | Literal["auto"] | None:
+        if ranges is None or ranges == "auto":
+            return ranges
         ranges = tuple(sorted(ranges))  # vLLM takes them in any order
         if not ranges or ranges[0][0] != 1:
             raise ValueError(f"must hold ranges [start, end, K] whose first starts at 1, got {_as_lists(ranges)}")
@@ -205,8 +212,16 @@ class MethodConfig(Node):
             ignored = [f"{key}={getattr(self, key)}" for key in keys if getattr(self, key) != getattr(default, key)]
             if ignored:
                 notes.append(f"{ignorer} ignores {', '.join(ignored)}")
-        most = max((tokens for _, _, tokens in default.num_speculative_tokens_per_batch_size or ()), default=0)
-        if most > self.num_speculative_tokens:
+        ranges = default.num_speculative_tokens_per_batch_size
+        if ranges == "auto":
+            if self.lossless(temperature=1.0) != "tokens":
+                texts = "sampled texts" if self.lossless(temperature=0.0) else "texts"
+                notes.append(
+                    "num_speculative_tokens_per_batch_size=auto goes by the clock, and under "
+                    f"rejection_sample_method={self.rejection_sample_method} {texts} go by how long drafts are: "
+                    "the same seed may say something else another time"
+                )
+        elif (most := max((tokens for _, _, tokens in ranges or ()), default=0)) > self.num_speculative_tokens:
             notes.append(
                 f"num_speculative_tokens_per_batch_size asks for {most} tokens; no load gives more than "
                 f"num_speculative_tokens={self.num_speculative_tokens}"

@@ -137,6 +137,12 @@ def _translate_drafting(
 def _translate_load(method: MethodConfig, config: dict[str, Any], notes: list[str]) -> None:
     """vLLM has the ranges only: from a batch size on no drafts are made by a last range with K = 0."""
     limit, ranges = method.disable_by_batch_size, method.num_speculative_tokens_per_batch_size
+    if ranges == "auto":
+        notes.append(
+            "num_speculative_tokens_per_batch_size=auto left out: vLLM finds no number by itself; "
+            "python -m runner.tune prints a table of them"
+        )
+        ranges = None
     if limit is None and ranges is None:
         return
     if method.method in _V1_METHODS:

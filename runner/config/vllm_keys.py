@@ -87,7 +87,7 @@ KEYS_WITHOUT_EFFECT = {
     "disable_padded_drafter_batch": "drafting pads no batch",
     "draft_lm_head_quantization": "method.quantization holds a copy of it in 8 bits",
     "dspark_draft_topk": "it is a key of method dspark",
-    "enable_adaptive_verification": "every draft is verified in full",
+    "enable_adaptive_verification": "num_speculative_tokens_per_batch_size=auto is like it; drafts are verified whole",
     "enforce_eager": "hardware.enforce_eager decides for target and draft",
     "fly_entropy_threshold": "it is a key of the rule fly",
     "fly_entropy_top_k": "it is a key of the rule fly",

@@ -40,6 +40,8 @@ class GraphPool:
 class GraphStore:
     """The graphs of one computation, the latest used; beyond the bounds the others are forgotten."""
 
+    num_first_calls = 0  # of all stores: calls that were no replays, and took as long as they like
+
     def __init__(
         self,
         record: Callable[[Compute, Tensors], Graph] | None = None,
@@ -68,6 +70,7 @@ class GraphStore:
         """
         graph = self._graphs.get(key)
         if graph is None:
+            GraphStore.num_first_calls += 1
             if not self._at_once and key not in self._seen:
                 outputs = compute(*inputs)
                 self._seen.add(key)  # not before: an interrupt in it may leave kernels that are not compiled

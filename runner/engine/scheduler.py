@@ -43,6 +43,7 @@ class Schedule:
     """One step. Requests that decode come first, so their drafts are a prefix of the batch."""
 
     scheduled: list[ScheduledRequest]
+    max_draft_tokens: int = 0  # that the load allowed each of those that decode
     preempted: list[Request] = field(default_factory=list)
 
     @property
@@ -72,20 +73,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool,
-        num_speculative_tokens: int,
-        num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
-        disable_by_batch_size: int | None = None,
+        draft_budget: DraftBudget,
         fills_blocks: Callable[[Request], bool] | None = None,
     ) -> None:
         """fills_blocks: the proposer's; None: no prefix caching."""
         self.blocks, self.stop_rules, self.vocab_size = block_manager, stop_rules, vocab_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.draft_budget = DraftBudget(
-            num_speculative_tokens=num_speculative_tokens,
-            per_batch_size=num_speculative_tokens_per_batch_size,
-            disable_by_batch_size=disable_by_batch_size,
-        )
+        self.draft_budget = draft_budget
         self.prefixes = PrefixCache(block_manager, fills_blocks)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -142,7 +137,7 @@ class Scheduler:
         if self.waiting and not preempted:
             scheduled += self._admit(budget, max_draft_tokens)
         scheduled.sort(key=lambda item: not item.is_decoding)
-        return Schedule(scheduled=scheduled, preempted=preempted)
+        return Schedule(scheduled=scheduled, max_draft_tokens=max_draft_tokens, preempted=preempted)
 
     def commit(self, schedule: Schedule, outcome: StepOutcome) -> list[CommittedTokens]:
         """Write what the step decided into its requests."""

@@ -44,6 +44,7 @@ class MetricsCollector:
         self.num_accepted_tokens = 0
         self.num_decoding_steps = 0
         self.steps_in_parts = Counter[InParts]()  # of the decoding ones
+        self.decoding_steps_by_budget = Counter[int]()  # tokens that the load allowed a draft -> steps
         self.core_wait_share: float | None = None  # of the pass (`CoreWait.share`), where whoever runs it says so
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
 
@@ -65,6 +66,7 @@ class MetricsCollector:
             self._phase_seconds[phase] += step.seconds.get(phase, 0.0)
         if step.is_decoding:
             self.num_decoding_steps += 1
+            self.decoding_steps_by_budget[step.max_draft_tokens] += 1
             if step.in_parts is not None:
                 self.steps_in_parts[step.in_parts] += 1
         self.num_output_tokens += point.num_output_tokens
@@ -122,6 +124,7 @@ class MetricsCollector:
           Empty where one drafts.
         - num_decoding_steps: steps in which at least one request decodes; num_whole_steps: those of them that ran
           whole, without the host between drafts and verification.
+        - decoding_steps_by_budget: tokens that the load allowed each draft in a step (as text) -> number of steps.
         - whole_step_share: num_whole_steps / num_decoding_steps; None where the engine captures no steps.
         - steps_in_parts: why the other decoding steps did not run whole (`InParts`) -> number of steps.
         - prefix_cache_queries: prompt tokens of requests that the prefix cache was asked for; prefix_cache_hits: those
@@ -180,6 +183,9 @@ class MetricsCollector:
             "num_steps": len(self.step_points),
             "num_decoding_steps": self.num_decoding_steps,
             "num_whole_steps": num_whole_steps,
+            "decoding_steps_by_budget": {
+                str(count): steps for count, steps in sorted(self.decoding_steps_by_budget.items())
+            },
             "whole_step_share": ratio(num_whole_steps, num_captured),
             "steps_in_parts": {str(reason): count for reason, count in sorted(self.steps_in_parts.items())},
             "num_request_steps": num_request_steps,

@@ -27,6 +27,7 @@ class StepRecord:
     total_seconds: float  # s, the whole step
     request_steps: tuple[RequestStep, ...]
     is_decoding: bool  # for at least one request; else it computes prompts alone
+    max_draft_tokens: int  # that the load allowed each of those that decode
     in_parts: InParts | None  # why it did not run whole; None: it did
 
 

@@ -25,6 +25,7 @@ from runner.report.text import (
     numbers_of,
     percent,
     ranged,
+    shares_of_steps,
     speedup_style,
     times,
 )
@@ -124,6 +125,8 @@ def _acceptance(grid: Table, summary: Mapping[str, Any], *, ascii_only: bool) ->
     length = Text(number(summary["mean_acceptance_length"], "{:.2f}"), "bold")
     own = f" (mean over requests {number(summary['mean_acceptance_length_per_request'], '{:.2f}')})"
     grid.add_row("mean acceptance length", length + Text(own))
+    if len(budgets := summary["decoding_steps_by_budget"]) > 1:
+        grid.add_row("drafts of at most", f"{shares_of_steps(budgets)} tokens (of the steps)")
     for source, own in summary["acceptance_by_source"].items():
         of_source = number(own["mean_acceptance_length"], "{:.2f}")
         of_all = f"{own['num_drafts'] / summary['num_drafts']:.0%} of the drafts"

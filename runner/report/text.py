@@ -13,6 +13,13 @@ def number(value: float | None, pattern: str = "{:,}") -> str:
     return "-" if value is None else pattern.format(value)
 
 
+def shares_of_steps(steps: Mapping[Any, int]) -> str:
+    """What most of them had comes first, what less than one in a hundred had is left out: "4 (97%), 2 (2%)"."""
+    total = sum(steps.values())
+    common = sorted(((count, each) for each, count in steps.items() if 100 * count >= total), reverse=True)
+    return ", ".join(f"{each} ({count / total:.0%})" for count, each in common)
+
+
 def percent(value: float | None) -> str:
     return number(value, "{:.1%}")
 

@@ -3,8 +3,8 @@
 Takes the groups and keys of `python -m runner` (model=, method=, workload=, sampler=, hardware=, seed=). Runs the
 workload at several batch sizes, in place of workload.max_concurrency, with several numbers of speculative tokens, in
 turns on one engine. Prints the speed-ups over plain decoding, and the overrides that give every load its best number
-(method.num_speculative_tokens_per_batch_size). Where the rule keeps plain decoding's tokens, the texts of all passes
-must be the same, and the report counts them.
+(method.num_speculative_tokens_per_batch_size; if that is auto, what the engine chooses while it runs is measured too).
+Where the rule keeps plain decoding's tokens, the texts of all passes must be the same, and the report counts them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # --help answers without torch
     from runner.workload import WorkloadItem
 
 RESULT_FILE, PICTURE_FILE = "tuning.json", "tuning.png"
-TUNED = ("num_speculative_tokens_per_batch_size", "disable_by_batch_size")  # keys of a method
+# Keys of a method, and what they may say all the same: the engine's own choice is measured beside what is tried.
+TUNED = {"num_speculative_tokens_per_batch_size": ("null", "auto"), "disable_by_batch_size": ("null",)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +52,8 @@ def _run(options: argparse.Namespace) -> None:
     llm, items = load(config)
     batch_sizes = _batch_sizes(options, config.hardware.max_num_seqs, _check_requests(llm, items))
     numbers = _numbers_of_tokens(options, llm.engine.proposer.num_speculative_tokens)
-    grid = Grid(batch_sizes=batch_sizes, num_speculative_tokens=numbers)
+    has_auto = config.method.num_speculative_tokens_per_batch_size == "auto"
+    grid = Grid(batch_sizes=batch_sizes, num_speculative_tokens=numbers, has_auto=has_auto)
     options.output.mkdir(parents=True, exist_ok=True)
     run_name = config.run_name or f"{Path(config.model.model).name}-{config.method.method}-tuning"
     with open_run(config, llm.engine, items, run_name=run_name) as tracker:
@@ -85,17 +87,21 @@ def _read_config(options: argparse.Namespace) -> SpeculativeConfig:
     if method.method == "none" or method.num_speculative_tokens == 0:
         remedy = "add method=ngram, say, or raise method.num_speculative_tokens"
         problems.append(Problem(name="method", rule="must guess tokens", value=method.method, remedy=remedy))
-    if (rule := method.rejection_sample_method) == "synthetic":
+    if (rule := method.rejection_sample_method) == "synthetic" and method.synthetic_acceptance_rates is None:
         problem = Problem(
             name="method.rejection_sample_method",
-            rule="must judge tokens: synthetic acceptance is set for one number of them",
+            rule="must judge tokens, or accept them at synthetic_acceptance_rates: what else it takes is set for one "
+            "number of them",
             value=rule,
             remedy="choose strict",
         )
         problems.append(problem)
     remedy = "leave it out: it is what is looked for"
-    given = [(key, value) for key in TUNED if (value := getattr(method, key)) is not None]
-    problems += [Problem(name=f"method.{key}", rule="must be null", value=v, remedy=remedy) for key, v in given]
+    problems += [
+        Problem(name=f"method.{key}", rule=f"must be {' or '.join(allowed)}", value=value, remedy=remedy)
+        for key, allowed in TUNED.items()
+        if (value := getattr(method, key)) is not None and value not in allowed
+    ]
     if (rate := workload.request_rate) is not None:
         remedy = "leave it out: a batch has to stay full to be measured"
         problems.append(Problem(name="workload.request_rate", rule="must be null", value=rate, remedy=remedy))
@@ -131,13 +137,14 @@ def _batch_sizes(options: argparse.Namespace, max_num_seqs: int, num_requests: i
 
 def _numbers_of_tokens(options: argparse.Namespace, most: int) -> list[int]:
     """With 0, plain decoding, which the others are compared with; most: that the proposer drafts."""
+    from runner.engine.online_budget import usual_counts
+
     if (asked := max(options.num_speculative_tokens or [0])) > most:
         raise UserError(
             f"--num-speculative-tokens must be <= {most}, which is what this drafter drafts at most, got {asked}; "
             "leave it out"
         )
-    halves = [2**power for power in range(most.bit_length()) if 2**power < most]
-    return sorted({0, *(options.num_speculative_tokens or [*halves, most])})
+    return sorted({0, *(options.num_speculative_tokens or usual_counts(most))})
 
 
 def _measure(grid: Grid, llm: LLM, items: Sequence[WorkloadItem], repeats: int) -> None:
@@ -174,7 +181,8 @@ def _report(
         "repeats": grid.num_repeats,
         "is_complete": grid.num_repeats == options.repeats,  # false: interrupted
         "grid": grid_as_json(grid),
-        "mean_acceptance_length": {str(n): grid.mean_acceptance_length(n) for n in grid.num_speculative_tokens},
+        "mean_acceptance_length": {str(n): grid.mean_acceptance_length(n) for n in grid.columns},
+        "auto_choices": {str(size): dict(sorted(steps.items())) for size, steps in grid.choices.items()},
         "identical": grid.identical if keeps_tokens else None,
         "core_wait_share": share,
         "best": keys,

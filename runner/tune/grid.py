@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import Literal
 
 from runner.engine.errors import UserError
 from runner.llm import LLM
@@ -14,7 +16,8 @@ from runner.metrics.totals import RequestTotals
 from runner.passes import Pass, run_pass, warm_up
 from runner.workload import WorkloadItem
 
-Cell = tuple[int, int]  # batch size, speculative tokens
+Column = int | Literal["auto"]  # speculative tokens; auto: as many as the engine finds best while it runs
+Cell = tuple[int, Column]  # batch size, and that
 Report = Callable[[str, int], None]  # what is running, and how many of its requests have just ended
 
 
@@ -24,16 +27,24 @@ class Grid:
 
     batch_sizes: Sequence[int]
     num_speculative_tokens: Sequence[int]  # ascending; the first is 0: plain decoding, without a drafter
+    has_auto: bool = False  # the engine's own choice is measured beside them; it must be configured so
     # Of each repeat: tokens/s over the full steps, in which as many requests as the batch size got tokens.
     tokens_per_second: dict[Cell, list[float]] = field(default_factory=dict)
     num_full_steps: dict[Cell, int] = field(default_factory=dict)  # of all repeats
-    drafts: dict[int, RequestTotals] = field(default_factory=dict)  # speculative tokens -> of all passes
+    drafts: dict[Column, RequestTotals] = field(default_factory=dict)  # of all passes
+    # Batch size -> what the engine chose in decoding steps of the repeats -> their number.
+    choices: dict[int, Counter[int]] = field(default_factory=dict)
     core_wait_shares: list[float] = field(default_factory=list)  # of passes, where the system tells them
     texts: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)  # request_id -> its texts in all passes
 
     @property
+    def columns(self) -> list[Column]:
+        numbers: list[Column] = list(self.num_speculative_tokens)
+        return [*numbers, "auto"] if self.has_auto else numbers
+
+    @property
     def cells(self) -> list[Cell]:
-        return [(size, count) for size in self.batch_sizes for count in self.num_speculative_tokens]
+        return [(size, column) for size in self.batch_sizes for column in self.columns]
 
     @property
     def num_repeats(self) -> int:
@@ -61,8 +72,8 @@ class Grid:
             if any(own >= best for own, best in zip(self.speedups((batch_size, count)), top, strict=True))
         )
 
-    def mean_acceptance_length(self, num_speculative_tokens: int) -> float | None:
-        totals = self.drafts.get(num_speculative_tokens, RequestTotals())
+    def mean_acceptance_length(self, column: Column) -> float | None:
+        totals = self.drafts.get(column, RequestTotals())
         return 1 + totals.num_accepted_tokens / totals.num_drafts if totals.num_drafts else None
 
     @property
@@ -83,7 +94,7 @@ class Grid:
         for repeat in range(-1, repeats):
             turn = f"repeat {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up"
             for cell in self.cells if repeat % 2 else reversed(self.cells):
-                title = "{}, batch size {}, {} tokens".format(turn, *cell)
+                title = f"{turn}, batch size {cell[0]}, {column_name(cell[1])}"
                 one = _pass_of(llm, items, cell, partial(report, title))
                 full = full_steps(one, batch_size=cell[0])
                 if repeat >= 0:
@@ -94,10 +105,16 @@ class Grid:
         self.tokens_per_second.setdefault(cell, []).append(tokens / seconds)
         self.num_full_steps[cell] = self.num_full_steps.get(cell, 0) + len(full)
         self.drafts.setdefault(cell[1], RequestTotals()).add(one.metrics.records)
+        if cell[1] == "auto":
+            self.choices.setdefault(cell[0], Counter()).update(one.metrics.decoding_steps_by_budget)
         if (share := one.metrics.core_wait_share) is not None:
             self.core_wait_shares.append(share)
         for record in one.metrics.records:
             self.texts.setdefault(record.request_id, set()).add(tuple(record.token_ids))
+
+
+def column_name(column: Column) -> str:
+    return "auto" if column == "auto" else f"{column} token{'s' * (column != 1)}"
 
 
 def full_steps(one: Pass, *, batch_size: int) -> list[StepPoint]:
@@ -116,7 +133,7 @@ def full_steps(one: Pass, *, batch_size: int) -> list[StepPoint]:
 
 
 def _pass_of(llm: LLM, items: Sequence[WorkloadItem], cell: Cell, on_ended: Callable[[int], None]) -> Pass:
-    batch_size, count = cell
+    batch_size, column = cell
     num_known = 0
 
     def observe(metrics: MetricsCollector) -> None:
@@ -127,11 +144,11 @@ def _pass_of(llm: LLM, items: Sequence[WorkloadItem], cell: Cell, on_ended: Call
 
     one = run_pass(
         llm,
-        llm.engine.proposer if count else llm.engine.plain_proposer,
+        llm.engine.proposer if column else llm.engine.plain_proposer,
         items,
         MetricsCollector(),
         max_concurrency=batch_size,
-        max_draft_tokens=count,
+        max_draft_tokens=None if column == "auto" else column,
         restarts=True,
         observer=observe,
     )

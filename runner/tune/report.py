@@ -13,22 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.report.console import make_room
-from runner.report.text import identical, identical_style, number, speedup_style, times
-from runner.tune.grid import Grid
+from runner.report.text import identical, identical_style, number, shares_of_steps, speedup_style, times
+from runner.tune.grid import Column, Grid, column_name
 
 
 def print_grid(grid: Grid, *, title: str, identical_texts: Mapping[str, int] | None, console: Console) -> None:
     """A row a batch size, a column a number of tokens, median over lowest and highest; the best carries a star."""
-    drafted = grid.num_speculative_tokens[1:]
+    drafted = grid.columns[1:]
     console.print(Text(title, "bold"), soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    for heading in ("batch\nsize", "plain\ntokens/s", *(f"{count}\ntoken{'s' * (count > 1)}" for count in drafted)):
+    for heading in ("batch\nsize", "plain\ntokens/s", *(column_name(each).replace(" ", "\n") for each in drafted)):
         table.add_column(heading, justify="right", no_wrap=True)
     for size in grid.batch_sizes:
         plain = grid.tokens_per_second[size, 0][: grid.num_repeats]
         first = _cell(f"{median(plain):,.1f}", plain, "{:,.1f}", "", is_best=grid.best(size) == 0)
-        table.add_row(str(size), first, *(_speedup(grid, size, count) for count in drafted))
-    lengths = (number(grid.mean_acceptance_length(count), "{:.2f}") for count in drafted)
+        table.add_row(str(size), first, *(_speedup(grid, size, each) for each in drafted))
+    lengths = (number(grid.mean_acceptance_length(each), "{:.2f}") for each in drafted)
     table.add_section()
     table.add_row(Text("length", "dim"), "", *lengths)
     make_room(console, table)
@@ -41,6 +41,10 @@ def print_grid(grid: Grid, *, title: str, identical_texts: Mapping[str, int] | N
         for size in grid.batch_sizes
         if grid.fastest(size) != grid.best(size)
     ]
+    lines += [
+        f"batch size {size}: auto allowed {shares_of_steps(steps)} tokens"
+        for size, steps in sorted(grid.choices.items())
+    ]
     for line in lines:
         console.print(Text(f" {line}", "dim"), soft_wrap=True)
     if identical_texts is not None:
@@ -48,10 +52,10 @@ def print_grid(grid: Grid, *, title: str, identical_texts: Mapping[str, int] | N
         console.print(Text(line, identical_style(identical_texts)), soft_wrap=True)
 
 
-def _speedup(grid: Grid, size: int, count: int) -> Text:
-    values = grid.speedups((size, count))
+def _speedup(grid: Grid, size: int, column: Column) -> Text:
+    values = grid.speedups((size, column))
     middle = median(values)
-    return _cell(times(middle), values, "{:.2f}", speedup_style(middle), is_best=grid.best(size) == count)
+    return _cell(times(middle), values, "{:.2f}", speedup_style(middle), is_best=grid.best(size) == column)
 
 
 def _cell(text: str, values: Sequence[float], pattern: str, style: str, *, is_best: bool) -> Text:
@@ -70,13 +74,15 @@ def draw_grid(path: Path, grid: Grid, *, title: str) -> bool:
     figure = Figure(figsize=(8, 4.8), layout="constrained", dpi=140)
     panel = figure.subplots()
     panel.axhline(1.0, color="#888888", linewidth=1, linestyle="--", label="plain decoding")
-    for count in grid.num_speculative_tokens[1:]:
-        spreads = [grid.speedups((size, count)) for size in grid.batch_sizes]
+    for column in grid.columns[1:]:
+        spreads = [grid.speedups((size, column)) for size in grid.batch_sizes]
         middles = [median(values) for values in spreads]
         below = [middle - min(values) for middle, values in zip(middles, spreads, strict=True)]
         above = [max(values) - middle for middle, values in zip(middles, spreads, strict=True)]
-        label = f"{count} token{'s' * (count > 1)}"
-        panel.errorbar(grid.batch_sizes, middles, yerr=(below, above), marker="o", capsize=3, label=label)
+        style = "k--" if column == "auto" else "-"
+        panel.errorbar(
+            grid.batch_sizes, middles, yerr=(below, above), fmt=style, marker="o", capsize=3, label=column_name(column)
+        )
     panel.set_xscale("log", base=2)
     panel.set_xticks(grid.batch_sizes, [str(size) for size in grid.batch_sizes])
     panel.set_ylim(bottom=0)
@@ -94,12 +100,12 @@ def grid_as_json(grid: Grid) -> dict[str, dict[str, Any]]:
     """By batch size and number of tokens; the keys are names of metrics."""
     return {
         f"batch_size_{size}": {
-            f"k_{count}": {
-                "tokens_per_second": _spread(grid.tokens_per_second[size, count][: grid.num_repeats]),
-                "speedup": _spread(grid.speedups((size, count))),
-                "num_full_steps": grid.num_full_steps[size, count],
+            f"k_{column}": {
+                "tokens_per_second": _spread(grid.tokens_per_second[size, column][: grid.num_repeats]),
+                "speedup": _spread(grid.speedups((size, column))),
+                "num_full_steps": grid.num_full_steps[size, column],
             }
-            for count in grid.num_speculative_tokens
+            for column in grid.columns
         }
         for size in grid.batch_sizes
     }
