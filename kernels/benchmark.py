@@ -47,6 +47,7 @@ OPS = (  # modules of kernels.benchmarks
     "tree_rows",
     "likeliest_tree",
     "walk_tree",
+    "match_in_tree",
     "remember_candidates",
     "sum_of_ranks",
 )

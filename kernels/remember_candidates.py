@@ -1,6 +1,6 @@
-"""kernels/reference/remember_candidates.py in one launch: a program a row, which looks whether a later one tells more.
+"""kernels/reference/remember_candidates.py in one launch: a program a row, which looks whether another tells more.
 
-Of the rows of one token the last alone writes, so programs share no element.
+Of the rows of one token the surest alone writes, so programs share no element.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -12,6 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 128  # rows that are looked at together
+
+
+@triton.jit
+def sureness_of(log_probs_ptr, mask):
+    log_prob = tl.load(log_probs_ptr, mask=mask, other=float("-inf"))
+    return tl.where(log_prob == log_prob, log_prob, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["num_rows", "width"])
@@ -28,13 +34,16 @@ def remember_candidates_kernel(
 ):
     row = tl.program_id(0)
     token_id = tl.load(token_ids_ptr + row)
-    told_again = 0
-    for start in range(row + 1, num_rows, CHUNK):
+    own_sureness = sureness_of(log_probs_ptr + row * width, True)
+    told_better = 0
+    for start in range(0, num_rows, CHUNK):
         others = start + tl.arange(0, CHUNK)
-        later = tl.load(token_ids_ptr + others, mask=others < num_rows, other=-1)
-        told_again += tl.sum((later == token_id).to(tl.int32), axis=0)
+        is_same = tl.load(token_ids_ptr + others, mask=others < num_rows, other=-1) == token_id
+        sureness = sureness_of(log_probs_ptr + others * width, is_same)
+        is_surer = (sureness > own_sureness) | ((sureness == own_sureness) & (others < row))
+        told_better += tl.sum((is_same & is_surer).to(tl.int32), axis=0)
     places = tl.arange(0, WIDTH)
-    is_place = (places < width) & (token_id >= 0) & (told_again == 0)
+    is_place = (places < width) & (token_id >= 0) & (told_better == 0)
     own, known = row * width + places, token_id * width + places
     tl.store(table_token_ids_ptr + known, tl.load(candidates_ptr + own, mask=is_place, other=0), mask=is_place)
     tl.store(table_log_probs_ptr + known, tl.load(log_probs_ptr + own, mask=is_place, other=0.0), mask=is_place)

@@ -67,12 +67,9 @@ class HybridProposer(Proposer):
     def find_matches(self, schedule: Schedule) -> DraftTokens:
         """Of the decoding requests; none where the drafter shall draft."""
         decoding = schedule.decoding
-        # Whether a match is convincing depends on nothing but the text: it is judged before it is cut.
-        found = self.suffix.matches(schedule, self.num_judged_tokens)
-        matches = [
-            match.token_ids[: item.max_draft_tokens] if match.score >= self.min_match_score else []
-            for match, item in zip(found, decoding, strict=True)
-        ]
+        matches = self.suffix.matches(
+            schedule, min_score=self.min_match_score, num_judged_tokens=self.num_judged_tokens
+        )
         num_left = sum(not match and item.max_draft_tokens > 0 for match, item in zip(matches, decoding, strict=True))
         # Where one has a longer match than others draft, they all have places for it.
         is_cut = num_left > 0 or len(decoding) > max_requests(self.num_speculative_tokens, self.context.device)

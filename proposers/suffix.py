@@ -12,7 +12,7 @@ from functools import partial
 
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
 from proposers.captured.drafter import CapturedDrafter
-from proposers.lookup.suffix_cache import SuffixCache, SuffixDraft, compile_suffix_cache
+from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
 from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from runner.engine.request import DraftTokens, Request, RequestStatus
 from runner.engine.scheduler import Schedule
@@ -66,10 +66,19 @@ class SuffixProposer(Proposer):
         trees = [DraftTree(token_ids=tokens, parents=parents).depth_first() for tokens, parents in found]
         return draft_tokens_from_trees(trees, self.context.device)
 
-    def matches(self, schedule: Schedule, limit: int) -> list[SuffixDraft]:
-        """Up to `limit` tokens for each decoding request, and how many of them are expected to be accepted."""
+    def matches(self, schedule: Schedule, *, min_score: float, num_judged_tokens: int) -> list[list[int]]:
+        """Drafts of the decoding requests, each where its match is convincing, else none.
+
+        Args:
+            min_score: of num_judged_tokens of a match, so many must be expected to be accepted.
+        """
         rows, new_tokens = self._take_in(schedule)
-        return self._cache.step_scored(rows, new_tokens, [limit] * len(rows))
+        found = self._cache.step_scored(rows, new_tokens, [num_judged_tokens] * len(rows))
+        # Whether a match is convincing depends on nothing but the text: it is judged before it is cut.
+        return [
+            match.token_ids[: item.max_draft_tokens] if match.score >= min_score else []
+            for match, item in zip(found, schedule.decoding, strict=True)
+        ]
 
     def _take_in(self, schedule: Schedule) -> tuple[list[int], list[list[int]]]:
         """Of each decoding request: its row in the cache, and the committed tokens that the cache is to take in."""

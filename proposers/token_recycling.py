@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import torch
 
+from kernels.reference.likeliest_tree import Tree
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.captured.recycled import CapturedRecycling
 from proposers.lookup.candidate_table import CandidateTable
-from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
+from proposers.trees.draft_tree import draft_tokens_from_nodes
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
@@ -44,24 +45,21 @@ class TokenRecyclingProposer(Proposer):
         device, limits = self.context.device, [item.max_draft_tokens for item in schedule.decoding]
         if not any(limits):
             return DraftTokens.empty(len(limits), device)
+        token_ids, parents = torch.stack(
+            self.nodes(schedule, max(limits))
+        ).tolist()  # the step's one look at the device
+        if self.tree_depth is not None:
+            return draft_tokens_from_nodes(token_ids, parents, limits, device)
+        chains = [[token for token in own[:limit] if token >= 0] for own, limit in zip(token_ids, limits, strict=True)]
+        return draft_tokens_from_lists(chains, device)
+
+    def nodes(self, schedule: Schedule, num_nodes: int) -> Tree:
+        """Of each decoding request, on the device; the first n of them are its draft of n nodes."""
         requests = [item.request for item in schedule.decoding]
         last = [request.tokens_between(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
-        last_token_ids, num_nodes = to_device(last, torch.int64, device), max(limits)
-        if self.tree_depth is None:
-            tree = self._table.trees(last_token_ids, num_nodes=num_nodes, depth=num_nodes, width=1)
-        else:
-            tree = self._table.trees(last_token_ids, num_nodes=num_nodes, depth=min(self.tree_depth, num_nodes))
-        token_ids, parents = torch.stack(tree).tolist()  # the step's one look at the device
-        token_ids = [
-            [token for token in own[:limit] if token >= 0] for own, limit in zip(token_ids, limits, strict=True)
-        ]
-        if self.tree_depth is None:
-            return draft_tokens_from_lists(token_ids, device)
-        trees = [
-            DraftTree(token_ids=own, parents=of_own[: len(own)]).depth_first()
-            for own, of_own in zip(token_ids, parents, strict=True)
-        ]
-        return draft_tokens_from_trees(trees, device)
+        depth, width = (num_nodes, 1) if self.tree_depth is None else (min(self.tree_depth, num_nodes), None)
+        last_token_ids = to_device(last, torch.int64, self.context.device)
+        return self._table.trees(last_token_ids, num_nodes=num_nodes, depth=depth, width=width)
 
     @torch.inference_mode()
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 
 from proposers.base import Proposer, ProposerContext, proposer_class
 from proposers.vocabularies.spelling import read_spelling
-from runner.config import DrafterMethod, HybridMethod, MethodConfig, SpeculativeConfig, SuffixMethod
+from runner.config import (
+    DrafterMethod,
+    HybridMethod,
+    MethodConfig,
+    SpeculativeConfig,
+    SuffixMethod,
+    SuffixRecyclingMethod,
+)
 from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
 from runner.model_files import model_source, own_tokenizer
@@ -21,10 +28,15 @@ COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parall
 def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenizer: Tokenizer) -> Proposer:
     method = config.method
     own_keys: dict[str, Any] = method.model_dump(exclude=set(COMMON_METHOD_KEYS))
-    if isinstance(method, HybridMethod):
+    if isinstance(method, HybridMethod | SuffixRecyclingMethod):
         within = replace(context, max_draft_tokens=method.num_speculative_tokens)
-        own_keys = {key: getattr(method, key) for key in ("drafter_name", "min_match_score", "num_judged_tokens")}
-        for name, half in (("suffix", method.suffix_method()), ("drafter", method.drafter_method())):
+        own_keys = {key: getattr(method, key) for key in ("min_match_score", "num_judged_tokens")}
+        halves: dict[str, MethodConfig] = {"suffix": method.suffix_method()}
+        if isinstance(method, HybridMethod):
+            own_keys["drafter_name"], halves["drafter"] = method.drafter_name, method.drafter_method()
+        else:
+            halves["recycling"] = method.recycling_method()
+        for name, half in halves.items():
             own_keys[name] = build_proposer(config.model_copy(update={"method": half}), within, tokenizer)
     elif isinstance(method, DrafterMethod):
         _read_drafter(own_keys, config, method, context, tokenizer)

@@ -172,6 +172,13 @@ KERNELS = [
         max_shared=8192,
     ),
     Kernel(
+        module="kernels.match_in_tree",
+        name="match_in_tree_kernel",
+        signature="*i64 *i64 *i64 *i64 i32 i32",
+        constants={"NODES": 16},
+        max_shared=1024,
+    ),
+    Kernel(
         module="kernels.walk_tree",
         name="walk_tree_kernel",
         signature="*i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 i32 i32",

@@ -37,7 +37,6 @@ CUT = replace(DRAWN, max_tokens=4, top_p=0.9, top_k=20, min_p=0.01)  # the searc
 SMALL: dict[str, Any] = {"architecture": {"num_hidden_layers": 1}, "num_gpu_blocks_override": 64}
 GPU: dict[str, Any] = {**SMALL, "device": "cuda", "dtype": "float32", "batch_invariant": False}
 DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 2}
-# Any token that was said before is a match.
 HYBRID = {"method": "hybrid", "num_speculative_tokens": 3, "num_drafter_tokens": 2, "min_match_score": 0.4}
 LONGER = [replace(params, max_tokens=12) for params in (GREEDY, DRAWN)]  # for three forms of a step
 STATIC = [[0], [1], [0, 0]]
@@ -54,6 +53,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
     "ngram_gpu": ({"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_min": 1}, [GREEDY, DRAWN]),
     "ngram": ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}, [GREEDY, DRAWN]),
     "suffix": ({"method": "suffix", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
+    # Any token that was said before is a match.
     "hybrid": ({**HYBRID, "drafter": "draft_model", "rejection_sample_method": "probabilistic"}, LONGER),
     "hybrid, eagle3": ({**HYBRID, "drafter": "eagle3"}, LONGER),
     "custom_class": (free_guesses(2), [GREEDY, DRAWN]),
@@ -68,6 +68,11 @@ CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
         [GREEDY, DRAWN],
     ),
     "token_recycling": ({"method": "token_recycling", "num_speculative_tokens": 3, "tree_depth": 2}, [GREEDY, DRAWN]),
+    # Any token that was said before is a match.
+    "suffix_recycling": (
+        {"method": "suffix_recycling", "num_speculative_tokens": 3, "tree_depth": 2, "min_match_score": 0.4},
+        LONGER,
+    ),
     "medusa tree": (
         {"method": "medusa", "num_speculative_tokens": 3, "speculative_token_tree": STATIC},
         [GREEDY, DRAWN],

@@ -51,6 +51,7 @@ METHODS: list[dict[str, Any] | None] = [
     {"method": "dflash", "num_speculative_tokens": 6},
     *({"method": "hybrid", "drafter": drafter, "min_match_score": 0.4} for drafter in ("draft_model", "eagle3")),
     {"method": "dflash", "num_speculative_tokens": 12, "speculative_token_tree": "dynamic"},
+    {"method": "suffix_recycling", "num_speculative_tokens": 16},
 ]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "one at a time": {"max_num_seqs": 1},
@@ -224,7 +225,7 @@ def test_two_gpus_say_the_same_whatever_the_method_and_the_batch() -> None:
     prompts = [f"def f{index}(x):\n    return" * (1 + index % 3) for index in range(16)]
     params = [SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=40) for index in range(16)]
     said = list[list[tuple[int, ...]]]()
-    for method in (None, "draft_model", "eagle3", "suffix", "token_recycling", "ngram_gpu"):
+    for method in (None, "draft_model", "eagle3", "suffix", "suffix_recycling", "ngram_gpu"):
         for engine_args in ({}, {"max_num_seqs": 3}, {"enforce_eager": True}):
             spec = None if method is None else {"method": method, "num_speculative_tokens": 4}
             llm = LLM("tiny", speculative_config=spec, device="cuda", tensor_parallel_size=2, **engine_args)

@@ -226,6 +226,7 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("follow_verified", "follow_verified", "follow_verified", _shifted),
     ("tree_rows", "tree_rows", "tree_rows", lambda rows: rows._replace(branch_slots=rows.branch_slots + 1)),
     ("walk_tree", "walk_tree", "walk_tree", lambda walked: walked._replace(rows=walked.rows + 1)),
+    ("match_in_tree", "match_in_tree", "match_in_tree", lambda tree: tree._replace(parents=tree.parents + 1)),
     ("remember_candidates", "remember_candidates", "remember_candidates", None),
     ("sum_of_ranks", "sum_of_ranks", "sum_of_ranks", _scaled),
 ]

@@ -35,7 +35,7 @@ TYPES = {
     torch.uint8: "u8",
 }
 SHORT_CUT = replace(CUT, max_tokens=3)  # a step in parts, one that is captured and one that is replayed
-METHODS = ("none", "probabilistic", "block", "eagle3 tree", "ngram_gpu", "token_recycling")
+METHODS = ("none", "probabilistic", "block", "eagle3 tree", "ngram_gpu", "suffix_recycling")
 
 
 def kernel_of(variant: Any) -> Kernel:

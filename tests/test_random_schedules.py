@@ -25,7 +25,7 @@ from tests.test_losslessness import PARAMS, PROMPTS, ROOMY, method_config, tell_
 
 MAX_K = 8
 METHODS = available_methods()
-NUM_EXAMPLES = {"custom_class": 6, "draft_model": 3, "eagle3": 3, "token_recycling": 6}
+NUM_EXAMPLES = {"custom_class": 6, "draft_model": 3, "eagle3": 3, "token_recycling": 6, "suffix_recycling": 10}
 
 
 @dataclass(frozen=True, kw_only=True)

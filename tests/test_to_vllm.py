@@ -18,7 +18,14 @@ from runner.config.to_vllm import to_vllm
 from runner.results import write_vllm_config
 
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
-WITHOUT = ("none", "medusa", "mlp_speculator", "hybrid", "token_recycling")  # methods without a counterpart
+WITHOUT = (
+    "none",
+    "medusa",
+    "mlp_speculator",
+    "hybrid",
+    "token_recycling",
+    "suffix_recycling",
+)  # methods without a counterpart
 TREES = [None, "dynamic", [[0], [0, 0], [1]]]
 Rate = Annotated[float, Field(ge=0, le=1)]
 BatchSize = Annotated[int, Field(ge=1)]

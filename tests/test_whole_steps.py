@@ -24,6 +24,7 @@ from kernels.reference.fit_drafts import fit_drafts
 from kernels.reference.follow_verified import follow_verified
 from kernels.reference.likeliest_tree import add_level, likeliest_tree
 from kernels.reference.mask_and_penalise import mask_and_penalise
+from kernels.reference.match_in_tree import match_in_tree
 from kernels.reference.move_kv import move_kv
 from kernels.reference.ngram_match import ngram_match
 from kernels.reference.perturb import perturb
@@ -66,6 +67,7 @@ import kernels.fit_drafts
 import kernels.follow_verified
 import kernels.likeliest_tree
 import kernels.mask_and_penalise
+import kernels.match_in_tree
 import kernels.move_kv
 import kernels.ngram_match
 import kernels.perturb
@@ -99,6 +101,12 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "num_speculative_tokens": 6,
         "tree_depth": 3,
         "rejection_sample_method": "block",
+    },
+    "token_recycling_and_suffix": {
+        "method": "suffix_recycling",
+        "num_speculative_tokens": 6,
+        "tree_depth": 3,
+        "min_match_score": 0.5,
     },
     "token_recycling_chain": {
         "method": "token_recycling",
@@ -194,6 +202,7 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.perturb, "perturb", perturb)
     monkeypatch.setattr(kernels.likeliest_tree, "add_level", add_level)
     monkeypatch.setattr(kernels.likeliest_tree, "likeliest_tree", likeliest_tree)
+    monkeypatch.setattr(kernels.match_in_tree, "match_in_tree", match_in_tree)
     monkeypatch.setattr(kernels.top_candidates, "top_candidates", top_candidates)
     monkeypatch.setattr(kernels.top_logprobs, "top_logprobs", top_logprobs)
     monkeypatch.setattr(kernels.tree_rows, "tree_rows", tree_rows)
@@ -445,7 +454,7 @@ LOADS = {
     and "greedy" not in name
     and "rejection_sample_method" not in spec
     # It drafts what it learned from all steps, and a step that is launched ahead under another load teaches other rows.
-    and spec["method"] != "token_recycling"
+    and "recycling" not in spec["method"]
 }
 
 

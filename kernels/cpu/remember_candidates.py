@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
@@ -13,6 +14,7 @@ from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
 from kernels.cpu.threads import parts_of
 
+NEG_INF = np.float32("-inf")
 PART_NUMBERS = 1 << 11  # copied in some microseconds
 Arguments = arguments_of(
     *("table_token_ids", "table_log_probs", "token_ids", "candidates", "log_probs"),
@@ -31,9 +33,20 @@ def remembering() -> Kernel:
         )
         known_log_probs = floats(a.table_log_probs, a.table_rows, a.width)
         log_probs = floats(a.log_probs, a.num_rows, a.width)
-        for row in range(a.num_rows):  # in order: of one token the last row counts
+        for row in range(a.num_rows):
             token_id = token_ids[row]
             if token_id < 0 or token_id % num_parts != part:  # a token's rows are one part's
+                continue
+            own, is_told_better = log_probs[row, 0], False
+            if own != own:
+                own = NEG_INF
+            for other in range(a.num_rows):
+                if token_ids[other] == token_id:
+                    theirs = log_probs[other, 0]
+                    if theirs != theirs:
+                        theirs = NEG_INF
+                    is_told_better |= theirs > own or (theirs == own and other < row)
+            if is_told_better:
                 continue
             for place in range(a.width):
                 known[token_id * a.width + place] = candidates[row * a.width + place]
@@ -47,7 +60,7 @@ def remember_candidates(
     table_log_probs: Tensor,  # [vocab + 1, width] float32
     token_ids: Tensor,  # [num_rows] int64, -1: nobody's
     candidates: Tensor,  # [num_rows, width] int64
-    log_probs: Tensor,  # [num_rows, width] float32
+    log_probs: Tensor,  # [num_rows, width] float32, descending
 ) -> None:
     tensors = (table_token_ids, table_log_probs, token_ids, candidates, log_probs)
     assert all(tensor.is_contiguous() for tensor in tensors)

@@ -29,6 +29,22 @@ class DraftTree:
         return DraftTree(token_ids=[self.token_ids[node] for node in order], parents=parents)
 
 
+def draft_tokens_from_nodes(
+    token_ids: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], limits: Sequence[int], device: torch.device
+) -> DraftTokens:
+    """DraftTokens of every request's first nodes, at most `limit` each.
+
+    Args:
+        token_ids: of each request; -1 behind the last node.
+        parents: the first n nodes are a tree.
+    """
+    trees = []
+    for own, of_own, limit in zip(token_ids, parents, limits, strict=True):
+        nodes = [token for token in own[:limit] if token >= 0]
+        trees.append(DraftTree(token_ids=nodes, parents=list(of_own[: len(nodes)])).depth_first())
+    return draft_tokens_from_trees(trees, device)
+
+
 def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int]]:
     """(nodes in depth-first order, their parents under the new numbers); siblings keep their order."""
     children = tree_shape(parents).children

@@ -30,6 +30,7 @@ from runner.config.problem import ConfigError, Problem
 from runner.config.root import SpeculativeConfig
 from runner.config.sampler import SamplerConfig
 from runner.config.suffix_method import SuffixKeys, SuffixMethod
+from runner.config.suffix_recycling_method import SuffixRecyclingMethod
 from runner.config.workload import DemoWorkload, JsonlWorkload, SyntheticWorkload, WorkloadConfig
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "SpeculativeConfig",
     "SuffixKeys",
     "SuffixMethod",
+    "SuffixRecyclingMethod",
     "SyntheticWorkload",
     "WorkloadConfig",
     "parse_method",

@@ -19,7 +19,7 @@ from runner.config.drafter_methods import (
     PardMethod,
 )
 from runner.config.method import MethodConfig
-from runner.config.suffix_method import SuffixKeys, SuffixMethod
+from runner.config.suffix_method import MatchKeys
 
 DRAFTERS: dict[str, type[DrafterMethod]] = {
     "draft_model": DraftModelMethod,
@@ -33,7 +33,7 @@ DRAFTERS: dict[str, type[DrafterMethod]] = {
 }
 
 
-class HybridMethod(SuffixKeys, DrafterMethod):
+class HybridMethod(MatchKeys, DrafterMethod):
     """Suffix decoding where a match is convincing, a model drafter elsewhere (arXiv 2411.04975, "hybrid")."""
 
     drafter_key: ClassVar[str] = "method.drafter"
@@ -53,12 +53,6 @@ class HybridMethod(SuffixKeys, DrafterMethod):
         le=128,
         description="tokens that the drafter drafts at most, in [1, 128], and no more than num_speculative_tokens",
     )
-    min_match_score: float = Field(
-        default=2.0,
-        ge=0,
-        description="tokens of a match that must be expected to be accepted, by suffix decoding's counts, for it to "
-        "take the drafter's place, >= 0; it is judged by 8 tokens where num_speculative_tokens are fewer",
-    )
     use_heterogeneous_vocab: bool = Field(
         default=False, description="drafter=draft_model: it has another tokenizer than the target"
     )
@@ -71,16 +65,6 @@ class HybridMethod(SuffixKeys, DrafterMethod):
     @property
     def drafter_name(self) -> str:
         return self.drafter
-
-    @property
-    def num_judged_tokens(self) -> int:
-        """Of a match, by which it is found convincing or not: also where few are drafted."""
-        return max(self.num_speculative_tokens, 8)
-
-    def suffix_method(self) -> SuffixMethod:
-        """The half that finds matches, as a method by itself."""
-        keys = self.model_dump(include={key for key in SuffixKeys.model_fields if key not in MethodConfig.model_fields})
-        return SuffixMethod(num_speculative_tokens=self.num_speculative_tokens, **keys)
 
     def drafter_method(self) -> DrafterMethod:
         """The half that drafts elsewhere, as a method by itself."""
@@ -101,12 +85,3 @@ class HybridMethod(SuffixKeys, DrafterMethod):
                 owners = " or ".join(name for name, method in DRAFTERS.items() if key in method.model_fields)
                 raise ValueError(f"{key} is a key of drafter={owners}, got {value!r} with drafter={self.drafter}")
         return self
-
-    def notes(self) -> list[str]:
-        notes = super().notes()
-        if self.min_match_score > self.num_judged_tokens:
-            notes.append(
-                f"min_match_score={self.min_match_score:g} is out of reach, so that no match is drafted: matches are "
-                f"judged by {self.num_judged_tokens} tokens; lower it"
-            )
-        return notes

@@ -31,6 +31,7 @@ from runner.config.method import SYNTHETIC_KEYS, MethodConfig
 from runner.config.node import Node
 from runner.config.problem import ConfigError, Problem, node_classes, problems_of, union_tag
 from runner.config.suffix_method import SuffixMethod
+from runner.config.suffix_recycling_method import SuffixRecyclingMethod
 from runner.config.token_recycling_method import TokenRecyclingMethod
 
 
@@ -167,6 +168,7 @@ AnyMethod = (
     | NgramGpuMethod
     | SuffixMethod
     | TokenRecyclingMethod
+    | SuffixRecyclingMethod
     | DraftModelMethod
     | PardMethod
     | EagleMethod

@@ -40,6 +40,36 @@ class SuffixKeys(MethodConfig):
         return self
 
 
+class MatchKeys(SuffixKeys):
+    """What drafts matches that are convincing, where others draft too."""
+
+    min_match_score: float = Field(
+        default=2.0,
+        ge=0,
+        description="tokens of a match that must be expected to be accepted, by suffix decoding's counts, for it to be "
+        "drafted, >= 0; it is judged by 8 tokens where num_speculative_tokens are fewer",
+    )
+
+    @property
+    def num_judged_tokens(self) -> int:
+        """Of a match, by which it is found convincing or not: also where few are drafted."""
+        return max(self.num_speculative_tokens, 8)
+
+    def suffix_method(self) -> SuffixMethod:
+        """The half that finds matches, as a method by itself."""
+        keys = self.model_dump(include={key for key in SuffixKeys.model_fields if key not in MethodConfig.model_fields})
+        return SuffixMethod(num_speculative_tokens=self.num_speculative_tokens, **keys)
+
+    def notes(self) -> list[str]:
+        notes = super().notes()
+        if self.min_match_score > self.num_judged_tokens:
+            notes.append(
+                f"min_match_score={self.min_match_score:g} is out of reach, so that no match is drafted: matches are "
+                f"judged by {self.num_judged_tokens} tokens; lower it"
+            )
+        return notes
+
+
 class SuffixMethod(SuffixKeys):
     """Suffix decoding: drafts what followed the same words before, in this request or in finished ones.
 

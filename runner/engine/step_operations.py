@@ -173,6 +173,17 @@ def likeliest_tree(candidates: TreeCandidates, num_nodes: int) -> Tree:
     return on_cpu(candidates, num_nodes)
 
 
+def match_in_tree(match: Tensor, tree: Tree, *, depth: int) -> Tree:
+    """kernels/reference/match_in_tree.py."""
+    if runs_kernels(match):
+        from kernels.match_in_tree import match_in_tree as kernel
+
+        return kernel(match, tree, depth=depth)
+    from kernels.cpu.match_in_tree import match_in_tree as on_cpu
+
+    return on_cpu(match, tree, depth=depth)
+
+
 def remember_candidates(
     table_token_ids: Tensor, table_log_probs: Tensor, token_ids: Tensor, candidates: Tensor, log_probs: Tensor
 ) -> None:
