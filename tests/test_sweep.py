@@ -124,9 +124,10 @@ def test_a_later_sweep_has_its_own_points(cli: CommandLine) -> None:
 
 def test_an_experiment_brings_its_sweep_along(cli: CommandLine) -> None:
     ending = cli("experiment=compare_methods", "tracking=none")
+    swept = ("ngram", "suffix", "suffix_recycling", "draft_model", "hybrid")
     expected = [
         ("none", 2),
-        *[(method, k) for method in ("ngram", "suffix", "draft_model", "hybrid") for k in (2, 4, 8)],
+        *[(method, k) for method in swept for k in (2, 4, 8)],
     ]
     assert points(ending) == expected
     assert all(config.baseline for config, _ in ending.jobs), "that of none, the first one"

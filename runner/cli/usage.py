@@ -54,7 +54,7 @@ def help_text() -> str:
         lines.append(_group_line(group, marked))
     lines += ["", "Methods (method=...)", ""]
     for node in node_classes(SpeculativeConfig.model_fields["method"].annotation):
-        lines.append(f"  {union_tag(node):<16}{node.model_fields['method'].description}")
+        lines.append(f"  {union_tag(node):<17}{node.model_fields['method'].description}")
     lines += ["", "Keys (key=value) with their [default]; null leaves the choice to the runner", ""]
     nodes = {key: field for key, field in SpeculativeConfig.model_fields.items() if node_classes(field.annotation)}
     for key, field in SpeculativeConfig.model_fields.items():
