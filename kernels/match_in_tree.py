@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.reference.likeliest_tree import Tree
 
 
-@triton.jit(do_not_specialize=["num_nodes", "depth"], do_not_specialize_on_alignment=["match_ptr"])
+@triton.jit(do_not_specialize=["num_nodes", "depth"], do_not_specialize_on_alignment=["parents_ptr"])
 def match_in_tree_kernel(
     nodes_ptr,  # [2, num_requests, num_nodes] int64: token ids, parents
     match_ptr,  # [num_requests, num_nodes] int64

@@ -39,6 +39,7 @@ def remember_candidates_kernel(
     for start in range(0, num_rows, CHUNK):
         others = start + tl.arange(0, CHUNK)
         is_same = tl.load(token_ids_ptr + others, mask=others < num_rows, other=-1) == token_id
+        is_same = is_same & (others < num_rows) & (token_id >= 0)
         sureness = sureness_of(log_probs_ptr + others * width, is_same)
         is_surer = (sureness > own_sureness) | ((sureness == own_sureness) & (others < row))
         told_better += tl.sum((is_same & is_surer).to(tl.int32), axis=0)

@@ -45,9 +45,8 @@ class TokenRecyclingProposer(Proposer):
         device, limits = self.context.device, [item.max_draft_tokens for item in schedule.decoding]
         if not any(limits):
             return DraftTokens.empty(len(limits), device)
-        token_ids, parents = torch.stack(
-            self.nodes(schedule, max(limits))
-        ).tolist()  # the step's one look at the device
+        nodes = self.nodes(schedule, max(limits))
+        token_ids, parents = torch.stack(nodes).tolist()  # the step's one look at the device
         if self.tree_depth is not None:
             return draft_tokens_from_nodes(token_ids, parents, limits, device)
         chains = [[token for token in own[:limit] if token >= 0] for own, limit in zip(token_ids, limits, strict=True)]

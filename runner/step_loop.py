@@ -158,7 +158,7 @@ class StepLoop:
                 max_draft_tokens=schedule.max_draft_tokens,
                 num_decoding=num_decoding,
                 num_prompt_tokens=sum(item.num_new_tokens for item in schedule.scheduled[num_decoding:]),
-                gains=committed,
+                gains=[gain for gain in committed if len(gain.request.output_token_ids) > len(gain.token_ids)],
             )
         for gain in committed:
             self.traces.observe(gain, done)

@@ -129,6 +129,20 @@ def test_every_load_has_its_own_number_and_a_new_one_begins_with_what_a_similar_
     assert machine.used.keys() <= {0, 1}, "not what is best for one request alone"
 
 
+def test_a_load_that_comes_too_seldom_to_learn_follows_the_most_similar_one() -> None:
+    machine = Machine(most=8, acceptance=0.5, a_row=1.0, a_draft=0.0)
+    assert machine.budget.max_draft_tokens(7) == 8, "nothing is known yet"
+    machine.run(1000, 8)
+    assert machine.budget.max_draft_tokens(7) == machine.budget.max_draft_tokens(8) == 0
+
+
+def test_what_is_much_slower_is_tried_the_less_often_for_it() -> None:
+    """A draft token costs as much as a step; a trial of eight is eight times as dear as one of one."""
+    machine = Machine(most=8, acceptance=0.1, a_row=1.0, a_draft=0.0)
+    machine.run(2000, 4)
+    assert machine.run(4000, 4) > 0.97
+
+
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("end", [0.1, 0.95])
@@ -193,6 +207,35 @@ def test_what_prompts_interrupt_counts_against_numbers_whose_steps_they_make_lon
     assert machine.used.most_common(1)[0][0] < 4
 
 
+@pytest.mark.parametrize("rhythm", [1, 2, 5])
+def test_where_hardly_a_step_is_without_prompts_it_learns_all_the_same(rhythm: int) -> None:
+    """Every first, second or fifth step computes a prompt beside; drafts are hardly ever right."""
+    machine = Machine(most=8, acceptance=0.1, a_row=0.5, a_draft=0.1)
+    budget = machine.budget
+    budget.observe(_step(0, 0, [], num_prompt_tokens=100), 10.0)
+    for number in range(2000):
+        count, num_prompt_tokens = budget.max_draft_tokens(4), 20 * (number % rhythm == 0)
+        gains = [machine._gain(count) for _ in range(4)]
+        machine.used[count] += number >= 1000
+        took = machine.time(count, 4) + 0.1 * num_prompt_tokens
+        budget.observe(_step(count, 4, gains, num_prompt_tokens), took * machine.random.uniform(0.9, 1.1))
+    assert machine.used.most_common(1)[0][0] == 0
+
+
+def test_a_load_that_comes_again_is_compared_with_nothing_of_long_ago() -> None:
+    """All steps take four times as long by then, whatever is drafted: no cost has changed."""
+    machine = Machine(most=8, acceptance=0.7, a_row=0.05, a_draft=0.0, noise=0.0)
+    machine.run(1000, 1)
+    known = {count: mean.value for count, mean in machine.budget._loads[1].cost.items()}
+    machine.run(600, 40)
+    time = machine.time
+    machine.time = lambda count, size: 4 * time(count, size)  # type: ignore[method-assign]
+    machine.run(300, 1)
+    load = machine.budget._loads[1]
+    assert {count: mean.value for count, mean in load.cost.items()} == pytest.approx(known, rel=0.01)
+    assert all(mean.num_values for mean in load.cost.values())
+
+
 def test_ranks_that_are_told_the_same_choose_the_same() -> None:
     ours, theirs = OnlineBudget(6), OnlineBudget(6)
     machine = Machine(most=6, acceptance=0.6, a_row=0.05, a_draft=0.05)
@@ -246,14 +289,10 @@ def test_whatever_is_tried_changes_no_token(engines: Engines, plain: list[Reques
     tell_test_proposers(plain)
     requests, metrics = complete(engines({**method_config(method, 4), **AUTO}, **ROOMY), PROMPTS, PARAMS)
     assert answers(requests) == answers(plain)
-    assert metrics.decoding_steps_by_budget.keys() > {2, 4} or len(metrics.step_points) < 40
     assert len(metrics.decoding_steps_by_budget) > 1
 
 
-@pytest.mark.usefixtures("restless")
-def test_what_was_found_is_kept_from_call_to_call_and_calls_of_a_set_number_neither_heed_nor_teach(
-    engines: Engines,
-) -> None:
+def test_what_was_found_is_kept_from_call_to_call_and_a_set_number_needs_none_of_it(engines: Engines) -> None:
     llm = engines({**method_config("ngram", 4), **AUTO, "prompt_lookup_max": 4}, **ROOMY)
     first, again = (llm.scheduler_for(llm.engine.proposer).draft_budget for _ in range(2))
     assert first.online is again.online is not None
@@ -275,7 +314,6 @@ def test_steps_in_which_something_is_captured_are_not_timed(engines: Engines, mo
     complete(llm, PROMPTS[:1], [params])
     timed = [seconds for seconds in seen if seconds is not None]
     assert seen[1] is None and len(timed) > 10
-    assert max(timed[1:]) < 0.1, "what was compiled took longer"
 
 
 def test_requests_that_never_speculate_teach_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
 from kernels.cpu.threads import parts_of
 
-NEG_INF = np.float32("-inf")
+NEG_INF, UNTOLD = np.float32("-inf"), np.float32("inf")  # no logarithm of a probability is as high
 PART_NUMBERS = 1 << 11  # copied in some microseconds
 Arguments = arguments_of(
     *("table_token_ids", "table_log_probs", "token_ids", "candidates", "log_probs"),
@@ -34,19 +34,15 @@ def remembering() -> Kernel:
         known_log_probs = floats(a.table_log_probs, a.table_rows, a.width)
         log_probs = floats(a.log_probs, a.num_rows, a.width)
         for row in range(a.num_rows):
+            if token_ids[row] >= 0 and token_ids[row] % num_parts == part:  # a token's rows are one part's
+                known_log_probs[token_ids[row], 0] = UNTOLD
+        for row in range(a.num_rows):
             token_id = token_ids[row]
-            if token_id < 0 or token_id % num_parts != part:  # a token's rows are one part's
+            if token_id < 0 or token_id % num_parts != part:
                 continue
-            own, is_told_better = log_probs[row, 0], False
-            if own != own:
-                own = NEG_INF
-            for other in range(a.num_rows):
-                if token_ids[other] == token_id:
-                    theirs = log_probs[other, 0]
-                    if theirs != theirs:
-                        theirs = NEG_INF
-                    is_told_better |= theirs > own or (theirs == own and other < row)
-            if is_told_better:
+            told, own = known_log_probs[token_id, 0], log_probs[row, 0]
+            is_surer = own == own and (told != told or own > told)  # NaN is as -inf, of which the first counts
+            if told != UNTOLD and not (is_surer and own > NEG_INF):
                 continue
             for place in range(a.width):
                 known[token_id * a.width + place] = candidates[row * a.width + place]

@@ -19,12 +19,13 @@ from runner.engine.tokens_per_step import MEMORY, Mean, TokensPerStep
 if TYPE_CHECKING:
     from runner.engine.scheduler import CommittedTokens
 
-FIRST_DRAFTS = 48  # request-steps of the very first trial: how drafts of every length fare
+FIRST_DRAFTS = 48  # request-steps before the very first trial: how drafts of every length fare
 SETTLING = 2  # steps behind a change of number: they take requests to the device, and find its memory cold
 NUM_TIMED = 6  # steps of a number that is tried, compared with those of the number in use before them
 TRIALS = 3  # that the cost of a number goes by, about
 MOST_STEPS = 32  # of a trial, where steps cannot be timed or say little
 SHORTEST_GAP, LONGEST_GAP = 32, 256  # steps between trials; it doubles while they change nothing
+MOST_LOST, MOST_LOST_AT_FIRST = 0.02, 0.1  # of the time, by trials of what turns out to be slower; or the gap is longer
 SURPRISE = 1.5  # a cost that is so many times what it was, or was of what it is: all of them are old
 MARGIN = 1.02  # a number takes another's place if it is that much better
 
@@ -39,7 +40,7 @@ class ObservedStep:
     max_draft_tokens: int  # of each request that decodes
     num_decoding: int  # requests
     num_prompt_tokens: int  # computed beside them
-    gains: Sequence[CommittedTokens]
+    gains: Sequence[CommittedTokens]  # of those that decode
 
 
 @dataclass
@@ -52,13 +53,17 @@ class Load:
 
     num_requests: int
     in_use: int  # the number of draft tokens that was best so far
+    has_tried: bool = False  # else all it knows is what a similar load has taught
     # Of a step of each other number; without values, what was so long ago, or at a similar load.
     cost: dict[int, Mean] = field(default_factory=dict)
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=2 * NUM_TIMED))  # of steps of the one in use
     trying: int | None = None
-    tried: list[float] = field(default_factory=list)  # s, of the trial's steps
+    tried: list[float] = field(default_factory=list)  # s, of the trial's steps, but for the first
+    spent: float = 0.0  # s, on all of them
     num_steps: int = 0  # of the trial, or since the last one
-    gap: int = SHORTEST_GAP
+    num_interrupted: int = 0  # steps in a row that had prompts beside them, or before them
+    last_seen: int = 0  # step
+    gap: float = SHORTEST_GAP
     idle: dict[int, int] = field(default_factory=dict)  # number -> steps since it was tried
     # Of steps of the number in use: tokens, and what prompts beside them cost beyond their own computation.
     tokens: Mean = field(default_factory=lambda: Mean(MEMORY))
@@ -93,9 +98,11 @@ class OnlineBudget:
         self._loads: dict[int, Load] = {}
         self._last_count, self._num_alike = -1, 0  # of the steps before: their number, and how many in a row had it
         self._is_interrupted = False  # there were prompts in the step before
+        self._asked, self._num_steps = 1, 0  # for how many requests, last; steps so far
 
     def max_draft_tokens(self, num_running: int) -> int:
         """Of a step with this many requests; stays the same until the next one is observed."""
+        self._asked = num_running
         return self._load(num_running).choice
 
     def observe(self, step: ObservedStep, seconds: float | None) -> None:
@@ -107,17 +114,25 @@ class OnlineBudget:
         if step.num_decoding == 0:
             if seconds is not None:
                 self._prompt_seconds.add(seconds / step.num_prompt_tokens)
+            self._is_interrupted = True
             return
-        count, load = step.max_draft_tokens, self._load(step.num_decoding)
+        count, load = step.max_draft_tokens, self._load(self._asked)
+        self._num_steps += 1
+        if self._num_steps - load.last_seen > LONGEST_GAP:  # what it was compared with is long ago
+            load.seconds.clear()
+            load.trying, load.num_steps = None, 0
+        load.last_seen = self._num_steps
         self._num_alike = self._num_alike + 1 if count == self._last_count else 1
         self._last_count = count
+        is_interrupted = step.num_prompt_tokens > 0 or self._is_interrupted
+        load.num_interrupted = load.num_interrupted + 1 if is_interrupted else 0
         if seconds is not None and count == load.choice and self._num_alike > SETTLING:
-            self._time(load, step, seconds)
+            # Where hardly a step is without prompts, those with some are what is compared.
+            self._time(load, step, seconds, is_usual=not is_interrupted or load.num_interrupted > MOST_STEPS)
         self._is_interrupted = step.num_prompt_tokens > 0
-        if self._is_interrupted:
-            return
         self._tokens.observe(count, step.gains)
         load.num_steps += 1
+        load.spent += seconds or 0.0
         for each in load.idle:
             load.idle[each] += 1
         if load.trying is None:
@@ -125,18 +140,19 @@ class OnlineBudget:
         elif (len(load.tried) >= NUM_TIMED and self._tokens.is_known(count)) or load.num_steps >= MOST_STEPS:
             self._end_trial(load)
 
-    def _time(self, load: Load, step: ObservedStep, seconds: float) -> None:
-        is_usual = not (step.num_prompt_tokens or self._is_interrupted)
+    def _time(self, load: Load, step: ObservedStep, seconds: float, *, is_usual: bool) -> None:
+        own = seconds - step.num_prompt_tokens * self._prompt_seconds.value
+        if own <= 0.0:
+            return
         if load.trying is not None:
             if is_usual:
-                load.tried.append(seconds)
+                load.tried.append(own)
             return
         interruption = 0.0
         if is_usual:
-            load.seconds.append(seconds)
+            load.seconds.append(own)
         elif load.seconds and self._prompt_seconds.num_values:
-            usual = _typical(load.seconds)
-            interruption = max(0.0, (seconds - step.num_prompt_tokens * self._prompt_seconds.value) / usual - 1.0)
+            interruption = max(0.0, own / _typical(load.seconds) - 1.0)
         load.tokens.add(sum(len(gain.token_ids) for gain in step.gains))
         load.interruption.add(interruption)
 
@@ -144,17 +160,22 @@ class OnlineBudget:
         key = bucket(max(num_requests, 1))
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = self._new_load(key)
+            load = Load(num_requests=key, in_use=self.counts[-1], idle=dict.fromkeys(self.counts, 1))
+            self._loads[key] = load
+        if not load.has_tried and load.trying is None:
+            self._teach(load)
         return load
 
-    def _new_load(self, key: int) -> Load:
-        """Begins with what a similar load has taught, if there is one."""
-        idle = dict.fromkeys(self.counts, 1)
-        if not self._loads:
-            return Load(num_requests=key, in_use=self.counts[-1], idle=idle)
-        nearest = self._loads[min(self._loads, key=lambda other: max(key, other) / min(key, other))]
-        cost = {count: Mean(mean.memory, mean.value) for count, mean in nearest.cost.items()}
-        return Load(num_requests=key, in_use=nearest.in_use, idle=idle, cost=cost)
+    def _teach(self, load: Load) -> None:
+        """What the most similar load knows by now, if one has tried anything."""
+        size, others = load.num_requests, [other for other in self._loads.values() if other.has_tried]
+        if not others:
+            return
+        nearest = min(others, key=lambda other: max(size, other.num_requests) / min(size, other.num_requests))
+        if nearest.in_use != load.in_use:
+            load.in_use, load.num_steps = nearest.in_use, 0
+            load.seconds.clear()
+        load.cost = {count: Mean(mean.memory, mean.value) for count, mean in nearest.cost.items()}
 
     def _go_on(self, load: Load) -> None:
         """Stay, or try another number."""
@@ -176,25 +197,31 @@ class OnlineBudget:
         return [count for count in self.counts if count not in load.cost and count != load.in_use]
 
     def _try(self, load: Load, count: int) -> None:
-        load.trying, load.num_steps, load.idle[count] = count, 0, 0
+        load.trying, load.num_steps, load.spent, load.idle[count] = count, 0, 0.0, 0
         load.tried.clear()
         self._tokens.look_again(count, load.in_use)
 
     def _end_trial(self, load: Load) -> None:
         assert load.trying is not None
-        cost = load.cost.setdefault(load.trying, Mean(TRIALS, 1.0))  # as if it took the same, if nothing was timed
+        # If nothing was timed, nothing speaks for it.
+        cost = load.cost.setdefault(load.trying, Mean(TRIALS, max(1.0, (1 + load.trying) / (1 + load.in_use))))
         if load.tried:
             measured = _typical(load.tried) / _typical(load.seconds)
             if cost.num_values and max(measured / cost.value, cost.value / measured) > SURPRISE:
                 for mean in load.cost.values():
                     mean.num_values = 0
             cost.add(measured)
-        load.trying, load.num_steps = None, 0
+        tried, num_steps = load.trying, load.num_steps
+        load.trying, load.num_steps, load.has_tried = None, 0, True
         if untried := self._untried(load):
             self._try(load, untried[-1])
             return
-        is_settled = all(mean.num_values for mean in load.cost.values())
-        load.gap = min(2 * load.gap, LONGEST_GAP) if is_settled else SHORTEST_GAP
+        gained = num_steps * self._tokens.expected(tried) / self._tokens.expected(load.in_use)
+        lost = load.spent / _typical(load.seconds) - gained  # in steps of the number in use
+        if not load.tried or all(mean.num_values for mean in load.cost.values()):
+            load.gap = max(min(2 * load.gap, LONGEST_GAP), lost / MOST_LOST)
+        else:
+            load.gap = max(SHORTEST_GAP, lost / MOST_LOST_AT_FIRST)
         self._choose(load)
 
     def _choose(self, load: Load) -> None:
@@ -205,8 +232,11 @@ class OnlineBudget:
         load.cost[load.in_use] = Mean(TRIALS, 1.0, 1)
         for mean in load.cost.values():
             mean.value /= unit
+        load.idle[load.in_use] = 0
         load.in_use, load.num_steps, load.gap = best, 0, SHORTEST_GAP
         load.seconds.clear()
+        for mean in (load.tokens, load.interruption):  # of the number that was left
+            mean.num_values = min(mean.num_values, NUM_TIMED)
 
     def _worth(self, load: Load, count: int) -> float:
         return load.worth(count, self._tokens.expected(count))

@@ -39,7 +39,7 @@ class TokensPerStep:
         """gains: of requests that might have drafted this many tokens each."""
         for gain in gains:
             self._has_trees |= gain.draft_depth < gain.num_draft_tokens
-            self._gained.setdefault(count, Mean(MEMORY)).add(gain.num_accepted_tokens + 1)
+            self._gained.setdefault(count, Mean(MEMORY)).add(len(gain.token_ids))
             for position in range(min(gain.num_accepted_tokens + 1, count)):
                 self._accepted[position].add(position < gain.num_accepted_tokens)
 
