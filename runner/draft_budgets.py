@@ -21,12 +21,13 @@ class DraftBudgets:
 
         Args:
             proposer: who drafts in them.
-            max_draft_tokens: that they may draft at most, found by nobody; None: as the configuration says.
+            max_draft_tokens: of a request in a step, set for this call, so that none is found; None: as the
+                configuration says.
         """
-        most, is_set = proposer.num_speculative_tokens, max_draft_tokens is not None
+        most = proposer.num_speculative_tokens
         return DraftBudget(
             num_speculative_tokens=most if max_draft_tokens is None else min(most, max_draft_tokens),
             per_batch_size=self._ranges,
             disable_by_batch_size=self._disable_by_batch_size,
-            online=None if is_set or proposer is not self._proposer else self._online,
+            online=self._online if max_draft_tokens is None and proposer is self._proposer else None,
         )

@@ -152,27 +152,22 @@ class StepLoop:
         done: float,
         in_parts: InParts | None,
     ) -> list[CommittedTokens]:
-        num_decoding = len(schedule.decoding)
-        if any(gain.request.sampling_params.speculates for gain in committed):
-            self._observed = ObservedStep(
-                max_draft_tokens=schedule.max_draft_tokens,
-                num_decoding=num_decoding,
-                num_prompt_tokens=sum(item.num_new_tokens for item in schedule.scheduled[num_decoding:]),
-                gains=[gain for gain in committed if len(gain.request.output_token_ids) > len(gain.token_ids)],
-            )
+        if self.scheduler.draft_budget.online is not None:
+            self._observed = _observed(schedule, committed)
         for gain in committed:
             self.traces.observe(gain, done)
             if gain.request.status is RequestStatus.FINISHED:
                 self.metrics.finish(self.traces.finish(gain.request))
             elif gain.request.status is RequestStatus.FAILED:
                 self.metrics.finish(self.traces.fail(gain.request, failures[gain.request.request_id]))
+        is_decoding = bool(schedule.scheduled) and schedule.scheduled[0].is_decoding  # those that decode come first
         finished_at = time.perf_counter()
         self.metrics.observe(
             StepRecord(
                 finished_at=finished_at,
                 seconds=seconds,
                 total_seconds=finished_at - started,
-                is_decoding=num_decoding > 0,
+                is_decoding=is_decoding,
                 max_draft_tokens=schedule.max_draft_tokens,
                 in_parts=in_parts,
                 request_steps=tuple(
@@ -187,3 +182,16 @@ class StepLoop:
             )
         )
         return committed
+
+
+def _observed(schedule: Schedule, committed: list[CommittedTokens]) -> ObservedStep | None:
+    """What a budget learns from a step; None: nobody in it speculates."""
+    if not any(gain.request.sampling_params.speculates for gain in committed):
+        return None
+    num_decoding = len(schedule.decoding)
+    return ObservedStep(
+        max_draft_tokens=schedule.max_draft_tokens,
+        num_decoding=num_decoding,
+        num_prompt_tokens=sum(item.num_new_tokens for item in schedule.scheduled[num_decoding:]),
+        gains=[gain for gain in committed if len(gain.request.output_token_ids) > len(gain.token_ids)],
+    )
