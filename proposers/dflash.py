@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from kernels.reference.likeliest_tree import Tree
 from proposers.base import ProposerContext
 from proposers.captured.dflash import CapturedDFlash
 from proposers.captured.drafter import CapturedDrafter
@@ -100,6 +101,11 @@ class DFlashProposer(OnePassProposer):
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)
+
+    def nodes(self, schedule: Schedule) -> Tree:
+        """Of each decoding request its dynamic tree, the likeliest nodes first."""
+        assert self.trees is not None, "the tree is a dynamic one"
+        return self.trees.nodes(schedule)
 
     @torch.inference_mode()
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:

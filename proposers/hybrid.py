@@ -2,12 +2,13 @@
 
 A match costs next to nothing and may be long; where the text says nothing new has been said before, the drafter guesses
 as it would by itself. Which of them drafts is decided for every request in every step, by how many tokens of the match
-are expected to be accepted.
+are expected to be accepted. A drafter of trees always drafts, and a match is a path of its tree.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -17,12 +18,11 @@ from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.host_drafts import max_requests
 from proposers.captured.matched import MatchedOrDrafted
 from proposers.captured.token_by_token import CapturedChains
-from proposers.suffix import SuffixProposer
+from proposers.drafting.matches_in_trees import MatchesInTrees, TreeDrafter
+from proposers.suffix import MATCHED, SuffixProposer
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
-
-MATCHED = "suffix"  # the source of matched tokens
 
 
 class HybridProposer(Proposer):
@@ -36,21 +36,36 @@ class HybridProposer(Proposer):
         drafter_name: str,
         min_match_score: float,
         num_judged_tokens: int,
+        speculative_token_tree: str | None = None,
     ) -> None:
         """
         Args:
-            num_speculative_tokens: of a match at most.
+            num_speculative_tokens: of a match at most, or of a tree's nodes.
             suffix: finds matches, chains.
-            drafter: drafts chains; its context says that others draft up to num_speculative_tokens too.
+            drafter: its context says that others draft up to num_speculative_tokens too.
             drafter_name: the source of its tokens.
             min_match_score: of num_judged_tokens of a match, so many must be expected to be accepted.
+            speculative_token_tree: "dynamic": the drafter, a TreeDrafter, drafts dynamic trees; None: chains.
         """
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
         self.suffix, self.drafter, self.drafter_name = suffix, drafter, drafter_name
-        self.min_match_score, self.num_judged_tokens = min_match_score, num_judged_tokens
+        self._matches = partial(suffix.matches, min_score=min_match_score, num_judged_tokens=num_judged_tokens)
         self._matched: list[Request] = []  # in the last step in parts
+        self._trees: MatchesInTrees | None = None
+        if speculative_token_tree is not None:
+            assert isinstance(drafter, TreeDrafter), f"{drafter_name} drafts chains"
+            self._trees = MatchesInTrees(
+                context=context,
+                num_nodes=num_speculative_tokens,
+                num_own_nodes=drafter.num_speculative_tokens,
+                source=drafter_name,
+                matches=self._matches,
+                drafter=drafter,
+            )
 
     def propose(self, schedule: Schedule) -> DraftTokens:
+        if self._trees is not None:
+            return self._trees.propose(schedule)
         matches = self.find_matches(schedule)
         counts = matches.num_draft_tokens
         decoding = schedule.decoding
@@ -67,9 +82,7 @@ class HybridProposer(Proposer):
     def find_matches(self, schedule: Schedule) -> DraftTokens:
         """Of the decoding requests; none where the drafter shall draft."""
         decoding = schedule.decoding
-        matches = self.suffix.matches(
-            schedule, min_score=self.min_match_score, num_judged_tokens=self.num_judged_tokens
-        )
+        matches = self._matches(schedule)
         num_left = sum(not match and item.max_draft_tokens > 0 for match, item in zip(matches, decoding, strict=True))
         # Where one has a longer match than others draft, they all have places for it.
         is_cut = num_left > 0 or len(decoding) > max_requests(self.num_speculative_tokens, self.context.device)
@@ -84,6 +97,8 @@ class HybridProposer(Proposer):
 
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         drafter = self.drafter.captured_drafter(min(num_tokens, self.drafter.num_speculative_tokens))
+        if self._trees is not None:
+            return self._trees.captured(num_tokens, drafter)
         if num_tokens == 0 or not isinstance(drafter, CapturedChains):
             return drafter
         return MatchedOrDrafted(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kernels.reference.likeliest_tree import Tree
 from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.last_state import CapturedLastState
@@ -64,6 +65,11 @@ class MedusaProposer(LastStateProposer):
 
     def propose(self, schedule: Schedule) -> DraftTokens:
         return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)
+
+    def nodes(self, schedule: Schedule) -> Tree:
+        """Of each decoding request its dynamic tree, the likeliest nodes first."""
+        assert self.trees is not None, "the tree is a dynamic one"
+        return self.trees.nodes(schedule)
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
         self._rows = self.last_states(requests)

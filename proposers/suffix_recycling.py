@@ -9,19 +9,15 @@ drawn, so every rule looks for the target's own token among the candidates.
 
 from __future__ import annotations
 
-import torch
+from functools import partial
 
-from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
+from proposers.base import Proposer, ProposerContext
 from proposers.captured.drafter import CapturedDrafter
-from proposers.captured.match_in_tree import MatchInTree
-from proposers.captured.recycled import CapturedRecycling
+from proposers.drafting.matches_in_trees import MatchesInTrees
 from proposers.suffix import SuffixProposer
 from proposers.token_recycling import TokenRecyclingProposer
-from proposers.trees.draft_tree import draft_tokens_from_nodes
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.scheduler import Schedule
-from runner.engine.step_operations import match_in_tree
-from runner.engine.upload import to_device
 
 
 class SuffixRecyclingProposer(Proposer):
@@ -46,41 +42,24 @@ class SuffixRecyclingProposer(Proposer):
     ) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
         assert recycling.tree_depth is not None, "chains leave no place for another guess"
-        self.suffix, self.recycling, self.tree_depth = suffix, recycling, recycling.tree_depth
-        self.min_match_score, self.num_judged_tokens = min_match_score, num_judged_tokens
+        self.suffix, self.recycling = suffix, recycling
+        self._trees = MatchesInTrees(
+            context=context,
+            num_nodes=num_speculative_tokens,
+            num_own_nodes=num_speculative_tokens,
+            source="token_recycling",
+            matches=partial(suffix.matches, min_score=min_match_score, num_judged_tokens=num_judged_tokens),
+            drafter=recycling,
+        )
 
-    @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:
-        matches = self._matches(schedule)
-        device, limits = self.context.device, [item.max_draft_tokens for item in schedule.decoding]
-        if not any(limits):
-            return DraftTokens.empty(len(limits), device)
-        num_nodes = max(limits)
-        match = to_device([own + [-1] * (num_nodes - len(own)) for own in matches], torch.int64, device)
-        tree = match_in_tree(match, self.recycling.nodes(schedule, num_nodes), depth=self.tree_depth)
-        token_ids, parents = torch.stack(tree).tolist()  # the step's one look at the device
-        return draft_tokens_from_nodes(token_ids, parents, limits, device)
-
-    def _matches(self, schedule: Schedule) -> list[list[int]]:
-        return self.suffix.matches(schedule, min_score=self.min_match_score, num_judged_tokens=self.num_judged_tokens)
+        return self._trees.propose(schedule)
 
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:
         self.recycling.update(schedule, output)
 
-    def captured_drafter(self, num_tokens: int) -> CapturedDrafter:
-        recycling = self.recycling.captured_drafter(num_tokens)
-        if num_tokens == 0 or not isinstance(recycling, CapturedRecycling):
-            return recycling
-
-        def find_matches(schedule: Schedule) -> DraftTokens:
-            return draft_tokens_from_lists(self._matches(schedule), self.context.device)
-
-        return MatchInTree(
-            recycling=recycling,
-            find_matches=find_matches,
-            capacity=self.context.max_num_seqs,
-            device=self.context.device,
-        )
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
+        return self._trees.captured(num_tokens, self.recycling.captured_drafter(num_tokens))
 
     def release(self, request_id: str) -> None:
         self.suffix.release(request_id)

@@ -45,16 +45,16 @@ class TokenRecyclingProposer(Proposer):
         device, limits = self.context.device, [item.max_draft_tokens for item in schedule.decoding]
         if not any(limits):
             return DraftTokens.empty(len(limits), device)
-        nodes = self.nodes(schedule, max(limits))
-        token_ids, parents = torch.stack(nodes).tolist()  # the step's one look at the device
+        token_ids, parents = torch.stack(self.nodes(schedule)).tolist()  # the step's one look at the device
         if self.tree_depth is not None:
             return draft_tokens_from_nodes(token_ids, parents, limits, device)
         chains = [[token for token in own[:limit] if token >= 0] for own, limit in zip(token_ids, limits, strict=True)]
         return draft_tokens_from_lists(chains, device)
 
-    def nodes(self, schedule: Schedule, num_nodes: int) -> Tree:
-        """Of each decoding request, on the device; the first n of them are its draft of n nodes."""
+    def nodes(self, schedule: Schedule) -> Tree:
+        """Of each decoding request as many as any may draft, the likeliest first: its first n are its draft of n."""
         requests = [item.request for item in schedule.decoding]
+        num_nodes = max(item.max_draft_tokens for item in schedule.decoding)
         last = [request.tokens_between(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
         depth, width = (num_nodes, 1) if self.tree_depth is None else (min(self.tree_depth, num_nodes), None)
         last_token_ids = to_device(last, torch.int64, self.context.device)

@@ -33,7 +33,8 @@ def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenize
         own_keys = {key: getattr(method, key) for key in ("min_match_score", "num_judged_tokens")}
         halves: dict[str, MethodConfig] = {"suffix": method.suffix_method()}
         if isinstance(method, HybridMethod):
-            own_keys["drafter_name"], halves["drafter"] = method.drafter_name, method.drafter_method()
+            own_keys |= {key: getattr(method, key) for key in ("drafter_name", "speculative_token_tree")}
+            halves["drafter"] = method.drafter_method()
         else:
             halves["recycling"] = method.recycling_method()
         for name, half in halves.items():

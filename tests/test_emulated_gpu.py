@@ -56,6 +56,10 @@ CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
     # Any token that was said before is a match.
     "hybrid": ({**HYBRID, "drafter": "draft_model", "rejection_sample_method": "probabilistic"}, LONGER),
     "hybrid, eagle3": ({**HYBRID, "drafter": "eagle3"}, LONGER),
+    "hybrid, eagle3 tree": (
+        {**HYBRID, "drafter": "eagle3", "speculative_token_tree": "dynamic", "tree_top_k": 2},
+        LONGER,
+    ),
     "custom_class": (free_guesses(2), [GREEDY, DRAWN]),
     "eagle3 tree": (
         {

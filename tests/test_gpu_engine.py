@@ -52,6 +52,14 @@ METHODS: list[dict[str, Any] | None] = [
     *({"method": "hybrid", "drafter": drafter, "min_match_score": 0.4} for drafter in ("draft_model", "eagle3")),
     {"method": "dflash", "num_speculative_tokens": 12, "speculative_token_tree": "dynamic"},
     {"method": "suffix_recycling", "num_speculative_tokens": 16},
+    {
+        "method": "hybrid",
+        "drafter": "eagle3",
+        "num_speculative_tokens": 16,
+        "num_drafter_tokens": 8,
+        "speculative_token_tree": "dynamic",
+        "min_match_score": 0.4,
+    },
 ]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "one at a time": {"max_num_seqs": 1},

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from proposers.captured.matched import Form, MatchedOrDrafted
-from proposers.hybrid import MATCHED, HybridProposer, _merge
+from proposers.hybrid import HybridProposer, _merge
+from proposers.suffix import MATCHED
 from runner.config import ConfigError, Eagle3Method, HybridMethod, SpeculativeConfig, SuffixMethod, parse_method
 from runner.drafter_fit import drafter_fit_notes
 from runner.engine.request import DraftTokens

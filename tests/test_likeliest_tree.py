@@ -76,7 +76,7 @@ def paths(parents: list[int], token_ids: list[int]) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for parent, token_id in zip(parents, token_ids, strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token_id))
-    return sorted(found)
+    return found
 
 
 @pytest.mark.parametrize("num_nodes", [1, 5, 12])

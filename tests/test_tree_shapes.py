@@ -9,11 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proposers.trees.best_first import best_first_trees
+from proposers.trees.best_first import best_first_paths
 from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
 from proposers.trees.static import check_depth, static_tree
-from runner.engine.draft_trees import tree_shape
 from runner.engine.errors import UserError
 from tests.no_readback import NoReadback
 
@@ -48,7 +47,7 @@ def test_best_first_takes_the_most_probable_nodes(depth: int, top_k: int, count:
     """Against every node there is, ordered by its probability."""
     weights = torch.randn(1, depth, top_k + 2, generator=torch.Generator().manual_seed(seed)) * 2
     log_probs = weights.log_softmax(-1).sort(dim=-1, descending=True).values[..., :top_k]
-    (tree,) = best_first_trees(log_probs, [count])
+    (paths,) = best_first_paths(log_probs, [count])
     every = [
         path for length in range(1, depth + 1) for path in itertools.product(range(top_k), repeat=length)
     ]  # fmt: skip
@@ -57,24 +56,23 @@ def test_best_first_takes_the_most_probable_nodes(depth: int, top_k: int, count:
         return sum(float(log_probs[0, place, rank]) for place, rank in enumerate(path))
 
     best = sorted(every, key=score, reverse=True)[:count]
-    assert tree.num_nodes == len(best)
-    assert sorted(map(score, tree.paths)) == pytest.approx(sorted(map(score, best)), abs=1e-9)
-    assert tree_shape(tree.parents).depths == tuple(map(len, tree.paths))
+    assert list(map(score, paths)) == pytest.approx(list(map(score, best)), abs=1e-9)
+    for num_nodes in range(len(paths)):
+        assert sorted(RankTree.of_paths(paths[:num_nodes]).paths) == sorted(paths[:num_nodes])
 
 
 def test_best_first_goes_deep_where_the_drafter_is_sure_and_wide_where_it_is_not() -> None:
     sure = torch.tensor([[0.98, 0.01], [0.98, 0.01], [0.98, 0.01]]).log()
     unsure = torch.tensor([[0.4, 0.35], [0.3, 0.25], [0.2, 0.2]]).log()
-    deep, wide, none = best_first_trees(torch.stack([sure, unsure, unsure]), [3, 3, 0])
-    assert deep.paths == [(0,), (0, 0), (0, 0, 0)]
-    assert wide.paths == [(0,), (0, 0), (1,)]
-    assert none.num_nodes == 0
+    deep, wide, none = best_first_paths(torch.stack([sure, unsure, unsure]), [3, 3, 0])
+    assert deep == [(0,), (0, 0), (0, 0, 0)]
+    assert wide == [(0,), (1,), (0, 0)]
+    assert none == []
 
 
 def test_a_candidate_of_probability_zero_is_nobodys_child() -> None:
     log_probs = torch.tensor([[[0.0, -float("inf")], [-float("inf"), -float("inf")]]])
-    (tree,) = best_first_trees(log_probs, [5])
-    assert tree.paths == [(0,)]
+    assert best_first_paths(log_probs, [5]) == [[(0,)]]
 
 
 def test_ranks_become_the_candidates_of_their_depth() -> None:

@@ -130,7 +130,7 @@ class TreeVerifier(CapturedVerifier):
         tap_layers: tuple[int, ...],
     ) -> VerifiedBatch:
         assert parents is not None and self.target.cache is not None
-        num_rows, block_size, shape = self.num_tokens + 1, self.target.block_size, self.target.paged_shape
+        num_rows, block_size, shape = batch.num_rows, self.target.block_size, self.target.paged_shape
         drafts, token_ids = fit_drafts(draft_token_ids, batch.last_token_ids[:, 1], batch.lengths, batch.step_limits)
         # Node j is stored j + 1 places behind the pending token, whatever its depth.
         slots = chain_rows(
@@ -151,8 +151,8 @@ class TreeVerifier(CapturedVerifier):
         return VerifiedBatch(verified, of_path, drafts, of_target, [take_rows(tap, walked.rows) for tap in taps])
 
     def _ancestors(self, drafts: Tensor, parents: Tensor) -> Tensor:
-        """The way to each node, and to the pending token none: [count * (num_tokens + 1), depth], -1 behind each."""
-        nodes, upwards = self._nodes.expand(len(drafts), -1), list[Tensor]()
+        """The way to each node, and to the pending token none: [count * (num_nodes + 1), depth], -1 behind each."""
+        nodes, upwards = self._nodes[: 1 + drafts.shape[1]].expand(len(drafts), -1), list[Tensor]()
         for _ in range(self.depth):
             known = nodes.clamp(min=0)
             upwards.append(torch.where(nodes >= 0, drafts.gather(1, known), -1))

@@ -14,10 +14,12 @@ from itertools import accumulate
 
 import torch
 
+from kernels.reference.likeliest_tree import Tree
 from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.candidates import draw_candidates, perturbed, top_candidates
-from proposers.trees.growth import DynamicGrowth, Growth, StaticGrowth
+from proposers.trees.draft_tree import padded_tree
+from proposers.trees.growth import DynamicGrowth, GrownTree, Growth, StaticGrowth
 from proposers.trees.static import Choices, check_ranks, static_tree
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows, process_logits
@@ -98,27 +100,42 @@ class LevelByLevelProposer(TokenByTokenProposer):
     def propose(self, schedule: Schedule) -> DraftTokens:
         if not self.drafts_trees:
             return super().propose(schedule)
-        decoding, device = schedule.decoding, self.context.device
+        grown, levels = self._grown_trees(schedule)
+        if not levels:
+            return DraftTokens.empty(len(grown), self.context.device)
+        trees = [tree.depth_first() for tree in grown]
+        numbers = to_device([number for tree in trees for number in tree.numbers], torch.int64, self.context.device)
+        probs = [level.probs.flatten(0, 1) for level in levels if level.probs is not None]
+        return DraftTokens(
+            token_ids=torch.cat([level.token_ids.flatten() for level in levels]).index_select(0, numbers),
+            cu_num_draft_tokens=[0, *accumulate(len(tree.parents) for tree in trees)],
+            probs=torch.cat(probs).index_select(0, numbers) if probs else None,
+            parent_indices=[parent for tree in trees for parent in tree.parents],
+        )
+
+    @torch.inference_mode()
+    def nodes(self, schedule: Schedule) -> Tree:
+        """Of each decoding request its dynamic tree, the likeliest nodes first, as `propose` drafts it."""
+        grown, levels = self._grown_trees(schedule)
+        nothing = torch.empty(0, dtype=torch.int64, device=self.context.device)
+        candidates = torch.cat([nothing, *(level.token_ids.flatten() for level in levels)])
+        return padded_tree(candidates, [tree.numbers for tree in grown], [tree.parents for tree in grown])
+
+    def _grown_trees(self, schedule: Schedule) -> tuple[list[GrownTree], list[_Level]]:
+        """Of each decoding request, nodes numbered among the candidates of all levels; no level where nobody drafts."""
+        decoding = schedule.decoding
         counts = [self.max_draft_tokens(item.request, item.max_draft_tokens) for item in decoding]
         active = [index for index, count in enumerate(counts) if count > 0]
+        trees = [GrownTree([], [])] * len(decoding)
         if not active:
-            return DraftTokens.empty(len(decoding), device)
+            return trees, []
         requests = [decoding[index].request for index in active]
         need_probs = self.keeps_probs(requests)
         growth = self._growth(requests, [counts[index] for index in active], need_probs=need_probs)
         levels = self._grow(growth, requests, need_probs=need_probs)
-        trees = growth.trees()
-        sizes = [0] * len(decoding)
-        for index, tree in zip(active, trees, strict=True):
-            sizes[index] = len(tree.parents)
-        numbers = to_device([number for tree in trees for number in tree.numbers], torch.int64, device)
-        probs = [level.probs.flatten(0, 1) for level in levels if level.probs is not None]
-        return DraftTokens(
-            token_ids=torch.cat([level.token_ids.flatten() for level in levels]).index_select(0, numbers),
-            cu_num_draft_tokens=[0, *accumulate(sizes)],
-            probs=torch.cat(probs).index_select(0, numbers) if probs else None,
-            parent_indices=[parent for tree in trees for parent in tree.parents],
-        )
+        for index, tree in zip(active, growth.trees(), strict=True):
+            trees[index] = tree
+        return trees, levels
 
     def _growth(self, requests: Sequence[Request], counts: Sequence[int], *, need_probs: bool) -> Growth:
         is_chain = [request.sampling_params.structured_outputs is not None for request in requests]

@@ -14,12 +14,14 @@ from itertools import accumulate
 
 import torch
 
+from kernels.reference.likeliest_tree import Tree
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.ranked_trees import CapturedChoiceTrees, CapturedLikeliestTrees
 from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.token_by_token import TokenByTokenProposer
-from proposers.trees.best_first import best_first_trees
+from proposers.trees.best_first import Path, best_first_paths
 from proposers.trees.candidates import draw_candidates, perturbed, top_candidates
+from proposers.trees.draft_tree import padded_tree
 from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
 from proposers.trees.static import Choices, check_depth, check_ranks, static_tree
 from runner.engine.request import DraftTokens, Request
@@ -65,7 +67,37 @@ class RankedTrees:
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:
-        requests = [item.request for item in schedule.decoding]
+        requests, depths, num_nodes = self._sizes(schedule)
+        if not any(depths):
+            return DraftTokens.empty(len(requests), self.proposer.context.device)
+        if self.choices is None:
+            paths, token_ids = self._best_paths(requests, depths, num_nodes)
+            return draft_tokens_from_ranks([RankTree.of_paths(own) for own in paths], token_ids)
+        within = {most: tuple(path for path in self.choices if len(path) <= most) for most in set(depths)}
+        trees = [static_tree(within[depth], count) for count, depth in zip(num_nodes, depths, strict=True)]
+        return self._static(requests, trees)
+
+    @torch.inference_mode()
+    def nodes(self, schedule: Schedule) -> Tree:
+        """Of each decoding request its dynamic tree, the likeliest nodes first, as `propose` drafts it."""
+        requests, depths, num_nodes = self._sizes(schedule)
+        if not any(depths):
+            nothing = [list[int]()] * len(requests)
+            return padded_tree(torch.empty(0, dtype=torch.int64, device=self.proposer.context.device), nothing, nothing)
+        paths, token_ids = self._best_paths(requests, depths, num_nodes)
+        _, num_depths, num_candidates = token_ids.shape
+        numbers = [
+            [(b * num_depths + len(path) - 1) * num_candidates + path[-1] for path in own]
+            for b, own in enumerate(paths)
+        ]
+        parents = []
+        for own in paths:
+            places = {path: node for node, path in enumerate(own)} | {(): -1}
+            parents.append([places[path[:-1]] for path in own])
+        return padded_tree(token_ids.flatten(), numbers, parents)
+
+    def _sizes(self, schedule: Schedule) -> tuple[list[Request], list[int], list[int]]:
+        """The decoding requests; how deep the tree of each may be, and how many nodes it may have."""
         depths = [
             self.proposer.max_draft_tokens(item.request, item.max_draft_tokens) if item.max_draft_tokens else 0
             for item in schedule.decoding
@@ -73,13 +105,7 @@ class RankedTrees:
         num_nodes = [
             item.max_draft_tokens if depth else 0 for item, depth in zip(schedule.decoding, depths, strict=True)
         ]
-        if not any(depths):
-            return DraftTokens.empty(len(requests), self.proposer.context.device)
-        if self.choices is None:
-            return self._dynamic(requests, depths, num_nodes)
-        within = {most: tuple(path for path in self.choices if len(path) <= most) for most in set(depths)}
-        trees = [static_tree(within[depth], count) for count, depth in zip(num_nodes, depths, strict=True)]
-        return self._static(requests, trees)
+        return [item.request for item in schedule.decoding], depths, num_nodes
 
     def _static(self, requests: Sequence[Request], trees: Sequence[RankTree]) -> DraftTokens:
         proposer, context = self.proposer, self.proposer.context
@@ -119,8 +145,12 @@ class RankedTrees:
         ]
         return replace(drafts, probs=torch.cat(probs).index_select(0, to_device(of_nodes, torch.int64, context.device)))
 
-    def _dynamic(self, requests: Sequence[Request], depths: Sequence[int], num_nodes: Sequence[int]) -> DraftTokens:
+    def _best_paths(
+        self, requests: Sequence[Request], depths: Sequence[int], num_nodes: Sequence[int]
+    ) -> tuple[list[list[Path]], torch.Tensor]:
         """The nodes of highest joint probability, which takes the step's one look at the device.
+
+        Returns each request's, the likeliest first, and the candidates [num_requests, depth, num_candidates] int64.
 
         Under coupled the distribution is that of logits + noise: of what the target draws, if its logits are the
         drafter's but for an error that is Gumbel too.
@@ -138,7 +168,7 @@ class RankedTrees:
             return found.token_ids[:, 0]
 
         proposer.walk(requests, depths, draw)
-        return draft_tokens_from_ranks(best_first_trees(log_probs, num_nodes), token_ids)
+        return best_first_paths(log_probs, num_nodes), token_ids
 
 
 def _by_depth(counts: Sequence[Sequence[int]]) -> list[list[int]]:

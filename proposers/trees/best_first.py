@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
-from proposers.trees.rank_tree import RankTree
+Path = tuple[int, ...]  # the ranks on the way to a node
 
 
-def best_first_trees(log_probs: torch.Tensor, num_nodes: Sequence[int]) -> list[RankTree]:
+def best_first_paths(log_probs: torch.Tensor, num_nodes: Sequence[int]) -> list[list[Path]]:
     """The num_nodes[b] nodes of highest joint probability of each request, fewer where there are no more.
+
+    The likeliest come first, so that the first n are the tree of n nodes.
 
     The shape depends on the drafter's distributions, not on draws. Candidates are sets without probs, because no rule
     may be given the probs of a tree whose shape depends on what was drawn (DraftTokens).
@@ -28,14 +30,14 @@ def best_first_trees(log_probs: torch.Tensor, num_nodes: Sequence[int]) -> list[
     return [_best_first(own, count) for own, count in zip(log_probs.double().tolist(), num_nodes, strict=True)]
 
 
-def _best_first(log_probs: list[list[float]], num_nodes: int) -> RankTree:
+def _best_first(log_probs: list[list[float]], num_nodes: int) -> list[Path]:
     """log_probs: [depth][rank] log-probabilities."""
-    paths: list[tuple[int, ...]] = []
+    paths: list[Path] = []
     # A node comes from the heap after its parent and its earlier siblings, which are as likely at least; of equals the
     # shallower one, then the one of lower ranks comes first.
-    waiting: list[tuple[float, int, tuple[int, ...], float]] = []
+    waiting: list[tuple[float, int, Path, float]] = []
 
-    def push(path: tuple[int, ...], before: float) -> None:  # before: log-probability of the parent
+    def push(path: Path, before: float) -> None:  # before: log-probability of the parent
         depth, rank = len(path), path[-1]
         if (
             depth <= len(log_probs)
@@ -50,4 +52,4 @@ def _best_first(log_probs: list[list[float]], num_nodes: int) -> RankTree:
         paths.append(path)
         push((*path, 0), -minus_score)
         push((*path[:-1], path[-1] + 1), before)
-    return RankTree.of_paths(paths)
+    return paths

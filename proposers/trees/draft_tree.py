@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
+from kernels.reference.likeliest_tree import Tree
 from runner.engine.draft_trees import tree_shape
 from runner.engine.request import DraftTokens
 from runner.engine.upload import to_device
@@ -43,6 +45,21 @@ def draft_tokens_from_nodes(
         nodes = [token for token in own[:limit] if token >= 0]
         trees.append(DraftTree(token_ids=nodes, parents=list(of_own[: len(nodes)])).depth_first())
     return draft_tokens_from_trees(trees, device)
+
+
+def padded_tree(token_ids: Tensor, numbers: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> Tree:
+    """Trees of candidates, [num_requests, most nodes], -1 behind the last node of each; nothing is read back.
+
+    Args:
+        token_ids: [num_candidates] int64.
+        numbers, parents: of each request's nodes.
+    """
+    most = max(map(len, numbers), default=0)
+    places = [[*own, *[-1] * (most - len(own))] for of_all in (numbers, parents) for own in of_all]
+    placed = to_device(places, torch.int64, token_ids.device).view(2, len(numbers), most)
+    if most == 0:
+        return Tree(placed[0], placed[1])
+    return Tree(torch.where(placed[0] < 0, -1, token_ids[placed[0].clamp(min=0)]), placed[1].contiguous())
 
 
 def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int]]:

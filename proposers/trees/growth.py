@@ -18,10 +18,15 @@ from runner.engine.draft_trees import tree_shape
 
 @dataclass(frozen=True)
 class GrownTree:
-    """One request's drafts in depth-first order."""
+    """One request's drafts; parents come before children."""
 
     parents: list[int]  # -1 = the pending token
     numbers: list[int]  # of each node among the candidates of all levels
+
+    def depth_first(self) -> GrownTree:
+        """The same tree, its nodes in depth-first order; siblings keep their order."""
+        order, parents = depth_first(self.parents)
+        return GrownTree(parents, [self.numbers[node] for node in order])
 
 
 class Growth(ABC):
@@ -52,7 +57,7 @@ class Growth(ABC):
 
     @abstractmethod
     def trees(self) -> list[GrownTree]:
-        """What is drafted, one for each request."""
+        """What is drafted, one for each request; where nodes are chosen by their scores, the likeliest come first."""
 
 
 class StaticGrowth(Growth):
@@ -157,7 +162,6 @@ class DynamicGrowth(Growth):
 
 def _best(found: list[_Candidate], num_nodes: int) -> GrownTree:
     # Of equals the earlier one, so that parents come before their children.
-    places = sorted(sorted(range(len(found)), key=lambda place: (-found[place].score, place))[:num_nodes])
+    places = sorted(range(len(found)), key=lambda place: (-found[place].score, place))[:num_nodes]
     node_of = {place: node for node, place in enumerate(places)} | {-1: -1}
-    order, parents = depth_first([node_of[found[place].parent] for place in places])
-    return GrownTree(parents, [found[places[node]].number for node in order])
+    return GrownTree([node_of[found[place].parent] for place in places], [found[place].number for place in places])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ from runner.config.drafter_methods import (
     DraftModelMethod,
     Eagle3Method,
     EagleMethod,
+    GrownTreeMethod,
     LayerIds,
     MedusaMethod,
     MlpSpeculatorMethod,
@@ -32,8 +33,10 @@ DRAFTERS: dict[str, type[DrafterMethod]] = {
     "dflash": DflashMethod,
 }
 
+CHAIN_OF_DRAFTER = 4  # tokens
 
-class HybridMethod(MatchKeys, DrafterMethod):
+
+class HybridMethod(MatchKeys, GrownTreeMethod):
     """Suffix decoding where a match is convincing, a model drafter elsewhere (arXiv 2411.04975, "hybrid")."""
 
     drafter_key: ClassVar[str] = "method.drafter"
@@ -42,16 +45,23 @@ class HybridMethod(MatchKeys, DrafterMethod):
         default="hybrid", description="drafts copied from earlier text where a match is convincing, else a model's"
     )
     num_speculative_tokens: int = Field(
-        default=8, ge=0, le=128, description="tokens of a match drafted per request and step at most, in [0, 128]"
+        default=8,
+        ge=0,
+        le=128,
+        description="tokens of a match drafted per request and step at most, or nodes of a tree, in [0, 128]",
     )
     drafter: Literal["draft_model", "pard", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash"] = Field(
         default="draft_model", description="what drafts where no match is convincing; `model` is its checkpoint"
     )
-    num_drafter_tokens: int = Field(
-        default=4,
-        ge=1,
-        le=128,
-        description="tokens that the drafter drafts at most, in [1, 128], and no more than num_speculative_tokens",
+    num_drafter_tokens: Annotated[int, Field(ge=1, le=128)] | None = Field(
+        default=None,
+        description="tokens that the drafter drafts at most, in [1, 128], and no more than num_speculative_tokens; "
+        "null: 4 in a chain, all nodes of a tree",
+    )
+    speculative_token_tree: Literal["dynamic"] | None = Field(
+        default=None,
+        description="null drafts chains; dynamic, with a drafter that drafts trees, a tree of its likeliest nodes with "
+        "a match as a path of it, num_speculative_tokens nodes together at most",
     )
     use_heterogeneous_vocab: bool = Field(
         default=False, description="drafter=draft_model: it has another tokenizer than the target"
@@ -72,14 +82,19 @@ class HybridMethod(MatchKeys, DrafterMethod):
         own = {key for key in HybridMethod.model_fields if key in cls.model_fields}
         keys = self.model_dump(include=own - {*MethodConfig.model_fields})
         return cls(
-            num_speculative_tokens=min(self.num_drafter_tokens, self.num_speculative_tokens),
+            num_speculative_tokens=self._num_drafter_tokens,
             draft_sample_method=self.draft_sample_method,
             **keys,
         )
 
+    @property
+    def _num_drafter_tokens(self) -> int:
+        by_default = CHAIN_OF_DRAFTER if self.speculative_token_tree is None else self.num_speculative_tokens
+        return min(self.num_drafter_tokens or by_default, self.num_speculative_tokens)
+
     @model_validator(mode="after")
     def _check_keys_of_drafters(self) -> Self:
-        for key in ("use_heterogeneous_vocab", "aux_hidden_state_layer_ids"):
+        for key in ("use_heterogeneous_vocab", "aux_hidden_state_layer_ids", "speculative_token_tree"):
             value = getattr(self, key)
             if value and key not in DRAFTERS[self.drafter].model_fields:
                 owners = " or ".join(name for name, method in DRAFTERS.items() if key in method.model_fields)
