@@ -77,13 +77,13 @@ def rows_of_each_kind(
 ) -> set[int]:
     """Numbers of rows that have such a product computed by every kind of program there is for it.
 
-    With few tokens and with the most in a tile, with one or two feature tiles, with partial sums that have programs of
-    their own or not: bits must be the same in all of them, which only the machine can tell.
+    With every number of tokens in a tile, with one or two feature tiles, with partial sums that have programs of their
+    own or not: bits must be the same in all of them, which only the machine can tell.
     """
-    kinds: dict[tuple[bool, bool, int], int] = {}
-    for num_rows in (2, *range(65, MOST_ROWS, 64)):  # tiles of the most tokens, 64 or 128, and one token more
+    kinds: dict[tuple[int, bool, int], int] = {}
+    for num_rows in (2, 17, 33, *range(65, MOST_ROWS, 64)):  # one token more than fits a tile, or the tiles before
         plan = plan_linear(
             num_rows, out_features, in_features, element_size=element_size, gated=gated, group_size=group_size
         )
-        kinds.setdefault((num_rows > 2, plan.is_spread, plan.features), num_rows)
+        kinds.setdefault((plan.tokens, plan.is_spread, plan.features), num_rows)
     return set(kinds.values())

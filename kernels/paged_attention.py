@@ -27,6 +27,7 @@ from kernels.paged_segments import PagedSegments
 
 BLOCK_M = 64  # packed rows of a tile: with 4 warps, what Hopper's wgmma takes, for one row as for many
 BLOCK_N = 64  # keys of a step
+WIDE_BLOCK_N = 32  # of heads wider than 128: with 64 keys a thread's registers would not hold a step
 FLOAT32_BLOCK_N = 16  # float32 has no tensor cores: plain multiply-adds, all of a step's in registers
 SPLIT_KEYS = 512  # keys of a split; a multiple of BLOCK_N
 OWN_SPLITS = 2  # of a tree's row: the split in which its tree begins, and the next one
@@ -315,6 +316,8 @@ def paged_attention(
 
 def launch_options(columns: int, element_size: int) -> dict[str, Any]:
     """How attend_kernel is compiled; as many blocks of `columns` wide keys and values under way as memory holds."""
-    block_n, num_warps = (min(BLOCK_N, FLOAT32_BLOCK_N), 16) if element_size == 4 else (BLOCK_N, 4)
+    block_n, num_warps = BLOCK_N if columns <= 256 else WIDE_BLOCK_N, 4
+    if element_size == 4:
+        block_n, num_warps = min(BLOCK_N, FLOAT32_BLOCK_N), 16
     num_stages = min(3, max(1, STAGE_BYTES // (block_n * columns * element_size)))
     return {"BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}

@@ -297,6 +297,26 @@ KERNELS = [
         )
     ),
     *(
+        Kernel(  # heads of 256
+            module="kernels.paged_attention",
+            name="attend_kernel",
+            signature=f"{pointers} {' '.join(['*i32'] * 8)} fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
+            constants=ATTEND
+            | constants
+            | {f"{name}_DIM": 256 for name in ("HEAD", "VALUE")}
+            | {"BLOCK_N": 32}
+            | {f"{name}_BLOCK": 256 for name in ("HEAD", "VALUE")}
+            | NOTHING_SHARED,
+            options={**NO_FUSION, "num_stages": 3},
+            max_shared=130 * 1024,
+            sm_90_instruction="wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16",
+        )
+        for pointers, constants in (
+            ("*bf16 *bf16 *fp32 *fp32 *fp32", {"SPLIT_KEYS": 512}),
+            ("*bf16 *bf16 *bf16", {"SPLIT_KEYS": 0, "maxima_ptr": None, "sums_ptr": None}),
+        )
+    ),
+    *(
         Kernel(  # in float32, as the tiny family runs: what a thread cannot hold takes memory for all that there may be
             module="kernels.paged_attention",
             name="attend_kernel",

@@ -17,6 +17,8 @@ from tests.emulated_graphs import Recording
 CUDA = torch.device("cuda", 0)
 # The shapes or host values of what they give depend on data of the device.
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "_unique2", "unique_dim"}
+# Over the last dimension of floats: in which order a GPU adds goes by how many rows there are, or where they lie.
+UNSTEADY = {"sum", "mean", "cumsum", "logcumsumexp", "cumprod", "logsumexp", "_log_softmax"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 UNWRITTEN = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
@@ -85,6 +87,14 @@ class Functions(TorchFunctionMode):
             return move(tensor, dtype, non_blocking)
 
 
+def _refuse_unsteady(name: str, values: Any) -> None:
+    """Numbers that a text hangs on must not depend on the rows beside theirs."""
+    if name == "_softmax" and values.shape[-1] * values.itemsize % 16:
+        raise RuntimeError(f"a GPU's softmax of rows of {values.shape[-1]} goes by where each of them begins")
+    if name in UNSTEADY and values.is_floating_point() and values.shape[-1] > 1:
+        raise RuntimeError(f"a GPU's {name} of {list(values.shape)} goes by the number of rows")
+
+
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Does what is done on the device, or records it, and refuses what a device refuses."""
 
@@ -115,6 +125,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 shapes = ", ".join(f"{list(own.shape)} {own.device}" for own in operands)
                 raise RuntimeError(f"Expected all tensors to be on the same device: {func} of {shapes}")
             self._refuse_waiting(name, args, kwargs)
+            _refuse_unsteady(name, args[0])
         if not (any(there) if self._creates_there is None else self._creates_there):
             return func(*args, **kwargs)
         if device.recording is None:

@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from kernels.reference.rejection import residual_mass
+from kernels.reference.sampling import softmax
 from runner.engine.download import Download
 from runner.engine.graphs import Graph, record_cuda_graph
 from runner.engine.upload import upload
@@ -153,3 +155,16 @@ def test_a_graph_does_not_keep_what_it_reads(emulated_gpu: EmulatedDevice) -> No
     weights.clear()
     with pytest.raises(RuntimeError, match="freed"):
         graph.replay()
+
+
+def test_sums_whose_order_goes_by_the_rows_beside_them_are_refused(emulated_gpu: EmulatedDevice) -> None:
+    """And those that verification is made of are not."""
+    rows = torch.rand(3, 7, generator=torch.Generator().manual_seed(0))
+    there = rows.to(CUDA)
+    for unsteady in (torch.Tensor.cumsum, torch.Tensor.sum, torch.Tensor.softmax):
+        with pytest.raises(RuntimeError, match=r"a GPU's .* goes by"):
+            unsteady(there, dim=-1)
+    assert torch.equal(softmax(there).cpu(), rows.softmax(dim=-1))
+    for width in range(1, 8):
+        sums = residual_mass(there[:, :width], torch.zeros_like(there[:, :width]), torch.ones(3, device=CUDA)).cpu()
+        assert torch.allclose(sums, rows[:, :width].double().sum(dim=-1), rtol=1e-14)

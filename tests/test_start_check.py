@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kernels.cpu.panels import multiplies_and_adds
+from kernels.linear_plan import plan_linear, rows_of_each_kind
 from runner.engine import launch_shapes
 from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import PagedAttention, PagedShape
@@ -53,16 +56,42 @@ def in_short_contexts(attention: PagedAttention, output: torch.Tensor) -> None:
         add_one_bit(output)
 
 
+def in_a_tree(attention: PagedAttention, output: torch.Tensor) -> None:
+    if attention.segments.segments_per_table > 1:
+        add_one_bit(output[TILE // 2])
+
+
 def test_attention_that_keeps_bits_is_found_to(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     assert agrees(engines, monkeypatch, lambda *_: None)
 
 
 @pytest.mark.parametrize(
     "change",
-    [in_a_tile(0), in_a_tile(TILE - 1), in_short_contexts],
-    ids=["a tile's first row", "its last row", "a launch that is not split"],
+    [in_a_tile(0), in_a_tile(TILE - 1), in_short_contexts, in_a_tree],
+    ids=["a tile's first row", "its last row", "a launch that is not split", "a node of a tree"],
 )
 def test_a_bit_that_depends_on_company_is_found(
     change: Change, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not agrees(engines, monkeypatch, change)
+
+
+@given(
+    st.integers(1, 40_000),
+    st.integers(1, 20_000),
+    st.sampled_from([(2, None), (4, None), (2, 128)]),
+    st.booleans(),
+    st.integers(1, 1_100),
+)
+def test_every_kind_of_program_is_asked(
+    out_features: int, in_features: int, numbers: tuple[int, int | None], gated: bool, num_rows: int
+) -> None:
+    """Tiles of 32 and 64 tokens were not, which most batches have."""
+    kind: dict[str, Any] = {"element_size": numbers[0], "group_size": numbers[1], "gated": gated}
+
+    def program(count: int) -> tuple[int, bool, int]:
+        plan = plan_linear(count, out_features, in_features, **kind)
+        return plan.tokens, plan.is_spread, plan.features
+
+    asked = rows_of_each_kind(out_features, in_features, **kind)
+    assert program(num_rows) in {program(count) for count in asked}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference import rejection as ops
+from kernels.reference.sampling import softmax
 from runner.engine.request import DraftTokens
 from runner.engine.sampling import SamplingRows, rows_at
 from runner.engine.upload import index_or_all, to_device
@@ -109,7 +110,7 @@ class DraftBatch:
 
     def target_probs(self, processed: Tensor) -> Tensor:
         """p of every draft of a request that is not greedy, [num_random, vocab]."""
-        return processed.index_select(0, rows_at(self.row_idx, self.random_draft_idx)).softmax(dim=-1)
+        return softmax(processed.index_select(0, rows_at(self.row_idx, self.random_draft_idx)))
 
     def assemble(self, num_accepted: Tensor, last_token_ids: Tensor) -> Tensor:
         """[num_requests, longest + 1] int64: accepted tokens, then the recovered or bonus token, then -1."""

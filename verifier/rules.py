@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream
-from kernels.reference.sampling import greedy_argmax
+from kernels.reference.sampling import greedy_argmax, softmax
 from runner.engine.sampling import SamplingRows, put_rows, rows_at, sample_at, sample_last, sample_tokens
 from runner.engine.step_operations import uniforms
 from runner.engine.upload import to_device
@@ -156,7 +156,7 @@ class Typical(Rule):
         return num_accepted, _draw_target(processed, rows, batch.first_row_idx + num_accepted, batch.random_request_idx)
 
     def verify_tree(self, processed: Tensor, tree: TreeBatch, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        target_probs = processed.index_select(0, tree.parent_row_idx).softmax(dim=-1)
+        target_probs = softmax(processed.index_select(0, tree.parent_row_idx))
         accepted = ops.accept_typical(
             target_probs.gather(1, tree.token_ids.unsqueeze(1)).squeeze(1),
             ops.entropy(target_probs),
@@ -251,7 +251,7 @@ def _draw_recovered(
     # A request without a rejection has no draft at this place; any index will do, as its row is not replaced.
     rejected_idx = (batch.first_draft_idx + num_accepted).clamp_(max=batch.token_ids.shape[0] - 1)
     rejected_idx, target_logits = rows_at(rejected_idx, random), rows_at(logits, random)
-    p = target_logits.softmax(dim=-1)
+    p = softmax(target_logits)
     if batch.probs is None:
         residual = ops.residual_one_hot(p, rows_at(batch.token_ids, rejected_idx))
     else:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream
+from kernels.reference.sampling import softmax
 from runner.engine.sampling import SamplingRows, sample_last
 from runner.engine.step_operations import uniforms
 from runner.engine.upload import to_device
@@ -69,7 +70,7 @@ def _chances(processed: Tensor, tree: TreeBatch, draft_probs: Tensor) -> _Chance
     top = torch.ones(len(processed), dtype=torch.float64, device=processed.device)
     found = _Chances(top=top, bottom=torch.ones_like(top), at_turn=torch.ones_like(top[: len(tree.token_ids)]))
     for families in _by_depth(tree, processed.shape[1]):
-        probs = processed.index_select(0, families.rows).softmax(dim=-1)
+        probs = softmax(processed.index_select(0, families.rows))
         own_top, own_bottom = top[families.rows], found.bottom[families.rows]
         for rank, drafts in enumerate(families.children):
             count = len(drafts)  # those without such a child have come to their end
@@ -135,7 +136,7 @@ def _left(
     processed: Tensor, tree: TreeBatch, draft_probs: Tensor, chances: _Chances, last: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What the drafts behind the last rows left of p there, [num_random, vocab], and whether there were any drafts."""
-    probs = processed.index_select(0, last).softmax(dim=-1)
+    probs = softmax(processed.index_select(0, last))
     for rank, drafts in enumerate(tree.children[last].unbind(1)):
         known = drafts.clamp(min=0)
         before = ops.normalised(probs) if rank else probs

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.reference import rejection as ops
 from kernels.reference.philox import Stream
+from kernels.reference.sampling import softmax
 from runner.engine.sampling import SamplingRows, rows_at, sample_last
 from runner.engine.step_operations import uniforms
 from verifier.tree_batch import TreeBatch
@@ -51,7 +52,7 @@ def reject_recursively(processed: Tensor, tree: TreeBatch, rows: SamplingRows) -
     is_rejected = ~is_open
     left: Tensor | None = None  # [num_random, vocab]: the residual behind the last row, where its drafts were rejected
     for width in tree.widths:
-        p = processed.index_select(0, row).softmax(dim=-1)
+        p = softmax(processed.index_select(0, row))
         remaining, child = p, torch.full_like(row, -1)
         u = uniforms(rows.seeds[row], rows.positions[row], stream=Stream.ACCEPT, num_entries=width)
         for rank, drafts in enumerate(tree.children[row, :width].unbind(1)):

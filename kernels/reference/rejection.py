@@ -152,5 +152,15 @@ def _excess(p: Tensor, q: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _row_sum(rows: Tensor) -> Tensor:
-    """Sums of the rows in float64, term by term from the left, so that a row's bits do not depend on the others."""
-    return rows.cumsum(dim=-1, dtype=torch.float64)[:, -1]
+    """Sums of the rows in float64, in an order of their own, so that a row's bits do not depend on the others.
+
+    On a CPU from the left. On a GPU, where torch's sums and scans go by the number of rows, halves are added to halves.
+    """
+    if not rows.is_cuda:
+        return rows.cumsum(dim=-1, dtype=torch.float64)[:, -1]
+    sums = rows.to(torch.float64, copy=True)
+    while (width := sums.shape[1]) > 1:
+        half = (width + 1) // 2
+        sums[:, : width - half] += sums[:, half:]
+        sums = sums[:, :half]
+    return sums[:, 0]

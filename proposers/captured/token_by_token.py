@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.philox import Stream
+from kernels.reference.sampling import softmax
 from kernels.reference.top_candidates import Candidates
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, no_drafts
 from proposers.vocabularies.partial import KnownTokens, over_target_vocabulary
@@ -94,7 +95,7 @@ class CapturedChains(CapturedDrafter):
         if not self.needs_draft_probs:
             return rows.draw(logits, stream, known_ids, draft_steps), None
         logits = over_target_vocabulary(logits, known)
-        return rows.draw(logits, stream, draft_steps=draft_steps), rows.processed(logits).softmax(dim=-1)
+        return rows.draw(logits, stream, draft_steps=draft_steps), softmax(rows.processed(logits))
 
     def candidates(
         self, batch: DeviceBatch, logits: Tensor, positions: Tensor, width: int, path: Tensor | None

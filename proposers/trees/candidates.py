@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.philox import Stream
+from kernels.reference.sampling import softmax
 from kernels.reference.top_candidates import Candidates
 from runner.engine.backend import runs_kernels
 from runner.engine.sampling import SamplingRows, put_rows, rows_at
@@ -86,6 +87,6 @@ def _draft_probs(processed: Tensor, token_ids: Tensor) -> Tensor:
         # probability 1.
         is_spent = (logits == float("-inf")).all(dim=-1, keepdim=True)
         one_hot = torch.zeros_like(processed).scatter_(1, own, 1.0)
-        probs.append(torch.where(is_spent, one_hot, logits.softmax(dim=-1)))
+        probs.append(torch.where(is_spent, one_hot, softmax(logits)))
         logits = logits.scatter(1, own, float("-inf"))
     return torch.stack(probs, dim=1)

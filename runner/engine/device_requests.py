@@ -146,27 +146,12 @@ class DeviceBatch:
         shape: PagedShape,
     ) -> ForwardBatch:
         """A launch of rows of every request's tree; each sees the committed tokens and its own path."""
-        segments = PagedSegments(
-            tile_segments=rows.tile_segments,
-            tile_rows=rows.tile_rows,
-            tile_sizes=rows.tile_sizes,
-            tile_positions=rows.tile_positions,
-            first_keys=rows.first_keys,
-            last_keys=rows.last_keys,
-            block_tables=self.block_tables,
-            segments_per_table=len(token_ids) // self.count,
-            branch_starts=rows.branch_starts,
-            branch_slots=rows.branch_slots,
-            max_context=self.max_context,
-            max_tile_size=1,
-            num_shared_tiles=len(rows.tile_rows) - len(token_ids),
-        )
         return ForwardBatch(
             family="decode",
             token_ids=token_ids,
             positions=rows.positions,
             slot_mapping=rows.slots,
-            attention=PagedAttention(segments=segments, split_keys=shape.split_keys),
+            attention=shape.tree_attention(rows, self.block_tables, max_context=self.max_context),
             linear_tile=shape.linear,
         )
 

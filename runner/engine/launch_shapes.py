@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,7 +21,9 @@ from runner.engine.operations import head_logits, paged_attention
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Family, Segment
 from runner.engine.shard import Shard
+from runner.engine.step_operations import place_dtype, tree_rows
 from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES, TileShape
+from runner.engine.upload import to_device
 
 Shapes = dict[Family, LaunchShape]
 
@@ -175,6 +178,7 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int =
     """A tile's first row and its last against each alone, and a row beside a longer context against the row alone.
 
     The first row's neighbours see keys that it does not see; a longer context may be split, and then its whole launch.
+    And the tile's rows against the same rows as nodes of a draft tree, which read what lies before it together.
     """
     device, dtype = attention.o_proj.weight.device, attention.o_proj.weight.dtype
     last = min(shape.max_context, 600) - 1
@@ -188,22 +192,38 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int =
     cache = random(len(table) + 1, block_size, attention.kv_width)
     queries = random(last + 1, attention.num_heads, attention.head_dim)
 
-    def attend(*spans: range) -> torch.Tensor:
-        segments = [Segment(start=span.start, num_tokens=len(span), block_table=table) for span in spans]
-        ids = [0] * sum(map(len, spans))
-        batch = ForwardBatch.build("decode", segments, ids, shape=shape, block_size=block_size, device=device)
+    def attend(positions: torch.Tensor, plan: Any) -> torch.Tensor:
         return paged_attention(
-            queries[batch.positions],
+            queries[positions],
             cache,
-            batch.attention,
+            plan,
             num_kv_heads=attention.num_kv_heads,
             value_dim=attention.head_dim,
             scale=attention.head_dim**-0.5,
             sliding_window=attention.sliding_window,
-        )[: len(ids)]
+        )
+
+    def attend_to(*spans: range) -> torch.Tensor:
+        segments = [Segment(start=span.start, num_tokens=len(span), block_table=table) for span in spans]
+        ids = [0] * sum(map(len, spans))
+        batch = ForwardBatch.build("decode", segments, ids, shape=shape, block_size=block_size, device=device)
+        return attend(batch.positions, batch.attention)[: len(ids)]
+
+    def attend_as_tree(span: range) -> torch.Tensor:
+        """A tree that does not branch: its pending token is the first of the span."""
+        lengths, depth = to_device([span.start + 1], torch.int64, device), len(span) - 1
+        slots = to_device([[block_size + place for place in span]], torch.int64, device)
+        parents = to_device([range(-1, depth - 1)], torch.int64, device).view(1, depth)
+        rows = tree_rows(lengths, slots, parents, first=0, offset=-1, depth=depth, **shape.tree_tiles)
+        tables = to_device([table], place_dtype(device), device)
+        return attend(rows.positions, shape.tree_attention(rows, tables, max_context=span.stop))
 
     alone = [range(place, place + 1) for place in (first, last, short)]
     tile = range(first, last + 1)
-    together = attend(tile, *alone)
+    together = attend_to(tile, *alone)
     in_tile, beside = together[: len(tile)], together[len(tile) :]
-    return torch.equal(in_tile[[0, -1]], beside[:2]) and torch.equal(attend(alone[2]), beside[2:])
+    return (
+        torch.equal(in_tile[[0, -1]], beside[:2])
+        and torch.equal(attend_to(alone[2]), beside[2:])
+        and torch.equal(attend_as_tree(tile), in_tile)
+    )

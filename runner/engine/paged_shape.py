@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kernels.paged_segments import PagedSegments
-from kernels.reference.tree_rows import NO_BRANCH
+from kernels.reference.tree_rows import NO_BRANCH, TreeRows
 from runner.engine.backend import runs_kernels
 from runner.engine.forward_batch import PlannedAttention
 from runner.engine.segment import Family, Segment
@@ -45,6 +45,26 @@ class PagedShape:
     def tree_tiles(self) -> dict[str, Any]:
         """Of kernels.tree_rows."""
         return {"rows_per_tile": self.rows_per_tile, "split_keys": self.split_keys}
+
+    def tree_attention(self, rows: TreeRows, block_tables: torch.Tensor, *, max_context: int) -> PagedAttention:
+        """Rows of as many trees as there are tables, one [num_trees, max_blocks]; contexts up to max_context."""
+        num_rows = len(rows.positions)
+        segments = PagedSegments(
+            tile_segments=rows.tile_segments,
+            tile_rows=rows.tile_rows,
+            tile_sizes=rows.tile_sizes,
+            tile_positions=rows.tile_positions,
+            first_keys=rows.first_keys,
+            last_keys=rows.last_keys,
+            block_tables=block_tables,
+            segments_per_table=num_rows // len(block_tables),
+            branch_starts=rows.branch_starts,
+            branch_slots=rows.branch_slots,
+            max_context=max_context,
+            max_tile_size=1,
+            num_shared_tiles=len(rows.tile_rows) - num_rows,
+        )
+        return PagedAttention(segments=segments, split_keys=self.split_keys)
 
     def padded_rows(self, num_rows: int) -> int:
         if self.is_bucketed:

@@ -157,7 +157,7 @@ def draft_tokens(
         token_ids = sample_tokens(processed, rows, Stream.DRAFT, draft_step)
     else:
         token_ids = sample_tokens(processed, rows)
-    return token_ids, processed.softmax(dim=-1) if need_probs else None
+    return token_ids, ops.softmax(processed) if need_probs else None
 
 
 def rows_at(rows: Tensor, row_idx: Tensor | None) -> Tensor:
