@@ -67,7 +67,8 @@ def measure(
     if shared is not None and config.baseline and not is_plain:
         baseline = shared.baseline_for(config)
     runs_plain = config.baseline and not is_plain and baseline is None
-    warm_up(llm, items, [*([engine.plain_proposer] if runs_plain else []), engine.proposer])
+    proposers = [*([engine.plain_proposer] if runs_plain else []), engine.proposer]
+    warm_up(llm, items, proposers, max_concurrency=config.workload.max_concurrency)
     plain, passes = [] if baseline is None else [baseline.metrics], list[Pass]()
     collectors = [] if collectors is None else collectors
     for repeat in range(config.repeats):

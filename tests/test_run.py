@@ -13,6 +13,7 @@ from typing import Any
 import mlflow
 import pytest
 
+from runner import measure
 from runner.config import JsonlWorkload, SpeculativeConfig
 from runner.engine.errors import UserError
 from runner.engine.scheduler import CommittedTokens
@@ -303,6 +304,7 @@ def test_an_interrupted_run_keeps_the_requests_that_finished(
             raise KeyboardInterrupt
         return step(loop)
 
+    monkeypatch.setattr(measure, "warm_up", lambda *_, **__: None)
     monkeypatch.setattr(StepLoop, "step", interrupted_after_two)
     with pytest.raises(KeyboardInterrupt):
         execute(config(tracking="mlflow", tracking_uri=store, workload=ONE_BY_ONE), tmp_path)

@@ -13,7 +13,7 @@ from runner.engine.errors import UserError
 from runner.llm import LLM
 from runner.metrics import MetricsCollector, StepPoint
 from runner.metrics.totals import RequestTotals
-from runner.passes import Pass, run_pass, warm_up
+from runner.passes import Pass, run_pass
 from runner.workload import WorkloadItem
 
 Column = int | Literal["auto"]  # speculative tokens; auto: as many as the engine finds best while it runs
@@ -90,7 +90,6 @@ class Grid:
         Raises:
             UserError: a request failed, or a batch size was never reached.
         """
-        warm_up(llm, items, [llm.engine.plain_proposer, llm.engine.proposer])
         for repeat in range(-1, repeats):
             turn = f"repeat {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up"
             for cell in self.cells if repeat % 2 else reversed(self.cells):
