@@ -9,9 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from proposers.captured.match_in_tree import Form, MatchInTree
+from proposers.captured import host_drafts
+from proposers.captured.match_in_tree import MatchInTree
+from proposers.captured.matched import Form
+from proposers.lookup.suffix_cache import SuffixCache
 from proposers.suffix import MATCHED
 from runner.config import ConfigError, DflashMethod, Eagle3Method, HybridMethod, parse_method
+from runner.engine.request import DraftTokens
 from runner.engine.sampling_params import SamplingParams
 from runner.metrics import RequestRecord
 from runner.metrics.rates import by_source
@@ -49,7 +53,7 @@ def test_whole_steps_draft_and_accept_what_steps_in_parts_do_and_no_text_changes
     _, whole, num_launched = play(llm, TRAFFIC, whole=True)
     assert facts(whole) == facts(in_parts)
     assert texts(whole) == texts(untaught)
-    assert num_launched > 20 and forms[Form.MATCHED] > 1
+    assert num_launched > 20 and forms[Form.BOTH] > 1
     assert (forms[Form.DRAFTED] > 1) == (not keys), "the drafter's own trees, where they have fewer nodes"
     accepted = {source: Counter[int]() for source in (MATCHED, DRAFTERS[drafter])}
     for record in whole:
@@ -149,3 +153,38 @@ def test_a_drafter_of_chains_is_asked_for_no_tree(drafter: str) -> None:
 def test_trees_of_one_shape_leave_a_match_no_place() -> None:
     with pytest.raises(ConfigError, match=r"speculative_token_tree must be one of dynamic, got \[\[0\]"):
         parse_method({"method": "hybrid", "drafter": "eagle3", "speculative_token_tree": [[0], [1]]})
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["whole", "in parts"])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_a_short_response_is_remembered_too(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, max_tokens: int, enforce_eager: bool
+) -> None:
+    """Where nobody might draft any more, requests in parts were not looked at, and their text was not learned."""
+    llm, inserted = engines({"method": "hybrid", "drafter": "eagle", **TREE}, enforce_eager=enforce_eager), []
+    monkeypatch.setattr(SuffixCache, "insert", lambda _, tokens: inserted.append(list(tokens)))
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": [5, 9, 2]}], params)
+    assert inserted == [list(output.outputs[0].token_ids)]
+
+
+def test_where_matches_are_cut_to_the_drafters_places_steps_have_one_layout(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, proposer = hybrid(build, monkeypatch, "eagle", keys=TREE)
+    params = (replace(GREEDY, max_tokens=60),) * 4
+    traffic = Traffic(arrivals=tuple((0, 5 + index) for index in range(4)), params=params, cancelled={}, max_num_seqs=4)
+    _, untaught, _ = play(llm, traffic, whole=False)
+    teach(proposer, untaught, every=7)
+    monkeypatch.setattr(host_drafts, "MAX_ROWS", 16)  # of two requests, as on a CPU
+    layouts, place = Counter[tuple[int, bool, Form]](), MatchInTree.place
+
+    def noted(drafter: MatchInTree, drafts: DraftTokens, places: Sequence[int]) -> int:
+        width = place(drafter, drafts, places)
+        layouts[width, any(drafts.num_draft_tokens), cast(Form, drafter.form)] += len(places) > 2
+        return width
+
+    monkeypatch.setattr(MatchInTree, "place", noted)
+    play(llm, traffic, whole=True)
+    of_many = {layout for layout, count in layouts.items() if count}
+    assert of_many == {(3, True, Form.BOTH), (3, False, Form.BOTH)}

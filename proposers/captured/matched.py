@@ -10,13 +10,13 @@ import enum
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
-from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, GoingOn
+from proposers.captured.around import AroundDrafter
+from proposers.captured.drafter import CapturedDrafts
 from proposers.captured.host_drafts import PlacedDrafts, few_widths
 from proposers.captured.token_by_token import CapturedChains
 from runner.engine.device_requests import DeviceBatch
-from runner.engine.request import DraftTokens, Request
+from runner.engine.request import DraftTokens
 from runner.engine.scheduler import Schedule
 
 
@@ -26,7 +26,7 @@ class Form(enum.Enum):
     BOTH = "both"
 
 
-class MatchedOrDrafted(CapturedDrafter):
+class MatchedOrDrafted(AroundDrafter[CapturedChains]):
     reads_text = True
 
     def __init__(
@@ -40,22 +40,11 @@ class MatchedOrDrafted(CapturedDrafter):
         device: torch.device,
     ) -> None:
         """find_matches: matches longer than drafter.num_tokens only where all that may draft have one."""
-        num_scratch_rows = max(0, drafter.reach - num_tokens)
-        super().__init__(num_tokens, drafter.max_model_len, num_scratch_rows)
-        self.drafter, self._find_matches = drafter, find_matches
-        self.tap_layers, self.draws = drafter.tap_layers, drafter.draws
+        super().__init__(num_tokens, drafter)
+        self._find_matches = find_matches
         self.form, self.source = Form.DRAFTED, source
         self.num_places, self._is_left = drafter.num_tokens, False
         self._matches = PlacedDrafts(capacity, device)
-
-    def can_start(self, request: Request) -> bool:
-        return self.drafter.can_start(request)
-
-    def start(self, requests: Sequence[Request]) -> None:
-        self.drafter.start(requests)
-
-    def stop(self, going_on: Sequence[GoingOn]) -> None:
-        self.drafter.stop(going_on)
 
     def find(self, schedule: Schedule) -> DraftTokens:
         drafts = self._find_matches(schedule)
@@ -81,6 +70,3 @@ class MatchedOrDrafted(CapturedDrafter):
             return self.drafter.draft_beside(batch, matches)
         self.drafter.follow(batch, matches)
         return CapturedDrafts(matches)
-
-    def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
-        self.drafter.learn(batch, hidden_states, token_ids)

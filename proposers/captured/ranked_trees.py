@@ -9,41 +9,27 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from kernels.reference.likeliest_tree import Tree, TreeCandidates
 from kernels.reference.top_candidates import Candidates
-from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, GoingOn
+from proposers.captured.around import AroundDrafter
+from proposers.captured.drafter import CapturedDrafts
 from proposers.captured.token_by_token import CapturedChains
 from proposers.trees.choice_nodes import ChoiceNodes
 from proposers.trees.rank_tree import RankTree
 from proposers.trees.static import Choices
 from runner.engine.device_requests import DeviceBatch
-from runner.engine.request import Request
 from runner.engine.step_operations import add_level, likeliest_tree
 
 
-class CapturedRankedTrees(CapturedDrafter):
+class CapturedRankedTrees(AroundDrafter[CapturedChains]):
     """Nodes chosen among each depth's candidates; num_tokens of `chains` is how deep a tree may be."""
 
     def __init__(self, chains: CapturedChains, *, num_nodes: int) -> None:
-        super().__init__(num_nodes, chains.max_model_len, tree_depth=chains.num_tokens)
-        self.chains, self.tap_layers, self.draws = chains, chains.tap_layers, chains.draws
-
-    def can_start(self, request: Request) -> bool:
-        return self.chains.can_start(request)
-
-    def start(self, requests: Sequence[Request]) -> None:
-        self.chains.start(requests)
-
-    def stop(self, going_on: Sequence[GoingOn]) -> None:
-        self.chains.stop(going_on)
-
-    def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
-        self.chains.learn(batch, hidden_states, token_ids)
+        super().__init__(num_nodes, chains, tree_depth=chains.num_tokens)
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
-        chains, last_token_ids = self.chains, batch.last_token_ids[:, 1]
+        chains, last_token_ids = self.drafter, batch.last_token_ids[:, 1]
         positions = batch.lengths + chains.steps
         levels, path = list[Candidates](), None
         for place in range(self.depth):

@@ -63,11 +63,12 @@ class MatchesInTrees:
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:
-        device, most = self.context.device, self._num_places(len(schedule.decoding))
+        device, most = self.context.device, self._width_for(len(schedule.decoding))
         limits = [min(item.max_draft_tokens, most) for item in schedule.decoding]
+        matches = self._cut_matches(schedule)  # also where nobody may draft: they take the text in
         if not any(limits):
             return DraftTokens.empty(len(limits), device)
-        num_nodes, matches = max(limits), self._cut_matches(schedule)
+        num_nodes = max(limits)
         match = to_device([own + [-1] * (num_nodes - len(own)) for own in matches], torch.int64, device)
         tree = Tree(*(pad(own, (0, num_nodes - own.shape[1]), value=-1) for own in self._own_nodes(schedule)))
         token_ids, parents = torch.stack(match_in_tree(match, tree, depth=num_nodes)).tolist()
@@ -86,7 +87,7 @@ class MatchesInTrees:
             drafter=drafter,
             find_matches=self._find_matches,
             source=self._source,
-            num_places=self._num_places,
+            width_for=self._width_for,
             capacity=self.context.max_num_seqs,
             device=self.context.device,
         )
@@ -101,10 +102,10 @@ class MatchesInTrees:
         return replace(drafts, sources=(MATCHED,) * len(drafts.token_ids))
 
     def _cut_matches(self, schedule: Schedule) -> list[list[int]]:
-        most = self._num_places(len(schedule.decoding))
+        most = self._width_for(len(schedule.decoding))
         return [match[:most] for match in self._matches(schedule)]
 
-    def _num_places(self, num_requests: int) -> int:
+    def _width_for(self, num_requests: int) -> int:
         """For drafts of each of so many requests: all have as many as the one with the longest match needs."""
         fits = num_requests <= max_requests(self.num_nodes, self.context.device)
         return self.num_nodes if fits else self.num_own_nodes

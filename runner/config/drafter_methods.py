@@ -65,10 +65,40 @@ class DrafterMethod(MethodConfig):
         return value
 
 
-class TreeDrafterMethod(DrafterMethod):
-    """Drafters that can offer several continuations at once."""
+class DynamicTreeMethod(DrafterMethod):
+    """Drafters that can offer several continuations at once: the most probable nodes."""
 
-    speculative_token_tree: Literal["dynamic"] | TreePaths | None = Field(
+    speculative_token_tree: Literal["dynamic"] | None = Field(
+        default=None, description="null drafts a chain; dynamic a tree of the most probable nodes"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_candidates(cls, values: Any) -> Any:
+        """Candidates of a dynamic tree that a rule judges by probabilities are not drawn: their shape would be too."""
+        if not isinstance(values, dict) or values.get("speculative_token_tree") != "dynamic":
+            return values
+        is_open = values.get("draft_sample_method") is None
+        reads_probs = values.get("rejection_sample_method") in ("probabilistic", "standard", "block")
+        return {**values, "draft_sample_method": "greedy"} if is_open and reads_probs else values
+
+    @model_validator(mode="after")
+    def _check_candidates(self) -> Self:
+        rule, drafting = self.rejection_sample_method, self.draft_sample_method
+        is_judged = self.speculative_token_tree == "dynamic" and rule in ("probabilistic", "block")
+        if is_judged and drafting != "greedy":
+            raise ValueError(
+                "draft_sample_method must be greedy for speculative_token_tree=dynamic under "
+                f"rejection_sample_method={rule}, got {drafting!r}: the shape of the tree would depend on what was "
+                "drawn; leave it null"
+            )
+        return self
+
+
+class TreeDrafterMethod(DynamicTreeMethod):
+    """Those whose trees may have a shape that is given, too."""
+
+    speculative_token_tree: Literal["dynamic"] | TreePaths | None = Field(  # type: ignore[assignment]
         default=None,
         description="null drafts a chain; [[0], [0, 0], [1], ...] the tree with these paths of child ranks (Medusa's "
         "choices), ranks >= 0; dynamic the most probable num_speculative_tokens nodes",
@@ -93,28 +123,6 @@ class TreeDrafterMethod(DrafterMethod):
             known.add(path)
         return value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _choose_candidates(cls, values: Any) -> Any:
-        """Candidates of a dynamic tree that a rule judges by probabilities are not drawn: their shape would be too."""
-        if not isinstance(values, dict) or values.get("speculative_token_tree") != "dynamic":
-            return values
-        is_open = values.get("draft_sample_method") is None
-        reads_probs = values.get("rejection_sample_method") in ("probabilistic", "standard", "block")
-        return {**values, "draft_sample_method": "greedy"} if is_open and reads_probs else values
-
-    @model_validator(mode="after")
-    def _check_candidates(self) -> TreeDrafterMethod:
-        rule, drafting = self.rejection_sample_method, self.draft_sample_method
-        is_judged = self.speculative_token_tree == "dynamic" and rule in ("probabilistic", "block")
-        if is_judged and drafting != "greedy":
-            raise ValueError(
-                "draft_sample_method must be greedy for speculative_token_tree=dynamic under "
-                f"rejection_sample_method={rule}, got {drafting!r}: the shape of the tree would depend on what was "
-                "drawn; leave it null, or give the tree as paths"
-            )
-        return self
-
     def notes(self) -> list[str]:
         tree = self.speculative_token_tree
         notes = super().notes()
@@ -127,8 +135,8 @@ class TreeDrafterMethod(DrafterMethod):
         return notes
 
 
-class GrownTreeMethod(TreeDrafterMethod):
-    """Heads that grow their tree level by level."""
+class GrowthKeys(DrafterMethod):
+    """What bounds trees that grow level by level."""
 
     tree_depth: int = Field(default=5, ge=1, le=128, description="dynamic tree: levels at most, in [1, 128]")
     tree_top_k: int = Field(
@@ -137,6 +145,10 @@ class GrownTreeMethod(TreeDrafterMethod):
         le=32,
         description="dynamic tree: nodes that go on at each level, and children of each, in [1, 32]",
     )
+
+
+class GrownTreeMethod(GrowthKeys, TreeDrafterMethod):
+    """Heads that grow their tree level by level."""
 
 
 class DraftModelMethod(DrafterMethod):

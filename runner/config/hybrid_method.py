@@ -10,9 +10,10 @@ from runner.config.drafter_methods import (
     DflashMethod,
     DrafterMethod,
     DraftModelMethod,
+    DynamicTreeMethod,
     Eagle3Method,
     EagleMethod,
-    GrownTreeMethod,
+    GrowthKeys,
     LayerIds,
     MedusaMethod,
     MlpSpeculatorMethod,
@@ -36,7 +37,7 @@ DRAFTERS: dict[str, type[DrafterMethod]] = {
 CHAIN_OF_DRAFTER = 4  # tokens
 
 
-class HybridMethod(MatchKeys, GrownTreeMethod):
+class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
     """Suffix decoding where a match is convincing, a model drafter elsewhere (arXiv 2411.04975, "hybrid")."""
 
     drafter_key: ClassVar[str] = "method.drafter"
