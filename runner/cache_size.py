@@ -16,7 +16,7 @@ from runner.config import HardwareConfig
 from runner.engine.errors import UserError
 from runner.engine.graphs import MAX_OUTPUT_BYTES
 from runner.engine.launch import Part
-from runner.engine.memory import GIB, available_memory, peak_bytes, release_unused, require_memory
+from runner.engine.memory import GIB, as_size, available_memory, peak_bytes, release_unused, require_memory
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
@@ -63,8 +63,7 @@ def num_cache_blocks(
     if blocks < per_request + 1:
         raise UserError(
             f"the KV cache of one request of max_model_len={max_model_len} needs "
-            f"{(per_request + 1) * per_block / GIB:.1f} GiB on {device}, available are {max(0, budget) / GIB:.1f} GiB; "
-            f"{REMEDY}"
+            f"{as_size((per_request + 1) * per_block)} on {device}, available are {as_size(max(0, budget))}; {REMEDY}"
         )
     return blocks
 

@@ -155,7 +155,7 @@ class LLM:
         They keep what they have said and finish with reason "abort". request_id is a RequestOutput's, the prompt's
         place in the call; an observer is the place to call this from.
         """
-        self._to_abort.add(request_id)
+        self._to_abort.add(str(request_id))
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier calls left in the KV cache, so that prompts are computed anew; under vLLM's name."""
@@ -163,7 +163,7 @@ class LLM:
             self.follow(Forget())
 
     def close(self) -> None:
-        """End the processes of the other ranks, where there are any (tensor_parallel_size); no call can follow.
+        """End the processes of the other ranks, where there are any (tensor_parallel_size); then no call can follow.
 
         Comes by itself when nothing refers to the LLM any more.
         """

@@ -70,7 +70,8 @@ def run_pass(
 def workload_requests(llm: LLM, items: Sequence[WorkloadItem], params: SamplingParams) -> list[Request]:
     """The requests of all items; a line's own sampling parameters stand in place of these."""
     own = [params_of(item, params) for item in items]
-    return make_requests([item.prompt for item in items], own, llm.engine.tokenizer, llm.config.seed)
+    origins = [item.origin for item in items]
+    return make_requests([item.prompt for item in items], own, llm.engine.tokenizer, llm.config.seed, origins)
 
 
 def warm_up(

@@ -139,7 +139,8 @@ class Tokenizer:
 def is_token_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
     """Whether it is a list of integers, one prompt as vLLM takes it."""
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
-    return is_list and bool(prompt) and all(isinstance(token, Integral) for token in prompt)
+    # A bool is no number.
+    return is_list and bool(prompt) and all(isinstance(own, Integral) and not isinstance(own, bool) for own in prompt)
 
 
 def _token_ids(values: Any) -> list[int]:
@@ -178,16 +179,24 @@ def list_params(
         kind = f"a list with {strange[0]!r}" if strange else repr(sampling_params)
         raise UserError(f"sampling_params must be SamplingParams(...), or a list of them, one a prompt, got {kind}")
     if len(params) != num_prompts:
-        raise UserError(f"sampling_params must be one or {num_prompts}, one a prompt, got {len(params)}")
+        rule = f"SamplingParams(...) for all, or a list of {num_prompts}, one a prompt"
+        raise UserError(f"sampling_params must be {rule}, got a list of {len(params)}")
     return params
 
 
 def make_requests(
-    prompts: Sequence[Prompt], params: Sequence[SamplingParams], tokenizer: Tokenizer, run_seed: int
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    tokenizer: Tokenizer,
+    run_seed: int,
+    origins: Sequence[str] = (),
 ) -> list[Request]:
     """n requests a prompt, ids "<prompt index>" or "<prompt index>-<child index>".
 
     A request's seed is its own, or the run's folded with its place in the workload: never with its place in a batch.
+
+    Args:
+        origins: what errors say of each prompt beside its number: " (prompts.jsonl:3)"; empty: nothing.
     """
     requests = []
     spelled: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}  # one list for all requests that forbid the same
@@ -195,7 +204,10 @@ def make_requests(
         try:
             text, token_ids = tokenizer.encode(prompt)
         except UserError as error:
-            raise UserError(f"request {index}: {error}" if len(prompts) > 1 else str(error)) from error
+            origin = origins[index] if origins else ""
+            raise UserError(
+                f"request {index}{origin}: {error}" if origin or len(prompts) > 1 else str(error)
+            ) from error
         if parameters.stop and not tokenizer.is_available:
             raise UserError("stop strings need a tokenizer; use stop_token_ids, or set model.tokenizer")
         if parameters.bad_words and not tokenizer.is_available:

@@ -67,8 +67,8 @@ def write_outputs(
 def write_vllm_config(directory: str | Path, config: Mapping[str, Any] | None, notes: Sequence[str]) -> list[Path]:
     """Writes what vLLM takes for the same method, and what changes on the way there; returns the files written.
 
-    The JSON file is the object itself, so that it can be handed on (`vllm serve --speculative-config "$(cat ...)"`, or
-    back to us with `speculative_config=...`). Without a config there is only the text, which says why.
+    The JSON file is the object itself, so that it can be handed on (`vllm serve --speculative-config "$(cat ...)"`).
+    Without a config there is only the text, which says why.
     """
     files = []
     if config is not None:

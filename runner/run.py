@@ -66,7 +66,8 @@ def _execute(
     # Build the requests before a run is recorded, so that an invalid one raises while there is no run to leave behind.
     requests = workload_requests(llm, items, config.sampler.to_sampling_params())
     if None not in (refusals := llm.refusals(requests)):
-        raise UserError(f"no request of the workload can run; request {requests[0].request_id}: {refusals[0]}")
+        first = f"request {requests[0].request_id}{items[0].origin}"
+        raise UserError(f"no request of the workload can run; {first}: {refusals[0]}")
     run_name = config.run_name or _run_name(config, items)
     params = {**written, **flat_values(config.model_dump(mode="json"))}
     with open_run(config, llm.engine, items, run_name=run_name) as tracker:
@@ -95,7 +96,8 @@ def _execute(
     add_row(summary, params, run_name)
     if errors := measurement.errors:  # last of all: the other numbers are those of a workload without them
         request_id, reason = next(iter(errors.items()))
-        failed = f"{len(errors)} of {len(requests)} requests failed; request {request_id}: {reason}"
+        origin = next(items[own.prompt_index].origin for own in requests if own.request_id == request_id)
+        failed = f"{len(errors)} of {len(requests)} requests failed; request {request_id}{origin}: {reason}"
         print(failed, file=sys.stderr)
     return summary
 

@@ -93,11 +93,11 @@ def synthetic_workload(config: SyntheticWorkload, vocab_size: int) -> list[Workl
 
 
 def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[WorkloadItem]:
-    if not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
-        raise UserError(f"workload.path must be a .jsonl file, got {str(path)!r}, which {what}; check the path")
     items: list[WorkloadItem] = []
     try:
+        if not path.is_file():
+            what = "is a directory" if path.is_dir() else "does not exist"
+            raise UserError(f"workload.path must be a .jsonl file, got {str(path)!r}, which {what}; check the path")
         with path.open(encoding="utf-8-sig") as file:  # with or without the mark that some editors put first
             for number, line in enumerate(file, start=1):
                 if limit is not None and len(items) == limit:
@@ -112,17 +112,21 @@ def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[Worklo
         ) from error
     except OSError as error:
         raise UserError(
-            f"workload.path must be a file that can be read, got {str(path)!r}: {error.strerror}; check its permissions"
+            f"workload.path must be a file that can be read, got {str(path)!r}: {error.strerror}; check path and rights"
         ) from error
     if not items:
         raise UserError(f"workload.path must hold at least one prompt, got {str(path)!r}, which holds none")
     return items
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
     """A prompt is a string, a list of chat messages, or token ids; `id` is for people."""
     try:
-        row: Any = json.loads(line.strip())
+        row: Any = json.loads(line.strip(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # broken, a number of thousands of digits, or nested too deep
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         got = f"{line.strip()[:60]!r}: {reason}"

@@ -359,18 +359,19 @@ def test_a_missing_draft_is_refused_under_its_own_name(saved: Callable[..., Path
 
 
 @BOTH_PATHS
-def test_a_model_that_does_not_fit_names_needed_and_available_gib(
+def test_a_model_that_does_not_fit_names_what_is_needed_and_available(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda device: GIB // 2)
     source = dummy_source(model_type, hidden_size=1024, intermediate_size=4096, num_hidden_layers=12)
     message = refusal(source)
-    assert message.startswith("model.model=a-model needs ") and "GiB on cpu" in message
-    needed = float(message.split(" needs ")[1].split(" GiB")[0])
+    assert message.startswith("model.model=a-model needs ") and "MiB on cpu" in message
+    needed = float(message.split(" needs ")[1].split(" MiB")[0])
     bytes_a_layer = 4 * (2 * 1024 * 1024 + 2 * 512 * 1024 + 3 * 1024 * 4096)
-    assert needed == pytest.approx(12 * bytes_a_layer / GIB, abs=0.06)
+    assert needed == pytest.approx(12 * bytes_a_layer / (1 << 20), rel=0.08)
+    assert memory.as_size(GIB) == "1.0 GiB" and memory.as_size(GIB - (1 << 20)) == "1023.0 MiB"
     smaller = "model.quantization=fp8, " if model_type == "llama" and multiplies_and_adds() else ""
-    assert f"available are 0.5 GiB; choose {smaller}a smaller model, hardware.dtype=bfloat16" in message
+    assert f"available are 512.0 MiB; choose {smaller}a smaller model, hardware.dtype=bfloat16" in message
 
 
 def test_memory_of_a_container_counts_cached_files_as_free(tmp_path: Path) -> None:

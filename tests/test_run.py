@@ -203,7 +203,9 @@ def test_a_request_that_cannot_run_fails_alone(tmp_path: Path, capsys: pytest.Ca
     assert (failed["id"], failed["error"][:31]) == ("long", "the prompt must be shorter than")
     assert answered.keys().isdisjoint(("id", "error"))
     last = printed.err.splitlines()[-1]  # 30 of 31 could fail, and only a word in the box said so
-    assert last.startswith("1 of 2 requests failed; request 1: the prompt must be shorter than ")
+    place = f"request 1 (id long, {path}:2)"
+    assert last.startswith(f"1 of 2 requests failed; {place}: the prompt must be shorter than ")
+    assert "1/2 requests (1 failed) in " in printed.err, "it was 2/2"
 
 
 def test_lines_have_lengths_and_temperatures_of_their_own_and_arrive_at_a_rate(tmp_path: Path) -> None:
@@ -333,6 +335,8 @@ def test_an_interrupted_run_keeps_the_requests_that_finished(
         ('{"prompt": {"text": "x"}}', "1: prompt must be a string, chat messages or token ids, got"),
         ('{"prompt": "x", "max_tokens": 0}', "1: max_tokens must be >= 1, got 0; mend it, or leave it out"),
         ('{"prompt": "x", "temperature": "hot"}', "1: temperature must be a number, got 'hot'"),
+        ('{"prompt": "x", "id": NaN}', "1 must be a JSON object, got .*: NaN is no JSON; mend"),
+        ('{"prompt": {"prompt_token_ids": "abc"}}', r"^request 0 \(.*:1\): prompt_token_ids must be a list"),
         ("", "must hold at least one prompt"),
     ],
 )
@@ -350,6 +354,8 @@ def test_a_file_that_is_no_text_in_utf_8_is_named_and_not_a_traceback(tmp_path: 
         read_workload(JsonlWorkload(name="jsonl", path=str(path)))
     with pytest.raises(UserError, match=r"workload\.path must be a \.jsonl file, got '.*', which is a directory"):
         read_workload(JsonlWorkload(name="jsonl", path=str(tmp_path)))
+    with pytest.raises(UserError, match=r"workload\.path must be a file that can be read, got .*: File name too"):
+        read_workload(JsonlWorkload(name="jsonl", path="x" * 300))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
@@ -368,14 +374,14 @@ def test_a_line_of_messages_needs_no_prompt_field(tmp_path: Path) -> None:
     assert (second.prompt, second.unread_fields) == ("x", ("messages",))
     with pytest.raises(UserError, match=r"prompts\.jsonl:1 must have the field 'text', and has messages; set"):
         read_workload(JsonlWorkload(name="jsonl", path=str(path), prompt_field="text"))
-    with pytest.raises(UserError, match=r"^request 0: chat messages need a tokenizer with a chat template"):
+    with pytest.raises(UserError, match=r"^request 0 \(.*:1\): chat messages need a tokenizer with a chat template"):
         execute(config(workload={"name": "jsonl", "path": str(path)}), tmp_path)
 
 
 def test_a_run_that_no_request_can_start_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     broken = config(sampler={"structured_outputs": {"regex": "(["}}, tracking="jsonl")
-    with pytest.raises(UserError, match=r"no request of the workload can run; request 0: structured_outputs.regex"):
+    with pytest.raises(UserError, match=r"no request .* can run; request 0 \(id .*:1\): structured_outputs.regex"):
         execute(broken, tmp_path / "run")
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == [""], "runs.jsonl, without a run"
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy.exc import OperationalError
 
 from kernels.machine import git_sha
 from runner.engine.errors import UserError
@@ -21,7 +24,7 @@ from runner.metrics import StepPoint
 from runner.tracking import PARENT_RUN_ENV, Tracker, add_row, check_store, collecting_rows, open_tracker, start_sweep
 from runner.tracking.comparison import _errors, _label, write_comparison
 from runner.tracking.flatten import flat_metrics, flat_params
-from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path
+from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path, store_errors
 from runner.tracking.series import step_series
 from runner.tracking.tracker import MACHINE, comparison_row, status_of
 
@@ -301,6 +304,39 @@ print(tracker.run_id)
     for run_id in (output.strip(), tracker.run_id):
         run = client.get_run(run_id)
         assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", "0" * 32)
+
+
+def test_an_interrupt_while_the_database_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left tables half made, which no later start could open."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    path = tmp_path / "mlflow.db"
+    store = {"tracking_uri": f"sqlite:///{path}", "experiment_name": "tests"}
+
+    def interrupted(_: Any, uri: str, artifacts: str) -> None:
+        made = sqlite_path(uri)
+        assert made is not None
+        with closing(sqlite3.connect(made)) as tables:
+            tables.execute("CREATE TABLE latest_metrics (step INTEGER)")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqlAlchemyStore, "__init__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            check_store("mlflow", **store)
+    assert not path.exists()
+    check_store("mlflow", **store)
+    assert {own.name for own in tmp_path.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
+
+
+@pytest.mark.parametrize("reason", ["duplicate column name: step", "table latest_metrics already exists"])
+def test_a_database_that_was_left_half_made_is_to_be_deleted(tmp_path: Path, reason: str) -> None:
+    path = tmp_path / "mlflow.db"
+    with (
+        pytest.raises(UserError, match=rf"{reason}.*\n.*half made.*: delete {path}, or run with tracking=jsonl"),
+        store_errors(f"sqlite:///{path}"),
+    ):
+        raise OperationalError("ALTER TABLE ...", {}, Exception(reason))
 
 
 def test_the_default_store_is_a_file_here_unless_the_environment_names_one(

@@ -65,7 +65,11 @@ class MethodConfig(Node):
         default=None, ge=1, description="draft nothing while more requests than this are running or waiting, >= 1"
     )
     synthetic_acceptance_rate: float | None = Field(
-        default=None, ge=0, le=1, description="synthetic rule: accepted / drafted tokens on average, in [0, 1]"
+        default=None,
+        ge=0,
+        le=1,
+        description="synthetic rule: accepted / drafted tokens on average, in [0, 1], of chains of "
+        "num_speculative_tokens; shorter drafts have more of theirs accepted, trees fewer",
     )
     synthetic_acceptance_rates: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Strict(False)] | None = (
         Field(

@@ -42,13 +42,16 @@ def release_unused() -> None:
     torch.cuda.empty_cache()  # nothing, where no GPU is in use
 
 
+def as_size(num_bytes: int) -> str:
+    """In GiB, or in MiB where that is less than one."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
 def require_memory(needed: int, device: torch.device, what: str, remedy: str) -> None:
-    """Raises UserError, with needed and available GiB, when `needed` bytes do not fit."""
+    """Raises UserError, with what is needed and what available, when `needed` bytes do not fit."""
     available = available_memory(device)
     if needed > available:
-        raise UserError(
-            f"{what} needs {needed / GIB:.1f} GiB on {device}, available are {available / GIB:.1f} GiB; {remedy}"
-        )
+        raise UserError(f"{what} needs {as_size(needed)} on {device}, available are {as_size(available)}; {remedy}")
 
 
 def _cgroup_limit(group: Path = Path("/sys/fs/cgroup")) -> int:

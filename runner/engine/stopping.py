@@ -39,9 +39,12 @@ class StopRules:
         recent = request.output_token_ids[first:] if params.stop else []  # tokens that a new stop string may begin with
         for kept, token in enumerate(new_token_ids, start=1):
             recent.append(token)
-            if num_output + kept >= params.min_tokens:
-                if token in self.eos_token_ids and not params.ignore_eos:
-                    return Stop(num_tokens=kept, finish_reason="stop")
+            may_stop = num_output + kept >= params.min_tokens
+            # A grammar has an end of text said too early only where nothing else can follow.
+            may_end = (may_stop or params.structured_outputs is not None) and not params.ignore_eos
+            if may_end and token in self.eos_token_ids:
+                return Stop(num_tokens=kept, finish_reason="stop")
+            if may_stop:
                 if token in params.stop_token_ids:
                     return Stop(num_tokens=kept, finish_reason="stop", stop_reason=token)
                 if params.stop and self.decode is not None:

@@ -120,8 +120,8 @@ class MetricsCollector:
         - conditional_acceptance_per_position[i]: the same / drafts that have a token i and all before it accepted.
         - acceptance_length_histogram: acceptance length (1 + accepted, as text) -> number of drafts.
         - acceptance_by_source: proposer -> counts, acceptance_rate and mean_acceptance_length of its own drafts, where
-          several draft (hybrid, suffix_recycling); a draft is its first token's proposer's, the grammar's where it allowed no other.
-          Empty where one drafts.
+          several draft (hybrid, suffix_recycling); a draft is its first token's proposer's, the grammar's where it
+          allowed no other. Empty where one drafts.
         - num_decoding_steps: steps in which at least one request decodes; num_whole_steps: those of them that ran
           whole, without the host between drafts and verification.
         - decoding_steps_by_budget: tokens that the load allowed each draft in a step (as text) -> number of steps.

@@ -1,7 +1,8 @@
 """The progress of a run: requests, tokens, tokens per second and mean acceptance length while it goes.
 
 Drawn from the caller's thread between steps, a few times a second: a drawing thread would take the interpreter away
-from the very steps that are being timed. Where the output is no terminal, one line at the end says the same.
+from the very steps that are being timed. Where the output is no terminal, one line at the end says the same, but for
+the speed, which is the summary's to tell.
 """
 
 from __future__ import annotations
@@ -59,20 +60,23 @@ class RunProgress:
             self._draw(self._collector)
         self._progress.stop()
         if self._progress.disable and exc is None and self._collector is not None:
-            done = f"{self._collector.num_finished_requests}/{self._num_requests} requests in {self._seconds():.1f} s"
-            line = f"{self._description}: {done}, {self._counts(self._collector, 'mean acceptance length')}"
+            num_failed = sum(record.failed for record in self._collector.records)
+            num_done = self._collector.num_finished_requests - num_failed
+            failed = f" ({num_failed} failed)" if num_failed else ""
+            done = f"{num_done}/{self._num_requests} requests{failed} in {self._seconds():.1f} s"
+            line = f"{self._description}: {done}, {self._counts(self._collector)}"
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def _draw(self, collector: MetricsCollector) -> None:
-        completed, text = collector.num_finished_requests, self._counts(collector)
+        rate = f"{collector.num_output_tokens / max(self._seconds(), 1e-9):,.0f}/s"
+        completed, text = collector.num_finished_requests, self._counts(collector, rate, length="length")
         self._progress.update(self._task, completed=completed, text=text, refresh=True)
 
-    def _counts(self, collector: MetricsCollector, length: str = "length") -> str:
-        tokens = collector.num_output_tokens
-        text = f"{tokens:,} tokens, {tokens / max(self._seconds(), 1e-9):,.0f}/s"
+    def _counts(self, collector: MetricsCollector, *more: str, length: str = "mean acceptance length") -> str:
+        counts = [f"{collector.num_output_tokens:,} tokens", *more]
         if collector.num_drafts:
-            text += f", {length} {1 + collector.num_accepted_tokens / collector.num_drafts:.2f}"
-        return text
+            counts.append(f"{length} {1 + collector.num_accepted_tokens / collector.num_drafts:.2f}")
+        return ", ".join(counts)
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._started

@@ -1,7 +1,7 @@
 """The way to an MLflow store: its address, a client that many processes may open, and errors a user can read.
 
 A new SQLite store is created under a lock: several processes that open a fresh one at the same time break it for good,
-because MLflow's migrations race (MLflow 3.17).
+because MLflow's migrations race (MLflow 3.17). And under another name, for so does an interrupt in the middle of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.engine.errors import UserError
 from runner.tracking.file_lock import file_lock
@@ -44,8 +44,21 @@ def connect(tracking_uri: str, experiment_name: str) -> tuple[MlflowClient, str]
         for name in ("alembic", "mlflow.store.db.utils"):  # each migration of a new database is a line otherwise
             logging.getLogger(name).setLevel(logging.WARNING)
         with file_lock(path) if path else nullcontext():
+            if path is not None and not path.exists():
+                _create(path)
             client = MlflowClient(tracking_uri=tracking_uri)
             return client, _experiment_id(client, experiment_name, path)
+
+
+def _create(database: Path) -> None:
+    """Whole or not at all."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    new = database.with_name(f"{database.name}.new")
+    new.unlink(missing_ok=True)  # of a start that was interrupted
+    store: Any = SqlAlchemyStore
+    store(f"sqlite:///{new}", str(database.parent / "mlruns")).engine.dispose()
+    new.replace(database)
 
 
 def _experiment_id(client: MlflowClient, experiment_name: str, database: Path | None) -> str:
@@ -83,10 +96,13 @@ def store_errors(tracking_uri: str) -> Iterator[None]:
     except Exception as error:
         if not _is_store_error(error):
             raise
-        reason = str(error).strip().split("\n")[0]
+        reason, path = str(error).strip().split("\n")[0], sqlite_path(tracking_uri)
+        remedy = "Use sqlite:///<file>.db or the address of a server"
+        if path is not None and re.search("duplicate column|already exists", reason):
+            remedy = f"Its tables are half made, as an interrupt leaves them: delete {path}"
         raise UserError(
             f"tracking_uri must be a store that MLflow can write to, got {tracking_uri!r}: {reason}\n"
-            "Use sqlite:///<file>.db or the address of a server, or run with tracking=jsonl."
+            f"{remedy}, or run with tracking=jsonl."
         ) from error
 
 
