@@ -289,6 +289,14 @@ def test_a_sweep_tells_which_of_its_times_are_doubtful() -> None:
     assert "doubtful" not in " ".join(compared(quiet, row()))
     last = compared(quiet, waited)[-1]
     assert last == " doubtful times: in 1 of 2 runs a thread waited for a core, up to 31% of the time"
+    assert "*" not in " ".join(compared(row(speedup=1.2), row(method="suffix", speedup=1.9, core_wait_share=0.31)))
+
+
+def test_a_speed_up_that_is_doubtful_says_so_itself() -> None:
+    """The large number stood there as any other, and the doubt in a note below."""
+    waited = {**summary(method="ngram"), "speedup": 1.4, "core_wait_share": 0.46}
+    assert "speed-up over plain decoding  1.40x, doubtful (46% without a core)" in shown(waited)
+    assert "doubtful" not in shown(waited | {"core_wait_share": 0.02})
 
 
 def test_a_sweep_without_a_baseline_is_ranked_by_throughput() -> None:

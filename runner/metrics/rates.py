@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from runner.metrics.core_wait import doubtful_waits
 from runner.metrics.records import RequestRecord
 
 
@@ -136,7 +137,10 @@ def measure_of_speed(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def fastest(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """The finished run with the highest speed; None where its repeats' range overlaps another run's, or without any."""
+    """The finished run with the highest speed; None where its repeats' range overlaps another run's, or without any, or
+    where one waited for cores so long that times cannot be compared."""
+    if doubtful_waits(rows):
+        return None
     key = measure_of_speed(rows)
     finished = [index for index, row in enumerate(rows) if row.get("status", "FINISHED") == "FINISHED"]
     ranges = {index: range_of(rows[index], key) for index in finished if rows[index].get(key) is not None}

@@ -38,9 +38,9 @@ def print_comparison(
 
     The best value of every column is bold, the fastest run (by speed-up, or by tokens per second where a run has no
     speed-up) carries a star, after repeats only if its range overlaps no other, and none where plain decoding was
-    faster; a run under a lossy rule, or one that does not guarantee plain decoding's tokens, is marked so. Speed-up,
-    share of whole steps and identity that no run has are left out. Runs go by their names only where method, number of
-    tokens and params do not tell two of them apart.
+    faster or times are doubtful; a run under a lossy rule, or one that does not guarantee plain decoding's tokens, is
+    marked so. Speed-up, share of whole steps and identity that no run has are left out. Runs go by their names only
+    where method, number of tokens and params do not tell two of them apart.
 
     Args:
         params: keys of swept parameters; those that the rows have get a column, headed by the end of the key. They are
@@ -82,7 +82,7 @@ def print_comparison(
         console.print(Text(f" * {'highest speed-up' if is_ratio else 'fastest'}", "dim"))
     elif is_slower:
         console.print(Text(" no run is faster than plain decoding", "dim"))
-    elif best[measure_of_speed(rows)] is not None:
+    elif best[measure_of_speed(rows)] is not None and not doubtful_waits(rows):
         console.print(Text(" no run is the fastest: the ranges of their repeats overlap", "dim"))
     if waits := doubtful_waits(rows):
         where = f"in {len(waits)} of {len(rows)} runs a thread waited for a core, up to {max(waits):.0%} of the time"

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from runner.metrics.core_wait import doubtful_waits
 from runner.report.console import MIN_WIDTH, open_wide_console
 from runner.report.text import (
     bar,
@@ -81,7 +82,10 @@ def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Tab
         grid.add_row("machine", machine_title(machine))
     grid.add_row("requests", requests)
     gain = Text(times(summary["speedup"]), speedup_style(summary["speedup"]))
-    grid.add_row("speed-up over plain decoding", gain + Text(_ranged("", summary, "speedup", "{:.2f}")))
+    gain += Text(_ranged("", summary, "speedup", "{:.2f}"))
+    if summary["speedup"] is not None and doubtful_waits([summary]):
+        gain.append(f", doubtful ({summary['core_wait_share']:.0%} without a core)", style="yellow")
+    grid.add_row("speed-up over plain decoding", gain)
     grid.add_row("identical to plain decoding", Text(identical(same, lossless), identical_style(same, lossless)))
     if (repeated := summary["identical_between_repeats"]) is not None:
         style = identical_style(repeated, lossless)
