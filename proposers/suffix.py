@@ -12,6 +12,7 @@ from functools import partial
 
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
 from proposers.captured.drafter import CapturedDrafter
+from proposers.captured.host_drafts import HostDrafts
 from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
 from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from runner.engine.request import DraftTokens, Request, RequestStatus
@@ -98,7 +99,10 @@ class SuffixProposer(Proposer):
         return rows, new_tokens
 
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
-        return None if self._drafts_trees and num_tokens > 0 else super().captured_drafter(num_tokens)
+        if not self._drafts_trees or num_tokens == 0:
+            return super().captured_drafter(num_tokens)
+        capacity, device = self.context.max_num_seqs, self.context.device
+        return HostDrafts(num_tokens, propose=self.propose, are_trees=True, capacity=capacity, device=device)
 
     def release(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)

@@ -179,7 +179,7 @@ def test_a_cache_too_small_for_one_request_is_refused_with_what_to_lower(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        UserError, match=r"max_model_len=100000 needs 0\.0 GiB on cuda:0, available are 0\.0 GiB; lower"
+        UserError, match=r"max_model_len=100000 needs 48\.8 MiB on cuda:0, available are 0\.0 MiB; lower"
     ):
         gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=3 * GIB, gpu_memory_utilization=0.52)
 

@@ -53,6 +53,10 @@ CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
     "ngram_gpu": ({"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_min": 1}, [GREEDY, DRAWN]),
     "ngram": ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}, [GREEDY, DRAWN]),
     "suffix": ({"method": "suffix", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
+    "suffix tree": (
+        {"method": "suffix", "num_speculative_tokens": 3, "speculative_token_tree": "dynamic"},
+        LONGER,
+    ),
     # Any token that was said before is a match.
     "hybrid": ({**HYBRID, "drafter": "draft_model", "rejection_sample_method": "probabilistic"}, LONGER),
     "hybrid, eagle3": ({**HYBRID, "drafter": "eagle3"}, LONGER),

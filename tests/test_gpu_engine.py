@@ -60,6 +60,7 @@ METHODS: list[dict[str, Any] | None] = [
         "speculative_token_tree": "dynamic",
         "min_match_score": 0.4,
     },
+    {"method": "suffix", "num_speculative_tokens": 12, "speculative_token_tree": "dynamic"},
 ]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "one at a time": {"max_num_seqs": 1},

@@ -7,12 +7,14 @@ end wrong, and that are lacking.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from proposers.captured.match_in_tree import MatchInTree
 from proposers.captured.matched import Form, MatchedOrDrafted
 from proposers.hybrid import HybridProposer, _merge
 from proposers.suffix import MATCHED
@@ -84,33 +86,47 @@ def facts(records: list[RequestRecord]) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def count_forms(monkeypatch: pytest.MonkeyPatch, captured: type[MatchedOrDrafted] | type[MatchInTree]) -> Counter[Form]:
+    """Of the whole steps to come."""
+    forms, place = Counter[Form](), captured.place
+
+    def noted(drafter: Any, *args: Any) -> int:
+        width = place(drafter, *args)
+        forms[drafter.form] += 1
+        return width
+
+    monkeypatch.setattr(captured, "place", noted)
+    return forms
+
+
+def accepted_in_whole_steps(llm: LLM, proposer: HybridProposer) -> dict[str | None, Counter[int]]:
+    """Source -> how many drafts had so many tokens accepted, which is what steps in parts come to as well."""
+    _, untaught, _ = play(llm, TRAFFIC, whole=False)
+    teach(proposer, untaught)
+    _, in_parts, _ = play(llm, TRAFFIC, whole=False)
+    _, whole, num_launched = play(llm, TRAFFIC, whole=True)
+    assert num_launched > 20 and facts(whole) == facts(in_parts)
+    assert texts(whole) == texts(untaught)
+    accepted = dict[str | None, Counter[int]]()
+    for record in whole:
+        for source, (_, _, count) in record.sourced_drafts:
+            accepted.setdefault(source, Counter())[count] += 1
+    return accepted
+
+
+def texts(records: list[RequestRecord]) -> dict[str, Sequence[int]]:
+    return {record.request_id: record.token_ids for record in records}
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_whole_steps_draft_and_accept_what_steps_in_parts_do_and_no_text_changes(
     build: Build, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     """Whoever drafted before: the drafter's cache is as good behind accepted matches as behind its own drafts."""
     llm, proposer = hybrid(build, monkeypatch, drafter)
-    _, untaught, _ = play(llm, TRAFFIC, whole=False)
-    teach(proposer, untaught)
-    _, in_parts, _ = play(llm, TRAFFIC, whole=False)
-    forms, place = Counter[Form](), MatchedOrDrafted.place
-
-    def noted(drafter: MatchedOrDrafted, *args: Any) -> int:
-        width = place(drafter, *args)
-        forms[cast(Form, drafter.form)] += 1
-        return width
-
-    monkeypatch.setattr(MatchedOrDrafted, "place", noted)
-    _, whole, num_launched = play(llm, TRAFFIC, whole=True)
-    assert facts(whole) == facts(in_parts)
-    assert {request_id: fact[0] for request_id, fact in facts(whole).items()} == {
-        request_id: fact[0] for request_id, fact in facts(untaught).items()
-    }
-    assert num_launched > 20 and min(forms[form] for form in Form) > 1
-    accepted = {source: Counter[int]() for source in (MATCHED, DRAFTERS[drafter])}
-    for record in whole:
-        for source, (_, _, count) in record.sourced_drafts:
-            accepted[cast(str, source)][count] += 1
+    forms = count_forms(monkeypatch, MatchedOrDrafted)
+    accepted = accepted_in_whole_steps(llm, proposer)
+    assert min(forms[form] for form in Form) > 1
     assert {0, 7} <= accepted[MATCHED].keys(), "matches were rejected, and accepted to the last"
     assert {0, 3} <= accepted[DRAFTERS[drafter]].keys()
 

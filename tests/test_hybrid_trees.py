@@ -17,19 +17,23 @@ from proposers.suffix import MATCHED
 from runner.config import ConfigError, DflashMethod, Eagle3Method, HybridMethod, parse_method
 from runner.engine.request import DraftTokens
 from runner.engine.sampling_params import SamplingParams
-from runner.metrics import RequestRecord
 from runner.metrics.rates import by_source
 from tests.conftest import Engines, complete
-from tests.test_hybrid import DRAFTERS, TRAFFIC, facts, hybrid, teach
+from tests.test_hybrid import (
+    DRAFTERS,
+    TRAFFIC,
+    accepted_in_whole_steps,
+    count_forms,
+    facts,
+    hybrid,
+    teach,
+    texts,
+)
 from tests.test_whole_steps import GREEDY, Build, Traffic, build, by_definition, play
 
 __all__ = ["build", "by_definition"]  # fixtures
 
 TREE = {"speculative_token_tree": "dynamic", "tree_top_k": 2}
-
-
-def texts(records: list[RequestRecord]) -> dict[str, Sequence[int]]:
-    return {record.request_id: record.token_ids for record in records}
 
 
 @pytest.mark.parametrize("keys", [{}, {"num_drafter_tokens": 7}], ids=["small trees", "trees of all nodes"])
@@ -39,26 +43,10 @@ def test_whole_steps_draft_and_accept_what_steps_in_parts_do_and_no_text_changes
 ) -> None:
     """Whoever guessed right before: the drafter's cache is as good behind accepted matches as behind its own drafts."""
     llm, proposer = hybrid(build, monkeypatch, drafter, keys={**TREE, **keys})
-    _, untaught, _ = play(llm, TRAFFIC, whole=False)
-    teach(proposer, untaught)
-    _, in_parts, _ = play(llm, TRAFFIC, whole=False)
-    forms, place = Counter[Form](), MatchInTree.place
-
-    def noted(drafter: MatchInTree, *args: Any) -> int:
-        width = place(drafter, *args)
-        forms[cast(Form, drafter.form)] += 1
-        return width
-
-    monkeypatch.setattr(MatchInTree, "place", noted)
-    _, whole, num_launched = play(llm, TRAFFIC, whole=True)
-    assert facts(whole) == facts(in_parts)
-    assert texts(whole) == texts(untaught)
-    assert num_launched > 20 and forms[Form.BOTH] > 1
+    forms = count_forms(monkeypatch, MatchInTree)
+    accepted = accepted_in_whole_steps(llm, proposer)
+    assert forms[Form.BOTH] > 1
     assert (forms[Form.DRAFTED] > 1) == (not keys), "the drafter's own trees, where they have fewer nodes"
-    accepted = {source: Counter[int]() for source in (MATCHED, DRAFTERS[drafter])}
-    for record in whole:
-        for source, (_, _, count) in record.sourced_drafts:
-            accepted[cast(str, source)][count] += 1
     assert max(accepted[MATCHED]) == 7 > min(accepted[MATCHED]), "matches were accepted to the last, and were not"
     assert accepted[DRAFTERS[drafter]].total() > accepted[DRAFTERS[drafter]][0] > 0
 

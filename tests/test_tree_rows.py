@@ -35,7 +35,7 @@ def depth_of(parents: list[int]) -> int:
 @st.composite
 def trees(draw: st.DrawFn) -> dict[str, Any]:
     """Any request may be absent; `depth` may be more than any of them needs."""
-    num_nodes = draw(st.integers(1, 20))
+    num_nodes = draw(st.integers(0, 20))
     lengths = draw(st.lists(st.integers(0, 26), min_size=1, max_size=4))
     own = []
     for _ in lengths:

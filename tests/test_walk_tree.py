@@ -44,7 +44,7 @@ def trees(draw: st.DrawFn, num_nodes: int) -> tuple[list[int], list[int]]:
 
 @st.composite
 def batches(draw: st.DrawFn) -> dict[str, Any]:
-    num_nodes = draw(st.integers(1, 20))
+    num_nodes = draw(st.integers(0, 20))
     own = [draw(trees(num_nodes)) for _ in range(draw(st.integers(1, 4)))]
     tokens = st.integers(0, 9).map(lambda number: number if number < VOCAB_SIZE else 0)
     return {

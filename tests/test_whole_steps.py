@@ -95,6 +95,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "mlp_speculator": {"method": "mlp_speculator", "num_speculative_tokens": 3},
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     "suffix": {"method": "suffix", "num_speculative_tokens": 3},
+    "suffix_dynamic": {"method": "suffix", "num_speculative_tokens": 5, "speculative_token_tree": "dynamic"},
     "token_recycling": {"method": "token_recycling", "num_speculative_tokens": 6, "tree_depth": 3},
     "token_recycling_block": {
         "method": "token_recycling",

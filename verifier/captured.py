@@ -152,6 +152,8 @@ class TreeVerifier(CapturedVerifier):
 
     def _ancestors(self, drafts: Tensor, parents: Tensor) -> Tensor:
         """The way to each node, and to the pending token none: [count * (num_nodes + 1), depth], -1 behind each."""
+        if drafts.shape[1] == 0:
+            return drafts.new_full((len(drafts), self.depth), -1)
         nodes, upwards = self._nodes[: 1 + drafts.shape[1]].expand(len(drafts), -1), list[Tensor]()
         for _ in range(self.depth):
             known = nodes.clamp(min=0)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class WalkedTree(NamedTuple):
@@ -37,7 +38,7 @@ def walk_tree(
     way = [last]
     for _ in range(depth):
         is_next = is_draft & (parents == last - 1) & (draft_token_ids == by_row.gather(1, last))
-        way.append(torch.where(is_next, own_rows[1:], 0).amax(dim=1, keepdim=True))
+        way.append(pad(torch.where(is_next, own_rows[1:], 0), (1, 0)).amax(dim=1, keepdim=True))  # there may be no node
         last = torch.where(way[-1] > 0, way[-1], last)
     rows = torch.cat(way, dim=1)
     accepted, is_accepted = rows[:, 1:], rows[:, 1:] > 0

@@ -32,21 +32,28 @@ class PlacedDrafts:
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._capacity, self._device = capacity, device
-        self._token_ids: dict[int, Tensor] = {}  # width -> [capacity, width] int64, -1 where there is none
+        # width -> [2, capacity, width] int64: tokens and, of trees, parents; -1 where there is none
+        self._nodes: dict[int, Tensor] = {}
 
     def put(self, drafts: DraftTokens, places: Sequence[int], width: int) -> None:
         """places: of the drafts' requests; width: at least that of the longest draft."""
-        if width not in self._token_ids:
-            size = (self._capacity, width)
-            self._token_ids[width] = torch.empty(size, dtype=torch.int64, device=self._device)
+        if width not in self._nodes:
+            size = (2, self._capacity, width)
+            self._nodes[width] = torch.empty(size, dtype=torch.int64, device=self._device)
         counts = drafts.num_draft_tokens
         index = [row * width + step for row, count in zip(places, counts, strict=True) for step in range(count)]
-        token_ids = self._token_ids[width].fill_(-1)
-        token_ids.view(-1).index_copy_(0, to_device(index, torch.int64, self._device), drafts.token_ids)
+        lists = [index] if drafts.parent_indices is None else [index, drafts.parent_indices]
+        where, *parents = to_device(lists, torch.int64, self._device)
+        for own, values in zip(self._nodes[width].fill_(-1), (drafts.token_ids, *parents), strict=False):
+            own.view(-1).index_copy_(0, where, values)
 
     def of(self, batch: DeviceBatch) -> Tensor:
         """[count, num_rows - 1] int64."""
-        return self._token_ids[batch.num_rows - 1][: batch.count]
+        return self._nodes[batch.num_rows - 1][0, : batch.count]
+
+    def parents_of(self, batch: DeviceBatch) -> Tensor:
+        """The same of the parents."""
+        return self._nodes[batch.num_rows - 1][1, : batch.count]
 
 
 def few_widths(longest: int, most: int) -> int:
@@ -61,11 +68,12 @@ class HostDrafts(CapturedDrafter):
         self,
         num_tokens: int,
         *,
-        propose: Callable[[Schedule], DraftTokens],  # chains without probs
+        propose: Callable[[Schedule], DraftTokens],  # without probs
+        are_trees: bool = False,
         capacity: int,
         device: torch.device,
     ) -> None:
-        super().__init__(num_tokens)
+        super().__init__(num_tokens, tree_depth=num_tokens if are_trees else None)
         self.max_requests = max_requests(num_tokens, device)
         self._propose, self._placed = propose, PlacedDrafts(capacity, device)
 
@@ -81,4 +89,7 @@ class HostDrafts(CapturedDrafter):
         return width
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
-        return CapturedDrafts(self._placed.of(batch)) if batch.num_rows > 1 else no_drafts(batch)
+        drafts = CapturedDrafts(self._placed.of(batch)) if batch.num_rows > 1 else no_drafts(batch)
+        if not self.drafts_trees:
+            return drafts
+        return drafts._replace(parents=self._placed.parents_of(batch) if batch.num_rows > 1 else drafts.token_ids)
