@@ -124,11 +124,8 @@ class Proposer(ABC):
 
         return HostDrafts(num_tokens, propose=propose, capacity=self.context.max_num_seqs, device=self.context.device)
 
-    def set_learning(self, is_learning: bool) -> None:  # noqa: B027 - optional
-        """Whether what requests said may be remembered after their release; a warm-up's must not be."""
-
     def restart(self) -> None:  # noqa: B027 - optional
-        """Back to what it knew when it was built: forget requests that are over. Comes between measured repeats."""
+        """Back to what it knew when it was built: forget requests that are over. Comes before whatever is measured."""
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

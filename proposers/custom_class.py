@@ -61,9 +61,6 @@ class CustomClassProposer(Proposer):
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         return self.inner.captured_drafter(num_tokens)
 
-    def set_learning(self, is_learning: bool) -> None:
-        self.inner.set_learning(is_learning)
-
     def restart(self) -> None:
         self.inner.restart()
 

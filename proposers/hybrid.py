@@ -117,10 +117,6 @@ class HybridProposer(Proposer):
     def fills_blocks(self, request: Request) -> bool:
         return self.drafter.fills_blocks(request)
 
-    def set_learning(self, is_learning: bool) -> None:
-        self.suffix.set_learning(is_learning)
-        self.drafter.set_learning(is_learning)
-
     def restart(self) -> None:
         self.suffix.restart()
         self.drafter.restart()

@@ -57,7 +57,6 @@ class SuffixProposer(Proposer):
         self._requests: dict[str, Request] = {}  # that have been scheduled and not been released
         self._rows: dict[str, int] = {}  # of those that have decoded
         self._num_known: dict[str, int] = {}  # committed tokens that the cache has of them
-        self._is_learning = True
         self._drafts_trees = speculative_token_tree == "dynamic"
 
     def propose(self, schedule: Schedule) -> DraftTokens:
@@ -109,11 +108,8 @@ class SuffixProposer(Proposer):
         if request_id in self._rows:
             self._cache.close(self._rows.pop(request_id))
             del self._num_known[request_id]
-        if request is not None and request.status is RequestStatus.FINISHED and self._is_learning:
+        if request is not None and request.status is RequestStatus.FINISHED:
             self._cache.insert(request.output_token_ids)
-
-    def set_learning(self, is_learning: bool) -> None:
-        self._is_learning = is_learning
 
     def restart(self) -> None:
         self._cache = self._empty_cache()

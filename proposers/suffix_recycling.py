@@ -64,10 +64,6 @@ class SuffixRecyclingProposer(Proposer):
     def release(self, request_id: str) -> None:
         self.suffix.release(request_id)
 
-    def set_learning(self, is_learning: bool) -> None:
-        self.suffix.set_learning(is_learning)
-        self.recycling.set_learning(is_learning)
-
     def restart(self) -> None:
         self.suffix.restart()
         self.recycling.restart()

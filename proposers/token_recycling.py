@@ -38,7 +38,6 @@ class TokenRecyclingProposer(Proposer):
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
         self.tree_depth = tree_depth if speculative_token_tree == "dynamic" else None
         self._table = CandidateTable(vocab_size=context.vocab_size, device=context.device)
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None  # the table before a warm-up
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:
@@ -78,15 +77,6 @@ class TokenRecyclingProposer(Proposer):
         # Where the load allows no drafts, it goes on learning.
         depth = None if self.tree_depth is None or num_tokens == 0 else min(self.tree_depth, num_tokens)
         return CapturedRecycling(num_tokens, table=self._table, tree_depth=depth, capacity=self.context.max_num_seqs)
-
-    @torch.inference_mode()
-    def set_learning(self, is_learning: bool) -> None:
-        """What a captured step learns it learns in every replay, so it is taken back afterwards."""
-        if not is_learning:
-            self._kept = self._table.copy()
-        elif self._kept is not None:
-            self._table.restore(self._kept)
-            self._kept = None
 
     @torch.inference_mode()
     def restart(self) -> None:

@@ -29,6 +29,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Scheduler
 from runner.engine.stopping import StopRules
 from runner.engine.structured_outputs import StructuredOutputsParams
+from runner.frozen_heap import frozen_heap
 from runner.metrics import MetricsCollector
 from runner.metrics.totals import RequestTotals
 from runner.model_files import model_path
@@ -204,7 +205,6 @@ class LLM:
         max_draft_tokens: int | None = None,  # of a request in a step, at most; None: as the configuration says
         arrivals: Sequence[float] | None = None,  # s after the start, ascending; None: as soon as there is room
         restarts: bool = False,  # the proposer begins with what it knew when it was built
-        learns: bool = True,  # the proposer may remember what requests said
         categories: Mapping[str, str] | None = None,  # request_id -> category, for the breakdown
         observer: Observer | None = None,
     ) -> RequestTraces:
@@ -221,7 +221,6 @@ class LLM:
             max_draft_tokens=max_draft_tokens,
             arrivals=arrivals,
             restarts=restarts,
-            learns=learns,
         )
         with self._one_at_a_time(), self.ranks.together(call):
             return self._run(call, metrics, proposer, categories=categories, observer=observer)
@@ -252,15 +251,10 @@ class LLM:
         traces = RequestTraces(self.engine.tokenizer.decode, categories or {})
         steps = StepLoop(self.engine, self.scheduler_for(proposer, call.max_draft_tokens), proposer, metrics, traces)
         loop = RequestLoop(steps, self._to_abort, self.ranks)
-        if not call.learns:
-            proposer.set_learning(False)
-        try:
+        with frozen_heap():
             return loop.run(
                 call.requests, max_concurrency=call.max_concurrency, arrivals=call.arrivals, observer=observer
             )
-        finally:
-            if not call.learns:
-                proposer.set_learning(True)
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:

@@ -23,8 +23,9 @@ from runner.machine import describe_run
 from runner.metrics import MetricsCollector, RequestRecord, core_wait_notes, count_identical, in_parts_notes
 from runner.metrics.repeats import middle_repeat, over_repeats
 from runner.outputs import DecodeToken, logprob_fields
-from runner.passes import Pass, run_pass, warm_up
+from runner.passes import Pass, run_pass
 from runner.promise import kept_by_rule, kept_by_run, promise_notes
+from runner.rehearsal import warm_up
 from runner.report import RunProgress
 from runner.results import OUTPUTS_FILE
 from runner.workload import WorkloadItem, unread_note
@@ -79,7 +80,7 @@ def measure(
             _run(llm, engine.plain_proposer, items, f"plain decoding{turn}", plain[-1])
         collector = MetricsCollector()
         collectors.append((method, collector))
-        passes.append(_run(llm, engine.proposer, items, f"{method}{turn}", collector, restarts=repeat > 0))
+        passes.append(_run(llm, engine.proposer, items, f"{method}{turn}", collector))
     summaries = _summaries(llm, items, passes, plain, baseline.point if baseline else None)
     if not summaries[0]["num_requests"]:
         raise UserError(f"no request of the workload could run; {summaries[0]['notes'][-1]}")
@@ -116,8 +117,6 @@ def _run(
     items: Sequence[WorkloadItem],
     title: str,
     metrics: MetricsCollector,
-    *,
-    restarts: bool = False,
 ) -> Pass:
     with RunProgress(title, len(items) * llm.config.sampler.n) as progress:
         return run_pass(
@@ -126,7 +125,6 @@ def _run(
             items,
             metrics,
             max_concurrency=llm.config.workload.max_concurrency,
-            restarts=restarts,
             observer=progress.update,
         )
 

@@ -94,19 +94,12 @@ def test_whole_steps_learn_and_draft_what_steps_in_parts_do(engines: Engines, me
     assert (tables[1].sum(dim=1) > 0).sum() > len(said), "rejected drafts tell of tokens that nobody said"
 
 
-def test_what_a_warm_up_taught_is_forgotten_and_a_restart_forgets_all(engines: Engines) -> None:
+def test_a_restart_forgets_all(engines: Engines) -> None:
     llm = engines(TREE)
     proposer = llm.engine.proposer
     assert isinstance(proposer, TokenRecyclingProposer)
-    proposer.restart()
-    complete(llm, PROMPTS[:1], PARAMS[:1])
-    before = proposer._table.copy()
-    proposer.set_learning(False)
-    complete(llm, PROMPTS[1:], PARAMS[1:])
-    changed = not torch.equal(before[0], proposer._table.token_ids)
-    proposer.set_learning(True)
-    after = proposer._table.copy()
-    assert changed and all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    complete(llm, PROMPTS, PARAMS)
+    assert not bool(proposer._table.log_probs.isinf().all())
     proposer.restart()
     assert bool(proposer._table.log_probs.isinf().all())
 

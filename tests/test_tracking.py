@@ -347,6 +347,7 @@ def test_the_default_store_is_a_file_here_unless_the_environment_names_one(
     assert resolve_tracking_uri(None) == f"sqlite:///{tmp_path}/mlflow.db"
     assert sqlite_path("sqlite:///mlflow.db?timeout=5") == tmp_path / "mlflow.db"
     assert sqlite_path("http://server:5000") is None
+    assert sqlite_path("sqlite:///:memory:") is None and sqlite_path("sqlite:///file:x?mode=memory&uri=true") is None
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     assert resolve_tracking_uri(None) == "http://server:5000"
     assert resolve_tracking_uri("sqlite:///x.db") == "sqlite:///x.db"

@@ -169,8 +169,7 @@ def test_every_pass_begins_with_what_the_proposer_knew_when_it_was_built(
         restart(proposer)
 
     def recorded(llm: LLM, requests: Any, proposer: Proposer, *args: Any, **options: Any) -> Any:
-        if options.get("learns", True):  # a warm-up leaves nothing behind
-            begins.append((proposer.name, options["restarts"]))
+        begins.append((proposer.name, options["restarts"]))
         return run(llm, requests, proposer, *args, **options)
 
     monkeypatch.setattr(SuffixProposer, "restart", restarted)

@@ -29,7 +29,7 @@ class MatchInTree(AroundDrafter[CapturedDrafter]):
         num_tokens: int,
         *,
         drafter: CapturedDrafter,  # drafts trees, of no more nodes
-        find_matches: Callable[[Schedule], DraftTokens],  # chains, of at most `width_for` the schedule's requests
+        find_matches: Callable[[Schedule], DraftTokens],  # chains, no longer than width_for of its requests
         width_for: Callable[[int], int],  # places of a step with a match, by the number of its requests
         source: str,  # of trees without a match
         capacity: int,

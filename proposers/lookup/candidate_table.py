@@ -28,13 +28,6 @@ class CandidateTable:
         self.token_ids.zero_()
         self.log_probs.fill_(float("-inf"))
 
-    def copy(self) -> tuple[Tensor, Tensor]:
-        return self.token_ids.clone(), self.log_probs.clone()
-
-    def restore(self, copied: tuple[Tensor, Tensor]) -> None:
-        self.token_ids.copy_(copied[0])
-        self.log_probs.copy_(copied[1])
-
     def learn(self, token_ids: Tensor, logits: Tensor) -> None:
         """token_ids: [num_rows] int64, -1: nobody's; logits: [num_rows, vocab] float32 behind each."""
         found = top_candidates(logits, self.width)

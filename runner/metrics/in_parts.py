@@ -15,7 +15,7 @@ class InParts(StrEnum):
     PROMPT = "prompt"  # a request arrives, or comes back, and its tokens are computed
     CATCH_UP = "catch_up"  # the drafter takes in what earlier steps committed
     UNCAPTURED = "uncaptured"  # with hardware.enforce_eager, or on a CPU without what whole steps are compiled for
-    HOST_DRAFTS = "host_drafts"  # the method drafts on the host, for many requests, or learns from steps
+    HOST_DRAFTS = "host_drafts"  # it drafts on the host, for too many requests, or learns from steps there
     # A note names these (`_NOTED` says what they are).
     TRANSFORMERS = "transformers"
     SYNTHETIC_TREES = "synthetic_trees"

@@ -46,7 +46,6 @@ class Run:
     arrivals: Sequence[float] | None = None  # s after the start, ascending; None: as soon as there is room
     keeps_cache: bool = False  # finds in the KV cache what earlier calls left there
     restarts: bool = False  # the proposer begins with what it knew when it was built
-    learns: bool = True  # the proposer may remember what requests said
 
 
 Call = Build | Forget | Run

@@ -39,7 +39,7 @@ def write_comparison(directory: Path, rows: Sequence[Mapping[str, Any]]) -> list
 def _draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Two panels of horizontal bars, one bar a run with the range of its repeats, fastest on top.
 
-    The best bar of a panel stands out, the fastest only where its range overlaps no other.
+    The best bar of a panel stands out, the fastest only where its range overlaps no other and no time is doubtful.
     """
     from matplotlib.figure import Figure  # without pyplot, so no display and no global state
 

@@ -1,7 +1,8 @@
 """The way to an MLflow store: its address, a client that many processes may open, and errors a user can read.
 
 A new SQLite store is created under a lock: several processes that open a fresh one at the same time break it for good,
-because MLflow's migrations race (MLflow 3.17). And under another name, for so does an interrupt in the middle of them.
+because MLflow's migrations race (MLflow 3.17). It is made under another name first, because an interrupt in the middle
+of them breaks it too.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def connect(tracking_uri: str, experiment_name: str) -> tuple[MlflowClient, str]
 
 
 def _create(database: Path) -> None:
-    """Whole or not at all."""
+    """Whole or not at all; where a link leads, too."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
+    database = database.resolve()
     new = database.with_name(f"{database.name}.new")
     new.unlink(missing_ok=True)  # of a start that was interrupted
     store: Any = SqlAlchemyStore
@@ -77,8 +79,8 @@ def _experiment_id(client: MlflowClient, experiment_name: str, database: Path | 
 
 
 def sqlite_path(tracking_uri: str) -> Path | None:
-    """The database file of a sqlite address; None for every other store."""
-    match = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", tracking_uri)
+    """The database file of a sqlite address; None for every other store, and for what is in memory."""
+    match = re.match(r"sqlite(?:\+\w+)?:///(?!:memory:|file:)([^?]+)", tracking_uri)
     return Path(match[1]).absolute() if match else None
 
 

@@ -148,7 +148,6 @@ def _pass_of(llm: LLM, items: Sequence[WorkloadItem], cell: Cell, on_ended: Call
         MetricsCollector(),
         max_concurrency=batch_size,
         max_draft_tokens=None if column == "auto" else column,
-        restarts=True,
         observer=observe,
     )
     if one.errors:
