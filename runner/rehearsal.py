@@ -18,7 +18,7 @@ from runner.metrics import InParts, MetricsCollector
 from runner.passes import workload_requests
 from runner.workload import WorkloadItem
 
-MAX_REHEARSALS = 4  # of a workload that brings something new each time
+MAX_REHEARSALS = 4  # of a short workload that brings something new each time
 SECONDS, STEPS = 1.0, 16  # at the workload's own pace: of steps without prompts that brought nothing new
 MOST_SECONDS = 10.0  # the same with prompts
 STEPS_OF_A_SIZE = 4
@@ -27,7 +27,10 @@ STEPS_OF_A_SIZE = 4
 def warm_up(
     llm: LLM, items: Sequence[WorkloadItem], proposers: Sequence[Proposer], *, max_concurrency: int | None
 ) -> None:
-    """Run the workload, untimed, with each of the proposers, until it brings nothing new; they know it then."""
+    """Run the workload, untimed, with each of the proposers, a short one until it brings nothing new.
+
+    They know its answers afterwards: what is measured then begins anew (Proposer.restart).
+    """
     for proposer in proposers:
         for _ in range(MAX_REHEARSALS):
             num_known = GraphStore.num_first_calls
@@ -41,7 +44,7 @@ def warm_up(
                 restarts=True,  # as what is measured, so that it brings the same
                 observer=rehearsal.observe,
             )
-            if num_known == GraphStore.num_first_calls:
+            if rehearsal.is_long or num_known == GraphStore.num_first_calls:
                 break
 
 
@@ -53,7 +56,7 @@ class Rehearsal:
         self._seconds, self._all_seconds = 0.0, 0.0
         self._num_steps, self._num_decoding = 0, 0
         self._num_known = GraphStore.num_first_calls
-        self._shrinks = False
+        self.is_long = False  # so that its batch shrinks
 
     def observe(self, metrics: MetricsCollector) -> None:
         """Comes behind every step."""
@@ -66,10 +69,10 @@ class Rehearsal:
             self._seconds += seconds if decodes else 0.0
         self._num_known = num_known
         self._num_steps += decodes
-        if not self._shrinks:
-            is_long = self._num_steps >= STEPS and self._seconds >= SECONDS
-            self._shrinks = is_long or self._all_seconds >= MOST_SECONDS
-            if not self._shrinks:
+        if not self.is_long:
+            is_seen = self._num_steps >= STEPS and self._seconds >= SECONDS
+            self.is_long = is_seen or self._all_seconds >= MOST_SECONDS
+            if not self.is_long:
                 return
             self._num_steps = 0
             self._end([request for request in self._requests if not request.output_token_ids])  # they wait
