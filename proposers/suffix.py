@@ -53,6 +53,7 @@ class SuffixProposer(Proposer):
             min_token_prob=suffix_decoding_min_token_prob,
         )
         self._corpus = corpus
+        self._is_new = False  # nothing but the corpus is known, which may take long to read
         self.restart()
         self._requests: dict[str, Request] = {}  # that have been scheduled and not been released
         self._rows: dict[str, int] = {}  # of those that have decoded
@@ -110,8 +111,11 @@ class SuffixProposer(Proposer):
             del self._num_known[request_id]
         if request is not None and request.status is RequestStatus.FINISHED:
             self._cache.insert(request.output_token_ids)
+            self._is_new = False
 
     def restart(self) -> None:
-        self._cache = self._empty_cache()
+        if self._is_new:
+            return
+        self._cache, self._is_new = self._empty_cache(), True
         for response in self._corpus:
             self._cache.insert(response)

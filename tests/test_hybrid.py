@@ -27,6 +27,7 @@ from runner.metrics import InParts, RequestRecord
 from runner.metrics.rates import by_source
 from runner.workload import WorkloadItem
 from tests.conftest import Engines
+from tests.proposers_for_tests import set_corpus
 from tests.test_whole_steps import GREEDY, METHODS, SAMPLED, Build, Traffic, build, by_definition, play
 
 __all__ = ["build", "by_definition"]  # fixtures
@@ -67,10 +68,11 @@ def hybrid(
 def teach(proposer: HybridProposer, records: list[RequestRecord], every: int = 19) -> None:
     """The texts of two requests of three, some tokens wrong."""
     known = [record for record in records if int(record.request_id.split("-")[0]) % 3]
-    proposer.suffix._corpus = [
+    corpus = [
         [token if place % every else (token + 1) % 60 for place, token in enumerate(record.token_ids, start=1)]
         for record in known
     ]
+    set_corpus(proposer, corpus)
 
 
 def facts(records: list[RequestRecord]) -> dict[str, tuple[Any, ...]]:
@@ -153,7 +155,7 @@ def test_behind_matches_in_parts_a_drafter_needs_no_catching_up(
     was too far behind, which only drafts of its own would have mended."""
     llm, proposer = hybrid(build, monkeypatch, drafter)
     _, untaught, _ = play(llm, TRAFFIC, whole=False)
-    proposer.suffix._corpus = [record.token_ids for record in untaught]
+    set_corpus(proposer, [record.token_ids for record in untaught])
     captured = cast(MatchedOrDrafted, proposer.captured_drafter(7))
     update, lagging = HybridProposer.update, list[str]()
 
@@ -278,7 +280,7 @@ def test_whether_a_match_is_convincing_depends_on_the_text_alone(
     params = (replace(GREEDY, max_tokens=40),) * 4
     traffic = Traffic(arrivals=tuple((0, 5 + index) for index in range(4)), params=params, cancelled={}, max_num_seqs=4)
     _, untaught, _ = play(llm, traffic, whole=True)
-    proposer.suffix._corpus = [record.token_ids for record in untaught]
+    set_corpus(proposer, [record.token_ids for record in untaught])
     _, records, _ = play(llm, traffic, whole=True)
     own = by_source(records)
     assert own[MATCHED]["num_draft_tokens"] > 4 * own.get("medusa", {"num_draft_tokens": 0})["num_draft_tokens"]
@@ -290,7 +292,7 @@ def test_who_may_not_draft_cuts_nobodys_matches(build: Build, monkeypatch: pytes
     params = (replace(GREEDY, max_tokens=60), replace(GREEDY, max_tokens=60, speculative_sampling=False))
     traffic = Traffic(arrivals=((0, 5), (0, 6)), params=params, cancelled={}, max_num_seqs=2)
     _, untaught, _ = play(llm, traffic, whole=True)
-    proposer.suffix._corpus = [record.token_ids for record in untaught]
+    set_corpus(proposer, [record.token_ids for record in untaught])
     facts_of = [facts(play(llm, traffic, whole=whole)[1]) for whole in (False, True)]
     assert facts_of[0] == facts_of[1]
     drafting = next(fact for fact in facts_of[1].values() if sum(fact[2]))

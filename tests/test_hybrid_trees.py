@@ -19,6 +19,7 @@ from runner.engine.request import DraftTokens
 from runner.engine.sampling_params import SamplingParams
 from runner.metrics.rates import by_source
 from tests.conftest import Engines, complete
+from tests.proposers_for_tests import set_corpus
 from tests.test_hybrid import (
     DRAFTERS,
     TRAFFIC,
@@ -82,7 +83,7 @@ def test_who_may_not_draft_gets_neither_match_nor_tree(build: Build, monkeypatch
     params = (replace(GREEDY, max_tokens=60), replace(GREEDY, max_tokens=60, speculative_sampling=False))
     traffic = Traffic(arrivals=((0, 5), (0, 6)), params=params, cancelled={}, max_num_seqs=2)
     _, untaught, _ = play(llm, traffic, whole=True)
-    proposer.suffix._corpus = [record.token_ids for record in untaught]
+    set_corpus(proposer, [record.token_ids for record in untaught])
     facts_of = [facts(play(llm, traffic, whole=whole)[1]) for whole in (False, True)]
     assert facts_of[0] == facts_of[1]
     drafted, silent = sorted((fact[2] for fact in facts_of[1].values()), key=sum, reverse=True)
@@ -100,7 +101,7 @@ def test_together_they_need_fewer_steps_than_a_tree_or_a_chain_of_either(engines
     for method in ({**keys, **TREE}, keys, {**keys, **TREE, "min_match_score": 9.0}):
         llm = engines(method, enforce_eager=enforce_eager)
         proposer = cast(Any, llm.engine.proposer)
-        proposer.suffix._corpus = [[token if place % 6 else (token + 1) % 60 for place, token in enumerate(text, 1)]]
+        set_corpus(proposer, [[token if place % 6 else (token + 1) % 60 for place, token in enumerate(text, 1)]])
         proposer.restart()
         (request,), metrics = complete(llm, prompts, params)
         assert request.output_token_ids == text

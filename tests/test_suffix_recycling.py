@@ -16,6 +16,7 @@ from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
 from tests.conftest import Engines, complete
+from tests.proposers_for_tests import set_corpus
 from tests.test_method_config import method_of
 
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11]}, {"prompt_token_ids": [3, 4]}]
@@ -28,9 +29,10 @@ METHOD = {"method": "suffix_recycling", "num_speculative_tokens": 6, "tree_depth
 
 def teach(proposer: Any, texts: list[list[int]], every: int) -> None:
     """A corpus of the texts in which every so many tokens one is wrong; nothing else is known."""
-    getattr(proposer, "suffix", proposer)._corpus = [
+    corpus = [
         [token if place % every else (token + 1) % 60 for place, token in enumerate(text, start=1)] for text in texts
     ]
+    set_corpus(proposer, corpus)
     proposer.restart()
 
 
