@@ -55,8 +55,9 @@ class Proposer(ABC):
     behind those that are found in the cache (`fills_blocks`).
     """
 
-    # Whether `propose` gives chains without probs and needs the committed tokens alone: then steps run whole between
-    # its calls, of which some may be left out. Those of a class with an `update` of its own do not.
+    # Whether `propose` gives drafts without probs and needs the committed tokens alone: then steps run whole between
+    # its calls, of which some may be left out. Those of a class with an `update` of its own do not. The drafts are
+    # chains, unless drafts_trees says otherwise.
     drafts_from_text: bool = False
     # Whether `update` finds in `output.judged` the target's logits behind every token that was verified.
     reads_logits: bool = False
@@ -117,15 +118,29 @@ class Proposer(ABC):
         def propose(schedule: Schedule) -> DraftTokens:
             drafts = self.propose(schedule)
             check_drafts(self, schedule, drafts)
-            if drafts.probs is not None or drafts.has_branches:
-                rule = "draft chains without probs, as drafts_from_text says"
+            rule, is_kept = "draft chains without probs, as drafts_from_text says", not drafts.has_branches
+            if self.drafts_trees:
+                rule = "draft trees without probs, as drafts_from_text and drafts_trees say"
+                is_kept = drafts.parent_indices is not None or len(drafts.token_ids) == 0
+            if drafts.probs is not None or not is_kept:
                 raise UserError(f"{self.name}.propose must {rule}, got {drafts}; mend the proposer")
             return drafts
 
-        return HostDrafts(num_tokens, propose=propose, capacity=self.context.max_num_seqs, device=self.context.device)
+        return HostDrafts(
+            num_tokens,
+            propose=propose,
+            are_trees=self.drafts_trees,
+            capacity=self.context.max_num_seqs,
+            device=self.context.device,
+        )
 
     def restart(self) -> None:  # noqa: B027 - optional
         """Back to what it knew when it was built: forget requests that are over. Comes before whatever is measured."""
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether `propose` gives trees, with parent_indices, or chains."""
+        return False
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

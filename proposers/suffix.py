@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
-from proposers.captured.drafter import CapturedDrafter
-from proposers.captured.host_drafts import HostDrafts
 from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
 from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from runner.engine.request import DraftTokens, Request, RequestStatus
@@ -98,11 +96,9 @@ class SuffixProposer(Proposer):
             self._num_known[request_id] = request.num_tokens
         return rows, new_tokens
 
-    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
-        if not self._drafts_trees or num_tokens == 0:
-            return super().captured_drafter(num_tokens)
-        capacity, device = self.context.max_num_seqs, self.context.device
-        return HostDrafts(num_tokens, propose=self.propose, are_trees=True, capacity=capacity, device=device)
+    @property
+    def drafts_trees(self) -> bool:
+        return self._drafts_trees
 
     def release(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)

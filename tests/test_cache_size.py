@@ -175,6 +175,16 @@ def test_captured_steps_have_their_memory_beside_that_of_others(
     assert found == int((0.50 * 10 - 2 - 1) * GIB - MAX_OUTPUT_BYTES) // per_block
 
 
+def test_a_drafter_with_passes_of_its_own_has_outputs_of_its_own(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = {"method": "draft_model", "num_speculative_tokens": 2}
+    per_block = engines(num_gpu_blocks_override=320).engine.target.cache_bytes_per_block * 3 // 2
+    where = {"free": 8 * GIB, "peak": GIB // 2, "graphs": GraphStore(), "gpu_memory_utilization": 0.72}
+    found = gpu_blocks(engines, monkeypatch, speculative_config=method, **where)
+    assert found == int((0.70 * 10 - 2 - 1) * GIB - 2 * MAX_OUTPUT_BYTES) // per_block
+
+
 def test_a_cache_too_small_for_one_request_is_refused_with_what_to_lower(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -397,6 +397,32 @@ def test_a_class_that_learns_from_its_steps_has_them_in_parts(engines: Engines) 
     assert metrics.steps_in_parts.total() == metrics.num_decoding_steps < LearningProposer.num_updates
 
 
+class SaidTreeProposer(LastTokenAgainProposer):
+    """Two guesses beside each other."""
+
+    drafts_trees = True
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        counts = [min(item.max_draft_tokens, 2) for item in schedule.decoding]
+        return replace(of_lists(*([1, 2][:count] for count in counts)), parent_indices=[-1] * sum(counts))
+
+
+class NoTreeProposer(LastTokenAgainProposer):
+    drafts_trees = True
+
+
+def test_steps_run_whole_around_trees_from_the_text_where_the_class_says_that_it_drafts_them(engines: Engines) -> None:
+    params = [replace(PARAMS, max_tokens=40), replace(PARAMS, max_tokens=30)]
+    plain, _ = complete(engines(), PROMPTS, params)
+    requests, metrics = complete(engines(custom("SaidTreeProposer")), PROMPTS, params)
+    assert [own.output_token_ids for own in requests] == [own.output_token_ids for own in plain]
+    assert metrics.steps_in_parts.total() == 0
+    drafted = [(record.num_draft_tokens, record.draft_depths) for record in metrics.records]
+    assert all(depths and (2, 1) in zip(counts, depths, strict=True) for counts, depths in drafted)
+    with pytest.raises(UserError, match="propose must draft trees without probs, as drafts_from_text and drafts_trees"):
+        complete(engines(custom("NoTreeProposer")), PROMPTS, params)
+
+
 def test_a_class_whose_drafts_are_not_what_it_says_is_told(engines: Engines) -> None:
     with pytest.raises(UserError, match="propose must draft chains without probs, as drafts_from_text says, got"):
         complete(engines(custom("TreeProposer")), PROMPTS, [PARAMS] * 2)

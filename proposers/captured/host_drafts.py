@@ -42,10 +42,13 @@ class PlacedDrafts:
             self._nodes[width] = torch.empty(size, dtype=torch.int64, device=self._device)
         counts = drafts.num_draft_tokens
         index = [row * width + step for row, count in zip(places, counts, strict=True) for step in range(count)]
-        lists = [index] if drafts.parent_indices is None else [index, drafts.parent_indices]
-        where, *parents = to_device(lists, torch.int64, self._device)
-        for own, values in zip(self._nodes[width].fill_(-1), (drafts.token_ids, *parents), strict=False):
-            own.view(-1).index_copy_(0, where, values)
+        token_ids, parents = self._nodes[width].fill_(-1).view(2, -1)
+        if drafts.parent_indices is None:
+            token_ids.index_copy_(0, to_device(index, torch.int64, self._device), drafts.token_ids)
+            return
+        where, of_nodes = to_device([index, drafts.parent_indices], torch.int64, self._device)
+        token_ids.index_copy_(0, where, drafts.token_ids)
+        parents.index_copy_(0, where, of_nodes)
 
     def of(self, batch: DeviceBatch) -> Tensor:
         """[count, num_rows - 1] int64."""
@@ -89,7 +92,8 @@ class HostDrafts(CapturedDrafter):
         return width
 
     def draft(self, batch: DeviceBatch) -> CapturedDrafts:
-        drafts = CapturedDrafts(self._placed.of(batch)) if batch.num_rows > 1 else no_drafts(batch)
-        if not self.drafts_trees:
-            return drafts
-        return drafts._replace(parents=self._placed.parents_of(batch) if batch.num_rows > 1 else drafts.token_ids)
+        if batch.num_rows == 1:
+            none = no_drafts(batch)
+            return none._replace(parents=none.token_ids) if self.drafts_trees else none
+        parents = self._placed.parents_of(batch) if self.drafts_trees else None
+        return CapturedDrafts(self._placed.of(batch), parents=parents)
