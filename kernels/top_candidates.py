@@ -32,7 +32,7 @@ BLOCK = 1024  # columns of a program
 
 
 @triton.jit(
-    do_not_specialize=["rows_of_owner", "width", "num_splits", "listed"],
+    do_not_specialize=["rows_of_owner", "sharpness", "width", "num_splits", "listed"],
     do_not_specialize_on_alignment=["positions_ptr", "seeds_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr"],
 )
 def top_candidates_kernel(
@@ -53,6 +53,7 @@ def top_candidates_kernel(
     row_stride,
     vocab_size,
     stream,
+    sharpness,
     width,
     num_splits,
     listed,
@@ -84,7 +85,7 @@ def top_candidates_kernel(
     )
     scores = number_or_least(scores)
     part = row * num_splits + split
-    total, exponent = sum_of_exponentials(scores)
+    total, exponent = sum_of_exponentials(scores * sharpness)
     tl.store(sums_ptr + part, total)
     tl.store(exponents_ptr + part, exponent)
     store_best(ranks_ptr + part * listed, ranks_of(scores, tokens, end), listed)
@@ -97,7 +98,7 @@ def top_candidates_kernel(
         for place in range(width):
             best, heads, taken = take_best(lists_ptr, heads, taken, is_part, listed)
             tl.store(candidates_ptr + row * width + place, token_of(best))
-            tl.store(log_probs_ptr + row * width + place, log_prob_of(value_of(best >> 32), log_sum))
+            tl.store(log_probs_ptr + row * width + place, log_prob_of(value_of(best >> 32) * sharpness, log_sum))
 
 
 def top_candidates(
@@ -107,6 +108,7 @@ def top_candidates(
     positions: Tensor | None = None,  # [num_owners] int64
     *,
     stream: int = 0,
+    sharpness: int = 1,
     is_greedy: Tensor | None = None,  # [num_owners] bool
     temperatures: Tensor | None = None,  # [num_owners] float32
     cuts: Tensor | None = None,  # [num_rows] float32
@@ -144,6 +146,7 @@ def top_candidates(
         logits.stride(0),
         vocab_size,
         int(stream),
+        sharpness,
         width,
         num_splits,
         listed,

@@ -439,7 +439,7 @@ KERNELS = [
         Kernel(
             module="kernels.top_candidates",
             name="top_candidates_kernel",
-            signature=f"*i64 *fp32 *i64 *fp64 *i32 *i32 *fp32 {pointers} i32 i32 i32 i32 i32 i32 i32",
+            signature=f"*i64 *fp32 *i64 *fp64 *i32 *i32 *fp32 {pointers} i32 i32 i32 i32 i32 i32 i32 i32",
             constants={"BLOCK": 1024, "SPLITS": 128, **dict.fromkeys(absent)},
             options=NO_FUSION,
             max_shared=8192,

@@ -13,6 +13,7 @@ import torch
 
 from runner.engine.draft_trees import tree_shape
 from runner.engine.request import DraftTokens, Request
+from runner.engine.row_sampling import GREEDY_SHARPNESS
 from runner.engine.scheduler import Schedule
 from runner.llm import LLM
 from tests import test_losslessness as lossless
@@ -35,12 +36,13 @@ class Tree:
 
 
 def trees_of_a_run(
-    target: Target, head: str, monkeypatch: pytest.MonkeyPatch, num_nodes: int, tree: Any, **engine_args: Any
+    target: Target, head: str, monkeypatch: pytest.MonkeyPatch, num_nodes: int, tree: Any, *, keys: Any = None
 ) -> list[Tree]:
     """All trees of greedy requests, whose text is checked to be plain decoding's."""
-    options = {"device": "cpu", **TIGHT, "max_num_batched_tokens": 53, **engine_args}
+    options = {"device": "cpu", **TIGHT, "max_num_batched_tokens": 53}
     plain, _ = complete(LLM(str(target.directory), device="cpu"), PROMPTS, PARAMS)
     method = {"method": "dflash", "model": head, "num_speculative_tokens": num_nodes, "speculative_token_tree": tree}
+    method |= keys or {}
     llm = LLM(str(target.directory), enforce_eager=True, speculative_config=method, **options)
     recorded: list[Tree] = []
     propose = llm.engine.proposer.propose
@@ -74,9 +76,10 @@ def head(tmp_path: Path) -> str:
 
 
 def exact_probs(model: Any, token_ids: list[int], num_rows: int) -> list[list[float]]:
-    """Of every depth, [num_rows][vocab]; model: the target in float64."""
+    """Of every depth, [num_rows][vocab], as greedy requests' trees take them; model: the target in float64."""
     with KeepFloat64():
-        probs = reference_logits("z-lab", model, token_ids, num_rows, [1, 2]).softmax(dim=-1)
+        logits = reference_logits("z-lab", model, token_ids, num_rows, [1, 2])
+        probs = (GREEDY_SHARPNESS * logits).softmax(dim=-1)
     assert probs.dtype is torch.float64
     return probs.tolist()  # type: ignore[no-any-return]
 

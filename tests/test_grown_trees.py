@@ -12,6 +12,7 @@ import torch
 from kernels.reference.philox import Stream, gumbel
 from runner.engine.errors import UserError
 from runner.engine.request import Request
+from runner.engine.row_sampling import GREEDY_SHARPNESS
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from tests.conftest import Engines, complete
@@ -116,7 +117,9 @@ def ranked_by(head: ReferenceHead, request: Request, token_ids: list[int], state
     def probs(path: Nodes) -> torch.Tensor:
         if path not in seen:
             logits = head.draft_logits(token_ids, states, list(path))[-1]
-            if not (params := request.sampling_params).is_greedy:
+            if (params := request.sampling_params).is_greedy:
+                logits = GREEDY_SHARPNESS * logits
+            else:
                 position = torch.tensor([len(token_ids) + len(path)])
                 noise = gumbel(torch.tensor([request.seed]), position, Stream.TARGET, vocab_size=len(logits))
                 logits = logits / params.temperature + noise[0]

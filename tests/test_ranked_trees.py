@@ -15,6 +15,7 @@ from proposers.drafting.ranked_trees import RankedTrees
 from runner.engine.draft_trees import tree_shape
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, Request
+from runner.engine.row_sampling import GREEDY_SHARPNESS
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule
 from runner.llm import LLM
@@ -88,10 +89,11 @@ def trees_of_a_run(
 
 
 def exact_probs(target: Target, token_ids: list[int]) -> list[torch.Tensor]:
-    """Of every head, [vocab] float64."""
+    """Of every head, [vocab] float64, as greedy requests' trees take them."""
     state = target.exact_state(token_ids[:-1])[None]
     target_head = target.model.lm_head.weight.detach()
-    return [reference_logits("FasterDecoding", h, state, target_head)[0].softmax(0) for h in range(NUM_HEADS)]
+    logits = [reference_logits("FasterDecoding", h, state, target_head)[0] for h in range(NUM_HEADS)]
+    return [(GREEDY_SHARPNESS * own).softmax(0) for own in logits]
 
 
 def test_a_static_tree_holds_the_ranks_that_its_choices_name(

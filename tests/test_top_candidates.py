@@ -38,6 +38,10 @@ def logits(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torc
 def test_candidates_are_the_references(ops: Any, logits: torch.Tensor) -> None:
     logits = logits.cpu() if ops is on_cpu else logits
     found, expected = ops.top_candidates(logits, WIDTH), reference(logits, WIDTH)
+    sharp, doubled = ops.top_candidates(logits, WIDTH, sharpness=2), ops.top_candidates(2 * logits, WIDTH)
+    assert torch.equal(sharp.token_ids, found.token_ids) and torch.equal(sharp.log_probs, doubled.log_probs)
+    assert torch.equal(reference(logits, WIDTH, sharpness=2).log_probs, reference(2 * logits, WIDTH).log_probs)
+    assert not torch.equal(sharp.log_probs, found.log_probs)
     assert torch.equal(found.token_ids, expected.token_ids)
     assert found.token_ids[1, :4].tolist() == [3, 64, 70, 149] and found.token_ids[3].tolist() == [
         *sorted(range(3), key=lambda token: -float(logits[3, token])), 3, 4,
@@ -140,3 +144,20 @@ def test_what_a_request_cuts_off_has_no_chance_in_any_of_its_rows(kernel_device:
     )
     assert torch.equal(found.token_ids, reference(logits.masked_fill(~kept, -INFINITY), 20).token_ids)
     assert torch.equal((found.log_probs > -INFINITY).sum(dim=1), kept.sum(dim=1))
+
+
+def test_a_greedy_rows_doubts_are_halved_alone_and_beside_sampled_ones_alike(kernel_device: torch.device) -> None:
+    """Trees of greedy requests grow by them, so that who shares the batch has no part in a draft."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).to(kernel_device)
+    seeds, positions = (torch.tensor(values, device=kernel_device) for values in ([3, 4], [9, 12]))
+    is_greedy = torch.tensor([True, False], device=kernel_device)
+    alone = RowSampling(seeds=seeds[:1], positions=positions[:1], all_greedy=True)
+    beside = RowSampling(seeds=seeds, positions=positions, all_greedy=False, is_greedy=is_greedy)
+    sampled = RowSampling(seeds=seeds[1:], positions=positions[1:], all_greedy=False)
+    for stream in (None, Stream.TARGET):
+        greedy, random = alone.candidates(logits[:2], WIDTH, stream), sampled.candidates(logits[2:], WIDTH, stream)
+        together = beside.candidates(logits, WIDTH, stream)
+        for name in together._fields:
+            assert torch.equal(getattr(together, name), torch.cat((getattr(greedy, name), getattr(random, name)))), name
+        exact = (2 * logits[:2].double()).log_softmax(dim=-1).gather(1, greedy.token_ids)
+        torch.testing.assert_close(greedy.log_probs.double(), exact, atol=1e-6, rtol=1e-6)

@@ -27,7 +27,7 @@ CHUNK = 256  # columns that are passed over together where none of them can be a
 PART_COLUMNS = 1 << 11  # searched in some microseconds
 Arguments = arguments_of(
     *("candidates", "log_probs", "logits", "token_ids"),  # the last 0: a column's number is its token
-    *("num_rows", "row_stride", "vocab_size", "width"),
+    *("num_rows", "row_stride", "vocab_size", "width", "sharpness"),
 )
 NEG_INF, LOW_WORD = np.float32("-inf"), np.int64(0xFFFFFFFF)
 LOG2_E, HALF = np.float64(1.4426950408889634), np.float64(0.5)
@@ -52,12 +52,12 @@ def exp(x: Any) -> Any:
 
 
 @vectorized
-def mass_of(row: Any, highest: Any) -> Any:
-    """The sum of exp(logit - highest), without those that are no number."""
+def mass_of(row: Any, highest: Any, sharpness: Any) -> Any:
+    """The sum of exp(sharpness * logit - highest), without those that are no number."""
     mass = np.float64(0.0)
     for column in range(len(row)):
         logit = row[column] if row[column] == row[column] else NEG_INF
-        mass += exp(np.float64(logit) - highest)
+        mass += exp(sharpness * np.float64(logit) - highest)
     return mass
 
 
@@ -118,11 +118,12 @@ def finding() -> Kernel:
         for row in range(part, a.num_rows, num_parts):
             own, keys = logits[row, : a.vocab_size], integers(a.candidates + 8 * row * a.width, a.width)
             select(keys, own, token_ids, a.token_ids != 0)
-            highest = np.float64(score_of(keys[0]))
-            total = highest + log(mass_of(own, highest)) if highest > NEG_INF else highest
+            sharpness = np.float64(a.sharpness)
+            highest = sharpness * np.float64(score_of(keys[0]))
+            total = highest + log(mass_of(own, highest, sharpness)) if highest > NEG_INF else highest
             for rank in range(a.width):
                 score = score_of(keys[rank])
-                log_probs[row, rank] = min(np.float64(score) - total, 0.0) if score > NEG_INF else NEG_INF
+                log_probs[row, rank] = min(sharpness * np.float64(score) - total, 0.0) if score > NEG_INF else NEG_INF
                 keys[rank] = LOW_WORD - (keys[rank] & LOW_WORD)
 
     return Kernel(find, Arguments)
@@ -132,6 +133,8 @@ def top_candidates(
     logits: Tensor,  # [num_rows, vocab] float32, rows any distance apart
     width: int,  # in [1, vocab]
     token_ids: Tensor | None = None,  # [vocab] int64, all different, below 2**31 - 1: the token of each column
+    *,
+    sharpness: int = 1,
 ) -> Candidates:
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert token_ids is None or token_ids.is_contiguous()
@@ -141,7 +144,7 @@ def top_candidates(
     finding()(
         *(tensor.data_ptr() for tensor in (*found, logits)),
         0 if token_ids is None else token_ids.data_ptr(),
-        *(num_rows, logits.stride(0), vocab_size, width),
+        *(num_rows, logits.stride(0), vocab_size, width, sharpness),
         parts=parts_of(num_rows * vocab_size, PART_COLUMNS, num_rows),
     )
     return found

@@ -20,6 +20,7 @@ from kernels.cpu.top_candidates import LOW_WORD, NEG_INF, PART_COLUMNS, key_of, 
 from kernels.reference.top_logprobs import num_columns
 
 Arguments = arguments_of("packed", "keys", "logits", "token_ids", "num_rows", "row_stride", "vocab_size", "num_top")
+ONE = np.float64(1.0)
 
 
 @exact
@@ -49,7 +50,7 @@ def telling() -> Kernel:
             keys = integers(a.keys + 8 * row * (a.num_top + 1), a.num_top + 1)  # one of them to find the highest
             select(keys[: max(a.num_top, 1)], own, keys, False)
             highest = np.float64(score_of(keys[0]))
-            total = highest + log(mass_of(own, highest)) if highest > NEG_INF else highest
+            total = highest + log(mass_of(own, highest, ONE)) if highest > NEG_INF else highest
             key, rank = key_and_rank(own, token_ids[row])
             out[0], out[1], out[2] = token_ids[row], log_prob_of(score_of(key), total), rank
             for place in range(a.num_top):

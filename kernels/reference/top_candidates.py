@@ -25,6 +25,7 @@ def top_candidates(
     positions: Tensor | None = None,  # [num_owners] int64, in [0, 2**31); goes with seeds
     *,
     stream: int = 0,
+    sharpness: int = 1,  # how many times the scores log-probabilities are of
     is_greedy: Tensor | None = None,  # [num_owners] bool: the logits as they are; None = no row
     temperatures: Tensor | None = None,  # [num_owners] float32
     cuts: Tensor | None = None,  # [num_rows] float32: what is lower once it is divided has no chance
@@ -33,7 +34,8 @@ def top_candidates(
     """Of softmax(logits), or of softmax(logits + noise): then candidates are draws without replacement, in their order.
 
     Rows are owner by owner, equally many of each. With noise a log-probability is of the perturbed logits. A NaN is as
-    -inf. With token_ids, columns are a part of a larger vocabulary, whose noise they have.
+    -inf. Sharpness changes no candidate, only how sure of it a log-probability is. With token_ids, columns are a part
+    of a larger vocabulary, whose noise they have.
     """
     num_owners = len(next((own for own in (seeds, is_greedy, temperatures) if own is not None), logits))
     processed = logits if temperatures is None else logits / _of_rows(temperatures, logits, num_owners).unsqueeze(1)
@@ -52,7 +54,8 @@ def top_candidates(
     keys = order_keys(processed, token_ids)
     best = keys.topk(width, dim=-1)
     scores = processed.gather(1, best.indices)
-    log_probs = (scores.double() - processed.double().logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
+    totals = (sharpness * processed.double()).logsumexp(dim=-1, keepdim=True)
+    log_probs = (sharpness * scores.double() - totals).clamp(max=0.0)
     log_probs = torch.where(scores > float("-inf"), log_probs, float("-inf"))
     return Candidates(token_ids_of(best.values), log_probs.float())
 

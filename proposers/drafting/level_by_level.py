@@ -17,7 +17,7 @@ import torch
 from kernels.reference.likeliest_tree import Tree
 from proposers.base import ProposerContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
-from proposers.trees.candidates import draw_candidates, perturbed, top_candidates
+from proposers.trees.candidates import draw_candidates, likeliest_candidates, perturbed
 from proposers.trees.draft_tree import padded_tree
 from proposers.trees.growth import DynamicGrowth, GrownTree, Growth, StaticGrowth
 from proposers.trees.static import Choices, check_ranks, static_tree
@@ -202,7 +202,7 @@ class LevelByLevelProposer(TokenByTokenProposer):
         processed = process_logits(logits, rows)
         width = min(growth.width, self.context.vocab_size)
         if growth.needs_scores:
-            found = top_candidates(perturbed(processed, rows, self.draft_sample_method), width)
+            found = likeliest_candidates(perturbed(processed, rows, self.draft_sample_method), rows, width)
             return _Level(found.token_ids, None, found.log_probs.tolist())
         token_ids, probs = draw_candidates(
             processed,

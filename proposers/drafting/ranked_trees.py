@@ -20,7 +20,7 @@ from proposers.captured.ranked_trees import CapturedChoiceTrees, CapturedLikelie
 from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.best_first import Path, best_first_paths
-from proposers.trees.candidates import draw_candidates, perturbed, top_candidates
+from proposers.trees.candidates import draw_candidates, likeliest_candidates, perturbed
 from proposers.trees.draft_tree import padded_tree
 from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
 from proposers.trees.static import Choices, check_depth, check_ranks, static_tree
@@ -162,7 +162,7 @@ class RankedTrees:
 
         def draw(processed: torch.Tensor, rows: SamplingRows, step: int, active: list[int]) -> torch.Tensor:
             logits = perturbed(processed, rows, proposer.draft_sample_method, proposer.draft_step(rows, step))
-            found = top_candidates(logits, shape[2])
+            found = likeliest_candidates(logits, rows, shape[2])
             places = to_device(active, torch.int64, context.device)
             token_ids[places, step], log_probs[places, step] = found
             return found.token_ids[:, 0]

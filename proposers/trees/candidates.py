@@ -12,7 +12,9 @@ from kernels.reference.philox import Stream
 from kernels.reference.sampling import softmax
 from kernels.reference.top_candidates import Candidates
 from runner.engine.backend import runs_kernels
+from runner.engine.row_sampling import GREEDY_SHARPNESS, sharpened
 from runner.engine.sampling import SamplingRows, put_rows, rows_at
+from runner.engine.sampling_rows import greedy_mask
 
 
 def draw_candidates(
@@ -56,15 +58,24 @@ def perturbed(processed: Tensor, rows: SamplingRows, draft_sample_method: str, d
     return put_rows(processed, random, noisy)
 
 
-def top_candidates(logits: Tensor, width: int) -> Candidates:
+def likeliest_candidates(scores: Tensor, rows: SamplingRows, width: int) -> Candidates:
+    """The highest of `perturbed`, with the log-probabilities that trees grow by (RowSampling.candidates)."""
+    if rows.all_greedy:
+        return top_candidates(scores, width, sharpness=GREEDY_SHARPNESS)
+    if (is_greedy := greedy_mask(rows.random_row_idx, rows.seeds)) is not None:
+        scores = sharpened(scores, is_greedy)
+    return top_candidates(scores, width)
+
+
+def top_candidates(logits: Tensor, width: int, *, sharpness: int = 1) -> Candidates:
     """The `width` likeliest tokens of each row of logits [num_rows, vocab] float32; width is at most vocab."""
     if not runs_kernels(logits):
         from kernels.cpu.top_candidates import top_candidates as on_cpu
 
-        return on_cpu(logits, width)
+        return on_cpu(logits, width, sharpness=sharpness)
     from kernels.top_candidates import top_candidates as kernel
 
-    return kernel(logits, width)
+    return kernel(logits, width, sharpness=sharpness)
 
 
 def _with_noise(processed: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, draft_steps: Tensor) -> Tensor:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from kernels.reference.top_candidates import Candidates
     from kernels.truncation import TruncatedRows
 
+# A greedy target says its likeliest token, so a drafter's likeliest one is right more often than its probability says:
+# trees of greedy rows grow by the squares of probabilities, normalised (measured: proposers/methods.md, Trees).
+GREEDY_SHARPNESS = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
@@ -105,10 +109,14 @@ class RowSampling:
 
         stream: None, and where all rows are greedy: by probability, nothing is drawn. logits: [num_rows * n, vocab]
         float32, n rows that share the parameters of one, whose positions must not be negative. token_ids: see `draw`.
+        Log-probabilities are what trees grow by: of greedy rows GREEDY_SHARPNESS times as sharp as the drafter's.
         """
+        sharpness = GREEDY_SHARPNESS if self.all_greedy else 1
+        if self.is_greedy is not None:
+            logits = sharpened(logits, self.is_greedy)
         is_drawn = stream is not None and not self.all_greedy
         if not runs_kernels(logits):
-            return self._candidates_on_cpu(logits, width, stream if is_drawn else None, token_ids)
+            return self._candidates_on_cpu(logits, width, stream if is_drawn else None, token_ids, sharpness)
         from kernels.top_candidates import top_candidates
 
         cuts = None
@@ -120,6 +128,7 @@ class RowSampling:
             width,
             *noise,
             stream=int(stream or 0),
+            sharpness=sharpness,
             is_greedy=self.is_greedy,
             temperatures=self.temperatures,
             cuts=cuts,
@@ -127,7 +136,7 @@ class RowSampling:
         )
 
     def _candidates_on_cpu(
-        self, logits: Tensor, width: int, stream: Stream | None, token_ids: Tensor | None
+        self, logits: Tensor, width: int, stream: Stream | None, token_ids: Tensor | None, sharpness: int
     ) -> Candidates:
         from kernels.cpu.perturb import perturb
         from kernels.cpu.top_candidates import top_candidates
@@ -136,7 +145,7 @@ class RowSampling:
         if stream is not None:
             shared = {"token_ids": token_ids, "is_greedy": self.is_greedy}
             scores = perturb(scores, self.seeds, self.positions, stream=int(stream), **shared)
-        return top_candidates(scores, width, token_ids)
+        return top_candidates(scores, width, token_ids, sharpness=sharpness)
 
     @property
     def _truncates(self) -> bool:
@@ -163,3 +172,9 @@ class RowSampling:
             logits = logits / self.temperatures.unsqueeze(1)
         # A greedy row's cut does not change its argmax.
         return logits if cuts is None else logits.masked_fill(logits < cuts.unsqueeze(1), float("-inf"))
+
+
+def sharpened(logits: Tensor, is_greedy: Tensor) -> Tensor:
+    """Logits [num_rows * n, vocab], those of greedy rows GREEDY_SHARPNESS times as large; is_greedy: [num_rows]."""
+    factors = is_greedy.float().mul(GREEDY_SHARPNESS - 1).add(1).unsqueeze(1)
+    return (logits.view(len(is_greedy), -1) * factors).view(logits.shape)
