@@ -22,8 +22,7 @@ if not torch.cuda.is_available():
 
 import runner.prompts
 from kernels import linear_plan
-from proposers import dflash
-from proposers.drafting import from_hidden_states
+from proposers.drafting import blocks, from_hidden_states
 from proposers.heads.quantized import quantize_head_of_target
 from runner.engine import backend, graphs, launch_shapes
 from runner.engine.checkpoint import ModelSource
@@ -97,7 +96,7 @@ class Engines:
             with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
                 warnings.simplefilter("ignore", UserWarning)  # of keys that a method ignores, and of lossy rules
                 change_first(patch, ModelRunner, scale)
-                for module in (from_hidden_states, dflash):
+                for module in (from_hidden_states, blocks):
                     patch.setattr(module, "quantize_head_of_target", quantize_fair_head)
                 self._built[key] = LLM(
                     "dummy", speculative_config=speculative_config, draft=draft, heads=heads, **engine_args

@@ -189,12 +189,36 @@ class HashingBlocks:
         store(batch, cache, batch.token_ids)
         outputs = step(states, batch.token_ids[firsts[owners]])
         for row, depth in enumerate((batch.positions - anchors[owners]).tolist()):
-            outputs[row] = roll(outputs[row : row + 1], max(depth - 1, 0))[0]
+            guessed = depth if self.config.samples_from_anchor else max(depth - 1, 0)
+            outputs[row] = roll(outputs[row : row + 1], guessed)[0]
         outputs[:, 0] = (outputs[:, 0] + is_wrong) % NUM_STATES
         return outputs.float()
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         return logits_of(output)
+
+
+class HashingBlocksAndSequel(HashingBlocks):
+    """DSpark's head: every row guesses, and all tokens on the way to a guess may make it another one."""
+
+    config = SimpleNamespace(tap_layers=(NORMED,), samples_from_anchor=True, mask_token_id=1, max_draft_tokens=9)
+
+    def __init__(self, head: Any) -> None:
+        super().__init__(head)
+        self.markov = HashingSequel()
+
+
+class HashingSequel:
+    reads_hidden = False
+
+    def first_state(self, num_rows: int) -> torch.Tensor:
+        return torch.zeros(num_rows, 1)
+
+    def __call__(
+        self, state: torch.Tensor, hidden: torch.Tensor | None, token_ids: torch.Tensor, tile: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        state = (3 * state + token_ids.unsqueeze(1) + 1) % NUM_STATES
+        return 8 * TABLE[state[:, 0].long()] * (state % 6 == 0), state
 
 
 class HashingLastStates:

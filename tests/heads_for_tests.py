@@ -70,8 +70,28 @@ def _dflash(target: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _dspark(target: Mapping[str, Any]) -> dict[str, Any]:
+    """The same block as speculators write it, and a sequential head with a state."""
+    layers = {key: value for key, value in _dflash(target).items() if key not in ("block_size", "dflash_config")}
+    return {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": layers,
+        "draft_vocab_size": target["vocab_size"],
+        "block_size": 8,
+        "sample_from_anchor": False,  # a row of another token than the mask would guess otherwise (make_fair)
+        "aux_hidden_state_layer_ids": [1, target["num_hidden_layers"]],
+        "mask_token_id": MASK_TOKEN_ID,
+        "markov_rank": 16,
+        "markov_head_type": "rnn",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+
+
 HEADS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "dflash": _dflash,
+    "dspark": _dspark,
     "eagle": _eagle,
     "eagle3": _eagle3,
     "medusa": _medusa,
@@ -92,6 +112,8 @@ def make_fair(head: Any) -> None:
     if (lm_head := weights.get("lm_head.weight")) is not None:
         rows = target.whole_head()
         lm_head.copy_(rows if head.known_tokens is None else rows[head.known_tokens.ids])
+    if (sequel := weights.get("markov_head.markov_w2.weight")) is not None:
+        sequel *= 0.2  # it has its part in a guess, not more
     if "hidden_norm.weight" in weights:
         _let_blocks_repeat(weights, target, head.config.arch)
 

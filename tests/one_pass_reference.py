@@ -1,8 +1,8 @@
 """A small saved target, and the logits that drafters of one pass have in the engine, pass by pass.
 
-Shared by the tests of PARD and of DFlash, whose references start over from the committed tokens in float64. What the
-engine verifies is not what they drafted but what it will say, cut short by a wrong token, so that steps accept none,
-some and all of the drafts.
+Shared by the tests of PARD, of DFlash and of DSpark, whose references start over from the committed tokens in float64.
+What the engine verifies is not what they drafted but what it will say, cut short by a wrong token, so that steps accept
+none, some and all of the drafts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from proposers.base import ProposerContext
+from proposers.drafting.token_by_token import Draw
 from runner.engine.checkpoint import ModelSource
 from runner.engine.request import DraftTokens, Request
+from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule
 from runner.llm import LLM
@@ -92,28 +94,35 @@ def passes_of_a_run(
     llm = LLM(str(target.directory), enforce_eager=True, speculative_config=method, **options)
     proposer: Any = llm.engine.proposer
     passes: list[Pass] = []
-    seen: list[torch.Tensor] = []
-    propose, all_logits, steps = proposer.propose, proposer.all_logits, count()
+    seen: dict[int, list[torch.Tensor]] = {}  # of the last pass, by the place of the request
+    propose, walk, steps = proposer.propose, proposer.walk, count()
 
-    def recording_all_logits(requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
-        seen.append(all_logits(requests, counts).clone())  # the next replay overwrites them
-        return seen[-1]
+    def recording_walk(requests: Sequence[Request], counts: Sequence[int], draw: Draw) -> torch.Tensor:
+        seen.clear()
+
+        def recording_draw(logits: torch.Tensor, rows: SamplingRows, step: int, active: list[int]) -> torch.Tensor:
+            for place, own in zip(active, logits.clone(), strict=True):
+                seen.setdefault(place, []).append(own)
+            return draw(logits, rows, step, active)
+
+        return walk(requests, counts, recording_draw)  # type: ignore[no-any-return]
 
     def recording_propose(schedule: Schedule) -> DraftTokens:
         drafts = propose(schedule)
         ids, right = drafts.token_ids.tolist(), list[int]()
-        for item, (start, end) in zip(schedule.decoding, pairwise(drafts.cu_num_draft_tokens), strict=True):
+        ends = pairwise(drafts.cu_num_draft_tokens)
+        for place, (item, (start, end)) in enumerate(zip(schedule.decoding, ends, strict=True)):
             request = item.request
             if start < end:
                 token_ids = request.tokens_between(0, request.num_tokens)
-                passes.append(Pass(token_ids=token_ids, logits=seen[-1][start:end], drafted=ids[start:end]))
+                passes.append(Pass(token_ids=token_ids, logits=torch.stack(seen[place]), drafted=ids[start:end]))
             said = len(request.output_token_ids)
             known = texts[request.request_id][said : said + end - start]
             cut = next(steps) % (len(known) + 1)
-            right += [token if place < cut else (token + 1) % VOCAB_SIZE for place, token in enumerate(known)]
+            right += [token if number < cut else (token + 1) % VOCAB_SIZE for number, token in enumerate(known)]
         return replace(drafts, token_ids=torch.tensor(right, dtype=torch.int64))
 
-    monkeypatch.setattr(proposer, "all_logits", recording_all_logits)
+    monkeypatch.setattr(proposer, "walk", recording_walk)
     monkeypatch.setattr(proposer, "propose", recording_propose)
     requests, metrics = complete(llm, PROMPTS, PARAMS)
     assert [request.output_token_ids for request in requests] == list(texts.values())

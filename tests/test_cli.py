@@ -281,9 +281,12 @@ def test_help_says_which_methods_have_a_key_and_where_its_value_differs(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     text = " ".join(cli("--help").out.split())
-    assert "in [0, 128]; 0: none [4; dflash: 7; suffix: 8]" in text
+    assert "in [0, 128]; 0: none [4; dflash: 7; dspark: 7; suffix: 8]" in text
     assert "with method=ngram, ngram_gpu method.prompt_lookup_min shortest n-gram matched" in text
-    assert "with method=eagle, eagle3, mtp, medusa, dflash method.speculative_token_tree null drafts a chain" in text
+    assert (
+        "with method=eagle, eagle3, mtp, medusa, dflash, dspark method.speculative_token_tree null drafts a chain"
+        in text
+    )
     assert "with method=custom_class method.model dotted path of a Proposer subclass" in text
 
 

@@ -170,7 +170,9 @@ def test_the_small_preset_is_the_draft_of_a_large_one() -> None:
     assert (large.draft.model, large.draft.hf_config) == (small.model, small.hf_config)
 
 
-@pytest.mark.parametrize(("preset", "method"), [("llama8b", "eagle"), ("llama8b", "eagle3"), ("qwen3_8b", "dflash")])
+@pytest.mark.parametrize(
+    ("preset", "method"), [("llama8b", "eagle"), ("llama8b", "eagle3"), ("qwen3_8b", "dflash"), ("qwen3_8b", "dspark")]
+)
 def test_presets_say_the_shape_of_published_heads_so_that_dummy_weights_need_no_hub(preset: str, method: str) -> None:
     with Composer() as composer:
         config = composer.config([f"model={preset}", f"method={method}", "model.load_format=dummy"])
@@ -294,7 +296,7 @@ def test_an_unknown_key_does_not_hide_what_else_is_wrong_with_its_group() -> Non
         ("prompt_lookup_mx", "did you mean 'prompt_lookup_max' or 'prompt_lookup_min'?"),
         ("temperature", "it is a key of sampler: sampler.temperature"),
         ("draft_tensor_parallel_size", f"only method={' or '.join(DRAFTERS)} has it"),
-        ("aux_hidden_state_layer_ids", "only method=eagle3 or dflash or hybrid has it"),
+        ("aux_hidden_state_layer_ids", "only method=eagle3 or dflash or dspark or hybrid has it"),
         ("tensor_parallel_size", "pass 'draft_tensor_parallel_size' instead"),
     ],
 )

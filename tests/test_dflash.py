@@ -189,12 +189,35 @@ def states_behind(target: Any, token_ids: tuple[int, ...]) -> tuple[Tensor, ...]
 def reference_logits(layout: str, target: Any, token_ids: list[int], num_tokens: int, taps: list[int]) -> Tensor:
     """[num_tokens, vocab] behind token_ids, in the target's dtype: the head as its paper and z-lab's code have it."""
     config, weights = LAYOUTS[layout]
-    embedding, lm_head = target.model.embed_tokens.weight, target.lm_head.weight
+    num_silent = 0 if config.get("sample_from_anchor") else 1
+    rows = reference_rows(config, weights, target, token_ids, num_tokens, taps, num_silent=num_silent)
+    logits = rows @ weights.get("lm_head.weight", target.lm_head.weight).to(rows.dtype).T
+    return over_all_tokens(logits) if "d2t" in weights else logits
+
+
+def over_all_tokens(logits: Tensor) -> Tensor:
+    everything = torch.full((len(logits), VOCAB_SIZE), float("-inf"), dtype=logits.dtype)
+    everything[:, IDS] = logits
+    return everything
+
+
+@torch.inference_mode()
+def reference_rows(
+    config: dict[str, Any],
+    weights: Tensors,
+    target: Any,
+    token_ids: list[int],
+    num_tokens: int,
+    taps: list[int],
+    *,
+    num_silent: int,
+) -> Tensor:
+    """The normed rows of a block that guess, [num_tokens, hidden]; num_silent: rows in front that do not."""
+    embedding = target.model.embed_tokens.weight
     weights = {name: w.to(embedding.dtype) if w.is_floating_point() else w for name, w in weights.items()}
     states = states_behind(target, tuple(token_ids[:-1]))
     context = torch.cat([states[tap][0] for tap in taps], dim=-1)
     context = norm(context @ weights["fc.weight"].T, weights["hidden_norm.weight"])
-    num_silent = 0 if config.get("sample_from_anchor") else 1
     block = torch.tensor([token_ids[-1]] + [MASK] * (num_tokens + num_silent - 1))
     hidden = weights.get("embed_tokens.weight", embedding)[block]
     num_context, num_rows = len(context), len(block)
@@ -232,12 +255,7 @@ def reference_logits(layout: str, target: Any, token_ids: list[int], num_tokens:
         gate = normed @ own["mlp.gate_proj.weight"].T
         up = normed @ own["mlp.up_proj.weight"].T
         hidden = hidden + (gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
-    logits = norm(hidden[num_silent:], weights["norm.weight"]) @ weights.get("lm_head.weight", lm_head).T
-    if "d2t" not in weights:
-        return logits
-    everything = torch.full((num_tokens, VOCAB_SIZE), float("-inf"), dtype=logits.dtype)
-    everything[:, IDS] = logits
-    return everything
+    return norm(hidden[num_silent:], weights["norm.weight"])
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
     "eagle3": ({"method": "eagle3", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "mlp_speculator": ({"method": "mlp_speculator", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "dflash": ({"method": "dflash", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
+    "dspark": ({"method": "dspark", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "ngram_gpu": ({"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_min": 1}, [GREEDY, DRAWN]),
     "ngram": ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}, [GREEDY, DRAWN]),
     "suffix": ({"method": "suffix", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
@@ -65,6 +66,16 @@ CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
         LONGER,
     ),
     "custom_class": (free_guesses(2), [GREEDY, DRAWN]),
+    "dspark tree": (
+        {
+            "method": "dspark",
+            "num_speculative_tokens": 3,
+            "speculative_token_tree": "dynamic",
+            "tree_depth": 2,
+            "tree_top_k": 2,
+        },
+        [GREEDY, DRAWN],
+    ),
     "eagle3 tree": (
         {
             "method": "eagle3",  # whose vocabulary is a part of the target's

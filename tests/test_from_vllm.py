@@ -211,7 +211,7 @@ def test_drafters_that_go_token_by_token_refuse_to_draft_in_one_pass(method: str
 
 
 def test_drafters_that_go_in_one_pass_need_not_be_told() -> None:
-    for method in ("dflash", "pard"):
+    for method in ("dflash", "dspark", "pard"):
         assert notes(method=method, num_speculative_tokens=3, parallel_drafting=True) == ()
     (note,) = notes(method="eagle3", num_speculative_tokens=3, parallel_drafting=True)
     assert "an EAGLE-3 checkpoint says itself whether it drafts in one pass" in note
@@ -258,7 +258,7 @@ def test_suffix_takes_its_draft_length_from_the_tree_depth_as_vllm_does() -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["draft_model", "pard", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash"]
+    "name", ["draft_model", "pard", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark"]
 )
 def test_probabilistic_drafts_bring_vllms_default_rule_along_unless_a_rule_is_named(name: str) -> None:
     """Under strict they would be accepted with probability sum(p * q), far below what vLLM does with the same JSON."""
@@ -291,6 +291,7 @@ def test_a_rule_that_reads_the_drafts_distribution_says_that_drafts_are_drawn_wh
         ("eagle3", {"speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}}, 5),
         ("mlp_speculator", {"model_type": "mlp_speculator", "n_predict": 3}, 3),
         ("mtp", {"model_type": "mimo", "num_nextn_predict_layers": 1}, 1),
+        ("dspark", {"architectures": ["Qwen3DSparkModel"], "block_size": 6}, 6),
         ("eagle", {"speculators_config": {"proposal_methods": []}}, None),
         ("dflash", {"n_predict": "many"}, None),
     ],

@@ -61,6 +61,8 @@ METHODS: list[dict[str, Any] | None] = [
         "min_match_score": 0.4,
     },
     {"method": "suffix", "num_speculative_tokens": 12, "speculative_token_tree": "dynamic"},
+    {"method": "dspark", "num_speculative_tokens": 7},
+    {"method": "dspark", "num_speculative_tokens": 12, "speculative_token_tree": "dynamic"},
 ]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "one at a time": {"max_num_seqs": 1},

@@ -38,6 +38,7 @@ DRAFTERS = {
     "p_eagle": "eagle3",
     "pard": "pard",
     "dflash": "dflash",
+    "dspark": "dspark",
     "medusa": "medusa",
     "mlp_speculator": "mlp_speculator",
 }
@@ -265,7 +266,9 @@ def test_keys_of_single_drafters_reach_them_and_no_other() -> None:
     method, _ = parse_method(keys)
     assert isinstance(method, HybridMethod)
     assert method.drafter_method() == Eagle3Method(aux_hidden_state_layer_ids=(1, 2, 3))
-    with pytest.raises(ConfigError, match="aux_hidden_state_layer_ids is a key of drafter=eagle3 or dflash, got"):
+    with pytest.raises(
+        ConfigError, match="aux_hidden_state_layer_ids is a key of drafter=eagle3 or dflash or dspark, got"
+    ):
         parse_method({**keys, "drafter": "mtp"})
     with pytest.raises(ConfigError, match="use_heterogeneous_vocab is a key of drafter=draft_model, got True"):
         parse_method({"method": "hybrid", "drafter": "pard", "use_heterogeneous_vocab": True})

@@ -38,7 +38,7 @@ TREE = {"speculative_token_tree": "dynamic", "tree_top_k": 2}
 
 
 @pytest.mark.parametrize("keys", [{}, {"num_drafter_tokens": 7}], ids=["small trees", "trees of all nodes"])
-@pytest.mark.parametrize("drafter", ["eagle", "dflash", "medusa"])
+@pytest.mark.parametrize("drafter", ["eagle", "dflash", "medusa", "dspark"])
 def test_whole_steps_draft_and_accept_what_steps_in_parts_do_and_no_text_changes(
     build: Build, monkeypatch: pytest.MonkeyPatch, drafter: str, keys: dict[str, Any]
 ) -> None:
@@ -134,7 +134,7 @@ def test_the_tree_is_the_drafters_and_its_keys_reach_it() -> None:
 
 @pytest.mark.parametrize("drafter", ["draft_model", "pard", "mlp_speculator"])
 def test_a_drafter_of_chains_is_asked_for_no_tree(drafter: str) -> None:
-    owners = "drafter=eagle or eagle3 or mtp or medusa or dflash"
+    owners = "drafter=eagle or eagle3 or mtp or medusa or dflash or dspark"
     with pytest.raises(ConfigError, match=f"speculative_token_tree is a key of {owners}, got 'dynamic' with"):
         parse_method({"method": "hybrid", "drafter": drafter, "speculative_token_tree": "dynamic"})
 

@@ -233,7 +233,7 @@ class Caches:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["draft_model", "pard", "eagle", "eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("method", ["draft_model", "pard", "eagle", "eagle3", "mtp", "dflash", "dspark"])
 def test_a_prefix_that_was_found_has_the_bits_of_one_that_was_computed(
     engines: Engines, method: str, dtype: str
 ) -> None:

@@ -169,7 +169,7 @@ def test_null_leaves_the_method_group_in_force(cli: CommandLine) -> None:
         ("bad.json", "", "must be valid JSON: bad.json, line 1, column 1: Expecting value"),
         ("bad.json", '{"model": "a", "model": "b"}', "speculative_config.model is there twice"),
         ("bad.json", b"\xff\xfe{", "must be the path of a JSON file in UTF-8, got 'bad.json'"),
-        ("bad.json", '{"method": "dspark", "model": "x"}', "speculative_config.method 'dspark' is not available yet"),
+        ("bad.json", '{"method": "extract_hidden_states", "model": "x"}', "speculative_config.method 'extract_hid"),
         ("bad.json", '{"model": "tiny-draft", "temperature": 1}', "speculative_config.temperature is a sampling par"),
         ('{"method": "ngram",}', None, "must be valid JSON: line 1, column "),
         ('{"method": "ngram"} x', None, "must be valid JSON: line 1, column 21: Extra data"),

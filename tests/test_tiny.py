@@ -49,7 +49,7 @@ from runner.train.optimizer import OptimizerSettings, lr_factor
 
 CPU = torch.device("cpu")
 CATEGORIES = {"code_completion", "code_edit", "structured_data", "docstrings", "repetitive_logs"}
-MAX_FAMILY_BYTES = 24_000_000
+MAX_FAMILY_BYTES = 24 * 2**20
 MODELS = ("target", "draft", *HEAD_DIRS)
 
 
@@ -130,7 +130,7 @@ def test_target_is_clearly_better_than_the_draft(corpus: Corpus, tokenizer: PreT
 
 # The heads, in the layouts in which such heads are published.
 
-HIDDEN, KV, INTERMEDIATE, VOCAB, DRAFT_VOCAB, INNER = 256, 128, 512, 2048, 1536, 112
+HIDDEN, KV, INTERMEDIATE, VOCAB, DRAFT_VOCAB, INNER, MARKOV_RANK = 256, 128, 512, 2048, 1536, 112, 32
 
 
 def block_shapes(
@@ -197,6 +197,16 @@ HEAD_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
             for name, shape in block_shapes(f"layers.{layer}", qk_norm=True, intermediate=64).items()
         },
     },
+    "dspark": {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+        **block_shapes("layers.0", qk_norm=True, intermediate=64),
+        "markov_head.markov_w1.weight": (VOCAB, MARKOV_RANK),
+        "markov_head.markov_w2.weight": (VOCAB, MARKOV_RANK),
+        "confidence_head.proj.weight": (1, HIDDEN + MARKOV_RANK),
+        "confidence_head.proj.bias": (1,),
+    },
 }
 HEAD_KEYS: dict[str, dict[str, Any]] = {
     "eagle": {"model_type": "llama", "num_hidden_layers": 1, "bias": False},
@@ -216,6 +226,16 @@ HEAD_KEYS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "intermediate_size": 64,
         "num_target_layers": 6,
+    },
+    "dspark": {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "block_size": 7,
+        "sample_from_anchor": True,
+        "aux_hidden_state_layer_ids": [2, 4, 5],
+        "markov_rank": MARKOV_RANK,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
     },
 }
 
@@ -254,6 +274,7 @@ def test_mask_tokens_are_of_a_byte_that_no_text_holds(tokenizer: PreTrainedToken
     assert json.loads((HEAD_DIRS["pard"] / "config.json").read_text())["pard_token"] == mask
     dflash = json.loads((HEAD_DIRS["dflash"] / "config.json").read_text())["dflash_config"]
     assert dflash == {"mask_token_id": mask, "target_layer_ids": [1, 3, 4]}
+    assert json.loads((HEAD_DIRS["dspark"] / "config.json").read_text())["mask_token_id"] == mask
     assert tokenizer.decode([mask]) == "\ufffd" and 0xFF not in "".join(map(chr, range(0xD800))).encode()
 
 
@@ -549,7 +570,10 @@ def test_the_manifest_states_the_acceptance_of_every_drafter() -> None:
     }
     accepted = {method: stated[method]["mean_acceptance_length"] for method in HEAD_DIRS}
     assert min(accepted.values()) > 1.4
-    assert min(accepted["eagle3"], accepted["dflash"]) > stated["draft_model"]["mean_acceptance_length"]
+    assert (
+        min(accepted["eagle3"], accepted["dflash"], accepted["dspark"])
+        > stated["draft_model"]["mean_acceptance_length"]
+    )
 
 
 def test_the_engine_measures_the_acceptance_that_the_manifest_states() -> None:

@@ -36,7 +36,9 @@ class VllmSpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    method: Literal["ngram", "ngram_gpu", "suffix", "draft_model", "custom_class", "eagle", "eagle3", "mtp", "dflash"]
+    method: Literal[
+        "ngram", "ngram_gpu", "suffix", "draft_model", "custom_class", "eagle", "eagle3", "mtp", "dflash", "dspark"
+    ]
     num_speculative_tokens: Annotated[int, Field(gt=0, le=128)]
     model: str | None = None
     revision: str | None = None
@@ -78,12 +80,12 @@ class VllmSpeculativeConfig(BaseModel):
                 assert last < start <= end
                 assert count >= 0
                 last = end
-        if self.method in ("draft_model", "custom_class", "eagle", "eagle3", "dflash"):
+        if self.method in ("draft_model", "custom_class", "eagle", "eagle3", "dflash", "dspark"):
             assert self.model is not None
         if self.use_heterogeneous_vocab:
             assert (self.method, self.draft_sample_method) == ("draft_model", "greedy")
         if self.parallel_drafting:
-            assert self.method in ("draft_model", "eagle3", "dflash")
+            assert self.method in ("draft_model", "eagle3", "dflash", "dspark")
         return self
 
 

@@ -53,6 +53,7 @@ from tests.conftest import Engines, complete
 from tests.hashing_models import (
     VOCAB_SIZE,
     HashingBlocks,
+    HashingBlocksAndSequel,
     HashingHead,
     HashingLastStates,
     HashingMaskableHead,
@@ -91,6 +92,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "p_eagle": {"method": "eagle3", "num_speculative_tokens": 3},
     "pard": {"method": "pard", "num_speculative_tokens": 3},
     "dflash": {"method": "dflash", "num_speculative_tokens": 3},
+    "dspark": {"method": "dspark", "num_speculative_tokens": 3},
     "medusa": {"method": "medusa", "num_speculative_tokens": 3},
     "mlp_speculator": {"method": "mlp_speculator", "num_speculative_tokens": 3},
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
@@ -135,7 +137,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     },
     **{
         f"{method}_{kind}": {"method": method, "num_speculative_tokens": 6, "speculative_token_tree": tree}
-        for method in ("eagle", "medusa", "dflash")
+        for method in ("eagle", "medusa", "dflash", "dspark")
         for kind, tree in (("dynamic", "dynamic"), ("static", CHOICES))
     },
     **{
@@ -237,7 +239,12 @@ def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
     llm = engines(METHODS[method], **engine_args)
     llm.engine.target.model = HashingModel()  # type: ignore[assignment]
     engine, proposer = llm.engine, cast(Any, getattr(llm.engine.proposer, "drafter", llm.engine.proposer))
-    heads = {"eagle": HashingHead, "p_eagle": HashingMaskableHead, "dflash": HashingBlocks}
+    heads = {
+        "eagle": HashingHead,
+        "p_eagle": HashingMaskableHead,
+        "dflash": HashingBlocks,
+        "dspark": HashingBlocksAndSequel,
+    }
     base = method.removeprefix("hybrid_")
     for suffix in ("_dynamic", "_static", "_probabilistic", "_block", "_typical"):
         base = base.removesuffix(suffix)

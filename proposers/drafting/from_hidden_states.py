@@ -17,7 +17,7 @@ import torch
 
 from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter
-from proposers.captured.grown_trees import CapturedDynamicTrees, CapturedStaticTrees
+from proposers.captured.fed_trees import CapturedDynamicTrees, CapturedStaticTrees
 from proposers.captured.head import CapturedHead
 from proposers.drafting.known_states import KnownStates
 from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
@@ -130,7 +130,8 @@ class HeadProposer(LevelByLevelProposer):
         if self.is_dynamic:
             return CapturedDynamicTrees(tree_depth=self._depth_of(num_tokens), top_k=self.tree_top_k, **common)
         choices = self.choices[:num_tokens]
-        return CapturedStaticTrees(choices=choices, **{**common, "num_tokens": len(choices)})
+        common |= {"num_tokens": len(choices), "most_requests": self.context.max_num_seqs}
+        return CapturedStaticTrees(choices=choices, **common)
 
     def captured_mask(self) -> tuple[int, torch.Tensor] | None:
         """Token and state [1, width] of places yet to be guessed; None: the head drafts token by token."""

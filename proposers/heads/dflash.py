@@ -8,7 +8,8 @@ block is scratch. Layouts: z-lab's, and speculators', whose heads may bring a dr
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 import torch
 
@@ -90,6 +91,9 @@ class DFlashHead(LayeredHead):
         return norms | self.fc.weight_targets("") | super().weight_targets()
 
 
+BlockHead = TypeVar("BlockHead", bound=DFlashHead)
+
+
 def load_dflash_head(
     source: ModelSource,
     context: ProposerContext,
@@ -101,9 +105,26 @@ def load_dflash_head(
     Raises:
         UserError: no such head, another target's, or tensors that are not those of its config.
     """
+    assert context.target is not None, "heads need the target"
+    config = read_dflash_config(source, read_head_config(source), context.target, aux_hidden_state_layer_ids)
+    return fill_block_head(DFlashHead, config, source, context, max_model_len, "a DFlash head")
+
+
+def fill_block_head(
+    head_class: Callable[..., BlockHead],
+    config: DFlashConfig,
+    source: ModelSource,
+    context: ProposerContext,
+    max_model_len: int | None,
+    what: str,  # that errors call it
+) -> BlockHead:
+    """The head of this config, built on the context's device and filled from its checkpoint.
+
+    Raises:
+        UserError: tensors that are not those of the config.
+    """
     target = context.target
     assert target is not None, "heads need the target"
-    config = read_dflash_config(source, read_head_config(source), target, aux_hidden_state_layer_ids)
     if not source.is_dummy:
         _require_no_mask_embedding(source)
     tensors = read_head_tensors(source)
@@ -111,14 +132,14 @@ def load_dflash_head(
     is_cut = config.draft_vocab_size != target.model.vocab_size
     needed = {LM_HEAD, DRAFT_TO_TARGET} if is_cut else set[str]()
     with torch.device(context.device):
-        head = DFlashHead(
+        head = head_class(
             config,
             target,
             max_model_len=longest_text(source, config.hf_config, max_model_len, context.max_model_len),
             dtype=context.dtype,
             own=needed | ({EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys()),
         )
-    fill_head(head.weight_targets(), tensors, source, "a DFlash head")
+    fill_head(head.weight_targets(), tensors, source, what)
     head.find_known_tokens(marks, source)
     return head
 

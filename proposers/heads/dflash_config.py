@@ -2,12 +2,13 @@
 
 Hazard: z-lab's `target_layer_ids` number layers from 0 and mean the states after them, so 1 is added; speculators'
 `aux_hidden_state_layer_ids`, vLLM's `dflash_config.layer_ids` and our method's key number hidden states.
-Heads of the family with parts that this runner does not have (DFlash 2, DSpark, Domino, ...) are known by their keys.
+Heads of the family that are no DFlash ones (DFlash 2, Domino, ...) are known by their keys; DSpark's are read with
+these and some of their own (proposers/heads/dspark_config.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,15 +67,25 @@ def read_dflash_config(
     values: Mapping[str, Any],
     target: LoadedModel,
     aux_hidden_state_layer_ids: tuple[int, ...] | None,
+    *,
+    kind: str = "DFlash",
+    kind_keys: Collection[str] = (),
+    samples_from_anchor: bool = False,
 ) -> DFlashConfig:
-    """The config of a head for this target; aux_hidden_state_layer_ids overrides the ids that it names.
+    """The config of a head for this target.
+
+    Args:
+        aux_hidden_state_layer_ids: overrides the ids that it names.
+        kind: what the head is to be.
+        kind_keys: those of FOREIGN_KEYS that such a head has all the same.
+        samples_from_anchor: what holds where the config does not say.
 
     Raises:
         UserError: a head of another kind or for another target, or ids that the target does not have.
     """
     nested = values.get("dflash_config") or {}
     is_speculators = "transformer_layer_config" in values
-    _require_plain(source, values, nested)
+    _require_kind(source, values, nested, kind, kind_keys)
     layer_values = dict(values["transformer_layer_config"] if is_speculators else values)
     layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
     arch, hf_config = head_architecture(layer_values, source)
@@ -85,9 +96,12 @@ def read_dflash_config(
         num_layers = values.get("num_target_layers")
         require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=arch.vocab_size, num_layers=num_layers)
     block_size = nested.get("block_size", values.get("block_size", DEFAULT_BLOCK_SIZE))
-    if not isinstance(block_size, int) or block_size < 2:
+    from_anchor = bool(values.get("sample_from_anchor", samples_from_anchor))
+    fewest = 1 if from_anchor else 2  # rows of which one guesses
+    if not isinstance(block_size, int) or block_size < fewest:
         raise UserError(
-            f"{source.name}={source.model}: block_size must be a whole number >= 2, got {block_size!r}; mend its config"
+            f"{source.name}={source.model}: block_size must be a whole number >= {fewest}, got {block_size!r}; mend "
+            "its config"
         )
     if aux_hidden_state_layer_ids is None:
         taps = tap_layers(source, values, target.model.num_layers, arch.num_layers)
@@ -105,24 +119,30 @@ def read_dflash_config(
         tap_layers=taps,
         mask_token_id=mask_token_id(values, source, target.model.vocab_size),
         block_size=block_size,
-        samples_from_anchor=bool(values.get("sample_from_anchor", False)),
+        samples_from_anchor=from_anchor,
         causal_layers=_causal_layers(arch, values, nested, is_speculators),
         draft_vocab_size=values.get("draft_vocab_size") or arch.vocab_size,
     )
 
 
-def _require_plain(source: ModelSource, values: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
-    kind = values.get("speculators_model_type", "dflash")
+def _require_kind(
+    source: ModelSource,
+    values: Mapping[str, Any],
+    nested: Mapping[str, Any],
+    kind: str,
+    kind_keys: Collection[str],
+) -> None:
+    stated = values.get("speculators_model_type", kind.lower())
     found = [
         f"{key}={value!r} ({what})"
         for key, (what, plain) in FOREIGN_KEYS.items()
-        if (value := nested.get(key, values.get(key))) not in plain
+        if key not in kind_keys and (value := nested.get(key, values.get(key))) not in plain
     ]
-    found = [f"speculators_model_type={kind!r}"] * (kind != "dflash") + found
+    found = [f"speculators_model_type={stated!r}"] * (stated != kind.lower()) + found
     if found:
         raise UserError(
-            f"{source.name}={source.model} must be a plain DFlash head, got {', '.join(found)}; such heads have parts "
-            "that this runner does not have: choose a DFlash one"
+            f"{source.name}={source.model} must be a plain {kind} head, got {', '.join(found)}; such heads have parts "
+            f"that this method does not have: choose a {kind} one, or name the method that it was made for"
         )
 
 

@@ -1,4 +1,4 @@
-"""What EAGLE's, EAGLE-3's and DFlash's heads are made of: decoder layers, and tables that may be the target's.
+"""What the heads of EAGLE, EAGLE-3, DFlash and DSpark consist of: decoder layers, and tables that may be the target's.
 
 A head whose checkpoint brings no embedding or no projection uses the target's; one that brings `d2t` projects to a
 draft vocabulary.

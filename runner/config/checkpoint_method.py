@@ -28,6 +28,7 @@ KINDS = {
     "medusa": "a set of Medusa heads",
     "mlp_speculator": "an MLP speculator",
     "dflash": "a DFlash drafter",
+    "dspark": "a DSpark drafter",
 }
 
 
@@ -38,12 +39,11 @@ def kind_of(method: str) -> str:
 
 # Keys of config.json, or of the dflash_config in it, that mark a drafter which no method here runs.
 _FOREIGN_KEYS = {
-    "markov_rank": "a DSpark drafter",
     "selector_rank": "a DFlash2 drafter",
     "xpress_rank": "an XPress drafter",
     "pard2_scale": "a PARD-2 draft model",
 }
-_SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "mtp": "mtp"}
+_SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
 _EAGLE3_KEYS = {"draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"}
 
 
@@ -78,11 +78,12 @@ def tokens_of_model(model: str, method: str) -> int | None:
     """The num_speculative_tokens that the config.json of a local checkpoint means; None where it means none.
 
     As in vLLM: what the first proposal method of a speculators config says, else n_predict (IBM's accelerators), which
-    for method mtp is the number of modules.
+    for method mtp is the number of modules, for dspark the size of its block.
     """
     directory = Path(model).expanduser()
     config = read_json(directory / "config.json") if directory.is_dir() else {}
-    found = [config.get(key) for key in ("n_predict", *(NUM_MODULES_KEYS if method == "mtp" else ()))]
+    own_keys = {"mtp": NUM_MODULES_KEYS, "dspark": ("dspark_block_size", "block_size")}.get(method, ())
+    found = [config.get(key) for key in ("n_predict", *own_keys)]
     match config.get("speculators_config"):
         case {"proposal_methods": [{"speculative_tokens": tokens}, *_]}:
             found = [tokens]
@@ -128,8 +129,9 @@ def _drafter_in(directory: Path) -> Drafter | None:
     for key, kind in _FOREIGN_KEYS.items():
         if values.get(key):  # null and 0 switch such parts off
             return Drafter(kind=kind, method=None)
-    if "dspark" in _architectures(config):
-        return Drafter(kind=_FOREIGN_KEYS["markov_rank"], method=None)
+    is_dspark = values.get("markov_rank") or "dspark" in _architectures(config)
+    if is_dspark or values.get("projector_type") == "dspark":
+        return Drafter(kind=KINDS["dspark"], method="dspark")
     # Speculators writes the other keys of such projectors (Domino's gru_hidden_dim) with every DFlash head.
     if (projector := values.get("projector_type")) not in (None, "dflash"):
         return Drafter(kind=f"a DFlash drafter with projector_type={projector}", method=None)

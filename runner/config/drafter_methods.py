@@ -206,10 +206,9 @@ class MlpSpeculatorMethod(DrafterMethod):
     )
 
 
-class DflashMethod(TreeDrafterMethod):
-    """A block-diffusion drafter: all tokens in one pass over the target's hidden states (arXiv 2602.06036)."""
+class BlockMethod(DrafterMethod):
+    """Drafters that go over a block of mask tokens behind the target's hidden states."""
 
-    method: Literal["dflash"] = Field(default="dflash", description="a block of tokens in one pass (z-lab)")
     num_speculative_tokens: int = Field(
         default=7, ge=0, le=128, description="tokens drafted per request and step at most, in [0, 128]; 0: none"
     )
@@ -217,4 +216,18 @@ class DflashMethod(TreeDrafterMethod):
         default=None,
         description="hidden states of the target that the head reads: i >= 0 is after i layers; null: as its "
         "checkpoint says",
+    )
+
+
+class DflashMethod(BlockMethod, TreeDrafterMethod):
+    """A block-diffusion drafter: all tokens in one pass over the target's hidden states (arXiv 2602.06036)."""
+
+    method: Literal["dflash"] = Field(default="dflash", description="a block of tokens in one pass (z-lab)")
+
+
+class DsparkMethod(BlockMethod, GrownTreeMethod):
+    """A block in one pass, whose logits a small head goes through token by token (arXiv 2607.05147)."""
+
+    method: Literal["dspark"] = Field(
+        default="dspark", description="a block in one pass, then token by token through its logits (DeepSeek)"
     )

@@ -23,6 +23,7 @@ from runner.config.vllm_keys import (
     MTP_SUFFIX,
     NEUTRAL,
     ONE_PASS_KEY,
+    ONE_PASS_METHODS,
     REFUSED_KEYS,
     REFUSED_VALUES,
     RENAMED_KEYS,
@@ -178,17 +179,17 @@ def _take_one_pass(values: dict[str, Any], method: Any, notes: list[str], proble
         return "pard"
     elif method == "eagle3" and value:
         notes.append(f"{written} changes nothing here: an EAGLE-3 checkpoint says itself whether it drafts in one pass")
-    elif method in ("pard", "dflash") and not value:
+    elif method in ONE_PASS_METHODS and not value:
         remedy = "remove it" + (", or name method=draft_model" if method == "pard" else "")
         problems.append(
             Problem(name=ONE_PASS_KEY, rule=f"must be true with method={method}", value=value, remedy=remedy)
         )
     elif method in ("eagle", "mtp", "medusa", "mlp_speculator") and value:
-        remedy = "remove it; drafters made for one pass run under method=pard, eagle3 (P-EAGLE) or dflash"
+        remedy = "remove it; drafters made for one pass run under method=pard, eagle3 (P-EAGLE), dflash or dspark"
         problems.append(
             Problem(name=ONE_PASS_KEY, rule=f"is not available with method={method}", value=value, remedy=remedy)
         )
-    elif method not in ("pard", "dflash") and value:
+    elif method not in ONE_PASS_METHODS and value:
         notes.append(f"{written} changes nothing with method={method}")
     return method
 

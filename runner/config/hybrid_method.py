@@ -10,6 +10,7 @@ from runner.config.drafter_methods import (
     DflashMethod,
     DrafterMethod,
     DraftModelMethod,
+    DsparkMethod,
     DynamicTreeMethod,
     Eagle3Method,
     EagleMethod,
@@ -32,6 +33,7 @@ DRAFTERS: dict[str, type[DrafterMethod]] = {
     "medusa": MedusaMethod,
     "mlp_speculator": MlpSpeculatorMethod,
     "dflash": DflashMethod,
+    "dspark": DsparkMethod,
 }
 
 CHAIN_OF_DRAFTER = 4  # tokens
@@ -51,9 +53,9 @@ class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
         le=128,
         description="tokens of a match drafted per request and step at most, or nodes of a tree, in [0, 128]",
     )
-    drafter: Literal["draft_model", "pard", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash"] = Field(
-        default="draft_model", description="what drafts where no match is convincing; `model` is its checkpoint"
-    )
+    drafter: Literal[
+        "draft_model", "pard", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark"
+    ] = Field(default="draft_model", description="what drafts where no match is convincing; `model` is its checkpoint")
     num_drafter_tokens: Annotated[int, Field(ge=1, le=128)] | None = Field(
         default=None,
         description="tokens that the drafter drafts at most, in [1, 128], and no more than num_speculative_tokens; "
@@ -69,8 +71,8 @@ class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
     )
     aux_hidden_state_layer_ids: LayerIds | None = Field(
         default=None,
-        description="drafter=eagle3 or dflash: hidden states of the target that it reads, i >= 0 is after i layers; "
-        "null: as its checkpoint says",
+        description="drafter=eagle3, dflash or dspark: hidden states of the target that it reads, i >= 0 is after i "
+        "layers; null: as its checkpoint says",
     )
 
     @property

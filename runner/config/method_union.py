@@ -18,6 +18,7 @@ from runner.config.checkpoint_method import is_dotted_path, method_of_model
 from runner.config.drafter_methods import (
     DflashMethod,
     DraftModelMethod,
+    DsparkMethod,
     Eagle3Method,
     EagleMethod,
     MedusaMethod,
@@ -177,6 +178,7 @@ AnyMethod = (
     | MedusaMethod
     | MlpSpeculatorMethod
     | DflashMethod
+    | DsparkMethod
     | HybridMethod
     | CustomClassMethod
 )

@@ -28,7 +28,18 @@ _RULE_NOTES = {
     "typical": "rejection_sample_method=typical has no counterpart in vLLM: standard is lossless and accepts less",
     "block": "rejection_sample_method=block needs vLLM's V2 model runner: V1 verifies as standard does",
 }
-_SAME_METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "custom_class", "eagle", "eagle3", "mtp", "dflash")
+_SAME_METHODS = (
+    "ngram",
+    "ngram_gpu",
+    "suffix",
+    "draft_model",
+    "custom_class",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "dflash",
+    "dspark",
+)
 _REMOVED_METHODS = ("medusa", "mlp_speculator")  # of vLLM's V0 engine, gone with it
 # vLLM 0.33 has them in its V1 model runner only, without a varying draft length. Later releases have suffix in V2 too,
 # where it always drafts num_speculative_tokens and does not read max_spec_factor and min_token_prob.

@@ -72,6 +72,7 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
 }
 
 ONE_PASS_KEY = "parallel_drafting"  # says which method is meant
+ONE_PASS_METHODS = ("pard", "dflash", "dspark")  # of which it is true anyway
 TREE_KEY = "speculative_token_tree"  # of the releases before PR #42121 (May 2026), a string there
 
 NEUTRAL = (None, False, "auto")  # values by which vLLM's switches are off: nothing to tell about
@@ -86,7 +87,7 @@ KEYS_WITHOUT_EFFECT = {
     "disable_mqa_scorer": "drafts are always scored in one pass",
     "disable_padded_drafter_batch": "drafting pads no batch",
     "draft_lm_head_quantization": "method.quantization holds a copy of it in 8 bits",
-    "dspark_draft_topk": "it is a key of method dspark",
+    "dspark_draft_topk": "each guess is drawn from the whole vocabulary",
     "enable_adaptive_verification": "num_speculative_tokens_per_batch_size=auto is like it; drafts are verified whole",
     "enforce_eager": "hardware.enforce_eager decides for target and draft",
     "fly_entropy_threshold": "it is a key of the rule fly",
@@ -155,7 +156,7 @@ REFUSED_VALUES = {
 # What a request asks for, beside the keys of the sampler group.
 SAMPLING_KEYS = ("speculative_ratio", "speculative_sampling")
 
-UNAVAILABLE_METHODS = ("dspark", "extract_hidden_states")
+UNAVAILABLE_METHODS = ("extract_hidden_states",)
 
 # Substrings of a checkpoint's name by which vLLM recognises a head that is no plain draft model, in its order.
 NAME_MARKS = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))

@@ -12,12 +12,13 @@ TINY_DIR = Path(__file__).parent
 TARGET_DIR = TINY_DIR / "target"
 DRAFT_DIR = TINY_DIR / "draft"
 HEAD_DIRS = {
-    method: TINY_DIR / method for method in ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "pard", "dflash")
+    method: TINY_DIR / method
+    for method in ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "pard", "dflash", "dspark")
 }
 # A method is measured with 4 guesses where its head does not fix another number: Medusa has one head per guess, and
-# DFlash guesses a block in one pass.
+# DFlash and DSpark guess a block in one pass.
 NUM_SPECULATIVE_TOKENS = {"draft_model": 4, "ngram": 4} | {
-    method: {"medusa": 3, "dflash": 7}.get(method, 4) for method in HEAD_DIRS
+    method: {"medusa": 3, "dflash": 7, "dspark": 7}.get(method, 4) for method in HEAD_DIRS
 }
 DEMO_PATH = TINY_DIR / "demo.jsonl"
 MANIFEST_PATH = TINY_DIR / "manifest.json"

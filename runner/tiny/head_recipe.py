@@ -141,9 +141,9 @@ def build_head(
 ) -> Head:
     frozen, options = FrozenTarget(target), dict[str, Any](recipe.heads[name].options)
     counts = torch.bincount(texts.train.token_ids.flatten().cpu(), minlength=target.config.vocab_size)
-    if name in ("pard", "dflash"):
+    if name in ("pard", "dflash", "dspark"):
         options["mask_token_id"] = mask_token_id(load_tokenizer(root / "target"))
-    if name in ("eagle3", "dflash"):
+    if name in ("eagle3", "dflash", "dspark"):
         options["tap_layers"] = recipe.tap_layers
     if name == "eagle3":
         frequent = counts.argsort(descending=True, stable=True)[: recipe.draft_vocab_size].sort().values

@@ -93,6 +93,20 @@ HEADS: dict[str, HeadRecipe] = {
             "place_scale": 3.0,
         },
     ),
+    "dspark": HeadRecipe(
+        num_steps=9000,
+        num_greedy_repeats=3,
+        optimizer=replace(HEAD_OPTIMIZER, embedding_lr=4e-2),
+        # One layer will do: what a place must know of the guess before it, the sequential head says.
+        options={
+            "num_layers": 1,
+            "intermediate_size": 64,
+            "block_size": 7,
+            "num_anchors": 24,
+            "place_scale": 3.0,
+            "markov_rank": 32,
+        },
+    ),
 }
 
 

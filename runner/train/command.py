@@ -108,7 +108,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         __doc__,
         epilog="example:\n  python -m runner.train --output heads/eagle3 model=hf model.model=<directory or hub id> "
         "method=eagle3 \\\n      workload=jsonl workload.path=prompts.jsonl sampler.max_tokens=256\n\n"
-        "The target must fit the device beside the head. Methods: eagle, eagle3, mtp, medusa, mlp_speculator, dflash.\n"
+        "The target must fit the device beside the head. Methods: eagle, eagle3, mtp, medusa, mlp_speculator, dflash,\n"
+        "dspark.\n"
         "Numbers were found on the tiny family; what they are worth on a large target is not known yet.",
     )
     parser.add_argument("--output", type=new_directory, required=True, metavar="DIR", help="a new one, for the head")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from runner.train.heads.dflash import DFlashHead
+from runner.train.heads.dspark import DSparkHead
 from runner.train.heads.eagle import EagleHead
 from runner.train.heads.eagle3 import Eagle3Head
 from runner.train.heads.head import Head
@@ -26,6 +27,7 @@ HEAD_CLASSES: dict[str, Callable[..., Head]] = {
     "mlp_speculator": MLPSpeculatorHead,
     "pard": PardHead,
     "dflash": DFlashHead,
+    "dspark": DSparkHead,
 }
 
 

@@ -23,6 +23,8 @@ from runner.train.heads.states import FrozenTarget, TargetStates
 
 
 class DFlashHead(Head):
+    num_silent_rows = 1  # of a block, which guess nothing: the pending token's
+
     def __init__(
         self,
         target: FrozenTarget,
@@ -46,21 +48,36 @@ class DFlashHead(Head):
         self.norm = LlamaRMSNorm(hidden, eps)
         nn.init.constant_(self.norm.weight, START_NORM)
 
+    @property
+    def num_guesses(self) -> int:
+        return self.block_size - self.num_silent_rows
+
     def loss(self, states: TargetStates, generator: torch.Generator) -> Tensor:
-        usable = states.length - self.block_size + 1
-        anchors = 1 + torch.randperm(usable, generator=generator)[: self.num_anchors].sort().values
-        anchors = anchors.to(states.token_ids.device)
-        logits = self.logits(states, anchors, self.block_size)
-        probs = self.target.probs(states.normed)
+        anchors = self.drawn_anchors(states, generator)
+        logits, probs = self.logits(states, anchors, self.num_guesses), self.target.probs(states.normed)
         total = torch.zeros((), device=probs.device)
-        for place in range(1, self.block_size):
-            labels = probs[:, anchors + place - 1]
-            weight = math.exp(-(place - 1) / self.place_scale)
-            total = total + weight * soft_label_loss(logits[:, :, place - 1], labels)
+        for place in range(self.num_guesses):
+            labels = probs[:, anchors + place]
+            total = total + self.weight(place) * soft_label_loss(logits[:, :, place], labels)
         return total
 
-    def logits(self, states: TargetStates, anchors: Tensor, block_size: int) -> Tensor:
-        """[num_texts, num_anchors, block_size - 1, vocab], of the blocks that begin with the tokens at `anchors`."""
+    def weight(self, place: int) -> float:
+        """Of a guess in the loss."""
+        return math.exp(-place / self.place_scale)
+
+    def drawn_anchors(self, states: TargetStates, generator: torch.Generator) -> Tensor:
+        """[num_anchors] int64: where the blocks of one loss begin."""
+        usable = states.length - self.num_guesses
+        anchors = 1 + torch.randperm(usable, generator=generator)[: self.num_anchors].sort().values
+        return anchors.to(states.token_ids.device)
+
+    def logits(self, states: TargetStates, anchors: Tensor, num_guesses: int) -> Tensor:
+        """[num_texts, num_anchors, num_guesses, vocab], of the blocks that begin with the tokens at `anchors`."""
+        return self.target.logits(self.hidden(states, anchors, num_guesses))
+
+    def hidden(self, states: TargetStates, anchors: Tensor, num_guesses: int) -> Tensor:
+        """[num_texts, num_anchors, num_guesses, hidden], normed: what the target's head makes guesses of."""
+        block_size = num_guesses + self.num_silent_rows
         num_texts, num_anchors = len(states.token_ids), len(anchors)
         context_positions = torch.arange(states.length, device=anchors.device)
         blocks = torch.arange(num_anchors, device=anchors.device).repeat_interleave(block_size)
@@ -77,15 +94,16 @@ class DFlashHead(Head):
                 attention.keys_values(context, context_positions), attention.keys_values(inputs, positions)
             )
             hidden = layer(inputs, hidden, positions, keys, mask)
-        guesses = hidden.view(num_texts, num_anchors, block_size, -1)[:, :, 1:]
-        return self.target.logits(self.norm(guesses))
+        guesses = hidden.view(num_texts, num_anchors, block_size, -1)[:, :, self.num_silent_rows :]
+        normed: Tensor = self.norm(guesses)
+        return normed
 
     @torch.no_grad()
     def draft(self, states: TargetStates, num_speculative_tokens: int) -> Tensor:
         num_texts, length = states.token_ids.shape
         drafts = states.token_ids.new_zeros(num_texts, length, num_speculative_tokens)
         for anchors in torch.split(torch.arange(length, device=states.token_ids.device), ANCHORS_AT_ONCE):
-            drafts[:, anchors] = self.logits(states, anchors, num_speculative_tokens + 1).argmax(dim=-1)
+            drafts[:, anchors] = self.logits(states, anchors, num_speculative_tokens).argmax(dim=-1)
         return drafts
 
     def published_config(self) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""Drafters whose head goes over a block of mask tokens behind the target's hidden states: DFlash, DSpark.
+
+The target's states of committed tokens enter the head's cache in `update`; a draft starts with one pass over the block
+behind them, whose KV is scratch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from proposers.base import ProposerContext
+from proposers.drafting.token_by_token import TokenByTokenProposer
+from proposers.heads.dflash import DFlashHead
+from proposers.heads.quantized import quantize_head_of_target
+from runner.engine.checkpoint import ModelSource
+from runner.engine.head_runner import HeadRunner
+from runner.engine.request import Request, VerifyOutput
+from runner.engine.scheduler import Schedule
+from runner.engine.segment import Family, Segment
+from runner.engine.upload import to_device
+
+logger = logging.getLogger(__name__)
+
+
+class BlockProposer(TokenByTokenProposer):
+    """The block of a head, for a class beside it that makes drafts of its rows."""
+
+    head: DFlashHead
+
+    def __init__(
+        self,
+        head: DFlashHead,
+        *,
+        num_speculative_tokens: int,
+        context: ProposerContext,
+        source: ModelSource,
+        is_tree: bool,  # num_speculative_tokens are nodes, of which there may be more than rows in a block
+        **keys: Any,
+    ) -> None:
+        most = head.config.max_draft_tokens
+        if num_speculative_tokens > most and not is_tree:
+            logger.warning(
+                "%d tokens are asked of %s, whose block holds %d drafts: so many are drafted at most",
+                num_speculative_tokens,
+                source.model,
+                most,
+            )
+            num_speculative_tokens = most
+        super().__init__(num_speculative_tokens=num_speculative_tokens, context=context, **keys)
+        self.head, self.most_rows = head, most  # most_rows: that guess
+        quantize_head_of_target(head, source, context.device)
+        self.runner = HeadRunner(
+            head,
+            block_size=context.block_size,
+            device=context.device,
+            dtype=context.dtype,
+            batch_invariant=context.batch_invariant,
+            captures_graphs=context.captures_graphs,
+        )
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self.head.config.tap_layers if self.num_speculative_tokens > 0 else ()
+
+    @property
+    def cache_bytes_per_block(self) -> int:
+        return self.runner.cache_bytes_per_block
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.runner.allocate_cache(num_blocks)
+
+    def fills_blocks(self, request: Request) -> bool:
+        return self.follows(request)
+
+    def max_draft_tokens(self, request: Request, limit: int) -> int:
+        return self.room(request, min(limit, self.most_rows))
+
+    def room(self, request: Request, limit: int) -> int:
+        """Of `limit` places behind a request's tokens, those that the head sees."""
+        return max(0, min(limit, self.head.max_model_len - request.num_tokens))
+
+    @torch.inference_mode()
+    def update(self, schedule: Schedule, output: VerifyOutput) -> None:
+        """Write the context of every token that entered the target's cache for good."""
+        states = output.hidden_states
+        assert states is not None or not self.tap_layers, "the verifier was asked for hidden states"
+        if states is None:
+            return
+        segments: dict[Family, list[Segment]] = {"prefill": [], "decode": []}
+        rows: dict[Family, list[torch.Tensor]] = {"prefill": [], "decode": []}
+        for index, item in enumerate(schedule.scheduled):
+            request = item.request
+            if request.is_finished or not self.may_draft(request):
+                continue
+            end = max(item.start, min(request.num_computed_tokens, self.head.max_model_len))
+            boundary = min(max(request.num_prompt_tokens, item.start), end)
+            own = states.of(index, end - item.start)
+            parts: tuple[tuple[Family, int, int], ...] = (("prefill", item.start, boundary), ("decode", boundary, end))
+            for family, start, stop in parts:  # as the target does, prompt tokens apart from generated ones
+                if start < stop:
+                    segment = Segment(start=start, num_tokens=stop - start, block_table=request.block_table)
+                    segments[family].append(segment)
+                    rows[family].append(own[start - item.start : stop - item.start])
+        for family, launched in segments.items():
+            if launched:
+                self._write_context(family, launched, torch.cat(rows[family]))
+
+    def block_rows(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
+        """The head's output for the rows that guess the next counts[b] >= 1 places of requests[b], request by request.
+
+        [sum(counts), hidden]
+        """
+        config = self.head.config
+        num_silent = 0 if config.samples_from_anchor else 1  # rows of a block that guess nothing
+        segments, token_ids, drafting_rows = list[Segment](), list[int](), list[int]()
+        for request, count in zip(requests, counts, strict=True):
+            start, num_rows = request.num_tokens - 1, count + num_silent
+            segments.append(Segment(start=start, num_tokens=num_rows, block_table=request.block_table))
+            drafting_rows += range(len(token_ids) + num_silent, len(token_ids) + num_rows)
+            token_ids += [*request.tokens_between(start, start + 1), *[config.mask_token_id] * (num_rows - 1)]
+        ids = to_device(token_ids, torch.int64, self.context.device)
+        output = self.runner.run("decode", segments, ids, self.head.embed(ids), is_causal=False)
+        return output.index_select(0, to_device(drafting_rows, torch.int64, self.context.device))
+
+    def _write_context(self, family: Family, segments: list[Segment], states: torch.Tensor) -> None:
+        """states: [num_rows, num_taps * hidden], of the segments' tokens one after another."""
+        assert self.runner.cache is not None, "allocate_cache comes first"
+        batch = self.runner.launch(family, segments, len(states))
+        padding = len(batch.token_ids) - len(states)
+        self.head.write_context(batch, F.pad(states, (0, 0, 0, padding)), self.runner.cache)

@@ -1,0 +1,74 @@
+"""DSpark's sequential head: what the guess before a place adds to the logits of that place (arXiv 2607.05147).
+
+A table of low rank, W2 W1[token before]; `gated` weighs its parts by the place's hidden state, `rnn` keeps a state
+along the block. Names and arithmetic are those of DeepSpec's checkpoints, which speculators write too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu.panels import Change, Weight, unpacked
+from runner.engine.linear import WeightTarget
+from runner.engine.operations import head_logits, linear
+
+KINDS = ("vanilla", "gated", "rnn")
+
+
+class MarkovHead:
+    def __init__(
+        self, kind: str, *, rank: int, hidden_size: int, vocab_size: int, draft_vocab_size: int, dtype: torch.dtype
+    ) -> None:
+        """kind: of KINDS. The token before is one of vocab_size, what is guessed one of draft_vocab_size."""
+        self.kind, self.rank = kind, rank
+        self.reads_hidden = kind != "vanilla"
+        self.table = torch.empty(vocab_size, rank, dtype=dtype)
+        self.projection: Weight = torch.empty(draft_vocab_size, rank, dtype=dtype)
+        num_mixed = {"vanilla": 0, "gated": 1, "rnn": 3}[kind]
+        width = hidden_size + (2 if kind == "rnn" else 1) * rank
+        self.mixer: Weight | None = torch.empty(num_mixed * rank, width, dtype=dtype) if num_mixed else None
+        self.mixer_bias = torch.empty(num_mixed * rank, dtype=dtype) if num_mixed else None
+
+    def first_state(self, num_rows: int) -> torch.Tensor:
+        """Before the block, [num_rows, rank]."""
+        return self.table.new_zeros(num_rows, self.rank)
+
+    def __call__(
+        self, state: torch.Tensor, hidden: torch.Tensor | None, token_ids: torch.Tensor, tile: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is added to the logits of each row, [num_rows, draft vocab] float32, and the state behind it.
+
+        Args:
+            state: [num_rows, rank], num_rows a multiple of tile.
+            hidden: [num_rows, hidden], of the place that is guessed; None where `reads_hidden` says so.
+            token_ids: [num_rows] int64, of the place before it.
+        """
+        latent = self.table.index_select(0, token_ids)
+        if self.mixer is not None:
+            assert hidden is not None
+            seen = (state, latent, hidden) if self.kind == "rnn" else (hidden, latent)
+            mixed = linear(torch.cat(seen, dim=1), self.mixer, self.mixer_bias, tile)
+            if self.kind == "rnn":
+                keep, fresh, told = mixed.chunk(3, dim=1)
+                keep = keep.sigmoid()
+                state, latent = keep * state + (1 - keep) * fresh.tanh(), told.tanh()
+            else:
+                latent = mixed.sigmoid() * latent
+        return head_logits(latent, self.projection, tile), state
+
+    def convert(self, change: Change) -> None:
+        self.projection = change(self.projection)
+        if self.mixer is not None:
+            self.mixer = change(self.mixer)
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        targets = {
+            f"{prefix}markov_w1.weight": WeightTarget(view=self.table),
+            f"{prefix}markov_w2.weight": WeightTarget(view=unpacked(self.projection)),
+        }
+        if self.mixer is not None:
+            assert self.mixer_bias is not None
+            name = "joint_proj" if self.kind == "rnn" else "gate_proj"
+            targets[f"{prefix}{name}.weight"] = WeightTarget(view=unpacked(self.mixer))
+            targets[f"{prefix}{name}.bias"] = WeightTarget(view=self.mixer_bias)
+        return targets
