@@ -103,8 +103,12 @@ class DFlashHead(Head):
         num_texts, length = states.token_ids.shape
         drafts = states.token_ids.new_zeros(num_texts, length, num_speculative_tokens)
         for anchors in torch.split(torch.arange(length, device=states.token_ids.device), ANCHORS_AT_ONCE):
-            drafts[:, anchors] = self.logits(states, anchors, num_speculative_tokens).argmax(dim=-1)
+            drafts[:, anchors] = self.guesses(states, anchors, num_speculative_tokens)
         return drafts
+
+    def guesses(self, states: TargetStates, anchors: Tensor, num_guesses: int) -> Tensor:
+        """[num_texts, num_anchors, num_guesses] int64, the likeliest behind the tokens at `anchors`."""
+        return self.logits(states, anchors, num_guesses).argmax(dim=-1)
 
     def published_config(self) -> dict[str, Any]:
         num_layers = len(self.layers)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.train.heads.dflash import DFlashHead
-from runner.train.heads.head import ANCHORS_AT_ONCE, soft_label_loss
+from runner.train.heads.head import soft_label_loss
 from runner.train.heads.llama_config import published_keys
 from runner.train.heads.states import FrozenTarget, TargetStates
 
@@ -45,16 +45,11 @@ class DSparkHead(DFlashHead):
             total = total + self.weight(place) * (soft_label_loss(guess, labels) + doubt)
         return total
 
-    @torch.no_grad()
-    def draft(self, states: TargetStates, num_speculative_tokens: int) -> Tensor:
-        num_texts, length = states.token_ids.shape
-        drafts = states.token_ids.new_zeros(num_texts, length, num_speculative_tokens)
-        for anchors in torch.split(torch.arange(length, device=states.token_ids.device), ANCHORS_AT_ONCE):
-            logits, before = self.logits(states, anchors, num_speculative_tokens), states.token_ids[:, anchors]
-            for place in range(num_speculative_tokens):
-                before = (logits[:, :, place] + self.markov_head(before)).argmax(dim=-1)
-                drafts[:, anchors, place] = before
-        return drafts
+    def guesses(self, states: TargetStates, anchors: Tensor, num_guesses: int) -> Tensor:
+        logits, guessed = self.logits(states, anchors, num_guesses), [states.token_ids[:, anchors]]
+        for place in range(num_guesses):
+            guessed.append((logits[:, :, place] + self.markov_head(guessed[-1])).argmax(dim=-1))
+        return torch.stack(guessed[1:], dim=-1)
 
     def published_config(self) -> dict[str, Any]:
         num_layers = len(self.layers)
