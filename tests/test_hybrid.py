@@ -261,6 +261,14 @@ def test_a_score_that_no_match_can_have_is_noted() -> None:
     assert note.startswith("min_match_score=9 is out of reach") and "judged by 8 tokens" in note
 
 
+def test_bounds_of_trees_that_a_drafter_does_not_grow_are_noted() -> None:
+    """They were taken without a word."""
+    keys = {"method": "hybrid", "speculative_token_tree": "dynamic", "tree_depth": 7}
+    (note,) = parse_method({**keys, "drafter": "medusa", "tree_top_k": 6})[0].notes()
+    assert note == "drafter=medusa ignores tree_depth=7, tree_top_k=6"
+    assert parse_method({**keys, "drafter": "eagle3"})[0].notes() == []
+
+
 def test_keys_of_single_drafters_reach_them_and_no_other() -> None:
     keys = {"method": "hybrid", "drafter": "eagle3", "aux_hidden_state_layer_ids": [1, 2, 3]}
     method, _ = parse_method(keys)

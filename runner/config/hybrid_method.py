@@ -90,6 +90,12 @@ class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
             **keys,
         )
 
+    def notes(self) -> list[str]:
+        own, notes = DRAFTERS[self.drafter].model_fields, super().notes()
+        unread = {key: field.default for key, field in GrowthKeys.model_fields.items() if key not in own}
+        ignored = [f"{key}={value}" for key, default in unread.items() if (value := getattr(self, key)) != default]
+        return [*notes, f"drafter={self.drafter} ignores {', '.join(ignored)}"] if ignored else notes
+
     @property
     def _num_drafter_tokens(self) -> int:
         by_default = CHAIN_OF_DRAFTER if self.speculative_token_tree is None else self.num_speculative_tokens
