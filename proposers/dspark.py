@@ -128,7 +128,8 @@ class DSparkProposer(BlockProposer, LevelByLevelProposer):
 
     def _after(self, token_ids: torch.Tensor, place: int) -> torch.Tensor:
         """Logits [num_rows, vocab] of a place of the block behind these tokens [num_rows], the state moved on."""
-        # A level behind the last row of a block has no node that is drafted.
+        # A level behind the last row of a block has no node that is drafted, but for a chain that follows a grammar in
+        # place of a static tree of few nodes, which may be deeper: such guesses come of the last row.
         rows = torch.minimum(self._first_rows + place, self._last_rows).index_select(0, self._owners)
         num_rows = len(token_ids)
         state, tile = self.runner.in_tiles(self._state)

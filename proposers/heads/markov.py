@@ -30,7 +30,11 @@ class MarkovHead:
         self.mixer_bias = torch.empty(num_mixed * rank, dtype=dtype) if num_mixed else None
 
     def first_state(self, num_rows: int) -> torch.Tensor:
-        """Before the block, [num_rows, rank]."""
+        """Before the first row that guesses, [num_rows, rank].
+
+        In training an `rnn` head of speculators whose pending token does not guess has gone over that token's row
+        before; here it has not, so such a head starts from another state.
+        """
         return self.table.new_zeros(num_rows, self.rank)
 
     def __call__(

@@ -103,15 +103,15 @@ class StaticGrowth(Growth):
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    score: float  # log-probability of the path
+    score: float  # log-probability of the path; of greedy requests a sharpened one (RowSampling.candidates)
     number: int
     parent: int  # place among the request's candidates; -1 = the pending token
 
 
 class DynamicGrowth(Growth):
-    """The most probable candidates (EAGLE-2, arXiv 2406.16858).
+    """The candidates of the highest scores (EAGLE-2, arXiv 2406.16858).
 
-    At each level the top_k candidates of the highest joint probability go on; in the end the best num_nodes of all
+    At each level the top_k candidates of the highest joint score go on; in the end the best num_nodes of all
     levels are drafted. A child is no likelier than its parent, so that they are a tree.
     """
 

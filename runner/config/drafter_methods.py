@@ -66,10 +66,10 @@ class DrafterMethod(MethodConfig):
 
 
 class DynamicTreeMethod(DrafterMethod):
-    """Drafters that can offer several continuations at once: the most probable nodes."""
+    """Drafters that can offer several continuations at once: the likeliest nodes."""
 
     speculative_token_tree: Literal["dynamic"] | None = Field(
-        default=None, description="null drafts a chain; dynamic a tree of the most probable nodes"
+        default=None, description="null drafts a chain; dynamic a tree of the likeliest nodes"
     )
 
     @model_validator(mode="before")
@@ -101,7 +101,7 @@ class TreeDrafterMethod(DynamicTreeMethod):
     speculative_token_tree: Literal["dynamic"] | TreePaths | None = Field(  # type: ignore[assignment]
         default=None,
         description="null drafts a chain; [[0], [0, 0], [1], ...] the tree with these paths of child ranks (Medusa's "
-        "choices), ranks >= 0; dynamic the most probable num_speculative_tokens nodes",
+        "choices), ranks >= 0; dynamic the likeliest num_speculative_tokens nodes",
     )
 
     @field_validator("speculative_token_tree", mode="before")
