@@ -69,6 +69,6 @@ class DFlashProposer(BlockProposer, OnePassProposer):
         return self.trees.nodes(schedule)
 
     def all_logits(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
-        output = self.block_rows(requests, counts)
-        rows, tile = self.runner.in_tiles(output)
-        return over_target_vocabulary(self.head.logits(rows, tile)[: len(output)], self.head.known_tokens)
+        guessing = self.guessing_rows(self.blocks(requests, counts), counts)
+        rows, tile = self.runner.in_tiles(guessing)
+        return over_target_vocabulary(self.head.logits(rows, tile)[: len(guessing)], self.head.known_tokens)

@@ -6,6 +6,7 @@ beside the pass. So trees grow level by level: every node sees its own path's la
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -25,6 +26,8 @@ from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
 from runner.engine.request import Request
 from runner.engine.upload import to_device
+
+logger = logging.getLogger(__name__)
 
 
 class DSparkProposer(BlockProposer, LevelByLevelProposer):
@@ -51,6 +54,13 @@ class DSparkProposer(BlockProposer, LevelByLevelProposer):
         most = head.config.max_draft_tokens
         if isinstance(speculative_token_tree, tuple):
             check_depth(speculative_token_tree, max_depth=most)
+        if speculative_token_tree == "dynamic" and tree_depth > most:
+            logger.warning(
+                "method.tree_depth=%d is asked of %s, whose block holds %d drafts: its trees are so deep at most",
+                tree_depth,
+                source.model,
+                most,
+            )
         super().__init__(
             head,
             num_speculative_tokens=num_speculative_tokens,
@@ -63,11 +73,10 @@ class DSparkProposer(BlockProposer, LevelByLevelProposer):
             tree_top_k=tree_top_k,
         )
         self._depths: dict[str, int] = {}  # request_id -> rows of its block in this step
-        self._first_rows = torch.empty(0)  # [requests] int64: of the block of each that drafts
-        self._last_rows = torch.empty(0)
-        self._hidden = self._logits = torch.empty(0)  # of all their rows, [num_rows, hidden] and [num_rows, known]
+        self._first_rows = torch.empty(0)  # [requests] int64: the first of each that guesses
+        self._hidden = self._logits = torch.empty(0)  # of all rows that guess, [num_rows, hidden], [num_rows, known]
         self._owners = torch.empty(0)  # [rows of the last call] int64: the place of the request of each
-        self._state = torch.empty(0)  # [rows of the last call, rank]
+        self._state: torch.Tensor | None = None  # [rows of the last call, rank], of heads that keep one
 
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return self.room(request, limit) if self.drafts_trees else super().max_draft_tokens(request, limit)
@@ -92,52 +101,58 @@ class DSparkProposer(BlockProposer, LevelByLevelProposer):
         return super().walk(requests, counts, draw)
 
     def _growth(self, requests: Sequence[Request], counts: Sequence[int], *, need_probs: bool) -> Growth:
-        depths = [
-            min(count, self.tree_depth) if self.is_dynamic else max(map(len, self.choices[:count])) for count in counts
-        ]
-        self._depths = {request.request_id: depth for request, depth in zip(requests, depths, strict=True)}
-        return super()._growth(requests, counts, need_probs=need_probs)
+        growth = super()._growth(requests, counts, need_probs=need_probs)
+        self._depths = {request.request_id: depth for request, depth in zip(requests, growth.depths, strict=True)}
+        return growth
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
         counts = [self._depths[request.request_id] for request in requests]
-        ends = list(accumulate(counts))
-        device = self.context.device
-        self._last_rows = to_device([end - 1 for end in ends], torch.int64, device)
-        self._first_rows = to_device([0, *ends][:-1], torch.int64, device)
-        self._hidden = self.block_rows(requests, counts)
+        first_rows = list(accumulate(counts, initial=0))[:-1]
+        device, num_silent = self.context.device, self.head.config.num_silent
+        self._first_rows = to_device(first_rows, torch.int64, device)
+        blocks = self.blocks(requests, counts)
+        self._hidden = self.guessing_rows(blocks, counts)
         rows, tile = self.runner.in_tiles(self._hidden)
         self._logits = self.head.logits(rows, tile)[: len(self._hidden)]
         self._owners = torch.arange(len(requests), device=device)
+        last = [request.tokens_between(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
+        pending = to_device(last, torch.int64, device)
         self._state = self.head.markov.first_state(len(requests))
-        pending = [request.tokens_between(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
-        return self._after(to_device(pending, torch.int64, device), 0)
+        if self._state is not None and num_silent:
+            starts = [first + num_silent * index for index, first in enumerate(first_rows)]
+            self._step(pending, blocks.index_select(0, to_device(starts, torch.int64, device)))
+        return self._after(pending, 0)
 
     def next_logits(
         self, requests: Sequence[Request], step: int, token_ids: torch.Tensor, row_idx: torch.Tensor | None
     ) -> torch.Tensor:
         if row_idx is not None:
-            self._owners, self._state = (own.index_select(0, row_idx) for own in (self._owners, self._state))
+            self._go_on_from(row_idx)
         return self._after(token_ids, step)
 
     def level_logits(
         self, requests: Sequence[Request], owners: Sequence[int], nodes: Sequence[TreeNode], token_ids: torch.Tensor
     ) -> torch.Tensor:
-        before = to_device([node.row for node in nodes], torch.int64, self.context.device)
-        self._owners, self._state = (own.index_select(0, before) for own in (self._owners, self._state))
+        self._go_on_from(to_device([node.row for node in nodes], torch.int64, self.context.device))
         return self._after(token_ids, len(nodes[0].path))
+
+    def _go_on_from(self, rows: torch.Tensor) -> None:
+        self._owners = self._owners.index_select(0, rows)
+        if self._state is not None:
+            self._state = self._state.index_select(0, rows)
 
     def _after(self, token_ids: torch.Tensor, place: int) -> torch.Tensor:
         """Logits [num_rows, vocab] of a place of the block behind these tokens [num_rows], the state moved on."""
-        # A level behind the last row of a block has no node that is drafted, but for a chain that follows a grammar in
-        # place of a static tree of few nodes, which may be deeper: such guesses come of the last row.
-        rows = torch.minimum(self._first_rows + place, self._last_rows).index_select(0, self._owners)
-        num_rows = len(token_ids)
-        state, tile = self.runner.in_tiles(self._state)
-        hidden = None
-        if self.head.markov.reads_hidden:
-            hidden, _ = self.runner.in_tiles(self._hidden.index_select(0, rows))
-        padded = torch.nn.functional.pad(token_ids, (0, len(state) - num_rows))
-        added, state = self.head.markov(state, hidden, padded, tile)
-        self._state = state[:num_rows]
-        logits = self._logits.index_select(0, rows) + added[:num_rows]
+        markov, rows = self.head.markov, (self._first_rows + place).index_select(0, self._owners)
+        latent, tile = self._step(token_ids, self._hidden.index_select(0, rows) if markov.reads_hidden else None)
+        logits = self._logits.index_select(0, rows) + markov.logits(latent, tile)[: len(rows)]
         return over_target_vocabulary(logits, self.head.known_tokens)
+
+    def _step(self, token_ids: torch.Tensor, hidden: torch.Tensor | None) -> tuple[torch.Tensor, int | None]:
+        """What the sequential head says of rows behind these tokens [num_rows], in whole tiles; the state moves on."""
+        num_rows = len(token_ids)
+        padded, tile = self.runner.in_tiles(token_ids.unsqueeze(1))
+        hidden, state = (rows if rows is None else self.runner.in_tiles(rows)[0] for rows in (hidden, self._state))
+        latent, state = self.head.markov.step(state, hidden, padded.squeeze(1), tile)
+        self._state = state if state is None else state[:num_rows]
+        return latent, tile

@@ -161,7 +161,7 @@ class HashingMaskableHead(HashingHead):
 class HashingBlocks:
     """DFlash's head: digests of the context in the cache, overwritten by blocks of an anchor and masks."""
 
-    config = SimpleNamespace(tap_layers=(NORMED,), samples_from_anchor=False, mask_token_id=1, max_draft_tokens=9)
+    config = SimpleNamespace(tap_layers=(NORMED,), num_silent=1, mask_token_id=1, max_draft_tokens=9)
     known_tokens = None
 
     def __init__(self, head: Any) -> None:
@@ -189,7 +189,7 @@ class HashingBlocks:
         store(batch, cache, batch.token_ids)
         outputs = step(states, batch.token_ids[firsts[owners]])
         for row, depth in enumerate((batch.positions - anchors[owners]).tolist()):
-            guessed = depth if self.config.samples_from_anchor else max(depth - 1, 0)
+            guessed = max(depth - self.config.num_silent, 0)
             outputs[row] = roll(outputs[row : row + 1], guessed)[0]
         outputs[:, 0] = (outputs[:, 0] + is_wrong) % NUM_STATES
         return outputs.float()
@@ -201,7 +201,7 @@ class HashingBlocks:
 class HashingBlocksAndSequel(HashingBlocks):
     """DSpark's head: every row guesses, and all tokens on the way to a guess may make it another one."""
 
-    config = SimpleNamespace(tap_layers=(NORMED,), samples_from_anchor=True, mask_token_id=1, max_draft_tokens=9)
+    config = SimpleNamespace(tap_layers=(NORMED,), num_silent=0, mask_token_id=1, max_draft_tokens=9)
 
     def __init__(self, head: Any) -> None:
         super().__init__(head)
@@ -214,11 +214,14 @@ class HashingSequel:
     def first_state(self, num_rows: int) -> torch.Tensor:
         return torch.zeros(num_rows, 1)
 
-    def __call__(
+    def step(
         self, state: torch.Tensor, hidden: torch.Tensor | None, token_ids: torch.Tensor, tile: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         state = (3 * state + token_ids.unsqueeze(1) + 1) % NUM_STATES
-        return 8 * TABLE[state[:, 0].long()] * (state % 6 == 0), state
+        return state, state
+
+    def logits(self, latent: torch.Tensor, tile: int | None) -> torch.Tensor:
+        return 8 * TABLE[latent[:, 0].long()] * (latent % 6 == 0)
 
 
 class HashingLastStates:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from proposers.heads.dflash import load_dflash_head
-from proposers.heads.dflash_config import tap_layers
+from proposers.heads.dflash_config import spread_layer_ids, tap_layers
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from tests.one_pass_reference import (
@@ -417,6 +417,7 @@ def test_a_mask_embedding_beside_the_weights_is_refused(target: Target, tmp_path
     [
         ({"dflash_config": {"target_layer_ids": [0, 1]}}, (1, 2)),
         ({"target_layer_ids": [0, 1]}, (1, 2)),
+        ({"dspark_target_layer_ids": [0, 1]}, (1, 2)),
         ({"dflash_config": {"layer_ids": [0, 1]}}, (0, 1)),
         ({}, (2, 10, 18, 26, 34)),  # z-lab's Qwen3-8B head names these very layers
         ({"transformer_layer_config": {}, "aux_hidden_state_layer_ids": [0, 1]}, (0, 1)),
@@ -425,7 +426,8 @@ def test_a_mask_embedding_beside_the_weights_is_refused(target: Target, tmp_path
 def test_hidden_states_are_found_where_published_configs_name_them(
     keys: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
-    assert tap_layers(ModelSource(model="a-head"), keys, num_target_layers=36, num_layers=5) == expected
+    spread = spread_layer_ids(num_target_layers=36, num_layers=5)
+    assert tap_layers(ModelSource(model="a-head"), keys, spread) == expected
 
 
 def read(target: Target, head: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch import Tensor
 from proposers.heads.dspark import load_dspark_head
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
+from runner.engine.request import DraftTokens
 from runner.engine.row_sampling import GREEDY_SHARPNESS
+from runner.engine.scheduler import Schedule
+from runner.llm import LLM, SamplingParams, StructuredOutputsParams
 from tests import test_dflash_trees
 from tests.one_pass_reference import HIDDEN_SIZE, MASK, NUM_LAYERS, VOCAB_SIZE, Target, context_of, passes_of_a_run
 from tests.one_pass_reference import save_target as save
@@ -86,8 +90,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
     "DeepSpec": (DEEPSPEC, tensors(**ENDS, **sequential())),
     "DeepSpec, gated": ({**DEEPSPEC, "markov_head_type": "gated"}, tensors(**ENDS, **sequential(kind="gated"))),
     "DeepSpec, rnn": ({**DEEPSPEC, "markov_head_type": "rnn"}, tensors(**ENDS, **sequential(kind="rnn"))),
-    "DeepSpec, confidence of the state alone": (
-        {**DEEPSPEC, "confidence_head_with_markov": False},
+    "DeepSpec, confidence of the state alone, vLLM's words": (
+        {
+            **{key: value for key, value in DEEPSPEC.items() if key not in ("block_size", "target_layer_ids")},
+            "dspark_block_size": BLOCK,
+            "dspark_target_layer_ids": [0, 1],
+            "confidence_head_with_markov": False,
+        },
         tensors(**ENDS, **sequential(confidence=HIDDEN_SIZE)),
     ),
     "SpecForge": (
@@ -108,6 +117,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
         {**OF_SPECULATORS, "sample_from_anchor": False},
         tensors(**sequential()),
     ),
+    "speculators, the pending token does not guess, rnn": (
+        {**OF_SPECULATORS, "sample_from_anchor": False, "markov_head_type": "rnn"},
+        tensors(**sequential(kind="rnn")),
+    ),
     "speculators, frequent tokens, rnn": (
         {**OF_SPECULATORS, "draft_vocab_size": NUM_DRAFTED, "markov_head_type": "rnn"},
         {
@@ -124,8 +137,10 @@ class Reference:
     @torch.inference_mode()
     def __init__(self, layout: str, target: Any, token_ids: list[int], num_tokens: int) -> None:
         config, weights = LAYOUTS[layout]
-        num_silent = 0 if config.get("sample_from_anchor", True) else 1
-        self.rows = reference_rows(config, weights, target, token_ids, num_tokens, [1, 2], num_silent=num_silent)
+        self.num_silent = 0 if config.get("sample_from_anchor", True) else 1
+        self.rows = reference_rows(
+            config, weights, target, token_ids, num_tokens + self.num_silent, [1, 2], num_silent=0
+        )
         dtype = self.rows.dtype
         self.weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
         self.base = self.rows @ self.weights.get("lm_head.weight", target.lm_head.weight).T
@@ -133,10 +148,13 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, path: list[int]) -> Tensor:
-        """[len(path), vocab]: of each place behind the tokens up to it, the pending one first."""
+        """[len(path), vocab]: of each place behind the tokens up to it, the pending one first.
+
+        In training a pending token that does not guess goes over its own row, as if it stood before itself.
+        """
         w = {name.removeprefix("markov_head."): tensor for name, tensor in self.weights.items()}
         state, found = torch.zeros(RANK, dtype=self.rows.dtype), []
-        for place, before in enumerate(path):
+        for place, before in enumerate([path[0]] * self.num_silent + path):
             latent, row = w["markov_w1.weight"][before], self.rows[place]
             if self.kind == "gated":
                 latent = latent * torch.sigmoid(w["gate_proj.weight"] @ torch.cat((row, latent)) + w["gate_proj.bias"])
@@ -146,7 +164,8 @@ class Reference:
                 gate = torch.sigmoid(gate)
                 state, latent = gate * state + (1 - gate) * torch.tanh(candidate), torch.tanh(output)
             found.append(self.base[place] + w["markov_w2.weight"] @ latent)
-        return over_all_tokens(torch.stack(found)) if "d2t" in self.weights else torch.stack(found)
+        logits = torch.stack(found[self.num_silent :])
+        return over_all_tokens(logits) if "d2t" in self.weights else logits
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +196,10 @@ def test_every_guess_has_the_logits_of_a_rewrite_behind_the_guess_before(
     assert [one.drafted for one in passes] == [rows.argmax(dim=-1).tolist() for rows in exact]
 
 
-@pytest.mark.parametrize("layout", ["DeepSpec, rnn", "speculators, frequent tokens, rnn"])
+@pytest.mark.parametrize(
+    "layout",
+    ["DeepSpec, rnn", "speculators, the pending token does not guess, rnn", "speculators, frequent tokens, rnn"],
+)
 def test_a_dynamic_tree_grows_by_what_each_node_says_behind_its_own_path(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
@@ -207,10 +229,11 @@ def test_a_dynamic_tree_grows_by_what_each_node_says_behind_its_own_path(
     assert len(depths) > 1
 
 
+@pytest.mark.parametrize("layout", ["DeepSpec, gated", "speculators, frequent tokens, rnn"])
 def test_a_static_tree_holds_the_ranks_behind_each_nodes_own_path(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    layout, choices = "DeepSpec, gated", test_dflash_trees.CHOICES
+    choices = test_dflash_trees.CHOICES
     head = save_head(tmp_path / "head", *LAYOUTS[layout])
     trees = trees_of_a_run(target, head, monkeypatch, len(choices), choices, keys={"method": "dspark"})
     model = in_float64(target.model)
@@ -236,11 +259,57 @@ def test_more_tokens_than_a_block_holds_are_not_drafted(
     assert max(len(one.drafted) for one in passes) == most
 
 
+def test_a_tree_deeper_than_the_block_is_cut_with_a_word(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = save_head(tmp_path / "head", *LAYOUTS["DeepSpec"])
+    keys = {"method": "dspark", "tree_depth": 9, "tree_top_k": 2}
+    trees = trees_of_a_run(target, head, monkeypatch, 12, "dynamic", keys=keys)
+    assert max(len(path) for own in trees for path in own.paths) == BLOCK
+    assert "method.tree_depth=9 is asked of" in caplog.text and "whose block holds 6 drafts" in caplog.text
+
+
+def test_a_grammar_s_chain_guesses_with_the_rows_of_its_own_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a static tree whose first choices are shallower than the chain."""
+    chain = {"method": "dspark", "num_speculative_tokens": 4}
+    choices = ((0,), (1,), (2,), (3,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
+    bush = {**chain, "num_speculative_tokens": len(choices), "speculative_token_tree": choices}
+    form = StructuredOutputsParams(regex="[a-z ]{60}")
+    params = SamplingParams(max_tokens=30, structured_outputs=form, speculative_ratio=4)
+    drafts = []
+    for method in (chain, bush):
+        llm = LLM("tiny", speculative_config=method, device="cpu", num_gpu_blocks_override=64)
+        own = []
+        monkeypatch.setattr(llm.engine.proposer, "propose", noting(llm.engine.proposer.propose, own))
+        llm.generate("def parse(", params, use_tqdm=False)
+        drafts.append(own)
+    assert drafts[0] == drafts[1] and max(map(len, drafts[0])) == 4
+
+
+def noting(propose: Callable[[Schedule], DraftTokens], drafts: list[list[int]]) -> Callable[[Schedule], DraftTokens]:
+    def noting_propose(schedule: Schedule) -> DraftTokens:
+        found = propose(schedule)
+        drafts.append(found.token_ids.tolist())
+        return found
+
+    return noting_propose
+
+
+def test_a_dummy_head_has_the_ends_that_its_layout_brings(target: Target) -> None:
+    for layout, brings in (("DeepSpec", True), ("speculators", False)):
+        source = ModelSource(model="", name="method.model", load_format="dummy", hf_config=LAYOUTS[layout][0])
+        head = load_dspark_head(source, context_of(target), None, None)
+        assert (head.embed_tokens is not None) == (head.lm_head is not None) == brings
+
+
 @pytest.mark.parametrize(
     ("layout", "changes", "message"),
     [
         ("DeepSpec", {"markov_head_type": "lstm"}, "markov_head_type must be one of vanilla, gated, rnn, got 'lstm'"),
-        ("DeepSpec", {"markov_rank": 0}, "markov_rank in its config must be a whole number >= 1, got 0"),
+        ("DeepSpec", {"markov_rank": 0}, "must have a sequential head, got markov_rank=0"),
+        ("DeepSpec", {"markov_rank": -1}, "markov_rank in its config must be a whole number >= 1, got -1"),
+        ("DeepSpec", {"block_size": None}, "block_size must be a whole number >= 1, got None"),
+        ("DeepSpec", {"target_layer_ids": None}, "target_layer_ids must be a list of whole numbers, got None"),
         (
             "speculators",
             {"speculators_model_type": "dflash"},

@@ -183,7 +183,7 @@ def test_what_has_a_counterpart_survives_the_way_to_vllm_and_back(values: dict[s
 @given(values=speculative_configs(exact=True))
 def test_a_note_is_written_only_for_what_changes(values: dict[str, Any]) -> None:
     _, notes = to_vllm(method_of(values))
-    assert all("block needs" in note or "custom_class has" in note for note in notes)
+    assert all("needs vLLM's V2 model runner" in note or "custom_class has" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,9 @@ class CapturedBlock(CapturedChains):
         """Of the rows that products of the head take."""
         return self.runner.shapes["decode"].linear
 
-    def block_rows(self, batch: DeviceBatch) -> Tensor:
-        """The head's output for the rows that guess, [count, depth, hidden]."""
-        config, count = self.head.config, batch.count
-        num_silent = 0 if config.samples_from_anchor else 1  # rows of a block that predict no draft
+    def blocks(self, batch: DeviceBatch) -> Tensor:
+        """The head's output, [count, num_silent + depth, hidden]: the silent rows of a block come first."""
+        config, count, num_silent = self.head.config, batch.count, self.head.config.num_silent
         num_rows = self.depth + num_silent
         masks = batch.last_token_ids.new_full((count, num_rows - 1), config.mask_token_id)
         token_ids = torch.cat((batch.last_token_ids[:, 1:], masks), dim=1).flatten()
@@ -50,7 +49,7 @@ class CapturedBlock(CapturedChains):
         segments = replace(segments, last_keys=ends.expand(-1, len(segments.last_keys) // count).flatten())
         launch = replace(launch, attention=replace(launch.attention, segments=segments))
         output = self.runner.compute(launch, self.head.embed(token_ids))
-        return output.view(count, num_rows, -1)[:, num_silent:]
+        return output.view(count, num_rows, -1)
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
         """Write the context of every verified row; what was rejected is overwritten by the next block or context."""

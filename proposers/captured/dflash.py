@@ -11,5 +11,5 @@ from runner.engine.device_requests import DeviceBatch
 
 class CapturedDFlash(CapturedBlock, CapturedOnePass):
     def all_logits(self, batch: DeviceBatch) -> Tensor:
-        drafting = self.block_rows(batch).flatten(0, 1)
-        return self.head.logits(drafting, self.tile).view(batch.count, self.num_tokens, -1)
+        guessing = self.blocks(batch)[:, self.head.config.num_silent :].flatten(0, 1)
+        return self.head.logits(guessing, self.tile).view(batch.count, self.num_tokens, -1)

@@ -110,22 +110,30 @@ class BlockProposer(TokenByTokenProposer):
             if launched:
                 self._write_context(family, launched, torch.cat(rows[family]))
 
-    def block_rows(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
-        """The head's output for the rows that guess the next counts[b] >= 1 places of requests[b], request by request.
+    def blocks(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
+        """The head's output for blocks that guess the next counts[b] >= 1 places of requests[b], request by request.
 
-        [sum(counts), hidden]
+        [sum(num_silent + counts[b]), hidden]: the silent rows of a block come first.
         """
         config = self.head.config
-        num_silent = 0 if config.samples_from_anchor else 1  # rows of a block that guess nothing
-        segments, token_ids, drafting_rows = list[Segment](), list[int](), list[int]()
+        segments, token_ids = list[Segment](), list[int]()
         for request, count in zip(requests, counts, strict=True):
-            start, num_rows = request.num_tokens - 1, count + num_silent
+            start, num_rows = request.num_tokens - 1, config.num_silent + count
             segments.append(Segment(start=start, num_tokens=num_rows, block_table=request.block_table))
-            drafting_rows += range(len(token_ids) + num_silent, len(token_ids) + num_rows)
             token_ids += [*request.tokens_between(start, start + 1), *[config.mask_token_id] * (num_rows - 1)]
         ids = to_device(token_ids, torch.int64, self.context.device)
-        output = self.runner.run("decode", segments, ids, self.head.embed(ids), is_causal=False)
-        return output.index_select(0, to_device(drafting_rows, torch.int64, self.context.device))
+        return self.runner.run("decode", segments, ids, self.head.embed(ids), is_causal=False)
+
+    def guessing_rows(self, blocks: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Of blocks of these counts the rows that guess, [sum(counts), hidden]."""
+        num_silent = self.head.config.num_silent
+        if num_silent == 0:
+            return blocks
+        rows, end = list[int](), 0
+        for count in counts:
+            start, end = end + num_silent, end + num_silent + count
+            rows += range(start, end)
+        return blocks.index_select(0, to_device(rows, torch.int64, self.context.device))
 
     def _write_context(self, family: Family, segments: list[Segment], states: torch.Tensor) -> None:
         """states: [num_rows, num_taps * hidden], of the segments' tokens one after another."""

@@ -117,6 +117,8 @@ def fill_block_head(
     context: ProposerContext,
     max_model_len: int | None,
     what: str,  # that errors call it
+    *,
+    dummy_own: Collection[str] = (),  # what such heads bring, where no checkpoint tells it
 ) -> BlockHead:
     """The head of this config, built on the context's device and filled from its checkpoint.
 
@@ -130,6 +132,7 @@ def fill_block_head(
     tensors = read_head_tensors(source)
     marks = tensors.pop(TARGET_TO_DRAFT, None)
     is_cut = config.draft_vocab_size != target.model.vocab_size
+    brought = set(dummy_own) if source.is_dummy else {EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys()
     needed = {LM_HEAD, DRAFT_TO_TARGET} if is_cut else set[str]()
     with torch.device(context.device):
         head = head_class(
@@ -137,7 +140,7 @@ def fill_block_head(
             target,
             max_model_len=longest_text(source, config.hf_config, max_model_len, context.max_model_len),
             dtype=context.dtype,
-            own=needed | ({EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys()),
+            own=needed | brought,
         )
     fill_head(head.weight_targets(), tensors, source, what)
     head.find_known_tokens(marks, source)

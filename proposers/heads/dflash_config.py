@@ -58,8 +58,13 @@ class DFlashConfig:
     draft_vocab_size: int
 
     @property
+    def num_silent(self) -> int:
+        """Rows of a block that guess nothing, its first."""
+        return 0 if self.samples_from_anchor else 1
+
+    @property
     def max_draft_tokens(self) -> int:
-        return self.block_size if self.samples_from_anchor else self.block_size - 1
+        return self.block_size - self.num_silent
 
 
 def read_dflash_config(
@@ -71,6 +76,7 @@ def read_dflash_config(
     kind: str = "DFlash",
     kind_keys: Collection[str] = (),
     samples_from_anchor: bool = False,
+    has_defaults: bool = True,
 ) -> DFlashConfig:
     """The config of a head for this target.
 
@@ -79,6 +85,7 @@ def read_dflash_config(
         kind: what the head is to be.
         kind_keys: those of FOREIGN_KEYS that such a head has all the same.
         samples_from_anchor: what holds where the config does not say.
+        has_defaults: whether a config without a block size, or without ids, means z-lab's.
 
     Raises:
         UserError: a head of another kind or for another target, or ids that the target does not have.
@@ -95,7 +102,8 @@ def read_dflash_config(
     for hidden_size in (arch.hidden_size, values.get("target_hidden_size") or arch.hidden_size):
         num_layers = values.get("num_target_layers")
         require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=arch.vocab_size, num_layers=num_layers)
-    block_size = nested.get("block_size", values.get("block_size", DEFAULT_BLOCK_SIZE))
+    sizes = (nested.get("block_size"), values.get("block_size"), values.get("dspark_block_size"))
+    block_size = next((size for size in sizes if size is not None), DEFAULT_BLOCK_SIZE if has_defaults else None)
     from_anchor = bool(values.get("sample_from_anchor", samples_from_anchor))
     fewest = 1 if from_anchor else 2  # rows of which one guesses
     if not isinstance(block_size, int) or block_size < fewest:
@@ -104,7 +112,8 @@ def read_dflash_config(
             "its config"
         )
     if aux_hidden_state_layer_ids is None:
-        taps = tap_layers(source, values, target.model.num_layers, arch.num_layers)
+        spread = spread_layer_ids(target.model.num_layers, arch.num_layers) if has_defaults else None
+        taps = tap_layers(source, values, spread)
     else:
         taps = aux_hidden_state_layer_ids
     if not all(0 <= tap <= target.model.num_layers for tap in taps):
@@ -146,17 +155,18 @@ def _require_kind(
         )
 
 
-def tap_layers(
-    source: ModelSource, values: Mapping[str, Any], num_target_layers: int, num_layers: int
-) -> tuple[int, ...]:
-    """Hidden states that a config names, in the order in which vLLM and SGLang look for them, else z-lab's choice.
+def tap_layers(source: ModelSource, values: Mapping[str, Any], default: list[int] | None) -> tuple[int, ...]:
+    """Hidden states that a config names, in the order in which vLLM and SGLang look for them.
+
+    default: layers, numbered from 0, of a config that names none; those of speculators do.
 
     Raises:
-        UserError: none named and none to be chosen, or something else than whole numbers.
+        UserError: none named and no default, or something else than whole numbers.
     """
     nested = values.get("dflash_config") or {}
     places = [  # key, ids, what is to be added
         ("dflash_config.target_layer_ids", nested.get("target_layer_ids"), 1),
+        ("dspark_target_layer_ids", values.get("dspark_target_layer_ids"), 1),
         ("target_layer_ids", values.get("target_layer_ids"), 1),
         ("dflash_config.layer_ids", nested.get("layer_ids"), 0),
     ]
@@ -164,8 +174,8 @@ def tap_layers(
     if is_speculators:
         places = [("aux_hidden_state_layer_ids", values.get("aux_hidden_state_layer_ids"), 0)]
     key, ids, offset = next((place for place in places if place[1] is not None), places[0])
-    if ids is None and not is_speculators and num_target_layers >= MIN_LAYERS_TO_SPREAD_OVER:
-        ids = _spread_layer_ids(num_target_layers, num_layers)
+    if ids is None and not is_speculators:
+        ids = default
     if not isinstance(ids, list | tuple) or not ids or not all(isinstance(layer, int) for layer in ids):
         raise UserError(
             f"{source.name}={source.model}: {key} must be a list of whole numbers, got {ids!r}; mend its config.json, "
@@ -174,8 +184,13 @@ def tap_layers(
     return tuple(layer + offset for layer in ids)
 
 
-def _spread_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
-    """Layers of the target, numbered from 0, that a z-lab head of num_layers reads when its config names none."""
+def spread_layer_ids(num_target_layers: int, num_layers: int) -> list[int] | None:
+    """Layers of the target, numbered from 0, that a z-lab head of num_layers reads when its config names none.
+
+    None: the target has too few to spread over.
+    """
+    if num_target_layers < MIN_LAYERS_TO_SPREAD_OVER:
+        return None
     if num_layers == 1:
         return [num_target_layers // 2]
     first, last = 1, num_target_layers - 3

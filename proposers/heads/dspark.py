@@ -15,6 +15,7 @@ from kernels.cpu.panels import Change
 from proposers.base import ProposerContext
 from proposers.heads.dflash import DFlashHead, fill_block_head
 from proposers.heads.dspark_config import DSparkConfig, read_dspark_config
+from proposers.heads.layered_head import EMBEDDING, LM_HEAD
 from proposers.heads.markov import MarkovHead
 from runner.engine.checkpoint import ModelSource
 from runner.engine.linear import WeightTarget
@@ -62,4 +63,5 @@ def load_dspark_head(
     """
     assert context.target is not None, "heads need the target"
     config = read_dspark_config(source, context.target, aux_hidden_state_layer_ids)
-    return fill_block_head(DSparkHead, config, source, context, max_model_len, "a DSpark head")
+    ends = (EMBEDDING, LM_HEAD) if config.brings_ends else ()
+    return fill_block_head(DSparkHead, config, source, context, max_model_len, "a DSpark head", dummy_own=ends)

@@ -1,7 +1,8 @@
 """What a DSpark config says beyond a DFlash one: the sequential head and the confidence head.
 
 Hazard: DeepSpec's `target_layer_ids` number layers from 0, as z-lab's do, and its heads say nothing of
-sample_from_anchor: every row of a block guesses, the pending token's too.
+sample_from_anchor: every row of a block guesses, the pending token's too. Block size and ids have no default, and may
+be spelled `dspark_block_size` and `dspark_target_layer_ids` (vLLM's words).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PROJECTOR_TYPE = "dspark"  # SpecForge's word for such a head
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
+    brings_ends: bool  # embeddings and projection of its own, as DeepSpec's do
     markov_rank: int
     markov_head_type: str
     has_confidence_head: bool
@@ -51,6 +53,7 @@ def read_dspark_config(
         kind="DSpark",
         kind_keys=kind_keys,
         samples_from_anchor=True,
+        has_defaults=False,
     )
     own: Mapping[str, Any] = {**values, **nested}
     is_speculators = "transformer_layer_config" in values
@@ -62,8 +65,19 @@ def read_dspark_config(
         )
     return DSparkConfig(
         **{name: getattr(block, name) for name in DFlashConfig.__dataclass_fields__},
-        markov_rank=head_size(own, "markov_rank", DEFAULT_RANK if is_speculators else 0, source),
+        brings_ends=not is_speculators,
+        markov_rank=_markov_rank(own, DEFAULT_RANK if is_speculators else None, source),
         markov_head_type=kind,
         has_confidence_head=bool(own.get("enable_confidence_head", is_speculators)),
         confidence_head_with_markov=bool(own.get("confidence_head_with_markov", True)),
     )
+
+
+def _markov_rank(own: Mapping[str, Any], default: int | None, source: ModelSource) -> int:
+    """Raises UserError for a head without a sequential head, and for a rank that is none."""
+    if not own.get("markov_rank", default):
+        raise UserError(
+            f"{source.name}={source.model} must have a sequential head, got markov_rank={own.get('markov_rank')!r} in "
+            "its config; choose a head that has one"
+        )
+    return head_size(own, "markov_rank", default or 0, source)

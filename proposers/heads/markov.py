@@ -29,36 +29,36 @@ class MarkovHead:
         self.mixer: Weight | None = torch.empty(num_mixed * rank, width, dtype=dtype) if num_mixed else None
         self.mixer_bias = torch.empty(num_mixed * rank, dtype=dtype) if num_mixed else None
 
-    def first_state(self, num_rows: int) -> torch.Tensor:
-        """Before the first row that guesses, [num_rows, rank].
+    def first_state(self, num_rows: int) -> torch.Tensor | None:
+        """Before the first row of a block, [num_rows, rank]; None: this kind keeps none."""
+        return self.table.new_zeros(num_rows, self.rank) if self.kind == "rnn" else None
 
-        In training an `rnn` head of speculators whose pending token does not guess has gone over that token's row
-        before; here it has not, so such a head starts from another state.
-        """
-        return self.table.new_zeros(num_rows, self.rank)
-
-    def __call__(
-        self, state: torch.Tensor, hidden: torch.Tensor | None, token_ids: torch.Tensor, tile: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is added to the logits of each row, [num_rows, draft vocab] float32, and the state behind it.
+    def step(
+        self, state: torch.Tensor | None, hidden: torch.Tensor | None, token_ids: torch.Tensor, tile: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `logits` reads of each row, [num_rows, rank], and the state behind it.
 
         Args:
-            state: [num_rows, rank], num_rows a multiple of tile.
+            state: [num_rows, rank], num_rows a multiple of tile; None where first_state is.
             hidden: [num_rows, hidden], of the place that is guessed; None where `reads_hidden` says so.
             token_ids: [num_rows] int64, of the place before it.
         """
         latent = self.table.index_select(0, token_ids)
         if self.mixer is not None:
             assert hidden is not None
-            seen = (state, latent, hidden) if self.kind == "rnn" else (hidden, latent)
+            seen = (hidden, latent) if state is None else (state, latent, hidden)
             mixed = linear(torch.cat(seen, dim=1), self.mixer, self.mixer_bias, tile)
-            if self.kind == "rnn":
+            if state is not None:
                 keep, fresh, told = mixed.chunk(3, dim=1)
                 keep = keep.sigmoid()
                 state, latent = keep * state + (1 - keep) * fresh.tanh(), told.tanh()
             else:
                 latent = mixed.sigmoid() * latent
-        return head_logits(latent, self.projection, tile), state
+        return latent, state
+
+    def logits(self, latent: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """What is added to the logits of each row, [num_rows, draft vocab] float32."""
+        return head_logits(latent, self.projection, tile)
 
     def convert(self, change: Change) -> None:
         self.projection = change(self.projection)

@@ -48,6 +48,11 @@ class Growth(ABC):
     def width(self) -> int:
         """Candidates that the level needs of each row."""
 
+    @property
+    @abstractmethod
+    def depths(self) -> list[int]:
+        """Levels of each request's tree, at most; known before anything has grown."""
+
     @abstractmethod
     def grow(self, width: int, scores: list[list[float]] | None) -> list[tuple[int, int]]:
         """Take the level's candidates; returns (row, rank) of those that are the rows of the next level.
@@ -75,6 +80,10 @@ class StaticGrowth(Growth):
     @property
     def width(self) -> int:
         return max(1 + rank for row in self._rows for _, rank in self._children(*row))
+
+    @property
+    def depths(self) -> list[int]:
+        return [tree_shape(tree.parents).depth for tree in self._trees]
 
     def grow(self, width: int, scores: list[list[float]] | None) -> list[tuple[int, int]]:
         going: list[tuple[int, int]] = []
@@ -133,6 +142,10 @@ class DynamicGrowth(Growth):
     def width(self) -> int:
         return max(self._top_k[request] for request in self.owners)
 
+    @property
+    def depths(self) -> list[int]:
+        return [min(count, self._depth) for count in self._num_nodes]
+
     def grow(self, width: int, scores: list[list[float]] | None) -> list[tuple[int, int]]:
         assert scores is not None, "the shape follows from probabilities"
         self._level += 1
@@ -147,8 +160,9 @@ class DynamicGrowth(Growth):
                     found.append(_Candidate(score=joint, number=number, parent=parent))
         going: list[tuple[int, int]] = []
         rows: list[tuple[int, int]] = []
+        depths = self.depths
         for request, candidates in fresh.items():
-            if self._level < min(self._depth, self._num_nodes[request]):
+            if self._level < depths[request]:
                 best = sorted(candidates)[: self._top_k[request]]
                 going += [divmod(number - self._offset, width) for _, number, _ in best]
                 rows += [(request, place) for _, _, place in best]

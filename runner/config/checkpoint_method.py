@@ -78,12 +78,17 @@ def tokens_of_model(model: str, method: str) -> int | None:
     """The num_speculative_tokens that the config.json of a local checkpoint means; None where it means none.
 
     As in vLLM: what the first proposal method of a speculators config says, else n_predict (IBM's accelerators), which
-    for method mtp is the number of modules, for dspark the size of its block.
+    for method mtp is the number of modules; for dspark instead the rows of its block that guess.
     """
     directory = Path(model).expanduser()
     config = read_json(directory / "config.json") if directory.is_dir() else {}
-    own_keys = {"mtp": NUM_MODULES_KEYS, "dspark": ("dspark_block_size", "block_size")}.get(method, ())
-    found = [config.get(key) for key in ("n_predict", *own_keys)]
+    if method == "dspark":
+        sizes = _with_nested(config)
+        found = [sizes.get(key) for key in ("block_size", "dspark_block_size")]
+        if config.get("sample_from_anchor") is False:  # one row guesses nothing
+            found = [size - 1 if type(size) is int else None for size in found]
+    else:
+        found = [config.get(key) for key in ("n_predict", *(NUM_MODULES_KEYS if method == "mtp" else ()))]
     match config.get("speculators_config"):
         case {"proposal_methods": [{"speculative_tokens": tokens}, *_]}:
             found = [tokens]
@@ -124,8 +129,7 @@ def _unavailable(model: str, drafter: Drafter) -> str:
 
 def _drafter_in(directory: Path) -> Drafter | None:
     config = read_json(directory / "config.json")
-    nested = config.get("dflash_config")
-    values = {**config, **(nested if isinstance(nested, Mapping) else {})}
+    values = _with_nested(config)
     for key, kind in _FOREIGN_KEYS.items():
         if values.get(key):  # null and 0 switch such parts off
             return Drafter(kind=kind, method=None)
@@ -146,6 +150,12 @@ def _drafter_in(directory: Path) -> Drafter | None:
         return None
     is_model = method == "pard" or (method == "mtp" and not _is_mtp_only(config))
     return Drafter(kind=KINDS[method], method=method, is_model=is_model)
+
+
+def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With what stands in a dflash_config, as the loaders read it."""
+    nested = config.get("dflash_config")
+    return {**config, **(nested if isinstance(nested, Mapping) else {})}
 
 
 def _method_of_config(config: Mapping[str, Any]) -> str | None:

@@ -78,6 +78,8 @@ def to_vllm(
     _translate_rule(method, config, notes)
     _translate_drafting(method, config, notes, draft_model, temperature)
     _translate_load(method, config, notes)
+    if method.method == "dspark":
+        notes.append("method=dspark needs vLLM's V2 model runner, so a device with Triton")
     if method.method == "custom_class":
         notes.append("vLLM's custom_class has an interface of its own: the class needs a counterpart written for it")
     if getattr(method, "suffix_decoding_corpus", None) is not None:
