@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # --help answers without them
 
 OPS = (  # modules of kernels.benchmarks
     "linear",
+    "experts",
     "paged_attention",
     "rms_norm",
     "rope",

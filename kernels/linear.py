@@ -29,77 +29,8 @@ from torch import Tensor
 from kernels.dependent_launch import await_input, can_overlap, prefetch
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.linear_plan import PREFETCHED, plan_linear
+from kernels.linear_tile import finish_tile, sum_tile
 from kernels.quantized_weight import FLOAT8, QuantizedWeight
-
-
-@triton.jit
-def load_columns(ptrs, start, in_features, EVEN_K: tl.constexpr):
-    """Columns start.. of weight rows, zeros behind the last; ptrs [FEATURES, BLOCK_K] point at column 0."""
-    if EVEN_K:
-        values = tl.load(ptrs + start)
-    else:
-        is_column = (start + tl.arange(0, ptrs.shape[1]) < in_features)[None, :]
-        values = tl.load(ptrs + start, mask=is_column, other=0.0)
-    return values
-
-
-@triton.jit
-def as_factors(numbers, dtype: tl.constexpr, FLOAT8_BITS: tl.constexpr):
-    """Numbers of a weight in the dtype of the rows, which holds those of 8 bits exactly."""
-    if FLOAT8_BITS:
-        # Exponent and mantissa at a float32's places, whose exponents count from 120 further below.
-        words = (numbers.to(tl.int32) << 20) & -0x78100000
-        numbers = words.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    return numbers.to(dtype)
-
-
-@triton.jit
-def add_step(
-    sums,  # [FEATURES, TOKENS]
-    numbers,  # [FEATURES, BLOCK_K]
-    x,  # [TOKENS, BLOCK_K]
-    scale_ptrs,  # [FEATURES], of the first group if HAS_GROUPS
-    group,  # of the step
-    HAS_GROUPS: tl.constexpr,
-    FLOAT8_BITS: tl.constexpr,
-):
-    factors = as_factors(numbers, x.dtype, FLOAT8_BITS)
-    if HAS_GROUPS:
-        own = tl.dot(factors, tl.trans(x), tl.zeros_like(sums), input_precision="ieee")
-        sums += own * tl.load(scale_ptrs + group)[:, None]
-    else:
-        sums = tl.dot(factors, tl.trans(x), sums, input_precision="ieee")
-    return sums
-
-
-@triton.jit
-def finish_tile(
-    sums,  # [FEATURES, TOKENS]
-    up_sums,  # of the up rows, if GATED
-    scales_ptr,  # one for each weight row, or None
-    bias_ptr,
-    out_ptr,
-    features,
-    tokens,
-    num_rows,
-    out_features,
-    GATED: tl.constexpr,
-):
-    is_feature = features < out_features
-    if scales_ptr is not None:
-        sums *= tl.load(scales_ptr + features, mask=is_feature, other=0.0)[:, None]
-        if GATED:
-            up_sums *= tl.load(scales_ptr + out_features + features, mask=is_feature, other=0.0)[:, None]
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            up_bias = tl.load(bias_ptr + out_features + features, mask=is_feature, other=0.0)
-            up_sums += up_bias.to(tl.float32)[:, None]
-    if GATED:
-        sums = sums / (1.0 + tl.exp(-sums)) * up_sums
-    places = tokens.to(tl.int64)[None, :] * out_features + features[:, None]
-    is_place = (tokens < num_rows)[None, :] & is_feature[:, None]
-    tl.store(out_ptr + places, sums.to(out_ptr.dtype.element_ty), mask=is_place)
 
 
 # Not specialized on num_rows: Triton would compile other programs for 1 and for multiples of 16.
@@ -160,25 +91,24 @@ def linear_kernel(
             prefetch(line_ptrs + up_distance)
         await_input()
 
-    total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
-    up_total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
-    for split in range(first_split, first_split + num_splits):
-        sums = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
-        up_sums = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
-        begin = split * split_width
-        for start in range(begin, tl.minimum(begin + split_width, in_features), BLOCK_K):
-            if EVEN_K:
-                x = tl.load(x_ptrs + start, mask=is_token, other=0.0)
-            else:
-                x = tl.load(x_ptrs + start, mask=is_token & (start + columns < in_features), other=0.0)
-            group = start // group_size
-            weight = load_columns(row_ptrs + columns, start, in_features, EVEN_K)
-            sums = add_step(sums, weight, x, row_scales, group, HAS_GROUPS, FLOAT8_BITS)
-            if GATED:
-                up = load_columns(row_ptrs + up_distance + columns, start, in_features, EVEN_K)
-                up_sums = add_step(up_sums, up, x, up_scales, group, HAS_GROUPS, FLOAT8_BITS)
-        total += sums
-        up_total += up_sums
+    total, up_total = sum_tile(
+        x_ptrs,
+        columns,
+        is_token,
+        row_ptrs,
+        up_distance,
+        row_scales,
+        up_scales,
+        in_features,
+        first_split,
+        num_splits,
+        split_width,
+        group_size,
+        GATED,
+        EVEN_K,
+        HAS_GROUPS,
+        FLOAT8_BITS,
+    )
 
     end_scales = scales_ptr
     if HAS_GROUPS:
@@ -227,18 +157,20 @@ def converts_float8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def take_apart(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor | None, int | None]:
+    """Its numbers, their scales, and how many columns share a scale, or None where all do."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight, None, None
+    assert weight.scales.is_contiguous() and weight.scales.dtype == torch.float32
+    return weight.numbers, weight.scales, weight.shared_columns
+
+
 def _launch(
     x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype, *, gated: bool
 ) -> Tensor:
     num_rows, in_features = x.shape
     out_features = weight.shape[0] // (1 + gated)
-    scales, num_groups, group_size = None, 1, None
-    if isinstance(weight, QuantizedWeight):
-        numbers, scales, num_groups = weight.numbers, weight.scales, weight.scales.shape[1]
-        group_size = weight.shared_columns
-        assert scales.is_contiguous() and scales.dtype == torch.float32
-    else:
-        numbers = weight
+    numbers, scales, group_size = take_apart(weight)
     assert weight.shape == ((1 + gated) * out_features, in_features) and numbers.is_contiguous()
     assert x.stride(1) == 1 and x.dtype == weight.dtype
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
@@ -276,7 +208,7 @@ def _launch(
         x.stride(0),
         plan.split_width,
         group_size or in_features,
-        num_groups,
+        1 if scales is None else scales.shape[1],
         SPLITS=plan.splits,
         IS_SPREAD=plan.is_spread,
         GATED=gated,
@@ -285,7 +217,7 @@ def _launch(
         FEATURES=plan.features,
         BLOCK_K=plan.block_k,
         PREFETCHED=PREFETCHED if overlaps else 0,
-        HAS_GROUPS=num_groups > 1,
+        HAS_GROUPS=group_size is not None,
         FLOAT8_BITS=takes_bits,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

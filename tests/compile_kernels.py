@@ -92,6 +92,54 @@ def linear_kernel(
     )
 
 
+def linear_of_experts_kernel(
+    num_places: int,
+    out_features: int,
+    in_features: int,
+    *,
+    gated: bool,
+    capability: int,
+    held: str = "bf16",  # the weights' numbers
+    group_size: int | None = None,  # columns that share a scale; None: all do
+) -> Kernel:
+    """A bfloat16 product of 128 experts as kernels/experts_linear.py launches it."""
+    is_quantized = held != "bf16"
+    plan = plan_linear(
+        -(-num_places // 128),
+        out_features,
+        in_features,
+        element_size=2,
+        gated=gated,
+        number_size=2 - is_quantized,
+        group_size=group_size,
+    )
+    takes_bits = held == "fp8e4nv" and capability < 89
+    pointers = ["*bf16:16", *["*i64:16"] * gated, "*i64:16", f"*{'i8' if takes_bits else held}:16"]
+    pointers += [*["*fp32:16"] * is_quantized, "*bf16:16"]
+    absent = [*["rows_ptr"] * (not gated), *["scales_ptr"] * (not is_quantized)]
+    return Kernel(
+        module="kernels.experts_linear",
+        name="linear_of_experts_kernel",
+        signature=" ".join([*pointers, "i32", *["i32:16"] * 7, "i32"]),
+        constants={
+            **dict.fromkeys(absent),
+            "NUM_EXPERTS": 128,
+            "EXPERTS": 128,
+            "SPLITS": plan.splits,
+            "GATED": gated,
+            "EVEN_K": True,
+            "TOKENS": plan.tokens,
+            "FEATURES": plan.features,
+            "BLOCK_K": plan.block_k,
+            "HAS_GROUPS": group_size is not None,
+            "FLOAT8_BITS": takes_bits,
+        },
+        options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        max_shared=(227 if capability >= 90 else 163) * 1024,
+        compute_capabilities=(capability,),
+    )
+
+
 # Llama-3-8B's attention in bfloat16.
 HEADS = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128}
 SEEN = {"WINDOW": 0, "IS_CAUSAL": 1, "VALUE_DIM": 128, "VALUE_BLOCK": 128}
@@ -251,6 +299,47 @@ KERNELS = [
         | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "PREFETCHED": 0, "FLOAT8_BITS": False},
         max_shared=96 * 1024,
         compute_capabilities=(90,),
+    ),
+    # Qwen3-30B-A3B's experts, for every tile of tokens; and its routing.
+    *(
+        linear_of_experts_kernel(num_places, *shape, gated=gated, capability=90)
+        for num_places in (8, 4096, 8192, 16384, 131072)
+        for shape, gated in (((768, 2048), True), ((2048, 768), False))
+    ),
+    *(
+        linear_of_experts_kernel(8, *shape, gated=gated, capability=capability, held=held, group_size=group_size)
+        for capability in (80, 90)
+        for shape, gated in (((768, 2048), True), ((2048, 768), False))
+        for held, group_size in (("bf16", None), ("fp8e4nv", 128), ("i8", None))
+        if (capability, held) != (90, "bf16")
+    ),
+    *(
+        Kernel(
+            module="kernels.experts",
+            name="choose_kernel",
+            signature="*fp32:16 *i32:16 *fp32:16",
+            constants={"NUM_EXPERTS": num_experts, "EXPERTS": block, "NUM_CHOICES": choices, "CHOICES": 8}
+            | {"IS_NORMALIZED": is_normalized},
+            options={"num_warps": 1},
+        )
+        for num_experts, block, choices, is_normalized in ((128, 128, 8, True), (60, 64, 6, False))
+    ),
+    Kernel(
+        module="kernels.experts",
+        name="place_kernel",
+        signature="*i64:16 *i64:16 *i64:16 *i32:16 i32",
+        constants={"NUM_CHOICES": 8, "CHUNK": 1024},
+        max_shared=8192,
+    ),
+    *(
+        Kernel(
+            module="kernels.experts",
+            name="sum_of_experts_kernel",
+            signature=f"*{dtype}:16 *{dtype}:16 *fp32:16 *i64:16 i32:16",
+            constants={"NUM_CHOICES": choices, "BLOCK": 1024},
+            options=NO_FUSION,
+        )
+        for dtype, choices in (("bf16", 8), ("fp16", 2), ("fp32", 1))
     ),
     Kernel(
         module="kernels.rms_norm",

@@ -133,11 +133,15 @@ def test_defaults_are_the_trained_pair_with_four_draft_tokens_greedy() -> None:
 
 
 def num_parameters(config: dict[str, Any]) -> int:
-    """Weights of a Llama or Qwen3 decoder, from its config.json."""
+    """Weights of a Llama, Qwen3 or Qwen3-MoE decoder, from its config.json."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    norms = 2 * hidden + (2 * head_dim if config["model_type"] == "qwen3" else 0)
-    layer = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * inner + norms
+    norms = 2 * hidden + (2 * head_dim if config["model_type"] in ("qwen3", "qwen3_moe") else 0)
+    layer = 2 * hidden * queries + 2 * hidden * keys + norms
+    if "num_experts" in config:
+        layer += config["num_experts"] * (3 * hidden * config["moe_intermediate_size"] + hidden)
+    else:
+        layer += 3 * hidden * inner
     embeddings = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
     return int(config["num_hidden_layers"] * layer + embeddings + hidden)
 
@@ -148,6 +152,7 @@ def num_parameters(config: dict[str, Any]) -> int:
         ("llama8b", 8_030_261_248, 1_235_814_400),
         ("llama70b", 70_553_706_496, 1_235_814_400),
         ("qwen3_8b", 8_190_735_360, 596_049_920),
+        ("qwen3_30b_a3b", 30_532_122_624, 596_049_920),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset: str, target: int, draft: int) -> None:
@@ -163,9 +168,10 @@ def test_presets_have_the_published_number_of_parameters(preset: str, target: in
     assert draft_model.load_format == "dummy"
 
 
-def test_the_small_preset_is_the_draft_of_a_large_one() -> None:
+@pytest.mark.parametrize("preset", ["qwen3_8b", "qwen3_30b_a3b"])
+def test_the_small_preset_is_the_draft_of_a_large_one(preset: str) -> None:
     with Composer() as composer:
-        small, large = (composer.config([f"model={name}", "method=ngram"]).model for name in ("qwen3_0_6b", "qwen3_8b"))
+        small, large = (composer.config([f"model={name}", "method=ngram"]).model for name in ("qwen3_0_6b", preset))
     assert large.draft is not None
     assert (large.draft.model, large.draft.hf_config) == (small.model, small.hf_config)
 
@@ -193,7 +199,13 @@ def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "rope_type"),
-    [("llama8b", "llama3"), ("llama70b", "llama3"), ("qwen3_8b", "default"), ("qwen3_0_6b", "default")],
+    [
+        ("llama8b", "llama3"),
+        ("llama70b", "llama3"),
+        ("qwen3_8b", "default"),
+        ("qwen3_0_6b", "default"),
+        ("qwen3_30b_a3b", "default"),
+    ],
 )
 def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) -> None:
     from transformers import AutoConfig

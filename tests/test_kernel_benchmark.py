@@ -67,7 +67,7 @@ def test_every_op_has_a_module_and_every_module_an_op() -> None:
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (["liner"], "did you mean linear? Ops are linear, paged_attention"),
+        (["liner"], "did you mean linear? Ops are linear, experts, paged_attention"),
         (["--repetitions", "0"], "whole number >= 1"),
         (["--json", "/nowhere/at/all.json"], "make it first"),
     ],
@@ -209,6 +209,7 @@ def _shifted(result: Any) -> Any:
 
 WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module, function; None: it does nothing
     ("linear", "linear", "linear", _scaled),
+    ("experts", "experts_linear", "gated_linear_of_experts", _scaled),
     ("paged_attention", "paged_attention", "paged_attention", _scaled),
     ("rms_norm", "rms_norm", "add_rms_norm", lambda results: (_scaled(results[0]), results[1])),
     ("rope", "rope", "rope_and_write", None),

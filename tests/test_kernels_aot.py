@@ -87,14 +87,19 @@ def test_what_overlaps_with_the_launch_before_awaits_it_before_it_touches_memory
                 asks_ahead = awaits and kernel.name in {"linear_kernel", *norms}
                 assert (opcodes[:1] == ["prefetch.global"]) == asks_ahead, str(kernel)
             found.add(kernel.name)
-    assert found == norms | {"linear_kernel", "rope_kernel", "attend_kernel", "merge_kernel", "sum_of_ranks_kernel"}
+    of_experts = {"choose_kernel", "place_kernel", "linear_of_experts_kernel", "sum_of_experts_kernel"}
+    others = {"linear_kernel", "rope_kernel", "attend_kernel", "merge_kernel", "sum_of_ranks_kernel"}
+    assert found == norms | of_experts | others
+
+
+PRODUCTS = ("linear_kernel", "linear_of_experts_kernel")
 
 
 def test_products_are_computed_while_later_steps_are_on_their_way(compiled: dict[str, Any]) -> None:
     """Attention used to wait for all that it had asked for in every step: keys behind a block table that was read in
     the same step had half of the pipeline's stages, which is none that overlaps."""
     for kernel in KERNELS:
-        if 90 in kernel.compute_capabilities and kernel.name in {"linear_kernel", "attend_kernel"}:
+        if 90 in kernel.compute_capabilities and kernel.name in {*PRODUCTS, "attend_kernel"}:
             found, num_copies = compiled[f"{kernel} sm_90"], 3 if kernel.constants.get("GATED") else 2
             num_stages = kernel.options.get("num_stages", 3)  # one is computed, one is waited for
             assert found["under_way"] == num_copies * (num_stages - 2) > 0, str(kernel)
@@ -114,13 +119,14 @@ def test_how_many_rows_a_launch_has_makes_no_other_program(compiled: dict[str, A
         assert not ANYWHERE & set(found["aligned"]), name
 
 
-def test_one_family_of_instructions_multiplies_for_any_number_of_rows(compiled: dict[str, Any]) -> None:
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: str, compiled: dict[str, Any]) -> None:
     """On Hopper: mma.sync, which Triton takes where the first operand is short, need not agree with wgmma in bits.
 
     A step of 64 columns is four of them, one of a group of 32 is two; and nothing is copied before the launch before
     has written it.
     """
-    linears = [kernel for kernel in KERNELS if kernel.name == "linear_kernel" and kernel.constants["EVEN_K"]]
+    linears = [kernel for kernel in KERNELS if kernel.name == product and kernel.constants["EVEN_K"]]
     on_hopper = [kernel for kernel in linears if kernel.compute_capabilities == (90,)]
     assert {kernel.constants["TOKENS"] for kernel in on_hopper} == {16, 32, 64, 128}
     for kernel in on_hopper:

@@ -21,6 +21,7 @@ from tests.compile_kernels import KERNELS, OVERLAPS, Kernel
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
 from tests.test_emulated_gpu import ASKED, CASES, CUT, GPU, PROMPTS
+from tests.test_row_invariance import EXPERTS
 
 pytest.importorskip("triton")
 
@@ -33,6 +34,7 @@ TYPES = {
     torch.int32: "i32",
     torch.bool: "i1",
     torch.uint8: "u8",
+    torch.int8: "i8",
 }
 SHORT_CUT = replace(CUT, max_tokens=3)  # a step in parts, one that is captured and one that is replayed
 METHODS = ("none", "probabilistic", "block", "eagle3 tree", "ngram_gpu", "suffix_recycling")
@@ -75,6 +77,9 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(emulated_gpu: Emu
         complete(Engines()(method, **GPU), PROMPTS, [replace(params[0], max_tokens=4), SHORT_CUT])
     for method, asked in ASKED.values():
         complete(Engines()(method, **GPU), PROMPTS, [replace(asked, max_tokens=4), SHORT_CUT])
+    for quantization in (None, "fp8"):
+        experts = {**GPU, "architecture": {**EXPERTS, "num_hidden_layers": 1}, "quantization": quantization}
+        complete(Engines()(None, **experts), PROMPTS, [replace(CUT, max_tokens=4), SHORT_CUT])
     found = {str(kernel): kernel for kernel in map(kernel_of, emulated_gpu.variants)}
     launched = {kernel.name for kernel in found.values()}
     # Those of contexts that are split, and of several ranks.

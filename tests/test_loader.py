@@ -286,13 +286,19 @@ def test_a_tensor_of_another_shape_is_named(model_type: str, checkpoint: Callabl
 
 
 def test_experts_that_do_not_fit_together_are_refused(checkpoint: Callable[..., Path]) -> None:
-    directory = checkpoint("mixtral", num_local_experts=2, num_experts_per_tok=1)
-
-    def drop_one_expert(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[min(name for name in tensors if "experts" in name)]
-
+    directory = checkpoint("olmoe", num_experts=2, num_experts_per_tok=1)
     edit_tensors(directory, drop_one_expert)
-    assert "of another shape: some expert's weights; download the checkpoint again" in refusal(directory)
+    assert "of another shape: model.layers.0.mlp.experts.down_proj; download the checkpoint again" in refusal(directory)
+
+
+def test_an_expert_without_all_of_its_weights_is_refused(checkpoint: Callable[..., Path]) -> None:
+    directory = checkpoint("mixtral", num_local_experts=2, num_experts_per_tok=1)
+    edit_tensors(directory, drop_one_expert)
+    assert "missing: model.layers.0.block_sparse_moe.experts.0.w1.weight; download the" in refusal(directory)
+
+
+def drop_one_expert(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[min(name for name in tensors if "experts" in name)]
 
 
 @BOTH_PATHS

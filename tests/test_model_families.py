@@ -60,6 +60,7 @@ LONGROPE = {
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2}
 # name -> (family, options)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -88,6 +89,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral, sliding": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 8}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    "qwen3_moe, normalized": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
+    "qwen3_moe, a dense layer": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3_moe, every other layer": ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2}),
+    "qwen3_moe, sliding": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 8}),
 }
 
 
@@ -108,7 +116,7 @@ def test_logits_are_as_accurate_as_those_of_transformers(variant: str, tmp_path:
     assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2, sliding layer", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2, sliding layer", "qwen3", "qwen3_moe"])
 def test_logits_are_accurate_without_fixed_tiles(variant: str, tmp_path: Path) -> None:
     model = random_model(make_config(variant))
     sequences = random_sequences(VOCAB_SIZE, LENGTHS)
@@ -166,8 +174,19 @@ def test_a_sharded_checkpoint_loads_as_the_whole_one_does(tmp_path: Path) -> Non
 def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     from transformers import AutoConfig
 
-    assert read_architecture(AutoConfig.for_model("mixtral")) is None
+    assert read_architecture(AutoConfig.for_model("qwen2_moe")) is None
     assert read_architecture(AutoConfig.for_model("qwen3", architectures=["Qwen3ForTokenClassification"])) is None
+
+
+def test_more_experts_for_a_token_than_there_are_are_refused() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("qwen3_moe", **{**SHAPE, **EXPERTS, "num_experts_per_tok": 7})
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    with pytest.raises(
+        UserError, match=r"num_experts_per_tok of a qwen3_moe checkpoint must lie in \[1, 6\], .*; mend"
+    ):
+        read_architecture(config)
 
 
 def test_column_shards_concatenate_to_the_whole_product() -> None:

@@ -20,6 +20,7 @@ from runner.engine import backend
 from runner.engine.checkpoint import ModelSource, read_tensors
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
+from runner.engine.experts import Experts
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.quantization import read_scheme
 from runner.engine.quantized_tensors import unpack_tensors
@@ -122,6 +123,29 @@ def test_every_layout_gives_the_weights_that_it_stands_for(name: str, checkpoint
         for path in (checkpoint, twin)
     ]
     assert texts[0] == texts[1]
+
+
+@holds_8_bits
+def test_experts_are_held_as_their_checkpoint_holds_them(tmp_path: Path) -> None:
+    """The published FP8 checkpoints of Qwen3-MoE, whose routers stay dense."""
+    from transformers import AutoConfig
+
+    shape = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 3, "num_experts_per_tok": 2}
+    save(random_model(AutoConfig.for_model("qwen3_moe", **SHAPE, **shape)), tmp_path)
+    layout = LAYOUTS["DeepSeek's and Qwen's FP8"]
+    expected = quantize_checkpoint(tmp_path, layout)
+    loaded = load(ModelSource(model=str(tmp_path)))
+    assert loaded.held == layout.held and isinstance(loaded.model, Decoder)
+    for index, layer in enumerate(loaded.model.layers):
+        assert isinstance(layer.mlp, Experts)
+        assert torch.equal(unpack(layer.mlp.router), expected[f"model.layers.{index}.mlp.gate.weight"])
+        for expert, (gate_up, down) in enumerate(zip(layer.mlp.gate_up_projs, layer.mlp.down_projs, strict=True)):
+            gate, up, own_down = (
+                expected[f"model.layers.{index}.mlp.experts.{expert}.{name}_proj.weight"]
+                for name in ("gate", "up", "down")
+            )
+            assert not isinstance(gate_up, torch.Tensor) and not isinstance(down, torch.Tensor)
+            assert torch.equal(unpack(gate_up), torch.cat((gate, up))) and torch.equal(unpack(down), own_down)
 
 
 def test_read_one_by_one_a_quantized_tensor_is_dense(checkpoint: Path) -> None:

@@ -266,6 +266,13 @@ def test_attention(
 
 # --- launches of one model ------------------------------------------------------------------------------------------
 
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped heads": {},
     "hidden size 48, a key head each": {
@@ -274,6 +281,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hidden size 96, qwen3": {"model_type": "qwen3", "hidden_size": 96, "intermediate_size": 130, "vocab_size": 77},
     "sliding window": {"model_type": "mistral", "sliding_window": 20},
     "long context": {"max_position_embeddings": 1200, "num_hidden_layers": 1},
+    "experts": EXPERTS,
 }  # fmt: skip
 
 

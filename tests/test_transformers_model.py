@@ -52,7 +52,13 @@ LONGROPE = {
 }
 # model_type -> options beyond SHAPE
 MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": EXPERTS,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "final_logit_softcapping": 3.0},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, **ONE_SLIDING_LAYER},
     "gpt_oss": {
@@ -84,7 +90,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "cohere2": {**ONE_SLIDING_LAYER, "logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
-    "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {},  # learned positions, biases everywhere, a decoder that goes by another name
 }
 
@@ -136,7 +141,7 @@ def test_taps_are_the_hidden_states_of_transformers(model_type: str, tmp_path: P
     assert_taps_are_hidden_states(load(save(model, tmp_path)), model, ANY_SHAPE_TILES["prefill"])
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gemma2"])
+@pytest.mark.parametrize("model_type", ["olmoe", "gemma2"])
 def test_greedy_text_from_a_checkpoint_directory_is_that_of_transformers_with_and_without_speculation(
     model_type: str, tmp_path: Path
 ) -> None:
@@ -267,7 +272,7 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
         r"got 'dynamic'",
     ),
     "quantized weights": (
-        dummy_source("mixtral", quantization_config={"quant_method": "fp8"}),
+        dummy_source("olmoe", quantization_config={"quant_method": "fp8"}),
         r"is quantized \(fp8\), and only mxfp4 is expanded on loading; choose an unquantized checkpoint",
     ),
     # What the config does not tell and the probing pass finds out.

@@ -33,13 +33,22 @@ class Kernel:
         self._count = len(arguments.names or ())
         self._compiled: Any = None  # and its call from Python
 
-    def __call__(self, *numbers: int, parts: int = 1) -> None:
-        """Run in so many parts, or be written down (recording.py)."""
+    @property
+    def address(self) -> int:
+        """For other kernels to call it (native.call)."""
+        address: int = self._address_and_call()[0]
+        return address
+
+    def _address_and_call(self) -> Any:
         if self._compiled is None:
             compiled = compiled_for_c(self._function, (types.voidptr, *[types.int64] * 3))
             self._compiled = compiled.address, compiled.ctypes
+        return self._compiled
+
+    def __call__(self, *numbers: int, parts: int = 1) -> None:
+        """Run in so many parts, or be written down (recording.py)."""
         assert len(numbers) == self._count
-        address, call = self._compiled
+        address, call = self._address_and_call()
         arguments, recording = self._type(*numbers), current()
         if recording is not None:
             recording.add_kernel(address, arguments, parts)

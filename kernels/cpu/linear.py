@@ -87,27 +87,42 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
     out_features, in_features = weight.shape
     assert x.dtype == weight.dtype and x.shape[1] == in_features
     assert bias is None or (bias.dtype == weight.dtype and bias.is_contiguous())
-    numbers, num_rows, out_dtype = weight.numbers, len(x), out_dtype or x.dtype
+    num_rows, out_dtype = len(x), out_dtype or x.dtype
     if linear_amx.multiplies_tiles(weight):
         return linear_amx.linear(x, weight, bias, out_dtype)
-    rows = x if x.stride(1) == 1 else x.contiguous()
-    takes_pairs = numbers.dtype == torch.bfloat16 and multiplies_pairs()
-    if x.dtype != torch.float32 and not takes_pairs:
-        rows = widened(rows.contiguous())
-    num_panels, steps, width, inputs = numbers.shape
+    out = empty(num_rows, out_features, dtype=out_dtype)
+    rows, room = readable(x, weight), room_of(weight, num_rows)
+    multiply, arguments = call_of(rows, weight, bias, out, room)
     work = (num_rows + TURN_ROWS) * out_features * in_features
+    multiply(*arguments, parts=parts_of(work, PART_WORK, len(weight.numbers)))
+    return out
+
+
+def readable(x: Tensor, weight: Panels) -> Tensor:
+    """Rows [num_rows, in_features] as the kernel for a weight reads them."""
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    takes_pairs = weight.numbers.dtype == torch.bfloat16 and multiplies_pairs()
+    return rows if x.dtype == torch.float32 or takes_pairs else widened(rows.contiguous())
+
+
+def room_of(weight: Panels, num_rows: int) -> Tensor:
+    """For sums on their way, of all threads."""
+    return empty(torch.get_num_threads() * weight.width * max(num_rows, TURN_ROWS))
+
+
+def call_of(
+    rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor, room: Tensor
+) -> tuple[Kernel, tuple[int, ...]]:
+    """The kernel that computes `out` of `readable` rows, and what it takes (Arguments)."""
+    numbers, num_rows = weight.numbers, len(rows)
+    num_panels, steps, width, inputs = numbers.shape
     step_bytes, row_bytes = width * inputs * numbers.element_size(), rows.stride(0) * rows.element_size()
     group_steps = steps if weight.scales is None else min(weight.group_size, steps)
     part_steps = group_steps if num_rows <= TURN_ROWS else min(max(PART_BYTES // step_bytes, 1), group_steps)
-    out = empty(num_rows, out_features, dtype=out_dtype)
-    room = empty(torch.get_num_threads() * width * (num_rows if part_steps < steps else TURN_ROWS))
-    multiply = products(kind_of(numbers.dtype), width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype])
-    multiply(
+    return products(kind_of(numbers.dtype), width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out.dtype]), (
         *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
         *(rows.data_ptr(), numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()),
         *(ZEROS.data_ptr(), room.data_ptr()),
-        *(num_rows, row_bytes, out_features, num_panels, steps * step_bytes, steps, group_steps, part_steps),
+        *(num_rows, row_bytes, weight.shape[0], num_panels, steps * step_bytes, steps, group_steps, part_steps),
         inputs * rows.element_size(),
-        parts=parts_of(work, PART_WORK, num_panels),
     )
-    return out

@@ -65,16 +65,28 @@ def products(num_vectors: int, out_element: Any) -> Kernel:
 def linear(x: Tensor, weight: Panels, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features] where `multiplies_tiles`."""
     out_features, in_features = weight.shape
-    numbers, num_rows = weight.numbers, len(x)
-    rows = x if x.stride(1) == 1 else x.contiguous()
-    num_panels, _, width, _ = numbers.shape
+    num_rows = len(x)
+    rows, room = x if x.stride(1) == 1 else x.contiguous(), room_of(weight)
     out = empty(num_rows, out_features, dtype=out_dtype)
-    room = empty(torch.get_num_threads() * ROWS * width)
-    products(width // LANES, ELEMENTS[out_dtype])(
+    multiply, arguments = call_of(rows, weight, bias, out, room)
+    work = (num_rows + ROWS) * out_features * in_features // ROWS
+    multiply(*arguments, parts=parts_of(work, PART_WORK, len(weight.numbers)))
+    return out
+
+
+def room_of(weight: Panels) -> Tensor:
+    """For sums on their way, of all threads."""
+    return empty(torch.get_num_threads() * ROWS * weight.width)
+
+
+def call_of(
+    rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor, room: Tensor
+) -> tuple[Kernel, tuple[int, ...]]:
+    """The kernel that computes `out` of rows whose numbers lie side by side, and what it takes (Arguments)."""
+    (out_features, in_features), numbers = weight.shape, weight.numbers
+    return products(weight.width // LANES, ELEMENTS[out.dtype]), (
         *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
         *(rows.data_ptr(), numbers.data_ptr(), room.data_ptr()),
-        *(num_rows, rows.stride(0) * rows.element_size(), out_features, num_panels),
-        *(in_features * width * numbers.element_size(), in_features // INPUTS),
-        parts=parts_of((num_rows + ROWS) * out_features * in_features // ROWS, PART_WORK, num_panels),
+        *(len(rows), rows.stride(0) * rows.element_size(), out_features, len(numbers)),
+        *(in_features * weight.width * numbers.element_size(), in_features // INPUTS),
     )
-    return out

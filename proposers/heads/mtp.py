@@ -13,7 +13,7 @@ from kernels.cpu.panels import Change, Weight, unpacked
 from proposers.base import ProposerContext
 from proposers.heads.embeddings import embeddings_of
 from proposers.heads.head_sizes import longest_text
-from proposers.heads.mtp_block import DenseBlock, MtpBlock, TransformersBlock
+from proposers.heads.mtp_block import MtpBlock, OwnBlock, TransformersBlock
 from proposers.heads.mtp_checkpoint import MtpTensors, describe_module, read_module
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource
@@ -121,7 +121,7 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
     with torch.device(context.device):
         block: MtpBlock
         if module.arch is not None:
-            block = DenseBlock(module.arch, module.config, max_model_len=length, dtype=context.dtype)
+            block = OwnBlock(module.arch, module.config, max_model_len=length, dtype=context.dtype)
         else:
             assert isinstance(target.model, TransformersModel), "another target's block was refused"
             block = TransformersBlock(target.model, f"{source.name}={source.model}")

@@ -41,13 +41,15 @@ class MtpBlock(Protocol):
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]: ...
 
 
-class DenseBlock:
+class OwnBlock:
     """A layer of the families that we build ourselves."""
 
     def __init__(self, arch: Architecture, hf_config: Any, *, max_model_len: int, dtype: torch.dtype) -> None:
         # Where layers differ, modules are trained with the kind that sees everything.
         window = None if None in arch.sliding_windows else arch.sliding_windows[-1]
-        self.layer = DecoderLayer(replace(arch, num_layers=1, sliding_windows=(window,)), 0, Shard(), dtype)
+        experts = None if arch.experts is None else replace(arch.experts, in_layers=arch.experts.in_layers[-1:])
+        alone = replace(arch, num_layers=1, sliding_windows=(window,), experts=experts)
+        self.layer = DecoderLayer(alone, 0, Shard(), dtype)
         self.attention: Attention | None = self.layer.attention
         self.kv_width = self.layer.attention.kv_width
         self._rope = self.layer.attention.rope(hf_config, max_model_len)

@@ -84,8 +84,12 @@ def describe_module(source: ModelSource, target: LoadedModel) -> MtpModule:
     else:
         config = load_config(source)
         module = MtpModule(layouts=IN_TARGETS, arch=read_architecture(config), config=config)
-        runs_by_transformers = isinstance(target.model, TransformersModel)
-        if module.arch is None and not (runs_by_transformers and config.model_type == target.hf_config.model_type):
+        is_targets = config.model_type == target.hf_config.model_type
+        if module.arch is None:
+            fits = is_targets and isinstance(target.model, TransformersModel)
+        else:
+            fits = is_targets or module.arch.experts is None
+        if not fits:
             raise UserError(
                 f"{source.name}={source.model}: model_type must be {target.hf_config.model_type!r}, the target's, or "
                 f"a dense family of ours, got {config.model_type!r}; choose a module that was made for this target"

@@ -13,13 +13,40 @@ from runner.engine.errors import UserError
 
 # What a family fixes in code rather than in its config.
 _QKV_BIAS = {"qwen2": True, "mimo": True, "mistral": False}
-_QK_NORM = {"qwen3": True}
+_QK_NORM = {"qwen3": True, "qwen3_moe": True}
 FAMILIES = ("llama", "mimo", "mistral", "qwen2", "qwen3")
+EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
+_BLOCK_OF_EXPERTS = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
+_PROJECTIONS = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}  # gate, up, down
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShapes:
+    """The mixtures of experts that stand in place of layers' MLPs."""
+
+    family: str
+    num_experts: int
+    choices: int  # experts that a row goes to
+    intermediate_size: int  # of an expert
+    is_normalized: bool  # the weights of a row's experts add up to 1
+    in_layers: tuple[bool, ...]  # of each layer; the others have an MLP
+
+    @property
+    def router_name(self) -> str:
+        """In the checkpoint, within a layer."""
+        return f"{_BLOCK_OF_EXPERTS[self.family]}.gate"
+
+    def names_of(self, expert: int) -> tuple[str, str, str]:
+        """Of its gate, up and down projections."""
+        gate, up, down = (
+            f"{_BLOCK_OF_EXPERTS[self.family]}.experts.{expert}.{name}" for name in _PROJECTIONS[self.family]
+        )
+        return gate, up, down
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Shapes of a dense pre-norm decoder (Llama, Mistral, Qwen2, MiMo, Qwen3)."""
+    """Shapes of a pre-norm decoder (Llama, Mistral, Qwen2, MiMo, Qwen3, Mixtral, Qwen3-MoE)."""
 
     family: str
     vocab_size: int
@@ -37,6 +64,7 @@ class Architecture:
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over each query and key head, before rope (Qwen3)
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
+    experts: ExpertShapes | None = None
 
 
 def read_architecture(config: Any) -> Architecture | None:
@@ -47,7 +75,7 @@ def read_architecture(config: Any) -> Architecture | None:
     """
     family = config.model_type
     architectures = config.architectures or [f"{family.capitalize()}ForCausalLM"]
-    if family not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
+    if family not in (*FAMILIES, *EXPERT_FAMILIES) or not architectures[0].endswith("ForCausalLM"):
         return None
     _require_own(config, family)
     attention_bias = bool(getattr(config, "attention_bias", False))
@@ -65,10 +93,31 @@ def read_architecture(config: Any) -> Architecture | None:
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
         qkv_bias=_QKV_BIAS.get(family, attention_bias),
-        output_bias=attention_bias and family in ("llama", "qwen3"),
+        output_bias=attention_bias and family in ("llama", "qwen3", "qwen3_moe"),
         mlp_bias=bool(getattr(config, "mlp_bias", False)) and family == "llama",
         qk_norm=_QK_NORM.get(family, False),
         sliding_windows=_sliding_windows(config),
+        experts=_experts(config) if family in EXPERT_FAMILIES else None,
+    )
+
+
+def _experts(config: Any) -> ExpertShapes:
+    """Raises UserError for numbers of experts that cannot be."""
+    is_mixtral, num_layers = config.model_type == "mixtral", config.num_hidden_layers
+    num_experts, choices = config.num_local_experts if is_mixtral else config.num_experts, config.num_experts_per_tok
+    if not 1 <= choices <= num_experts:
+        raise UserError(
+            f"num_experts_per_tok of a {config.model_type} checkpoint must lie in [1, {num_experts}], as many as "
+            f"there are experts, got {choices}; mend its config"
+        )
+    dense, step = ((), 1) if is_mixtral else (config.mlp_only_layers or (), config.decoder_sparse_step)
+    return ExpertShapes(
+        family=config.model_type,
+        num_experts=num_experts,
+        choices=choices,
+        intermediate_size=config.intermediate_size if is_mixtral else config.moe_intermediate_size,
+        is_normalized=is_mixtral or bool(config.norm_topk_prob),
+        in_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
     )
 
 
@@ -93,6 +142,7 @@ def _sliding_windows(config: Any) -> tuple[int | None, ...]:
     window: int | None = getattr(config, "sliding_window", None)
     if config.model_type == "llama":
         return (None,) * int(config.num_hidden_layers)
-    if config.model_type == "mistral":  # one window for all layers; with layer_types it is another family, ministral
+    # One window for all layers; a mistral with layer_types is another family, ministral.
+    if config.model_type in ("mistral", *EXPERT_FAMILIES):
         return (window,) * int(config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)

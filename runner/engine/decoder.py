@@ -1,4 +1,4 @@
-"""A dense pre-norm decoder over a paged KV cache: Llama, Mistral, Qwen2, Qwen3.
+"""A pre-norm decoder over a paged KV cache: Llama, Mistral, Qwen2, Qwen3, and the mixtures Mixtral and Qwen3-MoE.
 
 The same class serves targets and drafts. Weights are allocated empty; runner.engine.loader fills them through
 weight_targets().
@@ -13,6 +13,7 @@ import torch
 
 from kernels.cpu.panels import Change, Weight, unpack
 from runner.engine.architecture import Architecture
+from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer, RMSNorm
@@ -67,14 +68,17 @@ class Decoder:
     @property
     def products_per_row(self) -> int:
         """Multiplications of a row by weights."""
-        weights = [self.lm_head, *(weight for layer in self.layers for weight in layer.product_weights)]
-        return sum(weight.shape.numel() for weight in weights)
+        return self.lm_head.shape.numel() + sum(layer.products_per_row for layer in self.layers)
 
     @property
     def product_names(self) -> list[str]:
-        """Of the checkpoint's matrices that layers multiply by."""
-        targets = {LAYER.format(index): layer.weight_targets("") for index, layer in enumerate(self.layers)}
-        return [f"{at}{name}" for at, own in targets.items() for name, target in own.items() if target.view.dim() == 2]
+        """Of the checkpoint's matrices in layers that may be held in 8 bits."""
+        return [f"{LAYER.format(at)}{name}" for at, layer in enumerate(self.layers) for name in layer.product_names]
+
+    @property
+    def sample_layer(self) -> DecoderLayer:
+        """One of the layers, with experts if any has them."""
+        return next((layer for layer in self.layers if isinstance(layer.mlp, Experts)), self.layers[0])
 
     @property
     def attention(self) -> Attention:

@@ -15,6 +15,7 @@ from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.backend import is_compiled, runs_kernels
+from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
 from runner.engine.layers import Attention, DecoderLayer
 from runner.engine.operations import head_logits, paged_attention
@@ -51,6 +52,7 @@ def decoder_shapes(
 
 
 CPU_TILES = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)  # to be tried in this order, the fastest first
+MOST_ROWS_OF_EXPERTS = 4096  # that a mixture of experts is asked with
 CPU_ROWS = 64  # of a tile of a compiled kernel's: rows that take in their keys together
 
 
@@ -118,6 +120,8 @@ def _keeps_bits_on_cpu(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight)
         for weight in [*layer.product_weights, lm_head]
     ):
         return False
+    if tile is not None and isinstance(layer.mlp, Experts) and not _experts_keep_bits(layer.mlp, tile):
+        return False
     if isinstance(shape, PagedShape):
         return _attentions_agree(shape, attention)
     assert isinstance(shape, TileShape)
@@ -140,22 +144,36 @@ def _panels_keep_bits(weight: Panels) -> bool:
     return all(torch.equal(head_logits(rows[own], weight, 1), together[own]) for own in (slice(1), slice(4, 9)))
 
 
+def _experts_keep_bits(experts: Experts, tile: int) -> bool:
+    """Rows among others against fewer of them: which others go to their experts moves them about."""
+    weight = experts.product_weights[0]
+    rows = torch.randn(32 * tile, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    together = experts.own_part(rows, tile)
+    some = (slice(tile), slice(4 * tile, 9 * tile), slice(25 * tile, 32 * tile))
+    return all(torch.equal(experts.own_part(rows[own], tile), together[own]) for own in some)
+
+
 def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight) -> bool:
     """A row alone against the same row in company, in every product and over a context of two splits."""
     assert isinstance(shape, PagedShape)
     attention, mlp, tile = layer.attention, layer.mlp, shape.linear
-    asked = (  # what multiplies, and its weights in the order in which rows meet them
-        (lambda x: attention.qkv_proj(x, tile), [attention.qkv_proj.weight]),
-        (lambda x: attention.o_proj(x, tile), [attention.o_proj.weight]),
-        (lambda x: mlp(x, tile), [mlp.gate_up_proj.weight, mlp.down_proj.weight]),
-        (lambda x: head_logits(x, lm_head, tile), [lm_head]),
+    asked = (  # what multiplies, its weights in the order in which rows meet them, and of how many rows they meet one
+        (lambda x: attention.qkv_proj(x, tile), [attention.qkv_proj.weight], 1),
+        (lambda x: attention.o_proj(x, tile), [attention.o_proj.weight], 1),
+        (lambda x: mlp(x, tile), mlp.product_weights, mlp.rows_for_one),
+        (lambda x: head_logits(x, lm_head, tile), [lm_head], 1),
     )
-    agree = [_rows_agree(product, weights) for product, weights in asked]
+    agree = [_rows_agree(product, weights, of_rows) for product, weights, of_rows in asked]
     return all(agree) and _attentions_agree(shape, attention)
 
 
-def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], weights: Sequence[Weight]) -> bool:
-    """In every kind of program that may compute the product. weights: as rows meet them; of two the first is gated."""
+def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], weights: Sequence[Weight], of_rows: int = 1) -> bool:
+    """In every kind of program that may compute the product, of experts' as far as there are rows for it.
+
+    Args:
+        weights: as rows meet them; of two the first is gated.
+        of_rows: a weight meets one of so many rows.
+    """
     counts = set[int]()
     for index, weight in enumerate(weights):
         gated = index < len(weights) - 1
@@ -166,6 +184,7 @@ def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], weights: Sequen
             gated=gated,
             group_size=weight.shared_columns if isinstance(weight, QuantizedWeight) else None,
         )
+    counts = {min(count * of_rows, max(count, MOST_ROWS_OF_EXPERTS)) for count in counts}
     first = weights[0]
     generator = torch.Generator(first.device).manual_seed(0)
     rows = torch.randn(max(counts), first.shape[1], generator=generator, device=first.device).to(first.dtype)

@@ -1,4 +1,4 @@
-"""The layers of a dense pre-norm decoder: norms, rotations, attention over the paged cache, MLP, and one whole layer.
+"""The layers of a pre-norm decoder: norms, rotations, attention over the paged cache, MLP, and one whole layer.
 
 Targets, drafts and draft heads (EAGLE, MTP, DFlash) are built from them. Objects hold one tensor-parallel shard;
 weights are allocated empty, and weight_targets() says which checkpoint tensor fills which.
@@ -12,6 +12,7 @@ import torch
 
 from kernels.cpu.panels import Change, Weight
 from runner.engine.architecture import Architecture
+from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
@@ -171,6 +172,27 @@ class MLP:
         fused = self.gate_up_proj
         return self.down_proj(gated_linear(hidden, fused.weight, fused.bias, tile), tile)
 
+    rows_for_one = 1  # as Experts.rows_for_one
+
+    @property
+    def products_per_row(self) -> int:
+        return sum(weight.shape.numel() for weight in self.product_weights)
+
+    @property
+    def product_weights(self) -> list[Weight]:
+        """[out_features, in_features] each, the first one gated."""
+        return [self.gate_up_proj.weight, self.down_proj.weight]
+
+    @property
+    def product_names(self) -> list[str]:
+        names = (*self.gate_up_proj.part_rows, self.down_proj.name)
+        return [f"{name}.weight" for name in names]
+
+    def convert(self, change: Change) -> None:
+        """As Decoder.convert."""
+        self.gate_up_proj.convert(change)
+        self.down_proj.convert(change)
+
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         return self.gate_up_proj.weight_targets(prefix) | self.down_proj.weight_targets(prefix)
 
@@ -192,7 +214,11 @@ class DecoderLayer:
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype) if has_input_norm else None
         self.attention = Attention(arch, layer, shard, dtype, in_features=in_features, quantization=quantization)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
-        self.mlp = MLP(arch, shard, dtype, quantization=quantization)
+        self.mlp: MLP | Experts = (
+            Experts(arch.experts, arch.hidden_size, shard, dtype, quantization=quantization)
+            if arch.experts is not None and arch.experts.in_layers[layer]
+            else MLP(arch, shard, dtype, quantization=quantization)
+        )
 
     def __call__(
         self,
@@ -228,17 +254,25 @@ class DecoderLayer:
 
     @property
     def product_weights(self) -> list[Weight]:
-        """[out_features, in_features] each."""
-        return [product.weight for product in self._products]
+        """[out_features, in_features] each; of a mixture of experts those of one."""
+        return [self.attention.qkv_proj.weight, self.attention.o_proj.weight, *self.mlp.product_weights]
+
+    @property
+    def products_per_row(self) -> int:
+        """Multiplications of a row by weights."""
+        attention = (self.attention.qkv_proj.weight, self.attention.o_proj.weight)
+        return self.mlp.products_per_row + sum(weight.shape.numel() for weight in attention)
+
+    @property
+    def product_names(self) -> list[str]:
+        """Of the checkpoint's matrices that may be held in 8 bits: all but a router."""
+        names = (*self.attention.qkv_proj.part_rows, self.attention.o_proj.name)
+        return [*(f"{name}.weight" for name in names), *self.mlp.product_names]
 
     def convert(self, change: Change) -> None:
         """As Decoder.convert."""
-        for product in self._products:
-            product.convert(change)
-
-    @property
-    def _products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
-        return [self.attention.qkv_proj, self.attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj]
+        for part in (self.attention.qkv_proj, self.attention.o_proj, self.mlp):
+            part.convert(change)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         norms = {f"{prefix}post_attention_layernorm.weight": WeightTarget(view=self.post_attention_layernorm.weight)}

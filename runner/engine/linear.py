@@ -7,14 +7,14 @@ Plain objects, as all of the decoder: the attribute and call machinery of nn.Mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kernels.cpu.panels import Change, Weight, unpacked
 from kernels.quantized_weight import QuantizedWeight, num_groups
-from runner.engine.errors import UserError
+from runner.engine.errors import UserError, first_of
 from runner.engine.operations import linear
 from runner.engine.quantization import Quantization, Storage
 from runner.engine.shard import Shard
@@ -49,6 +49,37 @@ def weight_target(weight: Weight, rows: slice, shard_dim: int | None) -> WeightT
     return WeightTarget(view=unpacked(weight)[rows], shard_dim=shard_dim)
 
 
+def shared_storage(names: Sequence[str], quantization: Quantization | None) -> Storage | None:
+    """How matrices that are multiplied together are held.
+
+    Raises:
+        UserError: not all of them alike.
+    """
+    storages = [(quantization or {}).get(name) for name in names]
+    if any(storage != storages[0] for storage in storages):
+        held = [f"{name} {storage or 'dense'}" for name, storage in zip(names, storages, strict=True)]
+        raise UserError(
+            f"{' and '.join(names) if len(names) < 4 else first_of(list(names))} are multiplied together and must be "
+            f"quantized alike, got {first_of(held)}; choose a checkpoint that quantizes all of them or none"
+        )
+    return storages[0]
+
+
+def split_inputs(in_features: int, name: str, storage: Storage | None, shard: Shard) -> int:
+    """A rank's inputs of a row-parallel matrix.
+
+    Raises:
+        UserError: they cannot be shared, or not without cutting inputs that share a scale apart.
+    """
+    columns = shard.split(in_features, name)
+    if shard.size > 1 and storage is not None and columns % (storage.group_size or 1):
+        raise UserError(
+            f"{name} has {columns} inputs in each of {shard.size} ranks, which must be divisible by "
+            f"{storage.group_size}, the inputs that share a scale; choose another tensor_parallel_size"
+        )
+    return columns
+
+
 class ColumnParallelLinear:
     """y = x [W_1; W_2; ...]^T, rows of every W_i split over the ranks."""
 
@@ -64,14 +95,7 @@ class ColumnParallelLinear:
     ) -> None:
         self.part_rows = {name: shard.split(rows, name) for name, rows in parts.items()}
         total = sum(self.part_rows.values())
-        storages = [(quantization or {}).get(name) for name in parts]
-        if any(storage != storages[0] for storage in storages):
-            held = ", ".join(f"{name} {storage or 'dense'}" for name, storage in zip(parts, storages, strict=True))
-            raise UserError(
-                f"{' and '.join(parts)} are multiplied together and must be quantized alike, got {held}; "
-                "choose a checkpoint that quantizes all of them or none"
-            )
-        self.weight: Weight = empty_weight(total, in_features, dtype, storages[0])
+        self.weight: Weight = empty_weight(total, in_features, dtype, shared_storage(list(parts), quantization))
         self.bias = torch.empty(total, dtype=dtype) if bias else None
 
     def convert(self, change: Change) -> None:
@@ -106,12 +130,8 @@ class RowParallelLinear:
         quantization: Quantization | None = None,
     ) -> None:
         self.name, self.shard = name, shard
-        columns, storage = shard.split(in_features, name), (quantization or {}).get(name)
-        if shard.size > 1 and storage is not None and columns % (storage.group_size or 1):
-            raise UserError(
-                f"{name} has {columns} inputs in each of {shard.size} ranks, which must be divisible by "
-                f"{storage.group_size}, the inputs that share a scale; choose another tensor_parallel_size"
-            )
+        storage = (quantization or {}).get(name)
+        columns = split_inputs(in_features, name, storage, shard)
         self.weight: Weight = empty_weight(out_features, columns, dtype, storage)
         self.bias = torch.empty(out_features, dtype=dtype) if bias else None
 

@@ -158,7 +158,7 @@ def _find_quantization(
 def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:
     targets = decoder.weight_targets()
     tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
-    block_names = decoder.layers[0].weight_targets("")
+    block_names = decoder.layers[-1].weight_targets("")  # which a module's block is like
     unknown = []
     for name, tensor in read_tensors(source):
         if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):

@@ -51,7 +51,7 @@ class ModelRunner(PagedRunner):
             dtype=dtype,
             batch_invariant=batch_invariant,
             captures_graphs=captures_graphs,
-            products=[*model.layers[0].product_weights, model.lm_head] if isinstance(model, Decoder) else (),
+            products=[*model.sample_layer.product_weights, model.lm_head] if isinstance(model, Decoder) else (),
         )
         self.model, self.token_map = model, token_map
         # Multiplications of a row by weights; 0: not known.
@@ -59,7 +59,7 @@ class ModelRunner(PagedRunner):
         self.is_row_invariant = False
         if isinstance(model, Decoder) and batch_invariant:
             kept = row_invariant_shapes(
-                self.shapes, model.layers[0], model.lm_head, max_model_len=model.max_model_len, shard=model.shard
+                self.shapes, model.sample_layer, model.lm_head, max_model_len=model.max_model_len, shard=model.shard
             )
             self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
 

@@ -1,0 +1,133 @@
+"""A mixture of experts, of Qwen3-30B-A3B's shape: where rows go, products with their experts' weights, and the sum.
+
+What comes from memory are the weights of the experts that rows go to, each once. torch's own way is a product for each
+expert, of which the host must know who its rows are: it is not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import experts, experts_linear
+from kernels.benchmarks.case import Case, CheckFailed, Setting, Work, check_equal, check_error, check_row_bits, name_of
+from kernels.reference import experts as reference
+from kernels.reference.experts import Routing
+
+ROWS = (1, 8, 64, 512)
+SHAPE = {"num_experts": 128, "choices": 8, "hidden": 2048, "inner": 768}
+SMALL_SHAPE = {"num_experts": 5, "choices": 2, "hidden": 70, "inner": 40}
+COMPANY = 17  # rows that one row is compared among
+
+Product = Callable[[Tensor, Any, Routing], Tensor]
+
+
+def cases(setting: Setting) -> list[Case]:
+    shape, sizes = (SMALL_SHAPE, (5,)) if setting.is_small else (SHAPE, ROWS)
+    prepares: dict[str, Callable[..., Work]] = {
+        "gate_up": partial(_prepare_products, gated=True),
+        "down": partial(_prepare_products, gated=False),
+        "route": _prepare_route,
+        "sum": _prepare_sum,
+    }
+    return [
+        Case(
+            op="experts",
+            label=f"{name}, {num_rows} rows to {shape['choices']} of {shape['num_experts']} experts",
+            dtype=name_of(setting.dtype),
+            prepare=partial(prepare, setting, num_rows, **shape),
+        )
+        for name, prepare in prepares.items()
+        for num_rows in sizes
+    ]
+
+
+def _routing(setting: Setting, num_rows: int, num_experts: int, choices: int) -> Routing:
+    logits = setting.normal(num_rows, num_experts, seed=3, dtype=torch.float32)
+    return reference.route(logits, choices, is_normalized=True)
+
+
+def _prepare_products(
+    setting: Setting, num_rows: int, *, gated: bool, num_experts: int, choices: int, hidden: int, inner: int
+) -> Work:
+    out_features, in_features = (2 * inner, hidden) if gated else (hidden, inner)
+    routing = _routing(setting, num_rows, num_experts, choices)
+    x = setting.normal(num_rows if gated else num_rows * choices, in_features, seed=0)
+    whole = setting.normal(num_experts * out_features, in_features, seed=1).div_(in_features**0.5)
+    ours: Product = experts_linear.gated_linear_of_experts if gated else experts_linear.linear_of_experts
+    theirs = partial(reference.gated_linear_of_experts if gated else reference.linear_of_experts, tile=None)
+
+    def parts(weight: Tensor) -> list[Tensor]:
+        return list(weight.chunk(num_experts))
+
+    def of_row_slice(rows: slice) -> Tensor:
+        """What becomes of some of COMPANY rows where there are no others, added up over their experts."""
+        logits = setting.normal(COMPANY, num_experts, seed=3, dtype=torch.float32)[rows]
+        own = reference.route(logits, choices, is_normalized=True)
+        states = setting.normal(COMPANY, in_features, seed=4)[rows]
+        states = states if gated else states.index_select(0, own.rows)
+        return reference.sum_of_experts(ours(states, parts(whole), own), own)
+
+    def check() -> list[str]:
+        found, by_torch = ours(x, parts(whole), routing), theirs(x, parts(whole), routing)
+        passed = [check_error(found, by_torch, theirs(x.double(), parts(whole.double()), routing))]
+        if not setting.is_interpreted:  # there a product is a BLAS's, whose order of summation is its own
+            passed.append(check_row_bits(of_row_slice, COMPANY))
+        return passed
+
+    num_met = int((routing.starts.diff() > 0).sum())
+    num_weight_bytes = num_met * out_features * in_features * setting.dtype.itemsize
+    copies = setting.copies(num_weight_bytes, whole)
+    num_places = num_rows * choices
+    return Work(
+        check=check,
+        calls=[partial(ours, x, parts(own), routing) for (own,) in copies],
+        num_bytes=num_weight_bytes + x.nbytes + num_places * out_features // (1 + gated) * setting.dtype.itemsize,
+        comes_from=setting.comes_from(num_weight_bytes),
+    )
+
+
+def _prepare_route(setting: Setting, num_rows: int, *, num_experts: int, choices: int, **_: int) -> Work:
+    logits = setting.normal(num_rows, num_experts, seed=3, dtype=torch.float32)
+    call = partial(experts.route, logits, choices, is_normalized=True)
+
+    def check() -> list[str]:
+        found, wanted = call(), reference.route(logits, choices, is_normalized=True)
+        for what, own, theirs in zip(Routing._fields[1:], found[1:], wanted[1:], strict=True):
+            check_equal(what, own, theirs)
+        error = float((found.weights - wanted.weights).abs().max())
+        if not error <= 2.0**-20:  # some roundings of a softmax
+            raise CheckFailed(f"weights are off by {error:.3g}")
+        return ["equal"]
+
+    num_bytes = logits.nbytes + num_rows * choices * (4 + 8 + 8) + 8 * (num_experts + 1)
+    copies = setting.copies(num_bytes, logits)
+    return Work(
+        check=check,
+        calls=[partial(experts.route, own, choices, is_normalized=True) for (own,) in copies],
+        num_bytes=num_bytes,
+        comes_from=setting.comes_from(num_bytes),
+    )
+
+
+def _prepare_sum(setting: Setting, num_rows: int, *, num_experts: int, choices: int, hidden: int, **_: int) -> Work:
+    routing = _routing(setting, num_rows, num_experts, choices)
+    results = setting.normal(num_rows * choices, hidden, seed=0)
+    num_bytes = results.nbytes * (choices + 1) // choices
+    copies = setting.copies(num_bytes, results)
+
+    def check() -> list[str]:
+        found, by_torch = experts.sum_of_experts(results, routing), reference.sum_of_experts(results, routing)
+        exact = results.double().index_select(0, routing.places.flatten()).view(num_rows, choices, hidden)
+        return [check_error(found, by_torch, (exact * routing.weights.double().unsqueeze(2)).sum(dim=1))]
+
+    return Work(
+        check=check,
+        calls=[partial(experts.sum_of_experts, own, routing) for (own,) in copies],
+        num_bytes=num_bytes,
+        comes_from=setting.comes_from(num_bytes),
+    )

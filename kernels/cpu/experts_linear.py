@@ -1,0 +1,118 @@
+"""Products of rows that are sorted by expert with their experts' weights, from panels.
+
+Each is the product that kernels/cpu/linear.py, or linear_amx.py, makes of an expert's rows, bit for bit: its kernel is
+called panel by panel. Which experts have rows, and how many, is read inside, and threads share what there is to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numba import carray  # type: ignore[attr-defined]
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from kernels.cpu import linear, linear_amx
+from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.multiply_add import TURN_ROWS
+from kernels.cpu.native import call, integers
+from kernels.cpu.panels import Panels
+from kernels.cpu.recording import empty
+from kernels.cpu.rows import take_rows
+from kernels.cpu.silu_and_mul import silu_and_mul
+from kernels.cpu.threads import parts_of
+from kernels.reference.experts import Routing
+
+MORE = ("kernel", "addresses", "starts", "calls", "num_experts", "x_bytes", "out_bytes", "room_bytes")
+
+
+@cache
+def experts_multiplying(names: tuple[str, ...]) -> Kernel:
+    """names: of what the kernel of one product takes, which this one takes first."""
+    fields, own = arguments_of(*names, *MORE), {name: index for index, name in enumerate(names)}
+    count = len(names)
+    out, x, panels, room, num_rows = (own[name] for name in ("out", "x", "panels", "room", "num_rows"))
+    # Of few rows a panel is read in one go (linear.py), and weights held in 8 bits have scales.
+    scales, part_steps, group_steps = (own.get(name, -1) for name in ("scales", "part_steps", "group_steps"))
+
+    def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
+        a = carray(arguments, 1, fields)[0]
+        given = carray(arguments, count, np.int64)
+        starts, addresses = integers(a.starts, a.num_experts + 1), integers(a.addresses, 2 * a.num_experts)
+        own_call = a.calls + 8 * count * thread
+        taken = integers(own_call, count)
+        for index in range(count):
+            taken[index] = given[index]
+        # A kernel finds a thread's room by its own number of rows, and experts have unlike ones.
+        taken[room] = given[room] + a.room_bytes * thread
+        busy = 0  # experts with rows, each of which has num_panels panels to be gone over
+        for expert in range(a.num_experts):
+            busy += starts[expert + 1] > starts[expert]
+        first, end = busy * a.num_panels * part // num_parts, busy * a.num_panels * (part + 1) // num_parts
+        before = 0  # panels of the experts that came by
+        for expert in range(a.num_experts):
+            rows = starts[expert + 1] - starts[expert]
+            if rows == 0:
+                continue
+            taken[out], taken[x] = given[out] + starts[expert] * a.out_bytes, given[x] + starts[expert] * a.x_bytes
+            taken[panels], taken[num_rows] = addresses[2 * expert], rows
+            if scales >= 0:
+                taken[scales] = addresses[2 * expert + 1]
+                taken[part_steps] = given[group_steps] if rows <= TURN_ROWS else given[part_steps]
+            for panel in range(max(first - before, 0), min(end - before, a.num_panels)):
+                call(a.kernel, own_call, panel, a.num_panels, 0)
+            before += a.num_panels
+
+    return Kernel(multiply, fields)
+
+
+_addresses: WeakKeyDictionary[Panels, Tensor] = WeakKeyDictionary()  # of all experts' panels, by the first's
+
+
+def addresses_of(weights: Sequence[Panels]) -> Tensor:
+    """[num_experts, 2] int64: where each weight's numbers lie, and its scales."""
+    if weights[0] not in _addresses:
+        found = [
+            (weight.numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()) for weight in weights
+        ]
+        with _disable_current_modes():  # it is no part of a step that is recorded
+            _addresses[weights[0]] = torch.tensor(found, dtype=torch.int64)
+    return _addresses[weights[0]]
+
+
+def linear_of_experts(x: Tensor, weights: Sequence[Panels], routing: Routing) -> Tensor:
+    """[num_places, in_features], and of each expert [out_features, in_features] -> [num_places, out_features]."""
+    weight = weights[0]
+    out_features, in_features = weight.shape
+    assert x.dtype == weight.dtype and x.shape[1] == in_features
+    assert all(other.numbers.shape == weight.numbers.shape for other in weights)
+    num_places, most_rows = len(x), len(routing.places)  # a row goes to an expert once
+    out = empty(num_places, out_features, dtype=x.dtype)
+    if linear_amx.multiplies_tiles(weight):
+        rows, room, names = x.contiguous(), linear_amx.room_of(weight), linear_amx.Arguments.names
+        multiply, arguments = linear_amx.call_of(rows, weight, None, out, room)
+    else:
+        rows, room, names = linear.readable(x, weight), linear.room_of(weight, most_rows), linear.Arguments.names
+        multiply, arguments = linear.call_of(rows, weight, None, out, room)
+    assert names is not None
+    calls = empty(torch.get_num_threads() * len(names), dtype=torch.int64)
+    num_panels, busy = len(weight.numbers), min(len(weights), num_places)  # experts with rows, at most
+    work = (num_places + TURN_ROWS * busy) * out_features * in_features
+    experts_multiplying(names)(
+        *arguments,
+        *(multiply.address, addresses_of(weights).data_ptr(), routing.starts.data_ptr(), calls.data_ptr()),
+        *(len(weights), rows.stride(0) * rows.element_size(), out_features * out.element_size()),
+        room.nbytes // torch.get_num_threads(),
+        parts=parts_of(work, linear.PART_WORK, max(busy * num_panels, 1)),
+    )
+    return out
+
+
+def gated_linear_of_experts(x: Tensor, weights: Sequence[Panels], routing: Routing) -> Tensor:
+    """[num_rows, in_features], and of each expert [2 * intermediate, in_features] -> [num_places, intermediate]."""
+    return silu_and_mul(linear_of_experts(take_rows(x, routing.rows), weights, routing))

@@ -1,0 +1,201 @@
+"""The products of kernels/reference/experts.py in one launch: a row's are those of kernels/linear.py, bit by bit.
+
+Tiles, steps and partial sums are that module's, and the order of a sum follows from an expert's weight alone. Each
+tile of tokens is of one expert. How many tiles an expert fills, the device alone knows; that all of them fill no more
+than num_places // TOKENS and one for each expert is known without it, so a launch has so many, and some do nothing.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.dependent_launch import await_input, can_overlap
+from kernels.linear import converts_float8, take_apart
+from kernels.linear_plan import plan_linear
+from kernels.linear_tile import finish_tile, sum_tile
+from kernels.quantized_weight import FLOAT8, QuantizedWeight
+from kernels.reference.experts import Routing
+
+
+# Not specialized on num_places, which would make other programs for multiples of 16.
+@triton.jit(do_not_specialize=["num_places"])
+def linear_of_experts_kernel(
+    x_ptr,  # [num_rows, in_features], rows x_stride apart; without rows_ptr one for each place
+    rows_ptr,  # [num_places] int64, or None
+    starts_ptr,  # [NUM_EXPERTS + 1] int64
+    weight_ptr,  # of the first expert [out_features, in_features]; if GATED as many up rows follow
+    scales_ptr,  # of the first expert [weight rows, groups] float32, or None
+    out_ptr,  # [num_places, out_features]
+    num_places,
+    out_features,
+    in_features,
+    x_stride,
+    weight_distance,  # from one expert's weight to the next one's
+    scales_distance,
+    split_width,  # columns of a partial sum, a multiple of BLOCK_K
+    group_size,  # columns that share a scale, a multiple of BLOCK_K if HAS_GROUPS
+    num_groups,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,  # >= NUM_EXPERTS
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN_K: tl.constexpr,  # in_features is a multiple of BLOCK_K
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,  # a weight row has several scales
+    FLOAT8_BITS: tl.constexpr,  # weight_ptr is of int8, whose bits are a float8's
+    OVERLAPS: tl.constexpr,  # with the launch before
+):
+    # Neighbours take the tokens of one expert, whose weight tile so comes from memory once.
+    num_tiles = num_places // TOKENS + NUM_EXPERTS
+    tile = tl.program_id(0) % num_tiles
+    feature_tile = tl.program_id(0) // num_tiles
+    if OVERLAPS:
+        await_input()
+    # The tiles of an expert begin at start // TOKENS + expert: up to the next one's there are as many as it fills, and
+    # at most one more.
+    experts = tl.arange(0, EXPERTS)
+    starts = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=num_places)
+    begins = (experts < NUM_EXPERTS) & (starts // TOKENS + experts <= tile)
+    expert = tl.sum(begins.to(tl.int32), axis=0) - 1
+    start = tl.load(starts_ptr + expert)
+    end = tl.load(starts_ptr + expert + 1)
+    first = start + (tile - expert - start // TOKENS) * TOKENS
+    if first >= end:
+        return
+    places = first + tl.arange(0, TOKENS)
+    is_place = places < end
+    rows = places
+    if rows_ptr is not None:
+        rows = tl.load(rows_ptr + places, mask=is_place, other=0)
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    x_ptrs = x_ptr + rows[:, None] * x_stride + columns
+    features = feature_tile * FEATURES + tl.arange(0, FEATURES)
+    # Features behind the last are computed as the last and not stored: the loop has no mask for them.
+    weight_rows = tl.minimum(features, out_features - 1).to(tl.int64)
+    row_ptrs = weight_ptr + expert.to(tl.int64) * weight_distance + weight_rows[:, None] * in_features
+    if scales_ptr is not None:
+        scales_ptr += expert.to(tl.int64) * scales_distance
+    row_scales, up_scales, end_scales = scales_ptr, scales_ptr, scales_ptr
+    if HAS_GROUPS:
+        row_scales = scales_ptr + weight_rows * num_groups
+        up_scales = row_scales + tl.cast(out_features, tl.int64) * num_groups
+        end_scales = None
+    total, up_total = sum_tile(
+        x_ptrs,
+        columns,
+        is_place[:, None],
+        row_ptrs,
+        tl.cast(out_features, tl.int64) * in_features,
+        row_scales,
+        up_scales,
+        in_features,
+        0,
+        SPLITS,
+        split_width,
+        group_size,
+        GATED,
+        EVEN_K,
+        HAS_GROUPS,
+        FLOAT8_BITS,
+    )
+    finish_tile(total, up_total, end_scales, None, out_ptr, features, places, end, out_features, GATED)
+
+
+def gated_linear_of_experts(
+    x: Tensor,  # [num_rows, in_features], rows may lie further apart
+    weights: Sequence[Tensor | QuantizedWeight],  # of each expert [2 * intermediate, in_features], gate rows first
+    routing: Routing,
+) -> Tensor:  # [num_places, intermediate]
+    """silu(x Wg^T) * (x Wu^T) of the expert and the row at each place; as linear_of_experts otherwise."""
+    return _launch(x, routing.rows, weights, routing, gated=True)
+
+
+def linear_of_experts(
+    x: Tensor,  # [num_places, in_features], rows may lie further apart
+    weights: Sequence[Tensor | QuantizedWeight],  # of each expert [out_features, in_features]
+    routing: Routing,
+) -> Tensor:  # [num_places, out_features]
+    """x W^T of the expert at each place, summed in float32 and rounded once, to the dtype of x.
+
+    x and weights share a dtype: bfloat16, float16 or float32. The weights are views of one tensor [num_experts, ...],
+    or of any storage in which each is as far from the one before; so are their scales.
+    """
+    return _launch(x, None, weights, routing, gated=False)
+
+
+def distance(views: Sequence[Tensor]) -> int:
+    """From each to the next, in elements; contiguous, and of one shape and dtype."""
+    first, addresses = views[0], [view.data_ptr() for view in views]
+    step = addresses[1] - addresses[0] if len(views) > 1 else 0
+    assert addresses == [addresses[0] + number * step for number in range(len(views))] and step % first.itemsize == 0
+    assert all(v.shape == first.shape and v.dtype == first.dtype and v.is_contiguous() for v in views)
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+    return step // first.itemsize
+
+
+def _launch(
+    x: Tensor, rows: Tensor | None, weights: Sequence[Tensor | QuantizedWeight], routing: Routing, *, gated: bool
+) -> Tensor:
+    num_experts, num_places, (weight_rows, in_features) = len(weights), len(routing.rows), weights[0].shape
+    out_features = weight_rows // (1 + gated)
+    all_numbers, all_scales, group_sizes = zip(*map(take_apart, weights), strict=True)
+    numbers, scales, group_size = all_numbers[0], all_scales[0], group_sizes[0]
+    assert len(routing.starts) == num_experts + 1 and weight_rows == (1 + gated) * out_features
+    assert x.shape == (num_places if rows is None else len(routing.places), in_features)
+    assert x.stride(1) == 1 and x.dtype == weights[0].dtype and len(set(group_sizes)) == 1
+    out = torch.empty(num_places, out_features, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    plan = plan_linear(
+        triton.cdiv(num_places, num_experts),  # the rows of an expert, on average
+        out_features,
+        in_features,
+        element_size=x.element_size(),
+        gated=gated,
+        number_size=numbers.element_size(),
+        group_size=group_size,
+    )
+    takes_bits = numbers.dtype == FLOAT8 and not converts_float8(x.device)
+    num_tiles = num_places // plan.tokens + num_experts
+    overlaps = can_overlap(x.device)
+    linear_of_experts_kernel[(num_tiles * triton.cdiv(out_features, plan.features),)](
+        x,
+        rows,
+        routing.starts,
+        numbers.view(torch.int8) if takes_bits else numbers,
+        scales,
+        out,
+        num_places,
+        out_features,
+        in_features,
+        x.stride(0),
+        distance(all_numbers),
+        0 if scales is None else distance(all_scales),
+        plan.split_width,
+        group_size or in_features,
+        1 if scales is None else scales.shape[1],
+        NUM_EXPERTS=num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        SPLITS=plan.splits,
+        GATED=gated,
+        EVEN_K=in_features % plan.block_k == 0,
+        TOKENS=plan.tokens,
+        FEATURES=plan.features,
+        BLOCK_K=plan.block_k,
+        HAS_GROUPS=group_size is not None,
+        FLOAT8_BITS=takes_bits,
+        OVERLAPS=overlaps,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        launch_pdl=overlaps,
+    )
+    return out

@@ -1,0 +1,123 @@
+"""What programs of kernels/linear.py and kernels/experts_linear.py do with a tile: its sums, and what follows them."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_columns(ptrs, start, in_features, EVEN_K: tl.constexpr):
+    """Columns start.. of weight rows, zeros behind the last; ptrs [FEATURES, BLOCK_K] point at column 0."""
+    if EVEN_K:
+        values = tl.load(ptrs + start)
+    else:
+        is_column = (start + tl.arange(0, ptrs.shape[1]) < in_features)[None, :]
+        values = tl.load(ptrs + start, mask=is_column, other=0.0)
+    return values
+
+
+@triton.jit
+def as_factors(numbers, dtype: tl.constexpr, FLOAT8_BITS: tl.constexpr):
+    """Numbers of a weight in the dtype of the rows, which holds those of 8 bits exactly."""
+    if FLOAT8_BITS:
+        # Exponent and mantissa at a float32's places, whose exponents count from 120 further below.
+        words = (numbers.to(tl.int32) << 20) & -0x78100000
+        numbers = words.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+    return numbers.to(dtype)
+
+
+@triton.jit
+def add_step(
+    sums,  # [FEATURES, TOKENS]
+    numbers,  # [FEATURES, BLOCK_K]
+    x,  # [TOKENS, BLOCK_K]
+    scale_ptrs,  # [FEATURES], of the first group if HAS_GROUPS
+    group,  # of the step
+    HAS_GROUPS: tl.constexpr,
+    FLOAT8_BITS: tl.constexpr,
+):
+    factors = as_factors(numbers, x.dtype, FLOAT8_BITS)
+    if HAS_GROUPS:
+        own = tl.dot(factors, tl.trans(x), tl.zeros_like(sums), input_precision="ieee")
+        sums += own * tl.load(scale_ptrs + group)[:, None]
+    else:
+        sums = tl.dot(factors, tl.trans(x), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def sum_tile(
+    x_ptrs,  # [TOKENS, BLOCK_K], of the first step
+    columns,  # [1, BLOCK_K], of the first step
+    is_token,  # [TOKENS, 1]
+    row_ptrs,  # [FEATURES, 1], of weight rows at column 0
+    up_distance,  # from each to its up row, if GATED
+    row_scales,  # [FEATURES], of the first group if HAS_GROUPS
+    up_scales,  # of the up rows, if GATED
+    in_features,
+    first_split,  # of num_splits partial sums
+    num_splits,
+    split_width,
+    group_size,
+    GATED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    FLOAT8_BITS: tl.constexpr,
+):
+    """The sums [FEATURES, TOKENS] of the rows and of the up rows, their partial sums added in order."""
+    FEATURES: tl.constexpr = row_ptrs.shape[0]
+    TOKENS: tl.constexpr = x_ptrs.shape[0]
+    BLOCK_K: tl.constexpr = x_ptrs.shape[1]
+    total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+    up_total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+    for split in range(first_split, first_split + num_splits):
+        sums = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+        up_sums = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+        begin = split * split_width
+        for start in range(begin, tl.minimum(begin + split_width, in_features), BLOCK_K):
+            if EVEN_K:
+                x = tl.load(x_ptrs + start, mask=is_token, other=0.0)
+            else:
+                x = tl.load(x_ptrs + start, mask=is_token & (start + columns < in_features), other=0.0)
+            group = start // group_size
+            weight = load_columns(row_ptrs + columns, start, in_features, EVEN_K)
+            sums = add_step(sums, weight, x, row_scales, group, HAS_GROUPS, FLOAT8_BITS)
+            if GATED:
+                up = load_columns(row_ptrs + up_distance + columns, start, in_features, EVEN_K)
+                up_sums = add_step(up_sums, up, x, up_scales, group, HAS_GROUPS, FLOAT8_BITS)
+        total += sums
+        up_total += up_sums
+    return total, up_total
+
+
+@triton.jit
+def finish_tile(
+    sums,  # [FEATURES, TOKENS]
+    up_sums,  # of the up rows, if GATED
+    scales_ptr,  # one for each weight row, or None
+    bias_ptr,
+    out_ptr,
+    features,
+    tokens,
+    num_rows,
+    out_features,
+    GATED: tl.constexpr,
+):
+    is_feature = features < out_features
+    if scales_ptr is not None:
+        sums *= tl.load(scales_ptr + features, mask=is_feature, other=0.0)[:, None]
+        if GATED:
+            up_sums *= tl.load(scales_ptr + out_features + features, mask=is_feature, other=0.0)[:, None]
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up_bias = tl.load(bias_ptr + out_features + features, mask=is_feature, other=0.0)
+            up_sums += up_bias.to(tl.float32)[:, None]
+    if GATED:
+        sums = sums / (1.0 + tl.exp(-sums)) * up_sums
+    places = tokens.to(tl.int64)[None, :] * out_features + features[:, None]
+    is_place = (tokens < num_rows)[None, :] & is_feature[:, None]
+    tl.store(out_ptr + places, sums.to(out_ptr.dtype.element_ty), mask=is_place)

@@ -1,0 +1,93 @@
+"""A mixture of experts: each row goes through the few MLPs that its router picks (Shazeer et al., arXiv 1701.06538).
+
+What a row becomes is a matter of that row alone: which experts it goes to, the products there, and the order in which
+their results are added. Rows are sorted by expert, so that an expert's weights are read once for all of its rows; who
+else goes to an expert moves rows about and changes no bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.reference.linear import linear
+from kernels.reference.sampling import softmax
+from kernels.reference.silu_and_mul import silu_and_mul
+
+
+class Routing(NamedTuple):
+    """Of num_rows rows, each of which goes to `choices` experts; a place is one of the num_rows * choices goings."""
+
+    weights: Tensor  # [num_rows, choices] float32: what the results of a row's experts are multiplied by
+    places: Tensor  # [num_rows, choices] int64: of a row's goings, which are sorted by expert, then by row
+    rows: Tensor  # [num_rows * choices] int64: of each place
+    starts: Tensor  # [num_experts + 1] int64: the first place of each expert, and how many places there are
+
+
+def route(logits: Tensor, choices: int, *, is_normalized: bool) -> Routing:
+    """The likeliest experts of each row, the likeliest first; of equals the one with the lower number.
+
+    Args:
+        logits: [num_rows, num_experts] float32.
+        is_normalized: the weights of a row's experts add up to 1; otherwise they are probabilities among all experts.
+    """
+    num_rows, num_experts = logits.shape
+    probs, experts = softmax(logits).sort(dim=1, descending=True, stable=True)
+    weights, experts = probs[:, :choices], experts[:, :choices]
+    if is_normalized:
+        total = weights[:, :1]
+        for choice in range(1, choices):
+            total = total + weights[:, choice : choice + 1]
+        weights = weights / total
+    in_order, order = experts.flatten().sort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    numbers = torch.arange(num_experts + 1, device=order.device)
+    return Routing(
+        weights=weights.contiguous(),
+        places=places.view(num_rows, choices),
+        rows=order // choices,
+        starts=torch.searchsorted(in_order, numbers),
+    )
+
+
+def gated_linear_of_experts(x: Tensor, weights: Sequence[Tensor], routing: Routing, tile: int | None) -> Tensor:
+    """silu(x Wg^T) * (x Wu^T) of the expert and the row at each place, [num_places, intermediate].
+
+    Args:
+        x: [num_rows, in_features].
+        weights: of each expert [2 * intermediate, in_features], gate rows first.
+        tile: rows of one product, as kernels/reference/linear.py has them.
+    """
+    return silu_and_mul(linear_of_experts(x.index_select(0, routing.rows), weights, routing, tile))
+
+
+def linear_of_experts(x: Tensor, weights: Sequence[Tensor], routing: Routing, tile: int | None) -> Tensor:
+    """x W^T of the expert at each place; x: [num_places, in_features], of the places.
+
+    weights: of each expert [out_features, in_features]. Returns [num_places, out_features].
+    """
+    parts = []
+    for weight, rows in zip(weights, x.split_with_sizes(routing.starts.diff().tolist()), strict=True):
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % (tile or 1)))
+        if len(rows) > 0:
+            parts.append(linear(padded, weight, None, tile)[: len(rows)])
+    return torch.cat(parts) if parts else x.new_empty(0, weights[0].shape[0])
+
+
+def sum_of_experts(results: Tensor, routing: Routing) -> Tensor:
+    """The results [num_places, width] of each row's experts times their weights, [num_rows, width].
+
+    ((w0 y0) + w1 y1) + ..., in the order of the row's choices, in float32, each product rounded; the sum is rounded
+    once, to the dtype of the results.
+    """
+    own = [
+        results.index_select(0, places).float() * weights.unsqueeze(1)
+        for places, weights in zip(routing.places.unbind(1), routing.weights.unbind(1), strict=True)
+    ]
+    return reduce(torch.add, own).to(results.dtype)

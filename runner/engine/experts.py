@@ -1,0 +1,109 @@
+"""A mixture of experts in place of a layer's MLP: Mixtral, Qwen3-MoE.
+
+Every rank has a part of every expert, as of an MLP, and the whole router: all of them send a row to the same experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kernels.cpu.panels import Change, Weight, unpacked
+from kernels.quantized_weight import QuantizedWeight
+from runner.engine.architecture import ExpertShapes
+from runner.engine.expert_operations import gated_linear_of_experts, linear_of_experts, route, sum_of_experts
+from runner.engine.linear import WeightTarget, empty_weight, shared_storage, split_inputs, weight_target
+from runner.engine.operations import head_logits
+from runner.engine.quantization import Quantization
+from runner.engine.shard import Shard
+
+
+class Experts:
+    def __init__(
+        self,
+        shapes: ExpertShapes,
+        hidden_size: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        *,
+        quantization: Quantization | None = None,  # of their products, by names within the layer
+    ) -> None:
+        self.shapes, self.shard = shapes, shard
+        self.router: Weight = torch.empty(shapes.num_experts, hidden_size, dtype=dtype)
+        names = [shapes.names_of(expert) for expert in range(shapes.num_experts)]
+        gated_names = [name for gate, up, _ in names for name in (gate, up)]
+        down_names = [down for *_, down in names]
+        gated_storage = shared_storage(gated_names, quantization)
+        down_storage = shared_storage(down_names, quantization)
+        self._num_parts = shard.split(shapes.intermediate_size, gated_names[0])
+        columns = split_inputs(shapes.intermediate_size, down_names[0], down_storage, shard)
+        gated = empty_weight(shapes.num_experts * 2 * self._num_parts, hidden_size, dtype, gated_storage)
+        down = empty_weight(shapes.num_experts * hidden_size, columns, dtype, down_storage)
+        # Of each expert. Kernels of a GPU find one behind another in one piece of memory.
+        self.gate_up_projs, self.down_projs = (split_rows(weight, shapes.num_experts) for weight in (gated, down))
+
+    def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
+        return self.shard.sum(self.own_part(hidden, tile))
+
+    def own_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """This rank's part of the result [num_rows, hidden], num_rows a multiple of tile."""
+        logits = head_logits(hidden, self.router, tile)
+        routing = route(logits, self.shapes.choices, is_normalized=self.shapes.is_normalized)
+        inner = gated_linear_of_experts(hidden, self.gate_up_projs, routing, tile)
+        return sum_of_experts(linear_of_experts(inner, self.down_projs, routing, tile), routing)
+
+    @property
+    def rows_for_one(self) -> int:
+        """Of a launch, of which an expert has one on average."""
+        return -(-self.shapes.num_experts // self.shapes.choices)
+
+    @property
+    def products_per_row(self) -> int:
+        own = self.gate_up_projs[0].shape.numel() + self.down_projs[0].shape.numel()
+        return self.router.shape.numel() + self.shapes.choices * own
+
+    @property
+    def product_weights(self) -> list[Weight]:
+        """Of one expert, which are shaped like those of all."""
+        return [self.gate_up_projs[0], self.down_projs[0]]
+
+    @property
+    def product_names(self) -> list[str]:
+        return [f"{name}.weight" for expert in range(self.shapes.num_experts) for name in self.shapes.names_of(expert)]
+
+    def convert(self, change: Change) -> None:
+        """As Decoder.convert."""
+        self.router = change(self.router)
+        self.gate_up_projs, self.down_projs = (
+            in_one_piece([change(weight) for weight in weights]) for weights in (self.gate_up_projs, self.down_projs)
+        )
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        targets = {f"{prefix}{self.shapes.router_name}.weight": WeightTarget(view=unpacked(self.router))}
+        num_parts = self._num_parts
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up_projs, self.down_projs, strict=True)):
+            gate_name, up_name, down_name = self.shapes.names_of(expert)
+            targets[f"{prefix}{gate_name}.weight"] = weight_target(gate_up, slice(num_parts), 0)
+            targets[f"{prefix}{up_name}.weight"] = weight_target(gate_up, slice(num_parts, None), 0)
+            targets[f"{prefix}{down_name}.weight"] = weight_target(down, slice(None), 1)
+        return targets
+
+
+def in_one_piece(weights: list[Weight]) -> list[Weight]:
+    """Weights that were quantized each by itself, one behind another in memory; others as they are."""
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if not quantized:
+        return weights
+    numbers, scales = torch.cat([own.numbers for own in quantized]), torch.cat([own.scales for own in quantized])
+    return split_rows(replace(quantized[0], numbers=numbers, scales=scales), len(weights))
+
+
+def split_rows(weight: Weight, num_parts: int) -> list[Weight]:
+    """Views of a weight's rows, as many in each."""
+    if not isinstance(weight, QuantizedWeight):
+        return list(unpacked(weight).chunk(num_parts))
+    return [
+        replace(weight, numbers=numbers, scales=scales)
+        for numbers, scales in zip(weight.numbers.chunk(num_parts), weight.scales.chunk(num_parts), strict=True)
+    ]

@@ -1,0 +1,134 @@
+"""Mixtures of experts through the whole engine: no method, schedule, rank or way to hold weights changes a token.
+
+How accurate they are tests/test_model_families.py says, and tests/test_row_invariance.py that a row keeps its bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.cpu.panels import Panels
+from kernels.quantized_weight import QuantizedWeight
+from runner.config import SpeculativeConfig
+from runner.engine.decoder import Decoder
+from runner.engine.experts import Experts
+from runner.engine.request import Request
+from runner.llm import LLM
+from runner.ranks.ranks import Ranks
+from tests.conftest import Engines, complete
+from tests.emulated_device import EmulatedDevice
+from tests.rank_threads import in_ranks
+from tests.test_emulated_gpu import DRAFT_MODEL, DRAWN, GPU, GREEDY, SMALL
+from tests.test_emulated_gpu import PROMPTS as SHORT_PROMPTS
+from tests.test_losslessness import (
+    METHODS,
+    PARAMS,
+    PROMPTS,
+    ROOMY,
+    SCHEDULES,
+    answers,
+    counts,
+    method_config,
+    tell_test_proposers,
+)
+from tests.test_row_invariance import EXPERTS
+
+MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
+TREE = {"speculative_token_tree": "dynamic"}
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> list[Request]:
+    return complete(engines(architecture=EXPERTS, **ROOMY), PROMPTS, PARAMS)[0]
+
+
+def experts_of(llm: LLM) -> list[Experts]:
+    model = llm.engine.target.model
+    assert isinstance(model, Decoder)
+    return [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
+
+
+def test_the_target_is_a_mixture_that_keeps_the_promise_in_whole_steps(engines: Engines) -> None:
+    llm = engines(architecture=EXPERTS, **ROOMY)
+    assert llm.engine.target.is_row_invariant and len(experts_of(llm)) == 2
+    metrics = complete(llm, PROMPTS, PARAMS)[1]
+    assert metrics.steps_in_parts.total() < metrics.num_decoding_steps / 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_changes_no_token(engines: Engines, plain: list[Request], method: str) -> None:
+    tell_test_proposers(plain)
+    requests, metrics = complete(engines(method_config(method, 4), architecture=EXPERTS, **ROOMY), PROMPTS, PARAMS)
+    assert answers(requests) == answers(plain)
+    assert counts(metrics)[1] > 0
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("schedule", ["few blocks", "three at a time", "one request at a time"])
+def test_the_schedule_changes_no_token(engines: Engines, plain: list[Request], schedule: str, method: str) -> None:
+    num_tokens, keys = (5, TREE) if method == "eagle3" else (4, {})
+    llm = engines(method_config(method, num_tokens, **keys), architecture=EXPERTS, **SCHEDULES[schedule])
+    assert answers(complete(llm, PROMPTS, PARAMS)[0]) == answers(plain)
+
+
+@pytest.mark.parametrize("numbers", ["int8", "fp8"])
+def test_experts_in_8_bits_change_no_token_of_a_method_and_the_router_stays_dense(
+    engines: Engines, numbers: str
+) -> None:
+    plain, drafting = (
+        engines(method, architecture=MIXTRAL, quantization=numbers, **ROOMY)
+        for method in (None, method_config("draft_model", 4))
+    )
+    for experts in experts_of(plain):
+        held = [*experts.gate_up_projs, *experts.down_projs]
+        assert len(held) == 6 and all(isinstance(weight, Panels | QuantizedWeight) for weight in held)
+        kinds = {weight.numbers.dtype for weight in held}  # type: ignore[union-attr]
+        assert kinds <= {torch.int8, torch.float8_e4m3fn} and len(kinds) == 1
+        assert experts.router.dtype == torch.float32 and getattr(experts.router, "scales", None) is None
+    expected = complete(plain, PROMPTS, PARAMS)[0]
+    requests, metrics = complete(drafting, PROMPTS, PARAMS)
+    assert answers(requests) == answers(expected) and counts(metrics)[1] > 0
+
+
+@pytest.mark.parametrize("architecture", [EXPERTS, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "method",
+    [None, DRAFT_MODEL, {"method": "mtp", "num_speculative_tokens": 2, "quantization": "fp8"}],
+    ids=["none", "draft_model", "mtp in 8 bits"],
+)
+def test_captured_steps_say_what_the_cpu_says(
+    engines: Engines, emulated_gpu: EmulatedDevice, method: dict[str, Any] | None, architecture: dict[str, Any]
+) -> None:
+    small = {**SMALL, "architecture": {**architecture, "num_hidden_layers": 1}}
+    gpu = {**GPU, "architecture": small["architecture"]}
+    params = [GREEDY, DRAWN]
+    expected, _ = complete(engines(method, **small), SHORT_PROMPTS, params)
+    found, metrics = complete(Engines()(method, **gpu), SHORT_PROMPTS, params)
+    assert answers(found) == answers(expected)
+    assert metrics.steps_in_parts.total() < metrics.num_decoding_steps
+
+
+def test_two_ranks_hold_parts_of_every_expert_and_draft_as_plain_decoding_says_there() -> None:
+    shape = {**EXPERTS, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+
+    def run(ranks: Ranks) -> list[list[tuple[Any, ...]]]:
+        found = []
+        for method in (None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}):
+            config = SpeculativeConfig.from_engine_args(
+                "dummy", method, load_format="dummy", hf_config=shape, device="cpu", num_threads=1,
+                tensor_parallel_size=2,
+            )  # fmt: skip
+            llm = LLM.from_config(config, ranks=ranks)
+            assert llm.engine.target.is_row_invariant
+            first = experts_of(llm)[0]
+            assert first.gate_up_projs[0].shape == (48, 64) and first.down_projs[0].shape == (64, 24)
+            assert first.router.shape == (6, 64)
+            found.append(answers(complete(llm, PROMPTS[:5], PARAMS[:5])[0]))
+        return found
+
+    first, second = in_ranks(2, run, place_bytes=1 << 20)
+    assert first == second and first[0] == first[1]

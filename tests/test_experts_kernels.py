@@ -1,0 +1,299 @@
+"""A mixture of experts in Triton: the reference's routing, its products and sums, and bits that are a row's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import linear_plan
+from kernels.quantized_weight import FLOAT8, QuantizedWeight, expand
+from kernels.reference import experts as reference
+from kernels.reference.experts import Routing
+from tests.emulated_device import EmulatedDevice
+from tests.no_readback import NoReadback
+from tests.product_errors import assert_error_is_torchs
+from tests.test_linear_kernel import normal, rounding_between_steps, small_integers
+from tests.test_quantized_weight import on, random_weight
+
+ops = pytest.importorskip("kernels.experts")
+products = pytest.importorskip("kernels.experts_linear")
+linears = pytest.importorskip("kernels.linear")
+
+
+def logits_of(num_rows: int, num_experts: int, *, seed: int = 0) -> Tensor:
+    """Of few sizes, so that many are equal and no two others are a rounding apart."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, (num_rows, num_experts), generator=generator) / 2
+
+
+def to(device: torch.device, routing: Routing) -> Routing:
+    return Routing(*(part.to(device) for part in routing))
+
+
+def experts_of(routing: Routing) -> Tensor:
+    """[num_rows, choices]: whom each row goes to."""
+    return torch.searchsorted(routing.starts, routing.places, right=True) - 1
+
+
+def to_experts(chosen: list[list[int]], num_experts: int) -> Routing:
+    """Of rows that go to experts as listed, with weights that differ."""
+    numbers, choices = torch.tensor(chosen), len(chosen[0])
+    logits = torch.full((len(chosen), num_experts), -30.0)
+    logits.scatter_(1, numbers, -0.3 * torch.arange(choices).expand_as(numbers))
+    return reference.route(logits, choices, is_normalized=True)
+
+
+@given(
+    num_rows=st.integers(0, 20),
+    num_experts=st.sampled_from([1, 2, 3, 5, 8, 13, 60]),
+    choices=st.integers(1, 8),
+    is_normalized=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rows_go_where_the_reference_sends_them(
+    kernel_device: torch.device, num_rows: int, num_experts: int, choices: int, is_normalized: bool, seed: int
+) -> None:
+    """With many ties, and goings that are looked at in several chunks."""
+    choices = min(choices, num_experts)
+    logits = logits_of(num_rows, num_experts, seed=seed)
+    with pytest.MonkeyPatch.context() as patch, NoReadback():
+        patch.setattr(ops, "CHUNK", 16)
+        found = to(torch.device("cpu"), ops.route(logits.to(kernel_device), choices, is_normalized=is_normalized))
+    wanted = reference.route(logits, choices, is_normalized=is_normalized)
+    for name in ("places", "rows", "starts"):
+        part, other = getattr(found, name), getattr(wanted, name)
+        assert part.dtype == other.dtype and torch.equal(part, other), name
+    exact = reference.route(logits.double(), choices, is_normalized=is_normalized).weights
+    if num_rows:
+        assert_error_is_torchs(found.weights, wanted.weights, exact)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of the interpreter
+def test_rows_of_no_numbers_go_to_as_many_experts_as_others(kernel_device: torch.device) -> None:
+    """To other experts each, so that every place has a row: a place that nobody wrote would be read all the same."""
+    logits = logits_of(5, 5)
+    logits[1], logits[2, 3], logits[3, 1] = float("nan"), float("inf"), float("nan")
+    found = ops.route(logits.to(kernel_device), 3, is_normalized=True)
+    assert found.weights[1:4].isnan().all() and not found.weights[[0, 4]].isnan().any()
+    assert torch.equal(experts_of(found)[1:4].cpu(), torch.arange(3).expand(3, 3))
+    assert torch.equal(found.places.flatten().sort().values.cpu(), torch.arange(15))
+
+
+@given(
+    num_rows=st.integers(0, 5),
+    width=st.integers(1, 40),
+    choices=st.integers(1, 8),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=30)
+def test_results_are_added_in_the_order_of_the_choices(
+    kernel_device: torch.device, num_rows: int, width: int, choices: int, dtype: torch.dtype, seed: int
+) -> None:
+    """In every bit, of numbers of very unlike size."""
+    if dtype == torch.bfloat16 and kernel_device.type == "cpu":
+        dtype = torch.float32  # Triton's interpreter knows no bfloat16
+    routing = reference.route(logits_of(num_rows, 9, seed=seed), choices, is_normalized=False)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 10.0 ** torch.randint(-4, 4, (num_rows * choices, width), generator=generator)
+    results = (normal(num_rows * choices, width, dtype=torch.float32, seed=seed) * sizes).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "BLOCK", 16)
+        found = ops.sum_of_experts(results.to(kernel_device), to(kernel_device, routing)).cpu()
+    assert found.dtype == dtype and torch.equal(found, reference.sum_of_experts(results, routing))
+
+
+def assert_is_references(found: Tensor, op: str, x: Tensor, weights: Tensor, routing: Routing) -> None:
+    """As far off as the reference is in the dtype of x."""
+    by_torch, exact = (
+        getattr(reference, op)(x.to(dtype), weights.to(dtype).unbind(), routing, None)
+        for dtype in (x.dtype, torch.float64)
+    )
+    assert_error_is_torchs(found, by_torch, exact)
+
+
+# Whom rows go to, of five: experts with no rows, with one, and with more than a tile holds.
+CASES = {
+    "one row": [[3, 1]],
+    "some without rows": [[0, 4], [4, 0], [0, 2]],
+    "all to the last": [[4]] * 20,
+    "many": [[0, 2, 4], [2, 0, 3], [2, 4, 3]] * 13,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_the_error_of_experts_products_is_that_of_torch(
+    kernel_device: torch.device, small_cuts: None, dtype: torch.dtype, case: str
+) -> None:
+    if dtype == torch.bfloat16 and kernel_device.type == "cpu":
+        pytest.skip("Triton's interpreter knows no bfloat16")
+    routing = to_experts(CASES[case], 5)
+    there, num_rows = to(kernel_device, routing), len(routing.places)
+    up, x = normal(5, 2 * 70, 101, dtype=dtype) / 4, normal(num_rows, 101, dtype=dtype, seed=1)
+    down, hidden = normal(5, 66, 72, dtype=dtype, seed=2), normal(len(routing.rows), 72, dtype=dtype, seed=3)
+    for op, rows, weights in (("gated_linear_of_experts", x, up), ("linear_of_experts", hidden, down)):
+        found = getattr(products, op)(rows.to(kernel_device), weights.to(kernel_device).unbind(), there)
+        assert_is_references(found, op, rows, weights, routing)
+
+
+def quantized_experts(
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    kind: torch.dtype,
+    group_size: int | None,
+    device: torch.device,
+) -> list[QuantizedWeight]:
+    """Views of one weight whose rows are all the experts'."""
+    rows = num_experts * out_features
+    whole = on(device, random_weight(rows, in_features, kind, group_size=group_size, dtype=torch.float32))
+    return [
+        QuantizedWeight(numbers=numbers, scales=scales, group_size=whole.group_size, dtype=whole.dtype)
+        for numbers, scales in zip(whole.numbers.chunk(num_experts), whole.scales.chunk(num_experts), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("from_bits", [False, True], ids=["", "float8 from its bits"])
+@pytest.mark.parametrize("group_size", [None, 32])
+@pytest.mark.parametrize("kind", [torch.int8, FLOAT8], ids=str)
+def test_weights_in_8_bits_are_multiplied_by(
+    kernel_device: torch.device,
+    small_cuts: None,
+    kind: torch.dtype,
+    group_size: int | None,
+    from_bits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if from_bits:
+        if kind != FLOAT8:
+            pytest.skip("an int8 is read in one way")
+        monkeypatch.setattr(products, "converts_float8", lambda device: False)
+    routing = to_experts(CASES["many"], 5)
+    there, x = to(kernel_device, routing), normal(39, 101, dtype=torch.float32)
+    weights = quantized_experts(5, 2 * 35, 101, kind, group_size, kernel_device)
+    dense = torch.stack([expand(weight.numbers.cpu(), weight.scales.cpu(), weight.group_size) for weight in weights])
+    for op, rows in (("linear_of_experts", x[routing.rows]), ("gated_linear_of_experts", x)):
+        assert_is_references(getattr(products, op)(rows.to(kernel_device), weights, there), op, rows, dense, routing)
+
+
+@given(
+    chosen=st.lists(st.permutations(range(3)).map(lambda order: order[:2]), min_size=1, max_size=30),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    wide_rows=st.sampled_from([512, 4]),
+)
+@settings(max_examples=25)
+def test_a_product_has_the_bits_of_the_row_alone_with_the_weight_alone(
+    kernel_device: torch.device, chosen: list[list[int]], dtype: torch.dtype, wide_rows: int
+) -> None:
+    """Of rows that lie apart, where kernels.linear spreads partial sums; one feature tile to a program, and two."""
+    width = 4 * linear_plan.LINE // dtype.itemsize - 3
+    rows = rounding_between_steps(len(chosen), width + 8, dtype=dtype, seed=0).to(kernel_device)[:, :width]
+    weights = (small_integers(3, 66, width, dtype=dtype) / 64).to(kernel_device).unbind()
+    routing = to(kernel_device, to_experts(chosen, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("MIN_STEPS", 1), ("PROGRAMS", 4), ("WIDE_ROWS", wide_rows)):
+            patch.setattr(linear_plan, name, value)
+        found = products.linear_of_experts(rows[routing.rows], weights, routing)
+        gated = products.gated_linear_of_experts(rows, weights, routing)
+        for row, (experts, places) in enumerate(zip(chosen, routing.places.tolist(), strict=True)):
+            for expert, place in zip(experts, places, strict=True):
+                alone = rows[row : row + 1]
+                assert torch.equal(found[place], linears.linear(alone, weights[expert])[0])
+                assert torch.equal(gated[place], linears.gated_linear(alone, weights[expert])[0])
+
+
+def test_an_expert_writes_to_its_own_places_alone(emulated_gpu: EmulatedDevice) -> None:
+    """Those behind are others', whose programs may have been there before; here nobody's, and as empty as at first."""
+    weights = normal(2, 6, 8, dtype=torch.float32).to("cuda").unbind()
+    routing = to(torch.device("cuda"), to_experts([[0], [0], [1], [1], [1]], 2))
+    routing.starts.copy_(torch.tensor([0, 2, 3]).to("cuda"))
+    x = normal(5, 8, dtype=torch.float32).to("cuda")
+    for op in (products.linear_of_experts, products.gated_linear_of_experts):
+        assert torch.equal(op(x, weights, routing).isnan().all(dim=1).cpu(), torch.tensor([False] * 3 + [True] * 2))
+
+
+def mixture(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    routing = ops.route(linears.linear(x, router, out_dtype=torch.float32), 2, is_normalized=True)
+    hidden = products.gated_linear_of_experts(x, up.unbind(), routing)
+    results: Tensor = ops.sum_of_experts(products.linear_of_experts(hidden, down.unbind(), routing), routing)
+    return results
+
+
+def weights_of_mixture(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Router, gates and ups, and downs of five experts."""
+    up, down = normal(5, 2 * 40, 48, dtype=dtype, seed=2) / 7, normal(5, 48, 40, dtype=dtype, seed=3) / 7
+    return normal(5, 48, dtype=dtype, seed=1), up, down
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("company", ["like it", "of all kinds"])
+def test_a_row_keeps_its_bits_whoever_else_goes_to_its_experts(
+    dtype: torch.dtype, company: str, emulated_gpu: EmulatedDevice
+) -> None:
+    """First, in the middle and last, of rows that go where it goes and of rows that go anywhere."""
+    weights = [weight.to("cuda") for weight in weights_of_mixture(dtype)]
+    rows = normal(131, 48, dtype=dtype).to("cuda")
+    if company == "like it":
+        rows = rows / 100 + rows[-1:]
+    alone = mixture(rows[-1:], *weights)[0]
+    for num_rows in (2, 5, 17, 33, 130):
+        places = [0, num_rows // 2, num_rows - 1]
+        launch = rows[:num_rows].clone()
+        for place in places:
+            launch[place] = rows[-1]
+        together = mixture(launch, *weights)
+        assert all(torch.equal(together[place], alone) for place in places), num_rows
+
+
+def test_a_captured_mixture_follows_rows_to_other_experts(emulated_gpu: EmulatedDevice) -> None:
+    weights = [weight.to("cuda") for weight in weights_of_mixture(torch.float32)]
+    x, other = (normal(20, 48, dtype=torch.float32, seed=seed).to("cuda") for seed in (0, 1))
+    wanted = [mixture(rows, *weights) for rows in (x, other)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mixture(x, *weights)
+    for rows, result in zip((x.clone(), other), wanted, strict=True):
+        x.copy_(rows)
+        graph.replay()
+        assert torch.equal(out, result)
+
+
+def test_no_rows_give_no_rows(kernel_device: torch.device) -> None:
+    weights = [weight.to(kernel_device) for weight in weights_of_mixture(torch.float32)]
+    assert mixture(torch.empty(0, 48, device=kernel_device), *weights).shape == (0, 48)
+
+
+def test_experts_lie_at_one_distance(kernel_device: torch.device) -> None:
+    storage = normal(7, 16, 40, dtype=torch.float32).to(kernel_device)
+    assert products.distance(storage.unbind()) == 16 * 40 and products.distance(storage[:1].unbind()) == 0
+    assert products.distance(storage[::2, 3:9].unbind()) == 2 * 16 * 40
+    for views in ([storage[0], storage[1], storage[3]], [storage[0], storage[1, :8]], storage[:2, :, :8].unbind()):
+        with pytest.raises(AssertionError):
+            products.distance(views)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_experts", [8, 128])
+def test_rows_of_large_experts_keep_their_bits(num_experts: int, dtype: torch.dtype) -> None:
+    """And those that kernels.linear finds for them; no interpreter can tell."""
+    up = (torch.randn(num_experts, 2 * 768, 2048, device="cuda") / 2048**0.5).to(dtype).unbind()
+    down = (torch.randn(num_experts, 2048, 768, device="cuda") / 768**0.5).to(dtype).unbind()
+    rows, logits = torch.randn(4097, 2048, device="cuda").to(dtype), torch.randn(4097, num_experts, device="cuda")
+    own = experts_of(ops.route(logits[-1:], 8, is_normalized=True))[0].tolist()
+    hidden = torch.cat([linears.gated_linear(rows[-1:], up[expert]) for expert in own])
+    results = torch.cat([linears.linear(hidden[i : i + 1], down[expert]) for i, expert in enumerate(own)])
+    sums = []
+    for num_rows in (1, 2, 8, 33, 130, 520, 4097):
+        routing = ops.route(logits[-num_rows:].contiguous(), 8, is_normalized=True)
+        found = products.gated_linear_of_experts(rows[-num_rows:], up, routing)
+        assert torch.equal(found[routing.places[-1]], hidden), num_rows
+        found = products.linear_of_experts(found, down, routing)
+        assert torch.equal(found[routing.places[-1]], results), num_rows
+        sums.append(ops.sum_of_experts(found, routing)[-1])
+    assert all(torch.equal(total, sums[0]) for total in sums)

@@ -1,0 +1,150 @@
+"""A mixture of experts on a CPU: the reference's routing, products and sums, and bits that are a row's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.cpu.experts import route, sum_of_experts
+from kernels.cpu.experts_linear import gated_linear_of_experts, linear_of_experts
+from kernels.cpu.linear import linear
+from kernels.cpu.panels import Panels, Weight, can_pack, pack, unpack
+from kernels.cpu.recording import Pool, recording
+from kernels.quantized_weight import FLOAT8, quantize
+from kernels.reference import experts as reference
+from kernels.reference.experts import Routing
+from runner.engine.experts import split_rows
+
+pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(16, 16)), reason="this CPU has no products from panels")
+HIDDEN, INNER = 64, 48
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def panels(whole: Weight, num_experts: int) -> list[Panels]:
+    """Of each expert, as an engine holds them."""
+    packed = [pack(part) for part in split_rows(whole, num_experts)]
+    assert all(isinstance(weight, Panels) for weight in packed)
+    return packed  # type: ignore[return-value]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def routing_of(num_rows: int, num_experts: int, choices: int, *, seed: int = 0) -> Routing:
+    """Most rows go to the first expert, and nobody to the last."""
+    logits = randn(num_rows, num_experts, seed=seed)
+    logits[:, 0] += 2.0
+    logits[:, -1] -= 99.0 * (num_experts > choices)
+    return reference.route(logits, choices, is_normalized=True)
+
+
+@given(data=st.data())
+def test_rows_go_to_their_likeliest_experts_of_equals_to_the_first(data: st.DataObject) -> None:
+    num_experts = data.draw(st.integers(1, 70))
+    choices, num_rows = data.draw(st.integers(1, min(8, num_experts))), data.draw(st.integers(0, 9))
+    is_normalized = data.draw(st.booleans())
+    coarse = data.draw(st.sampled_from([1.0, 2.0, 1000.0]))  # many logits are equal
+    logits = (coarse * randn(num_rows, num_experts, seed=data.draw(st.integers(0, 99)))).round() / coarse
+    expected = reference.route(logits, choices, is_normalized=is_normalized)
+    found = route(logits, choices, is_normalized=is_normalized)
+    for own, theirs in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(own, theirs)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_of_no_numbers_go_to_as_many_experts_as_others() -> None:
+    """To other experts each: an expert has room for every row once."""
+    logits = randn(5, 4)
+    logits[1], logits[2, 3] = float("nan"), float("nan")
+    found = route(logits, 3, is_normalized=True)
+    assert torch.equal(found.places.flatten().sort().values, torch.arange(15))
+    assert found.starts.diff().max() <= 5
+    for row in (1, 2):
+        experts = torch.searchsorted(found.starts, found.places[row], right=True) - 1
+        assert len(set(experts.tolist())) == 3
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 2), (5, 7, 3), (20, 3, 2), (40, 2, 1)], ids=str)  # rows, experts, choices
+@pytest.mark.parametrize("held", [None, torch.int8, FLOAT8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_results_are_those_of_each_places_expert(
+    dtype: torch.dtype, held: torch.dtype | None, shape: tuple[int, int, int]
+) -> None:
+    num_rows, num_experts, choices = shape
+    routing = routing_of(num_rows, num_experts, choices)
+    x = randn(num_rows, HIDDEN, dtype=dtype, seed=1)
+    wholes: list[Weight] = [
+        (randn(num_experts * rows, columns, seed=seed) / columns**0.5).to(dtype)
+        for rows, columns, seed in ((2 * INNER, HIDDEN, 2), (HIDDEN, INNER, 3))
+    ]
+    if held is not None:
+        wholes = [quantize(unpack(whole), held) for whole in wholes]
+    gate_up, down = (panels(whole, num_experts) for whole in wholes)
+    exact = [list(unpack(whole).double().chunk(num_experts)) for whole in wholes]
+    inner = gated_linear_of_experts(x, gate_up, routing)
+    outer = linear_of_experts(inner, down, routing)
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    expected = reference.gated_linear_of_experts(x.double(), exact[0], routing, None)
+    torch.testing.assert_close(inner.double(), expected, rtol=tolerance, atol=tolerance)
+    expected = reference.linear_of_experts(inner.double(), exact[1], routing, None)
+    torch.testing.assert_close(outer.double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(sum_of_experts(outer, routing), reference.sum_of_experts(outer, routing))
+
+
+@pytest.mark.parametrize("held", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_place_has_the_bits_of_its_experts_product_of_it_alone(
+    num_threads: int, dtype: torch.dtype, held: torch.dtype | None
+) -> None:
+    """Bug told here: threads that computed experts of few rows and of many wrote to each other's room for sums."""
+    num_experts, in_features, out_features = 6, 1400, 1024  # so large that many rows take turns on parts of a panel
+    whole = randn(num_experts * out_features, in_features, dtype=dtype)
+    weights = panels(whole if held is None else quantize(whole, held), num_experts)
+    for num_rows in (1, 90):
+        routing = routing_of(num_rows, num_experts, 2)
+        starts = routing.starts.tolist()
+        assert starts[-2] == starts[-1], "nobody goes to the last expert"
+        x = randn(num_rows, in_features, dtype=dtype, seed=1).index_select(0, routing.rows)
+        alone = torch.cat(
+            [
+                linear(x[place : place + 1], weights[expert])
+                for expert in range(num_experts)
+                for place in range(starts[expert], starts[expert + 1])
+            ]
+        )
+        for _ in range(3):
+            assert torch.equal(linear_of_experts(x, weights, routing), alone)
+
+
+def test_a_recorded_step_follows_another_routing() -> None:
+    num_experts = 6
+    gate_up = panels(randn(num_experts * 2 * INNER, HIDDEN) / 8, num_experts)
+    down = panels(randn(num_experts * HIDDEN, INNER) / 8, num_experts)
+    logits, x = randn(9, num_experts), randn(9, HIDDEN)
+
+    def compute() -> Tensor:
+        routing = route(logits, 2, is_normalized=True)
+        inner = gated_linear_of_experts(x, gate_up, routing)
+        return sum_of_experts(linear_of_experts(inner, down, routing), routing)
+
+    with recording(Pool()) as recorded:
+        out = compute()
+    program = recorded.program()
+    for seed in range(3):
+        logits.copy_(3 * randn(9, num_experts, seed=seed))
+        x.copy_(randn(9, HIDDEN, seed=seed))
+        program()
+        assert torch.equal(out, compute())
