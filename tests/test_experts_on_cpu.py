@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kernels.cpu.experts_linear import gated_linear_of_experts, linear_of_expert
 from kernels.cpu.linear import linear
 from kernels.cpu.panels import Panels, Weight, can_pack, pack, unpack
 from kernels.cpu.recording import Pool, recording
-from kernels.quantized_weight import FLOAT8, quantize
+from kernels.quantized_weight import FLOAT8, num_groups, quantize
 from kernels.reference import experts as reference
 from kernels.reference.experts import Routing
 from runner.engine.experts import split_rows
@@ -104,15 +105,21 @@ def test_results_are_those_of_each_places_expert(
     assert torch.equal(sum_of_experts(outer, routing), reference.sum_of_experts(outer, routing))
 
 
-@pytest.mark.parametrize("held", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("held", ["dense", "int8", "float8 in groups of 128"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_place_has_the_bits_of_its_experts_product_of_it_alone(
-    num_threads: int, dtype: torch.dtype, held: torch.dtype | None
+    num_threads: int, dtype: torch.dtype, held: str
 ) -> None:
     """Bug told here: threads that computed experts of few rows and of many wrote to each other's room for sums."""
     num_experts, in_features, out_features = 6, 1400, 1024  # so large that many rows take turns on parts of a panel
-    whole = randn(num_experts * out_features, in_features, dtype=dtype)
-    weights = panels(whole if held is None else quantize(whole, held), num_experts)
+    dense = randn(num_experts * out_features, in_features, dtype=dtype)
+    whole: Weight = dense
+    if held == "int8":
+        whole = quantize(dense, torch.int8)
+    elif held != "dense":
+        groups = 1 + 0.1 * randn(len(dense), num_groups(in_features, 128)).abs()
+        whole = replace(quantize(dense, FLOAT8), scales=groups, group_size=128)
+    weights = panels(whole, num_experts)
     for num_rows in (1, 90):
         routing = routing_of(num_rows, num_experts, 2)
         starts = routing.starts.tolist()

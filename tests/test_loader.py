@@ -378,6 +378,8 @@ def test_a_model_that_does_not_fit_names_what_is_needed_and_available(
     assert memory.as_size(GIB) == "1.0 GiB" and memory.as_size(GIB - (1 << 20)) == "1023.0 MiB"
     smaller = "model.quantization=fp8, " if model_type == "llama" and multiplies_and_adds() else ""
     assert f"available are 512.0 MiB; choose {smaller}a smaller model, hardware.dtype=bfloat16" in message
+    monkeypatch.setattr(memory, "available_memory", lambda device: GIB // 8)
+    assert "a smaller model, or a device with more memory" in refusal(source, dtype=torch.bfloat16)
 
 
 def test_memory_of_a_container_counts_cached_files_as_free(tmp_path: Path) -> None:

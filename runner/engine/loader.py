@@ -21,7 +21,7 @@ from runner.engine.checkpoint import ModelSource, load_config, read_tensors, req
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.errors import UserError, first_of
 from runner.engine.linear import WeightTarget
-from runner.engine.memory import require_memory
+from runner.engine.memory import model_remedy, require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
 from runner.engine.quantization import Quantization, Storage, held_weights, read_scheme
 from runner.engine.quantized_tensors import QuantizedTensor, require_scales
@@ -96,9 +96,9 @@ def load_model(
     with torch.device("meta"), _naming(source):
         num_bytes = sum(part.numel() * part.element_size() for part in shape(quantization=quantization).parameters())
     smaller = f"{source.quantization_option}=fp8, " if not quantization and multiplies_8_bits(device) else ""
-    remedy = f"choose {smaller}a smaller model, hardware.dtype=bfloat16, or a device with more memory"
     shard = shard or Shard()
-    require_memory(shard.num_beside(device) * num_bytes, device, f"{source.name}={source.model}", remedy)
+    needed = shard.num_beside(device) * num_bytes
+    require_memory(needed, device, f"{source.name}={source.model}", model_remedy(dtype, smaller))
     with torch.device(device):
         decoder = shape(quantization=quantization)
     if source.is_dummy:

@@ -54,6 +54,12 @@ def require_memory(needed: int, device: torch.device, what: str, remedy: str) ->
         raise UserError(f"{what} needs {as_size(needed)} on {device}, available are {as_size(available)}; {remedy}")
 
 
+def model_remedy(dtype: torch.dtype, first: str = "") -> str:
+    """What a model of this dtype that does not fit leaves to choose from; first: what else there is, with a comma."""
+    halved = "hardware.dtype=bfloat16, " if dtype == torch.float32 else ""
+    return f"choose {first}a smaller model, {halved}or a device with more memory"
+
+
 def _cgroup_limit(group: Path = Path("/sys/fs/cgroup")) -> int:
     """What a container may still take (cgroup v2); a large number where there is no limit."""
     limit, used = group / "memory.max", group / "memory.current"

@@ -18,7 +18,7 @@ from runner.engine.checkpoint import ModelSource, read_tensors, require_finite, 
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.memory import require_memory
+from runner.engine.memory import model_remedy, require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
 from runner.engine.rope import pin_longrope
 from runner.engine.transformers_attention import ATTENTION_NAME, Launch, Probe, attention
@@ -67,8 +67,7 @@ class TransformersModel(nn.Module):
             config.output_router_logits = False  # a training loss would be computed from them
         with torch.device("meta"):
             num_bytes = sum(p.numel() * p.element_size() for p in _build(config, source, dtype).parameters())
-        remedy = "choose a smaller model, hardware.dtype=bfloat16, or a device with more memory"
-        require_memory(num_bytes, device, f"{source.name}={source.model}", remedy)
+        require_memory(num_bytes, device, f"{source.name}={source.model}", model_remedy(dtype))
         if source.is_dummy:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
                 torch.manual_seed(0)
