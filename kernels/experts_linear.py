@@ -10,6 +10,7 @@ than num_places // TOKENS and one for each expert is known without it, so a laun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -110,9 +111,41 @@ def linear_of_experts_kernel(
     finish_tile(total, up_total, end_scales, None, out_ptr, features, places, end, out_features, GATED)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertsInMemory:
+    """The weights of one product, of each expert, and where they lie: found once, not in every launch."""
+
+    numbers: Tensor  # of the first expert
+    scales: Tensor | None  # of weights held in 8 bits
+    group_size: int | None  # columns that share a scale, or None where all do
+    dtype: torch.dtype  # of the rows
+    num_experts: int
+    distance: int  # from one expert's numbers to the next one's
+    scales_distance: int
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor | QuantizedWeight]) -> ExpertsInMemory:
+        """Views of one tensor [num_experts, ...], or of any storage in which each is as far from the one before; so
+        are their scales."""
+        all_numbers, all_scales, group_sizes = zip(*map(take_apart, weights), strict=True)
+        assert len(set(group_sizes)) == 1
+        return cls(
+            numbers=all_numbers[0],
+            scales=all_scales[0],
+            group_size=group_sizes[0],
+            dtype=weights[0].dtype,
+            num_experts=len(weights),
+            distance=distance(all_numbers),
+            scales_distance=0 if all_scales[0] is None else distance(all_scales),
+        )
+
+
+Weights = ExpertsInMemory | Sequence[Tensor | QuantizedWeight]
+
+
 def gated_linear_of_experts(
     x: Tensor,  # [num_rows, in_features], rows may lie further apart
-    weights: Sequence[Tensor | QuantizedWeight],  # of each expert [2 * intermediate, in_features], gate rows first
+    weights: Weights,  # of each expert [2 * intermediate, in_features], gate rows first
     routing: Routing,
 ) -> Tensor:  # [num_places, intermediate]
     """silu(x Wg^T) * (x Wu^T) of the expert and the row at each place; as linear_of_experts otherwise."""
@@ -121,13 +154,12 @@ def gated_linear_of_experts(
 
 def linear_of_experts(
     x: Tensor,  # [num_places, in_features], rows may lie further apart
-    weights: Sequence[Tensor | QuantizedWeight],  # of each expert [out_features, in_features]
+    weights: Weights,  # of each expert [out_features, in_features]
     routing: Routing,
 ) -> Tensor:  # [num_places, out_features]
     """x W^T of the expert at each place, summed in float32 and rounded once, to the dtype of x.
 
-    x and weights share a dtype: bfloat16, float16 or float32. The weights are views of one tensor [num_experts, ...],
-    or of any storage in which each is as far from the one before; so are their scales.
+    x and weights share a dtype: bfloat16, float16 or float32. A sequence of weights is looked through in every call.
     """
     return _launch(x, None, weights, routing, gated=False)
 
@@ -142,16 +174,14 @@ def distance(views: Sequence[Tensor]) -> int:
     return step // first.itemsize
 
 
-def _launch(
-    x: Tensor, rows: Tensor | None, weights: Sequence[Tensor | QuantizedWeight], routing: Routing, *, gated: bool
-) -> Tensor:
-    num_experts, num_places, (weight_rows, in_features) = len(weights), len(routing.rows), weights[0].shape
+def _launch(x: Tensor, rows: Tensor | None, weights: Weights, routing: Routing, *, gated: bool) -> Tensor:
+    held = weights if isinstance(weights, ExpertsInMemory) else ExpertsInMemory.of(weights)
+    numbers, scales, group_size, num_experts = held.numbers, held.scales, held.group_size, held.num_experts
+    num_places, (weight_rows, in_features) = len(routing.rows), numbers.shape
     out_features = weight_rows // (1 + gated)
-    all_numbers, all_scales, group_sizes = zip(*map(take_apart, weights), strict=True)
-    numbers, scales, group_size = all_numbers[0], all_scales[0], group_sizes[0]
     assert len(routing.starts) == num_experts + 1 and weight_rows == (1 + gated) * out_features
     assert x.shape == (num_places if rows is None else len(routing.places), in_features)
-    assert x.stride(1) == 1 and x.dtype == weights[0].dtype and len(set(group_sizes)) == 1
+    assert x.stride(1) == 1 and x.dtype == held.dtype
     out = torch.empty(num_places, out_features, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -178,8 +208,8 @@ def _launch(
         out_features,
         in_features,
         x.stride(0),
-        distance(all_numbers),
-        0 if scales is None else distance(all_scales),
+        held.distance,
+        held.scales_distance,
         plan.split_width,
         group_size or in_features,
         1 if scales is None else scales.shape[1],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cpu.experts import route, sum_of_experts
-from kernels.cpu.experts_linear import gated_linear_of_experts, linear_of_experts
+from kernels.cpu.experts_linear import PanelsOfExperts, gated_linear_of_experts, linear_of_experts
 from kernels.cpu.linear import linear
 from kernels.cpu.panels import Panels, Weight, can_pack, pack, unpack
 from kernels.cpu.recording import Pool, recording
@@ -33,11 +33,11 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def panels(whole: Weight, num_experts: int) -> list[Panels]:
+def panels(whole: Weight, num_experts: int) -> PanelsOfExperts:
     """Of each expert, as an engine holds them."""
     packed = [pack(part) for part in split_rows(whole, num_experts)]
     assert all(isinstance(weight, Panels) for weight in packed)
-    return packed  # type: ignore[return-value]
+    return PanelsOfExperts(packed)  # type: ignore[arg-type]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

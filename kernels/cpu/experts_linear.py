@@ -6,10 +6,9 @@ called panel by panel. Which experts have rows, and how many, is read inside, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -71,26 +70,27 @@ def experts_multiplying(names: tuple[str, ...]) -> Kernel:
     return Kernel(multiply, fields)
 
 
-_addresses: WeakKeyDictionary[Panels, Tensor] = WeakKeyDictionary()  # of all experts' panels, by the first's
+class PanelsOfExperts(tuple[Panels, ...]):
+    """The weights of one product, of each expert, all of one layout; to be kept as long as a recorded step may run."""
 
+    addresses: Tensor  # [num_experts, 2] int64: where each weight's numbers lie, and its scales
 
-def addresses_of(weights: Sequence[Panels]) -> Tensor:
-    """[num_experts, 2] int64: where each weight's numbers lie, and its scales."""
-    if weights[0] not in _addresses:
+    def __new__(cls, weights: Iterable[Panels]) -> PanelsOfExperts:
+        own = super().__new__(cls, weights)
+        assert all(weight.numbers.shape == own[0].numbers.shape for weight in own)
         found = [
-            (weight.numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()) for weight in weights
+            (weight.numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()) for weight in own
         ]
         with _disable_current_modes():  # it is no part of a step that is recorded
-            _addresses[weights[0]] = torch.tensor(found, dtype=torch.int64)
-    return _addresses[weights[0]]
+            own.addresses = torch.tensor(found, dtype=torch.int64)
+        return own
 
 
-def linear_of_experts(x: Tensor, weights: Sequence[Panels], routing: Routing) -> Tensor:
+def linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing) -> Tensor:
     """[num_places, in_features], and of each expert [out_features, in_features] -> [num_places, out_features]."""
     weight = weights[0]
     out_features, in_features = weight.shape
     assert x.dtype == weight.dtype and x.shape[1] == in_features
-    assert all(other.numbers.shape == weight.numbers.shape for other in weights)
     num_places, most_rows = len(x), len(routing.places)  # a row goes to an expert once
     out = empty(num_places, out_features, dtype=x.dtype)
     if linear_amx.multiplies_tiles(weight):
@@ -105,7 +105,7 @@ def linear_of_experts(x: Tensor, weights: Sequence[Panels], routing: Routing) ->
     work = (num_places + TURN_ROWS * busy) * out_features * in_features
     experts_multiplying(names)(
         *arguments,
-        *(multiply.address, addresses_of(weights).data_ptr(), routing.starts.data_ptr(), calls.data_ptr()),
+        *(multiply.address, weights.addresses.data_ptr(), routing.starts.data_ptr(), calls.data_ptr()),
         *(len(weights), rows.stride(0) * rows.element_size(), out_features * out.element_size()),
         room.nbytes // torch.get_num_threads(),
         parts=parts_of(work, linear.PART_WORK, max(busy * num_panels, 1)),
@@ -113,6 +113,6 @@ def linear_of_experts(x: Tensor, weights: Sequence[Panels], routing: Routing) ->
     return out
 
 
-def gated_linear_of_experts(x: Tensor, weights: Sequence[Panels], routing: Routing) -> Tensor:
+def gated_linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing) -> Tensor:
     """[num_rows, in_features], and of each expert [2 * intermediate, in_features] -> [num_places, intermediate]."""
     return silu_and_mul(linear_of_experts(take_rows(x, routing.rows), weights, routing))

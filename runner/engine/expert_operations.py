@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.cpu.panels import Panels, Weight, unpack
-from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import experts as in_torch
 from kernels.reference.experts import Routing
 from runner.engine.backend import is_compiled, runs_kernels
+
+if TYPE_CHECKING:
+    from kernels.cpu.experts_linear import PanelsOfExperts
+    from kernels.experts_linear import ExpertsInMemory
 
 
 def route(logits: torch.Tensor, choices: int, *, is_normalized: bool) -> Routing:
@@ -26,32 +30,53 @@ def route(logits: torch.Tensor, choices: int, *, is_normalized: bool) -> Routing
     return kernel(logits, choices, is_normalized=is_normalized)
 
 
+class ExpertWeights(tuple[Weight, ...]):
+    """The weights of one product, of each expert; what kernels ask of all of them is found once."""
+
+    @cached_property
+    def panels(self) -> PanelsOfExperts | None:
+        """All of them, where they are panels."""
+        panels = [weight for weight in self if isinstance(weight, Panels)]
+        if not panels:
+            return None
+        from kernels.cpu.experts_linear import PanelsOfExperts
+
+        return PanelsOfExperts(panels)
+
+    @cached_property
+    def in_memory(self) -> ExpertsInMemory:
+        """Of a GPU."""
+        from kernels.experts_linear import ExpertsInMemory
+
+        return ExpertsInMemory.of([weight for weight in self if not isinstance(weight, Panels)])
+
+
 def gated_linear_of_experts(
-    x: torch.Tensor, weights: Sequence[Weight], routing: Routing, tile: int | None
+    x: torch.Tensor, weights: ExpertWeights, routing: Routing, tile: int | None
 ) -> torch.Tensor:
     """[num_rows, in_features] and of each expert [2 * intermediate, in_features] -> [num_places, intermediate]."""
-    if panels := _panels(weights):
+    if weights.panels is not None:
         from kernels.cpu.experts_linear import gated_linear_of_experts as on_cpu
 
-        return on_cpu(x, panels, routing)
+        return on_cpu(x, weights.panels, routing)
     if not runs_kernels(x):
         return in_torch.gated_linear_of_experts(x, list(map(unpack, weights)), routing, tile)
     from kernels.experts_linear import gated_linear_of_experts as kernel
 
-    return kernel(x, _no_panels(weights), routing)
+    return kernel(x, weights.in_memory, routing)
 
 
-def linear_of_experts(x: torch.Tensor, weights: Sequence[Weight], routing: Routing, tile: int | None) -> torch.Tensor:
+def linear_of_experts(x: torch.Tensor, weights: ExpertWeights, routing: Routing, tile: int | None) -> torch.Tensor:
     """[num_places, in_features] and of each expert [out_features, in_features] -> [num_places, out_features]."""
-    if panels := _panels(weights):
+    if weights.panels is not None:
         from kernels.cpu.experts_linear import linear_of_experts as on_cpu
 
-        return on_cpu(x, panels, routing)
+        return on_cpu(x, weights.panels, routing)
     if not runs_kernels(x):
         return in_torch.linear_of_experts(x, list(map(unpack, weights)), routing, tile)
     from kernels.experts_linear import linear_of_experts as kernel
 
-    return kernel(x, _no_panels(weights), routing)
+    return kernel(x, weights.in_memory, routing)
 
 
 def sum_of_experts(results: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -65,12 +90,3 @@ def sum_of_experts(results: torch.Tensor, routing: Routing) -> torch.Tensor:
     from kernels.experts import sum_of_experts as kernel
 
     return kernel(results, routing)
-
-
-def _panels(weights: Sequence[Weight]) -> list[Panels]:
-    """All of the weights, or none of them."""
-    return [weight for weight in weights if isinstance(weight, Panels)]
-
-
-def _no_panels(weights: Sequence[Weight]) -> list[torch.Tensor | QuantizedWeight]:
-    return [weight for weight in weights if not isinstance(weight, Panels)]

@@ -12,7 +12,13 @@ import torch
 from kernels.cpu.panels import Change, Weight, unpacked
 from kernels.quantized_weight import QuantizedWeight
 from runner.engine.architecture import ExpertShapes
-from runner.engine.expert_operations import gated_linear_of_experts, linear_of_experts, route, sum_of_experts
+from runner.engine.expert_operations import (
+    ExpertWeights,
+    gated_linear_of_experts,
+    linear_of_experts,
+    route,
+    sum_of_experts,
+)
 from runner.engine.linear import WeightTarget, empty_weight, shared_storage, split_inputs, weight_target
 from runner.engine.operations import head_logits
 from runner.engine.quantization import Quantization
@@ -41,7 +47,9 @@ class Experts:
         gated = empty_weight(shapes.num_experts * 2 * self._num_parts, hidden_size, dtype, gated_storage)
         down = empty_weight(shapes.num_experts * hidden_size, columns, dtype, down_storage)
         # Of each expert. Kernels of a GPU find one behind another in one piece of memory.
-        self.gate_up_projs, self.down_projs = (split_rows(weight, shapes.num_experts) for weight in (gated, down))
+        self.gate_up_projs, self.down_projs = (
+            ExpertWeights(split_rows(weight, shapes.num_experts)) for weight in (gated, down)
+        )
 
     def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         return self.shard.sum(self.own_part(hidden, tile))
@@ -76,7 +84,8 @@ class Experts:
         """As Decoder.convert."""
         self.router = change(self.router)
         self.gate_up_projs, self.down_projs = (
-            in_one_piece([change(weight) for weight in weights]) for weights in (self.gate_up_projs, self.down_projs)
+            ExpertWeights(in_one_piece([change(weight) for weight in weights]))
+            for weights in (self.gate_up_projs, self.down_projs)
         )
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
