@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from numba import njit, types
 from numba.core.ccallback import CFunc
 
+from kernels.cpu.compiled_files import CompiledFiles
+
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -31,7 +33,9 @@ def digest_of_sources(folder: Path) -> str:
 
 def cached_on_disk(dispatcher: Any, function: Callable[..., Any]) -> None:
     """Have numba's cache of a function go by its folder's sources."""
-    dispatcher._cache._cache_file._source_stamp = digest_of_sources(Path(function.__code__.co_filename).parent)
+    its_cache = dispatcher._cache
+    digest = digest_of_sources(Path(function.__code__.co_filename).parent)
+    its_cache._cache_file = CompiledFiles(its_cache.cache_path, its_cache._impl.filename_base, digest)
 
 
 def compiled(function: Function, **options: Any) -> Function:
