@@ -19,7 +19,7 @@ from kernels.cpu import compiled as compilation
 from kernels.cpu import paged_attention as on_cpu
 from kernels.cpu.compiled import compiled, exact, vectorized
 from kernels.cpu.elements import ELEMENTS, narrow, widen
-from kernels.cpu.exp2 import exp2
+from kernels.cpu.exp2 import exp2, tanh
 from kernels.cpu.kernel import Kernel
 from kernels.cpu.key_panels import KEYS
 from kernels.cpu.rms_norm import add_rms_norm as add_rms_norm_on_cpu
@@ -63,6 +63,13 @@ MODELS = {
     "window": Model(options={"sliding_window": 21}),
     "not causal": Model(options={"is_causal": False}),
     "not causal, window": Model(options={"is_causal": False, "sliding_window": 9}),
+    "values narrower than keys": Model(num_heads=2, num_kv_heads=2, head_dim=96, value_dim=64),
+    "values wider than keys": Model(num_heads=4, num_kv_heads=2, head_dim=32, value_dim=96),
+    "values of 24, keys of 40": Model(num_heads=4, num_kv_heads=2, head_dim=40, value_dim=24),
+    "sinks": Model(num_heads=10, num_kv_heads=2, head_dim=64, value_dim=64, has_sinks=True),
+    "sinks, window": Model(has_sinks=True, options={"sliding_window": 21}),
+    "softcap": Model(options={"softcap": 2.0}),
+    "softcap far away, heads of 32": Model(head_dim=32, value_dim=32, options={"softcap": 50.0}),
 }
 
 
@@ -110,8 +117,7 @@ def attention(
     qkv = torch.cat(
         (queries.flatten(1), queries.new_full((len(queries), 48), torch.nan)), dim=1
     )  # as the engine has them
-    keys = {name: value for name, value in model.keys().items() if name != "sinks"}
-    return on_cpu.paged_attention(qkv[:, :-48].view(queries.shape), cache, segments, **keys)
+    return on_cpu.paged_attention(qkv[:, :-48].view(queries.shape), cache, segments, **model.keys())
 
 
 @pytest.mark.usefixtures("_threads")
@@ -127,7 +133,13 @@ def test_a_ragged_launch_is_what_the_definition_says(name: str, dtype: torch.dty
 
 
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("name", ["three heads a group", "window", "five heads of 32 a group", "heads of 64, window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("three heads a group", "window", "five heads of 32 a group", "heads of 64, window"),
+        *("values narrower than keys", "sinks", "softcap"),
+    ],
+)
 def test_a_row_keeps_its_bits_in_any_company(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
     cache = filled_cache(model, [Rows(start=0, size=100, slots=slots) for slots in (LONG, OTHER)], dtype)
@@ -216,7 +228,9 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("first", [0, 3], ids=["the whole tree", "without its first nodes"])
-@pytest.mark.parametrize("name", ["five heads of 32 a group", "heads of 64, window"])
+@pytest.mark.parametrize(
+    "name", ["five heads of 32 a group", "heads of 64, window", "values narrower than keys", "sinks"]
+)
 def test_a_trees_rows_in_one_launch_have_the_bits_of_chains(name: str, first: int, dtype: torch.dtype) -> None:
     """Trees that begin within, at and just before the border of the keys taken in together, one of them absent.
 
@@ -245,8 +259,7 @@ def test_a_trees_rows_in_one_launch_have_the_bits_of_chains(name: str, first: in
     )
     queries = random_queries(model, len(rows.positions), dtype)
     cache = torch.randn(blocks.numel(), BLOCK_SIZE, model.width, generator=generator).to(dtype)
-    keys = {key: value for key, value in model.keys().items() if key != "sinks"}
-    found = on_cpu.paged_attention(queries, cache, segments, **keys)
+    found = on_cpu.paged_attention(queries, cache, segments, **model.keys())
     for row, (position, start) in enumerate(zip(rows.positions.tolist(), rows.branch_starts.tolist(), strict=True)):
         request = row // (num_nodes + 1 - first)
         table = [int(block) * BLOCK_SIZE + place for block in blocks[request] for place in range(BLOCK_SIZE)]
@@ -257,12 +270,24 @@ def test_a_trees_rows_in_one_launch_have_the_bits_of_chains(name: str, first: in
         assert torch.equal(found[row], alone[0]), (request, position)
 
 
+def test_a_lone_row_may_have_any_stride() -> None:
+    """Nobody needs the stride of one row, and torch leaves in it what was there when there were more."""
+    rows = [Rows(start=9, size=1, slots=in_order(10))]
+    segments = launch(PLAIN, rows, 10, torch.device("cpu"))
+    cache, queries = filled_cache(PLAIN, rows, torch.float32), random_queries(PLAIN, 1)
+    keys = PLAIN.keys()
+    heads, head_dim = queries.shape[1:]
+    expected = on_cpu.paged_attention(queries, cache, segments, **keys)
+    for stride in (1, head_dim, 5 * heads * head_dim):
+        odd = queries.as_strided(queries.shape, (stride, head_dim, 1))
+        assert torch.equal(on_cpu.paged_attention(odd, cache, segments, **keys), expected)
+
+
 def test_rows_of_no_tile_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded row's keys go to the null block, which others may read: they must be numbers."""
     rows = [Rows(start=4, size=1, slots=in_order(5))]
     segments = launch(PLAIN, rows, 5, torch.device("cpu"))
     cache, keys = filled_cache(PLAIN, rows, torch.float32), PLAIN.keys()
-    del keys["sinks"]
     new_empty = Tensor.new_empty  # unwritten memory may hold anything, and not only by chance zeros
     monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(torch.nan))
     assert not on_cpu.paged_attention(random_queries(PLAIN, 3), cache, segments, **keys)[1:].any()
@@ -366,6 +391,11 @@ def test_rows_of_16_bits_are_rotated_as_those_of_float32_and_stored_as_they_are(
 @given(st.floats(-126, 127, width=32))
 def test_powers_of_two_are_right_to_a_rounding_and_a_half(x: float) -> None:
     assert abs(float(exp2(np.float32(x))) / 2.0**x - 1) < 1.5 * 2.0**-23
+
+
+@given(st.floats(-100, 100, width=32))
+def test_tanh_is_right_to_a_rounding_and_a_half(x: float) -> None:
+    assert abs(float(tanh(np.float32(x))) - np.tanh(x)) <= 1.5 * 2.0**-23 * abs(np.tanh(x))
 
 
 def test_powers_of_two_end_in_the_smallest_normal_number() -> None:

@@ -23,116 +23,54 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 
 from kernels.cpu.amx import INPUTS, ROWS, configure, multiply_tiles, release
-from kernels.cpu.bits import bits_of_float, float_of_bits, ordered
-from kernels.cpu.compiled import compiled, inlined, vectorized
-from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
-from kernels.cpu.exp2 import exp2
+from kernels.cpu.compiled import compiled
+from kernels.cpu.elements import ELEMENTS, elements
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.key_panels import KEYS, fetch, pair_keys, pair_values, spread_keys, spread_values
 from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.panels import LANES, has_feature, multiplies_pairs
-from kernels.cpu.seen_keys import OFFSETS, keys_ahead, keys_from, keys_of, keys_of_rows, offsets_into, shift_offsets
+from kernels.cpu.running_softmax import begin_rows, end_rows, weigh_rows
+from kernels.cpu.seen_keys import OFFSETS, keys_ahead, keys_of, keys_of_rows, offsets_into, shift_offsets
 
 HEADS = 4  # of one KV head, at most, that are a unit of work
 NEIGHBOURS = 512  # rows of neighbouring units, at most, that take keys in together, as these lie in memory
 TREE_ROWS = 64  # of one tree, at most, that do so
-NOTHING, LOWEST = np.float32(0.0), np.float32(-3.0e38)
-SMALLEST = np.float32(2.0**-126)  # normal number: a matrix unit takes smaller ones for zero
+NOTHING = np.float32(0.0)
 
 Arguments = arguments_of(
-    *("output", "query", "kv"),  # addresses, of the layer's
+    *("output", "query", "kv", "sinks"),  # addresses, of the layer's; sinks 0: there are none
     *("segments", "rows", "sizes", "positions", "last_keys", "tables", "branch_starts", "branch_slots"),  # the launch's
     *("offsets", "room", "zeros"),  # the first two of every thread, OFFSETS * KEYS uint64, and
     "thread_floats",
-    *("num_rows", "columns", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
-    *("segments_per_table", "num_branch", "block_size", "num_kv_heads", "head_dim", "window", "is_causal"),
+    *("num_rows", "num_heads", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
+    *("segments_per_table", "num_branch", "block_size", "num_kv_heads", "head_dim", "value_dim", "window", "is_causal"),
     "max_context",  # no key from here on is read
-    "scale",  # of the logits, times log2(e): the bits of a float32
+    # The bits of float32s: what scores are multiplied by, log2(e) included; or, where cap is not 0, they become
+    # cap * tanh(scale * score), and the cap includes it.
+    *("scale", "cap"),
 )
 
 
-def attends_in_pairs(dtype: torch.dtype, head_dim: int) -> bool:
-    return dtype == torch.bfloat16 and head_dim % INPUTS == 0 and multiplies_pairs()
+def attends_in_pairs(dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    return dtype == torch.bfloat16 and head_dim % INPUTS == value_dim % INPUTS == 0 and multiplies_pairs()
 
 
-def vectors_of(head_dim: int) -> int:
+def vectors_of(value_dim: int) -> int:
     """Of sums that a row has registers for, and into which a value can be cut."""
-    vectors = -(-head_dim // LANES)
+    vectors = -(-value_dim // LANES)
     return (4 if vectors % 4 == 0 else 2 if vectors % 2 == 0 else 1) if has_feature("avx512f") else 1
 
 
-def room_of(tile_size: int, group: int, head_dim: int) -> int:
-    """float32 that a thread needs for tiles of so many rows; whole vectors, so that each thread's begins on a line."""
-    wide = -(-head_dim // LANES) * LANES
+def room_of(tile_size: int, group: int, widest: int) -> int:
+    """float32 that a thread needs for tiles of so many rows; whole vectors, so that each thread's begins on a line.
+
+    widest: dimensions of a key or of a value, whichever has more.
+    """
+    wide = -(-widest // LANES) * LANES
     rows = max(tile_size * min(group, HEADS), NEIGHBOURS) + ROWS
     panels, turn, units = 2 * KEYS * wide, 2 * ROWS * KEYS, rows * (2 * wide + 2)  # in this order
     return -(-(panels + turn + units) // LANES) * LANES
-
-
-@inlined
-def weigh(weights: Any, scores: Any, largest: Any, scale: Any, count: Any) -> Any:
-    """Weights of as many keys; the largest score so far, and the sum of the weights."""
-    total, found = NOTHING, ordered(bits_of_float(largest))
-    for key in range(count):
-        scores[key] *= scale
-        own = ordered(bits_of_float(scores[key]))
-        found = own if own > found else found
-    largest = float_of_bits(ordered(found))
-    for key in range(count):
-        weight = exp2(scores[key] - largest)
-        weights[key] = narrow(weight, weights[key])
-        total += weight
-    return largest, total
-
-
-@inlined
-def weigh_seen(weights: Any, scores: Any, first: Any, end: Any, largest: Any, scale: Any) -> Any:
-    """Keys in [first, end); others have no weight."""
-    if first == 0 and end == KEYS:
-        return weigh(weights, scores, largest, scale, KEYS)  # a number that the compiler knows
-    nothing = narrow(NOTHING, weights[0])
-    weights[:first] = nothing
-    weights[end:] = nothing
-    return weigh(weights[first:end], scores[first:end], largest, scale, end - first)
-
-
-@vectorized
-def weigh_rows(
-    a: Any,
-    weights: Any,
-    scores: Any,
-    results: Any,
-    place: Any,
-    totals: Any,
-    tile: Any,
-    first: Any,
-    heads: Any,
-    start: Any,
-) -> Any:
-    """Keys from `start` on for heads of a tile's rows, from the first-th on; how many of these keys any of them sees.
-
-    results: [columns, rows of a turn, lanes] so far, theirs from `place` on, and totals [2, theirs], a largest score
-    and a sum of weights each.
-    """
-    scale, most = float_of_bits(np.int32(a.scale)), np.int64(0)
-    own, head = first // heads, first % heads
-    low, high = keys_from(a, tile, own, start)
-    for row in range(totals.shape[1]):
-        if head == heads:
-            own, head = own + 1, np.int64(0)
-            low, high = keys_from(a, tile, own, start)
-        head, most, before = head + 1, max(most, high), totals[0, row]
-        largest, total = weigh_seen(weights[row], scores[row], low, high, before, scale)
-        if largest != before:
-            kept = exp2(before - largest)
-            totals[0, row], totals[1, row] = largest, totals[1, row] * kept
-            for column in range(results.shape[0]):
-                result = results[column, place + row]
-                for d in range(results.shape[2]):
-                    result[d] *= kept
-        totals[1, row] += total
-    return most
 
 
 @compiled
@@ -140,36 +78,6 @@ def heads_of(unit: Any, group: Any, blocks: Any) -> Any:
     """A unit's first head, and their number."""
     kv_head, block = unit // blocks, unit % blocks
     return kv_head * group + block * HEADS, min(group - block * HEADS, HEADS)
-
-
-@vectorized
-def begin_rows(
-    wanted: Any, totals: Any, place: Any, queries: Any, first_row: Any, size: Any, first: Any, heads: Any
-) -> None:
-    """The heads of one row of a tile after another, from `place` on: nothing is found yet."""
-    dim = wanted.shape[1]
-    for row in range(heads * size):
-        totals[0, place + row], totals[1, place + row] = LOWEST, NOTHING
-        column = (first + row % heads) * dim
-        own, query = wanted[place + row], queries[first_row + row // heads, column : column + dim]
-        for d in range(dim):
-            own[d] = narrow(widen(query[d]), own[d])
-
-
-@vectorized
-def end_rows(
-    output: Any, results: Any, totals: Any, first_row: Any, size: Any, first: Any, heads: Any, dim: Any
-) -> None:
-    """What they found: of results [turns, columns, rows of a turn, lanes] and totals, of these rows alone."""
-    _, columns, turn_rows, lanes = results.shape
-    for row in range(heads * size):
-        total, begin = totals[1, row], (first + row % heads) * dim
-        for column in range(columns):
-            result, low = results[row // turn_rows, column, row % turn_rows], begin + column * lanes
-            out = output[first_row + row // heads, low : min(low + lanes, begin + dim)]
-            for d in range(len(out)):
-                number = NOTHING if abs(result[d]) < SMALLEST else result[d]
-                out[d] = narrow(number / total, out[d])
 
 
 @cache
@@ -183,15 +91,16 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
 
     def attend_part(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        dim, num_tiles, group = a.head_dim, a.num_tiles, a.columns // a.head_dim // a.num_kv_heads
-        columns, blocks = (dim + lanes - 1) // lanes, (group + HEADS - 1) // HEADS
-        output = elements(a.output, a.num_rows, a.columns, element)
+        dim, value_dim, num_tiles, group = a.head_dim, a.value_dim, a.num_tiles, a.num_heads // a.num_kv_heads
+        columns, blocks = (value_dim + lanes - 1) // lanes, (group + HEADS - 1) // HEADS
+        output = elements(a.output, a.num_rows, a.num_heads * value_dim, element)
+        sinks = floats(a.sinks, 1, a.num_heads if a.sinks else 0)[0]
         queries = elements(a.query, a.num_rows, a.query_stride, element)
         flat = elements(a.kv, 1, a.num_slots * a.width, element)[0]
         offsets_at = a.offsets + 8 * thread * OFFSETS * KEYS
         offsets = carray(pointer(offsets_at), (OFFSETS, KEYS), np.uint64)
         keys_at = a.room + 4 * thread * a.thread_floats
-        values_at = keys_at + 4 * KEYS * columns * lanes
+        values_at = keys_at + 4 * KEYS * ((dim + LANES - 1) // LANES * LANES)
         scores_at = values_at + 4 * KEYS * columns * lanes
         weights_at = scores_at + 4 * ROWS * KEYS
         results_at = weights_at + 4 * ROWS * KEYS
@@ -220,7 +129,8 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
             results[:] = NOTHING
             for member in range(members):
                 first_head, heads = heads_of(first_unit + member, group, blocks)
-                begin_rows(wanted, totals, member * turns * turn_rows, queries, first_row, size, first_head, heads)
+                place = member * turns * turn_rows
+                begin_rows(wanted, totals, place, queries, sinks, first_row, size, first_head, heads)
             first_key, num_keys = keys_of_rows(a, tile, 0, size)
             shared_keys = integers(a.branch_starts, a.num_segments)[segment] if is_tree else num_keys + KEYS
             # Rows of a tile take in together what lies before here, and then each its own path.
@@ -242,22 +152,24 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             offsets_into(offsets[0, begin:], a, segment + low, start + begin, start + count)
                             if member == 0 and members == of_tile:  # a part of the heads would leave gaps as well
                                 fetch(a.kv, offsets[0], begin, count, element_bytes, a.width)
-                        shift_offsets(offsets, count, kv_head * dim, (a.num_kv_heads + kv_head) * dim)
+                        of_values = a.num_kv_heads * dim  # their first column
+                        shift_offsets(offsets, count, kv_head * dim, of_values + kv_head * value_dim)
                         next_keys, num_next, next_head = offsets[0], np.int64(0), kv_head
                         if paths == 1 and members < of_tile:
                             kv_heads = kv_head, first_unit // blocks, (first_unit + members - 1) // blocks + 1
                             next_keys, num_next, next_head = keys_ahead(offsets, a, segment, start, together, kv_heads)
                         keys_next = next_keys, num_next, next_head * dim
-                        values_next = next_keys, num_next, (a.num_kv_heads + next_head) * dim
+                        values_next = next_keys, num_next, of_values + next_head * value_dim
                         own, seen = offsets_at + 8 * KEYS, (max(first_key - start, 0), count)
                         if is_paired:
                             pair_keys(keys_at, a.kv, own, begin, count, keys_next, dim)
+                            ahead, zeros = values_next, a.zeros
                             pair_values(
-                                values_at, a.kv, offsets[2], begin, seen, values_next, step_keys, a.zeros, dim, lanes
+                                values_at, a.kv, offsets[2], begin, seen, ahead, step_keys, zeros, value_dim, lanes
                             )
                         else:
                             spread_keys(keys_at, a.kv, flat, offsets[1], own, begin, count, keys_next, dim, key_lanes)
-                            spread_values(values_at, a.kv, flat, offsets[2], begin, seen, values_next, dim, lanes)
+                            spread_values(values_at, a.kv, flat, offsets[2], begin, seen, values_next, value_dim, lanes)
                     heads = heads_of(first_unit + member, group, blocks)[1]
                     row, behind = low * heads, high * heads
                     while row < behind:
@@ -294,7 +206,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
             for member in range(members):
                 first_head, heads = heads_of(first_unit + member, group, blocks)
                 own, first = results[member * turns : (member + 1) * turns], member * turns * turn_rows
-                end_rows(output, own, totals[:, first:], first_row, size, first_head, heads, dim)
+                end_rows(output, own, totals[:, first:], first_row, size, first_head, heads, value_dim)
             unit += members
         if on_amx:
             release()

@@ -37,9 +37,11 @@ class LayerLaunch:
         kv_cache: Tensor,
         *,
         num_kv_heads: int,
+        value_dim: int,
         scale: float,
         sliding_window: int | None,
         is_causal: bool,
+        softcap: float | None,
     ) -> None:
         num_rows, num_heads, head_dim = query.shape
         num_blocks, block_size, width = kv_cache.shape
@@ -48,54 +50,63 @@ class LayerLaunch:
         rows_of_tree = segments.segments_per_table
         assert rows_of_tree == 1 or len(segments.tile_rows) == len(segments.branch_starts), "a tile a row of a tree"
         work = num_rows * num_heads * head_dim * max_context  # products, at most
-        is_paired = attends_in_pairs(query.dtype, head_dim)
+        is_paired = attends_in_pairs(query.dtype, head_dim, value_dim)
         on_amx = is_paired and has_amx()
         families = len(segments.tile_rows) // rows_of_tree * -(-rows_of_tree // TREE_ROWS)
         units = families * num_kv_heads * -(-group // HEADS)
         most = max(units // PART_UNITS, min(units, torch.get_num_threads()))
         self._parts = parts_of(work, AMX_PRODUCTS if on_amx else PART_PRODUCTS, most)
-        self._attend = attention(ELEMENTS[query.dtype], vectors_of(head_dim), vectors_of(KEYS), is_paired, on_amx)
-        num_floats = room_of(max(segments.max_tile_size, min(rows_of_tree, TREE_ROWS)), group, head_dim)
+        self._attend = attention(ELEMENTS[query.dtype], vectors_of(value_dim), vectors_of(KEYS), is_paired, on_amx)
+        # A lone row has any stride, and is read as the beginning of a second one would be.
+        query_stride = query.stride(0) if num_rows > 1 else num_heads * head_dim
+        num_floats = room_of(max(segments.max_tile_size, min(rows_of_tree, TREE_ROWS)), group, max(head_dim, value_dim))
         assert num_floats % LANES == 0, "a thread's room begins on a line: vectors are read whole"
         threads = torch.get_num_threads()
         self._offsets = empty(threads * OFFSETS * KEYS, dtype=torch.int64)
         self._floats = empty(threads * num_floats)
         self._tensors = [tensor.long() for tensor in segments.tensors]
         assert all(tensor.is_contiguous() for tensor in self._tensors)
+        self._columns = num_heads * value_dim
+        steepness = scale * LOG2_E if softcap is None else scale / softcap
+        cap = 0.0 if softcap is None else softcap * LOG2_E
         self._numbers = (
             *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats, ZEROS)),
             num_floats,
-            *(num_rows, num_heads * head_dim, query.stride(0), num_blocks * block_size, width),
+            *(num_rows, num_heads, query_stride, num_blocks * block_size, width),
             *(len(segments.tile_rows), len(segments.branch_starts), segments.block_tables.shape[1]),
             *(segments.segments_per_table, segments.branch_slots.shape[1], block_size),
-            *(num_kv_heads, head_dim, sliding_window or 0, is_causal, max_context),
-            int((np.float32(scale) * LOG2_E).view(np.int32)),
+            *(num_kv_heads, head_dim, value_dim, sliding_window or 0, is_causal, max_context),
+            *(int(np.float32(number).view(np.int32)) for number in (steepness, cap)),
         )
 
-    def __call__(self, query: Tensor, kv_cache: Tensor) -> Tensor:
-        num_rows, num_heads, head_dim = query.shape
-        output = zeros(num_rows, num_heads * head_dim, dtype=query.dtype)
+    def __call__(self, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> Tensor:
+        output = zeros(len(query), self._columns, dtype=query.dtype)
+        wide_sinks = None if sinks is None else sinks.float().contiguous()  # kept until they are read
         addresses = (output.data_ptr(), query.data_ptr(), kv_cache.data_ptr())
-        self._attend(*addresses, *self._numbers, parts=self._parts)
+        of_sinks = 0 if wide_sinks is None else wide_sinks.data_ptr()
+        self._attend(*addresses, of_sinks, *self._numbers, parts=self._parts)
         return output
 
 
 def paged_attention(
     query: Tensor,  # [num_rows, num_heads, head_dim]; rows may be strided
-    kv_cache: Tensor,  # [num_blocks, block_size, 2 * num_kv_heads * head_dim], keys before values
+    kv_cache: Tensor,  # [num_blocks, block_size, num_kv_heads * (head_dim + value_dim)], keys before values
     segments: PagedSegments,
     *,
     num_kv_heads: int,
-    value_dim: int,  # = head_dim
+    value_dim: int,
     scale: float,
     sliding_window: int | None = None,
     is_causal: bool = True,  # False: a row sees up to its tile's last_keys
-) -> Tensor:  # [num_rows, num_heads * head_dim]; zeros in rows of no tile
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [num_heads]
+) -> Tensor:  # [num_rows, num_heads * value_dim]; zeros in rows of no tile
     """What kernels.reference.paged_attention.paged_attention says, in the arithmetic of kernels/cpu/attend.py."""
-    assert value_dim == query.shape[2] and query.stride()[1:] == (value_dim, 1) and kv_cache.is_contiguous()
-    assert query.dtype == kv_cache.dtype and kv_cache.shape[2] == 2 * num_kv_heads * value_dim
+    head_dim = query.shape[2]
+    assert query.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
+    assert query.dtype == kv_cache.dtype and kv_cache.shape[2] == num_kv_heads * (head_dim + value_dim)
     sizes = (*query.shape, query.stride(0), kv_cache.shape)
-    shape = (query.dtype, *sizes, num_kv_heads, scale, sliding_window, is_causal)
+    shape = (query.dtype, *sizes, num_kv_heads, value_dim, scale, sliding_window, is_causal, softcap)
     launch = segments.by_shape.get((shape, torch.get_num_threads()))  # each has its room
     if launch is None:
         launch = segments.by_shape[shape, torch.get_num_threads()] = LayerLaunch(
@@ -103,8 +114,10 @@ def paged_attention(
             query,
             kv_cache,
             num_kv_heads=num_kv_heads,
+            value_dim=value_dim,
             scale=scale,
             sliding_window=sliding_window,
             is_causal=is_causal,
+            softcap=softcap,
         )
-    return launch(query, kv_cache)
+    return launch(query, kv_cache, sinks)
