@@ -65,7 +65,7 @@ def place_kernel(
     places_ptr,  # [num_places] int64, of each going in the order of the rows
     rows_ptr,  # [num_places] int64
     starts_ptr,  # [experts + 1] int64
-    experts_ptr,  # [num_places] int32, of each going in the order of the rows
+    experts_ptr,  # [num_places] int32 or int64, of each going in the order of the rows
     num_places,
     NUM_CHOICES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -127,12 +127,9 @@ def route(
     """What kernels.reference.experts.route says."""
     num_rows, num_experts = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32 and 1 <= choices <= num_experts
-    num_places, device, overlaps = num_rows * choices, logits.device, can_overlap(logits.device)
+    device, overlaps = logits.device, can_overlap(logits.device)
     weights = torch.empty(num_rows, choices, device=device)
     experts = torch.empty(num_rows, choices, dtype=torch.int32, device=device)
-    places = torch.empty(num_rows, choices, dtype=torch.int64, device=device)
-    rows = torch.empty(num_places, dtype=torch.int64, device=device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int64, device=device)
     if num_rows:
         choose_kernel[(num_rows,)](
             weights,
@@ -147,6 +144,21 @@ def route(
             num_warps=1,
             launch_pdl=overlaps,
         )
+    return sort_by_expert(experts, weights, num_experts)
+
+
+def sort_by_expert(
+    experts: Tensor,  # [num_rows, choices] int32 or int64, contiguous
+    weights: Tensor,  # [num_rows, choices] float32, contiguous
+    num_experts: int,
+) -> Routing:
+    """What kernels.reference.experts.sort_by_expert says."""
+    (num_rows, choices), device, overlaps = experts.shape, experts.device, can_overlap(experts.device)
+    num_places = num_rows * choices
+    assert experts.is_contiguous() and weights.is_contiguous()
+    places = torch.empty(num_rows, choices, dtype=torch.int64, device=device)
+    rows = torch.empty(num_places, dtype=torch.int64, device=device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int64, device=device)
     place_kernel[(num_experts,)](
         places,
         rows,

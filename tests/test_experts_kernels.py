@@ -71,6 +71,21 @@ def test_rows_go_where_the_reference_sends_them(
         assert_error_is_torchs(found.weights, wanted.weights, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_rows_whose_experts_are_chosen_elsewhere_are_sorted_as_the_reference_sorts_them(
+    kernel_device: torch.device, dtype: torch.dtype
+) -> None:
+    chosen = logits_of(21, 7, seed=1).argsort(dim=1)[:, :3].contiguous()  # in no order
+    weights = normal(21, 3, dtype=torch.float32, seed=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "CHUNK", 16)
+        found = ops.sort_by_expert(chosen.to(kernel_device, dtype), weights.to(kernel_device), 9)
+    wanted = reference.sort_by_expert(chosen, weights, 9)
+    assert torch.equal(experts_of(wanted), chosen)
+    for own, theirs in zip(to(torch.device("cpu"), found), wanted, strict=True):
+        assert own.dtype == theirs.dtype and torch.equal(own, theirs)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of the interpreter
 def test_rows_of_no_numbers_go_to_as_many_experts_as_others(kernel_device: torch.device) -> None:
     """To other experts each, so that every place has a row: a place that nobody wrote would be read all the same."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu.experts import route, sum_of_experts
+from kernels.cpu.experts import route, sort_by_expert, sum_of_experts
 from kernels.cpu.experts_linear import PanelsOfExperts, gated_linear_of_experts, linear_of_experts
 from kernels.cpu.linear import linear
 from kernels.cpu.panels import Panels, Weight, can_pack, pack, unpack
@@ -64,6 +64,14 @@ def test_rows_go_to_their_likeliest_experts_of_equals_to_the_first(data: st.Data
     for own, theirs in zip(found[1:], expected[1:], strict=True):
         assert torch.equal(own, theirs)
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_whose_experts_are_chosen_elsewhere_are_sorted_as_the_reference_sorts_them() -> None:
+    chosen, weights = randn(21, 7).argsort(dim=1)[:, :3].contiguous(), randn(21, 3, seed=1)  # in no order
+    wanted = reference.sort_by_expert(chosen, weights, 9)
+    assert torch.equal(torch.searchsorted(wanted.starts, wanted.places, right=True) - 1, chosen)
+    for own, theirs in zip(sort_by_expert(chosen, weights, 9), wanted, strict=True):
+        assert own.dtype == theirs.dtype and torch.equal(own, theirs)
 
 
 def test_rows_of_no_numbers_go_to_as_many_experts_as_others() -> None:

@@ -59,7 +59,7 @@ def choose_experts(arguments: Any, part: int, num_parts: int, thread: int) -> No
                 weights[row, choice] /= total
 
 
-def sort_by_expert(arguments: Any, part: int, num_parts: int, thread: int) -> None:
+def sort_goings(arguments: Any, part: int, num_parts: int, thread: int) -> None:
     a = carray(arguments, 1, Sorting)[0]
     count = a.num_rows * a.choices
     places, rows, chosen = integers(a.places, count), integers(a.rows, count), integers(a.chosen, count)
@@ -85,7 +85,7 @@ def choosing() -> Kernel:
 
 @cache
 def sorting() -> Kernel:
-    return Kernel(sort_by_expert, Sorting)
+    return Kernel(sort_goings, Sorting)
 
 
 @exact
@@ -116,15 +116,22 @@ def route(logits: Tensor, choices: int, *, is_normalized: bool) -> Routing:
     """The experts of each row; logits: [num_rows, num_experts] float32."""
     assert logits.dtype == torch.float32 and logits.is_contiguous()
     num_rows, num_experts = logits.shape
-    weights, places = empty(num_rows, choices), empty(num_rows, choices, dtype=torch.int64)
-    rows, starts = empty(num_rows * choices, dtype=torch.int64), empty(num_experts + 1, dtype=torch.int64)
-    probs, chosen = empty(num_rows, num_experts), empty(num_rows * choices, dtype=torch.int64)
+    weights, chosen = empty(num_rows, choices), empty(num_rows, choices, dtype=torch.int64)
+    probs = empty(num_rows, num_experts)
     choosing()(
         *(weights.data_ptr(), chosen.data_ptr(), probs.data_ptr(), logits.data_ptr()),
         *(num_rows, num_experts, choices, int(is_normalized)),
         parts=parts_of(logits.numel() * (choices + 2), PART_EXPERTS, max(num_rows, 1)),
     )
-    following = empty(num_experts, dtype=torch.int64)
+    return sort_by_expert(chosen, weights, num_experts)
+
+
+def sort_by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
+    """Of rows whose experts are chosen: [num_rows, choices] int64, and their weights float32, both contiguous."""
+    assert chosen.is_contiguous() and chosen.dtype == torch.int64
+    num_rows, choices = chosen.shape
+    places, rows = empty(num_rows, choices, dtype=torch.int64), empty(num_rows * choices, dtype=torch.int64)
+    starts, following = empty(num_experts + 1, dtype=torch.int64), empty(num_experts, dtype=torch.int64)
     sorting()(
         *(places.data_ptr(), rows.data_ptr(), starts.data_ptr(), following.data_ptr(), chosen.data_ptr()),
         *(num_rows, num_experts, choices),

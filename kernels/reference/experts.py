@@ -36,7 +36,6 @@ def route(logits: Tensor, choices: int, *, is_normalized: bool) -> Routing:
         logits: [num_rows, num_experts] float32.
         is_normalized: the weights of a row's experts add up to 1; otherwise they are probabilities among all experts.
     """
-    num_rows, num_experts = logits.shape
     probs, experts = softmax(logits).sort(dim=1, descending=True, stable=True)
     weights, experts = probs[:, :choices], experts[:, :choices]
     if is_normalized:
@@ -44,14 +43,19 @@ def route(logits: Tensor, choices: int, *, is_normalized: bool) -> Routing:
         for choice in range(1, choices):
             total = total + weights[:, choice : choice + 1]
         weights = weights / total
+    return sort_by_expert(experts, weights.contiguous(), logits.shape[1])
+
+
+def sort_by_expert(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
+    """Of rows whose experts are chosen: [num_rows, choices] int64; and their weights, float32 and contiguous."""
     in_order, order = experts.flatten().sort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     numbers = torch.arange(num_experts + 1, device=order.device)
     return Routing(
-        weights=weights.contiguous(),
-        places=places.view(num_rows, choices),
-        rows=order // choices,
+        weights=weights,
+        places=places.view(experts.shape),
+        rows=order // experts.shape[1],
         starts=torch.searchsorted(in_order, numbers),
     )
 

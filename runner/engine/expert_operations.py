@@ -30,6 +30,19 @@ def route(logits: torch.Tensor, choices: int, *, is_normalized: bool) -> Routing
     return kernel(logits, choices, is_normalized=is_normalized)
 
 
+def sort_by_expert(chosen: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:
+    """Of rows whose experts are chosen, [num_rows, choices] int64, with their weights, float32."""
+    if is_compiled(weights):
+        from kernels.cpu.experts import sort_by_expert as on_cpu
+
+        return on_cpu(chosen.contiguous(), weights.contiguous(), num_experts)
+    if not runs_kernels(weights):
+        return in_torch.sort_by_expert(chosen, weights.contiguous(), num_experts)
+    from kernels.experts import sort_by_expert as kernel
+
+    return kernel(chosen.contiguous(), weights.contiguous(), num_experts)
+
+
 class ExpertWeights(tuple[Weight, ...]):
     """The weights of one product, of each expert; what kernels ask of all of them is found once."""
 
