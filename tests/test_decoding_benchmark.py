@@ -225,6 +225,15 @@ def test_the_default_shape_needs_no_hub() -> None:
     assert head is not None and (head["num_hidden_layers"], head["draft_vocab_size"]) == (1, 32_000)
 
 
+def test_the_head_of_a_target_whose_layers_differ_is_one_layer(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "gpt_oss", **sizes, "head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 4}
+    config |= {"vocab_size": 96, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    target = SharedTarget(str(tmp_path), device="cpu", prompt_tokens=8, new_tokens=16, max_batch_size=1)
+    assert CASES["eagle3"].measure(target, 0)
+
+
 def test_texts_that_outgrow_the_model_are_refused_with_the_remedy(model: str) -> None:
     target = SharedTarget(model, device="cpu", prompt_tokens=100, new_tokens=150, max_batch_size=1)
     with pytest.raises(UserError, match=r"leave 16 of the model's 256 tokens free, got 100 and 150; lower one"):

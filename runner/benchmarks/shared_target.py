@@ -178,6 +178,7 @@ def _eagle3_head(target: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": 1,
+        "layer_types": None,
         "tie_word_embeddings": False,
         "draft_vocab_size": min(DRAFT_VOCAB_SIZE, target["vocab_size"]),
         "eagle_aux_hidden_state_layer_ids": [min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)],
