@@ -7,6 +7,7 @@ from typing import Literal
 
 from runner.assembly import Assembly
 from runner.config import SpeculativeConfig, SuffixKeys
+from runner.engine.transformers_model import TransformersModel
 from runner.workload import WorkloadItem, highest_temperature
 
 
@@ -35,13 +36,14 @@ def promise_notes(config: SpeculativeConfig, engine: Assembly, items: Sequence[W
                 f"{rule} keeps it only roughly: with sampler.seed all requests share the noise that suffix "
                 "decoding's memory was accepted by; leave sampler.seed null, or choose strict"
             )
-    if not engine.target.model.is_row_invariant:
+    if not config.hardware.batch_invariant:
+        notes.append("bitwise promise off: hardware.batch_invariant=false")
+    elif not engine.target.is_row_invariant and isinstance(engine.target.model, TransformersModel):
+        found = ", as a check at the start found" if engine.target.model.keeps_rows else ""
         notes.append(
             "bitwise promise off: this architecture runs through transformers' modelling code, whose rows depend on "
-            "the batch"
+            f"the batch{found}"
         )
-    elif not config.hardware.batch_invariant:
-        notes.append("bitwise promise off: hardware.batch_invariant=false")
     elif not engine.target.is_row_invariant:
         what = "CPU's matrix products" if engine.device.type == "cpu" else "GPU's kernels"
         notes.append(f"bitwise promise off: this {what} depend on a row's place, as a check at the start found")

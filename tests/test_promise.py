@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 from runner.assembly import Assembly
 from runner.config import SpeculativeConfig
+from runner.engine.decoder import Decoder
+from runner.engine.transformers_model import TransformersModel
 from runner.promise import kept_by_run, promise_notes
 from runner.workload import WorkloadItem
 
 
 def of_run(
-    *, rule: str = "strict", batch_invariant: bool = True, of_model: bool = True, of_check: bool = True, device: str
+    *,
+    rule: str = "strict",
+    batch_invariant: bool = True,
+    is_ours: bool = True,
+    can_keep: bool = True,
+    of_check: bool = True,
+    device: str,
 ) -> tuple[Any, list[str]]:
-    """of_model: the architecture's rows are their own; of_check: so were those that the start compared."""
+    """can_keep: what of rows' bits a launch decides is computed in other ways; of_check: the start found them equal."""
     config = SpeculativeConfig.parse(
         {
             "model": {"model": "tiny"},
@@ -26,10 +35,10 @@ def of_run(
             "hardware": {"batch_invariant": batch_invariant},
         }
     )
-    target = SimpleNamespace(
-        model=SimpleNamespace(is_row_invariant=of_model),
-        is_row_invariant=of_model and batch_invariant and of_check,  # as ModelRunner has it
-    )
+    model = create_autospec(Decoder if is_ours else TransformersModel, instance=True)
+    if not is_ours:
+        model.keeps_rows = can_keep
+    target = SimpleNamespace(model=model, is_row_invariant=batch_invariant and can_keep and of_check)
     engine = cast(Assembly, SimpleNamespace(target=target, device=torch.device(device)))
     items = [WorkloadItem(prompt="a")]
     return kept_by_run(config, engine, items), promise_notes(config, engine, items)
@@ -37,14 +46,16 @@ def of_run(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_kept_promise_needs_no_note(device: str) -> None:
-    assert of_run(device=device) == ("tokens", [])
+    assert of_run(device=device) == of_run(device=device, is_ours=False) == ("tokens", [])
 
 
 @pytest.mark.parametrize(
     ("off", "note"),
     [
-        ({"of_model": False, "device": "cpu"}, "runs through transformers' modelling code, whose rows depend"),
+        ({"is_ours": False, "can_keep": False, "device": "cuda"}, "modelling code, whose rows depend on the batch"),
+        ({"is_ours": False, "of_check": False, "device": "cpu"}, "depend on the batch, as a check at the start found"),
         ({"batch_invariant": False, "device": "cuda"}, "hardware.batch_invariant=false"),
+        ({"batch_invariant": False, "is_ours": False, "device": "cpu"}, "hardware.batch_invariant=false"),
         ({"of_check": False, "device": "cpu"}, "this CPU's matrix products depend on a row's place, as a check"),
         ({"of_check": False, "device": "cuda"}, "this GPU's kernels depend on a row's place, as a check"),
     ],

@@ -6,7 +6,6 @@ which checkpoint tensor fills what.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Protocol
@@ -75,20 +74,19 @@ class TransformersBlock:
         Raises:
             UserError: the layer does not fit memory once more, or needs more than rotations and a launch.
         """
-        parameter = next(target.last_layer.parameters())
-        num_bytes = sum(p.numel() * p.element_size() for p in target.last_layer.parameters())
-        require_memory(num_bytes, parameter.device, f"the MTP module of {name}", "choose a smaller model")
+        device = target.embed_tokens.device
+        require_memory(target.last_layer_bytes, device, f"the MTP module of {name}", "choose a smaller model")
         self.attention: Attention | None = None
         self._target = target
-        self._layer = copy.deepcopy(target.last_layer)
+        self._layer = target.last_layer()
         modules: Iterator[Any] = self._layer.modules()
         for module in modules:
             if hasattr(module, "layer_idx"):
                 module.layer_idx = 0  # its place in a cache that holds nothing else
         probe = Probe(num_rows=PROBE_ROWS, sliding_layers=frozenset())
-        rows = parameter.new_zeros(PROBE_ROWS, target.hidden_size)
+        rows = target.embed_tokens.new_zeros(PROBE_ROWS, target.hidden_size)
         try:
-            self._run(rows, torch.arange(PROBE_ROWS, device=parameter.device), probe)
+            self._run(rows, torch.arange(PROBE_ROWS, device=device), probe)
         except (UserError, TypeError, AttributeError) as error:  # the latter two: it takes other arguments
             raise UserError(
                 f"{name}: {type(self._layer).__name__} cannot run as an MTP module of its own: {error}; "

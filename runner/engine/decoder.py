@@ -26,8 +26,6 @@ from runner.engine.shard import Shard
 class Decoder:
     """Token ids to final hidden states, and hidden states to logits."""
 
-    is_row_invariant = True
-
     def __init__(
         self,
         arch: Architecture,

@@ -48,7 +48,7 @@ def decoder_shapes(
             )
         return shapes
     sizes = CPU_TILES if batch_invariant else (ANY_SHAPE_TILES,)
-    return _cpu_shapes(attention, sizes[0], max_model_len, is_bucketed)
+    return _decoder_shapes_on_cpu(attention, sizes[0], max_model_len, is_bucketed)
 
 
 CPU_TILES = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)  # to be tried in this order, the fastest first
@@ -56,16 +56,33 @@ MOST_ROWS_OF_EXPERTS = 4096  # that a mixture of experts is asked with
 CPU_ROWS = 64  # of a tile of a compiled kernel's: rows that take in their keys together
 
 
-def _cpu_shapes(
+def _decoder_shapes_on_cpu(
     attention: Attention, tiles: Mapping[Family, TileShape], max_model_len: int, is_bucketed: bool
 ) -> Shapes:
+    weight = attention.o_proj.weight
+    return cpu_shapes(
+        tiles,
+        is_packed=isinstance(weight, Panels),
+        has_kernel=is_compiled(weight),
+        max_model_len=max_model_len,
+        is_bucketed=is_bucketed,
+    )
+
+
+def cpu_shapes(
+    tiles: Mapping[Family, TileShape],
+    *,
+    is_packed: bool,
+    has_kernel: bool,
+    max_model_len: int,
+    is_bucketed: bool = False,
+) -> Shapes:
     """The tiles, but products of any rows where weights are packed, and a kernel's attention where there is one."""
-    is_packed = isinstance(attention.o_proj.weight, Panels)
     shapes: Shapes = {
         family: replace(shape, linear=1) if is_packed and shape.linear is not None else shape
         for family, shape in tiles.items()
     }
-    if is_compiled(attention.o_proj.weight) and multiplies_and_adds():
+    if has_kernel and multiplies_and_adds():
         for family in shapes:
             shapes[family] = PagedShape(
                 rows_per_tile=CPU_ROWS,
@@ -102,7 +119,7 @@ def row_invariant_shapes(
         return shapes if shard.all(all(keep)) else None
     decode = shapes["decode"]
     is_bucketed = isinstance(decode, PagedShape) and decode.is_bucketed
-    candidates = (_cpu_shapes(layer.attention, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
+    candidates = (_decoder_shapes_on_cpu(layer.attention, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
     return next(
         (
             tried

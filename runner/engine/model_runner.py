@@ -14,9 +14,10 @@ from runner.engine.decoder import Decoder
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.hidden_states import NORMED
 from runner.engine.launch import Launch, Part, StepLaunches
-from runner.engine.launch_shapes import row_invariant_shapes
+from runner.engine.launch_shapes import Shapes, row_invariant_shapes
 from runner.engine.operations import take_rows
 from runner.engine.paged_runner import PagedRunner
+from runner.engine.transformers_check import shapes_that_keep_rows
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.upload import to_device
 
@@ -56,12 +57,14 @@ class ModelRunner(PagedRunner):
         self.model, self.token_map = model, token_map
         # Multiplications of a row by weights; 0: not known.
         self.products_per_row = model.products_per_row if isinstance(model, Decoder) else 0
-        self.is_row_invariant = False
+        kept: Shapes | None = None
         if isinstance(model, Decoder) and batch_invariant:
             kept = row_invariant_shapes(
                 self.shapes, model.sample_layer, model.lm_head, max_model_len=model.max_model_len, shard=model.shard
             )
-            self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
+        elif isinstance(model, TransformersModel) and model.keeps_rows:
+            kept = shapes_that_keep_rows(model, block_size=block_size, device=device, dtype=dtype)
+        self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
 
     def run(
         self,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.panels import Change, Weight, pack
+from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -60,7 +61,11 @@ class PagedRunner:
         self.block_size, self.device, self.dtype = block_size, device, dtype
         self.kv_widths = layers.kv_widths
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
-        if not isinstance(layers, TransformersModel) and (attention := layers.attention) is not None:
+        if isinstance(layers, TransformersModel):
+            captures_graphs = False  # what transformers' code does between its products is torch's
+            if batch_invariant and not runs_kernels(device):
+                layers.keep_rows(pack)
+        elif (attention := layers.attention) is not None:
             if can_pack([attention.qkv_proj.weight, attention.o_proj.weight, *products]):
                 layers.convert(pack)
             captures_graphs = captures_graphs and can_record(attention.o_proj.weight)

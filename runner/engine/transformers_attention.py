@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels.reference.paged_attention import paged_attention
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
+from runner.engine.operations import paged_attention
+from runner.engine.transformers_functions import untouched
 
 ATTENTION_NAME = "speculative_paged"
 # Tensors that models pass along and that attention after rope has no use for.
@@ -51,7 +52,7 @@ class Launch:
         stored = torch.cat((call.key.transpose(0, 1).flatten(1), call.value.transpose(0, 1).flatten(1)), dim=1)
         self.cache.write(layer, self.batch.slot_mapping, stored)
         return paged_attention(
-            call.query.transpose(0, 1),
+            call.query.transpose(0, 1).contiguous(),
             self.cache.layers[layer],
             self.batch.attention,
             num_kv_heads=call.key.shape[0],
@@ -118,4 +119,5 @@ def attention(
         sinks=s_aux,
         ignored={"attention_mask": attention_mask, **kwargs},
     )
-    return launch.attend(call).view(1, query.shape[2], query.shape[1], -1), None
+    with untouched():
+        return launch.attend(call).view(1, query.shape[2], query.shape[1], -1), None

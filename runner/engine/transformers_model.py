@@ -1,8 +1,9 @@
 """Any other decoder that transformers supports, run by its own modelling code over our paged KV cache.
 
-Our attention is registered under a name of its own (runner.engine.transformers_attention). Rows are not independent
-of the launch here, because the modules are not ours, so the bitwise promise is off. What cannot run is refused with
-the reason: by its config before anything is loaded, and by one probing pass after.
+Our attention is registered under a name of its own (runner.engine.transformers_attention). The modules are not ours,
+and a row's bits depend on its launch, until `keep_rows` has our kernels compute what they multiply and takes over the
+functions that make it so (transformers_modules, transformers_functions); whether that was all, transformers_check asks.
+What cannot run is refused with the reason: by its config before anything is loaded, and by one probing pass after.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from kernels.cpu.panels import Change
 from runner.engine.checkpoint import ModelSource, read_tensors, require_finite, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
@@ -22,6 +24,8 @@ from runner.engine.memory import model_remedy, require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
 from runner.engine.rope import pin_longrope
 from runner.engine.transformers_attention import ATTENTION_NAME, Launch, Probe, attention
+from runner.engine.transformers_functions import keep_rows_in
+from runner.engine.transformers_modules import take_products
 from runner.engine.transformers_support import auto_class, quantization_method, sliding_layers
 
 PROBE_ROWS = 2
@@ -30,9 +34,9 @@ PROBE_ROWS = 2
 class TransformersModel(nn.Module):
     """The interface of runner.engine.decoder.Decoder over a transformers model."""
 
-    is_row_invariant = False
+    keeps_rows = False  # keep_rows
 
-    def __init__(self, causal_model: Any, config: Any, name: str) -> None:
+    def __init__(self, causal_model: Any, config: Any, name: str, *, max_model_len: int) -> None:
         """Take a loaded model apart into decoder and head.
 
         Raises:
@@ -44,11 +48,13 @@ class TransformersModel(nn.Module):
         path = next(path for path, module in causal_model.named_modules() if module is self.decoder)
         causal_model.set_submodule(path, _GivenHiddenStates())
         self.head = causal_model
+        self.max_model_len = max_model_len
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         probe, self.vocab_size = self._probe(config, name)
         self.kv_widths = [probe.kv_widths[layer] for layer in range(self.num_layers)]
         self._layers = [_enclosing_layer(self.decoder, probe.modules[layer]) for layer in range(self.num_layers)]
+        self._like_last = (_without_weights(self._layers[-1]),)  # in a tuple: no module of this one
 
     @classmethod
     def load(
@@ -77,7 +83,22 @@ class TransformersModel(nn.Module):
             for name, parameter in causal_model.named_parameters():
                 require_finite(parameter, name, source)
         pin_longrope(causal_model, max_model_len)
-        return cls(causal_model.requires_grad_(False).eval(), config, f"{source.name}={source.model}")
+        name = f"{source.name}={source.model}"
+        return cls(causal_model.requires_grad_(False).eval(), config, name, max_model_len=max_model_len)
+
+    def keep_rows(self, change: Change) -> None:
+        """From now on rows are computed, as far as that is in our hands, with bits of their own.
+
+        Args:
+            change: how the weights of products are laid out, which checkpoints' tensors have no place in then.
+        """
+        if self.keeps_rows:
+            return
+        for part in (self.decoder, self.head):
+            take_products(part, change)
+        probe = Probe(num_rows=PROBE_ROWS, sliding_layers=frozenset())
+        keep_rows_in(lambda: self._pass_over_two(probe))
+        self.keeps_rows = True
 
     def forward(
         self, batch: ForwardBatch, cache: PagedKVCache, tap_layers: tuple[int, ...] = ()
@@ -101,10 +122,17 @@ class TransformersModel(nn.Module):
         weight: torch.Tensor = self.head.lm_head.weight
         return weight
 
-    @property
     def last_layer(self) -> nn.Module:
-        """What an MTP module is one more of."""
-        return self._layers[-1]
+        """One more like the last layer, with weights of zero, for an MTP module."""
+        layer, device = copy.deepcopy(self._like_last[0]), self.embed_tokens.device
+        for module in layer.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.zeros_like(parameter, device=device), requires_grad=False))
+        return layer
+
+    @property
+    def last_layer_bytes(self) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in self._like_last[0].parameters())
 
     def rotations(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Any:
         """What the decoder hands its layers as position_embeddings; position_ids [1, num_rows] int64."""
@@ -141,14 +169,17 @@ class TransformersModel(nn.Module):
         return self._layers[-1].register_forward_hook(keep_output)
 
     @torch.inference_mode()
-    def _probe(self, config: Any, name: str) -> tuple[Probe, int]:
-        """A pass over two tokens that stores nothing: what each layer would store, and the width of the logits."""
-        probe = Probe(num_rows=PROBE_ROWS, sliding_layers=sliding_layers(config))
-        device = next(self.parameters()).device
+    def _pass_over_two(self, probe: Probe) -> torch.Tensor:
+        """A pass over two tokens that stores nothing: the logits, [PROBE_ROWS, vocab]."""
+        device = self.embed_tokens.device
         token_ids = torch.zeros(PROBE_ROWS, dtype=torch.int64, device=device)
+        return self.logits(self._decode(token_ids, torch.arange(PROBE_ROWS, device=device), probe), None)
+
+    def _probe(self, config: Any, name: str) -> tuple[Probe, int]:
+        """What each layer would store, and the width of the logits."""
+        probe = Probe(num_rows=PROBE_ROWS, sliding_layers=sliding_layers(config))
         try:
-            hidden = self._decode(token_ids, torch.arange(PROBE_ROWS, device=device), probe)
-            vocab_size = self.logits(hidden, None).shape[-1]
+            vocab_size = self._pass_over_two(probe).shape[-1]
         except (UserError, TypeError, AttributeError) as error:  # the latter two: it needs a mask or cache of its own
             raise UserError(
                 f"{name}: {type(self.head).__name__} cannot run over a paged KV cache: {error}; choose another model"
@@ -169,14 +200,12 @@ class _GivenHiddenStates(nn.Module):
 
 
 class _DecoderOutput(NamedTuple):
-    """The fields of a decoder's output that some model's forward passes on."""
+    """Of a decoder; of what else some model's forward passes on, whatever a release calls it, there is none."""
 
     last_hidden_state: torch.Tensor
-    past_key_values: None = None
-    hidden_states: None = None
-    attentions: None = None
-    cross_attentions: None = None
-    router_logits: None = None
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def _build(config: Any, source: ModelSource, dtype: torch.dtype) -> Any:
@@ -228,6 +257,15 @@ def _read(config: Any, source: ModelSource, dtype: torch.dtype, device: torch.de
             "config.json"
         )
     return causal_model
+
+
+def _without_weights(layer: nn.Module) -> nn.Module:
+    """A copy of a layer whose parameters take no memory."""
+    empty = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        for parameter in layer.parameters()
+    }
+    return copy.deepcopy(layer, memo=empty)
 
 
 def _enclosing_layer(decoder: nn.Module, attention_module: nn.Module) -> nn.Module:
