@@ -271,6 +271,19 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
         ),
         r"got 'dynamic'",
     ),
+    "no layers": (dummy_source("olmo2", num_hidden_layers=0), r"has 0 layers; mend num_hidden_layers in its config"),
+    "a config without what the model is built from": (
+        dummy_source("dots1"),
+        r"model\.model=a-dots1: transformers cannot build a 'dots1' model by its config\.json \(TypeError: .*\); mend",
+    ),
+    "an activation that there is not": (
+        dummy_source("olmoe", hidden_act="swoosh"),
+        r"cannot build a 'olmoe' model by its config\.json \(KeyError: 'swoosh'\); mend it",
+    ),
+    "numbers that do not go together": (
+        dummy_source("gpt_oss", num_experts_per_tok=9),
+        r"GptOssForCausalLM does not run with what its config\.json says \(RuntimeError: .*\); mend it",
+    ),
     "quantized weights": (
         dummy_source("olmoe", quantization_config={"quant_method": "fp8"}),
         r"is quantized \(fp8\), and only mxfp4 is expanded on loading; choose an unquantized checkpoint",

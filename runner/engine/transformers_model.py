@@ -29,6 +29,8 @@ from runner.engine.transformers_modules import take_products
 from runner.engine.transformers_support import auto_class, quantization_method, sliding_layers
 
 PROBE_ROWS = 2
+# What transformers' code raises where a config lacks a value, or has two that do not go together.
+CONFIG_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 class TransformersModel(nn.Module):
@@ -71,8 +73,14 @@ class TransformersModel(nn.Module):
         config = copy.deepcopy(config)
         if hasattr(config, "output_router_logits"):
             config.output_router_logits = False  # a training loss would be computed from them
-        with torch.device("meta"):
-            num_bytes = sum(p.numel() * p.element_size() for p in _build(config, source, dtype).parameters())
+        try:
+            with torch.device("meta"):
+                num_bytes = sum(p.numel() * p.element_size() for p in _build(config, source, dtype).parameters())
+        except CONFIG_ERRORS as error:
+            raise UserError(
+                f"{source.name}={source.model}: transformers cannot build a {config.model_type!r} model by its "
+                f"config.json ({type(error).__name__}: {error}); mend it"
+            ) from error
         require_memory(num_bytes, device, f"{source.name}={source.model}", model_remedy(dtype))
         if source.is_dummy:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
@@ -183,6 +191,13 @@ class TransformersModel(nn.Module):
         except (UserError, TypeError, AttributeError) as error:  # the latter two: it needs a mask or cache of its own
             raise UserError(
                 f"{name}: {type(self.head).__name__} cannot run over a paged KV cache: {error}; choose another model"
+            ) from error
+        except torch.OutOfMemoryError:
+            raise
+        except CONFIG_ERRORS as error:
+            raise UserError(
+                f"{name}: {type(self.head).__name__} does not run with what its config.json says "
+                f"({type(error).__name__}: {error}); mend it"
             ) from error
         if set(probe.modules) != set(range(self.num_layers)):
             raise UserError(

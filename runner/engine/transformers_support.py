@@ -26,6 +26,8 @@ def _refusal(config: Any, model_class: Any) -> str | None:
         return "is an encoder-decoder; choose a decoder-only model"
     if config.get_text_config(decoder=True) is not config:
         return "takes more than text; choose a text-only checkpoint"
+    if getattr(config, "num_hidden_layers", 1) < 1:
+        return f"has {config.num_hidden_layers} layers; mend num_hidden_layers in its config.json"
     if model_class is None:
         return "is no causal language model of transformers; choose a decoder-only model"
     if kinds or model_class._is_stateful:
