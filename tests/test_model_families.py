@@ -77,8 +77,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "ministral": (
+        "ministral",
+        {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, sliding": ("mistral", {"sliding_window": 8, "head_dim": 24}),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "phi3, sliding, tied": ("phi3", {"pad_token_id": 0, "sliding_window": 8, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2, sliding layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
@@ -88,6 +94,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, sliding layer": (
         "qwen3",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 24}),
+    "seed_oss, other biases": (
+        "seed_oss",
+        {"head_dim": 16, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral, sliding": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 8}),
@@ -124,7 +135,7 @@ def test_logits_are_accurate_without_fixed_tiles(variant: str, tmp_path: Path) -
     assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
 
 
-@pytest.mark.parametrize("variant", ["llama, attention bias", "mistral, sliding", "qwen2, tied", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama, attention bias", "mistral, sliding", "phi3", "qwen2, tied", "qwen3"])
 def test_bfloat16_logits_are_as_accurate_as_those_of_transformers(variant: str, tmp_path: Path) -> None:
     source = save(random_model(make_config(variant)), tmp_path)
     model = saved_model(tmp_path, torch.bfloat16)
@@ -175,6 +186,7 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     from transformers import AutoConfig
 
     assert read_architecture(AutoConfig.for_model("qwen2_moe")) is None
+    assert read_architecture(AutoConfig.for_model("phi3", partial_rotary_factor=0.75)) is None
     assert read_architecture(AutoConfig.for_model("qwen3", architectures=["Qwen3ForTokenClassification"])) is None
 
 
@@ -229,7 +241,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
     torch.testing.assert_close(both[0], linear(x, weight, bias, 4))
 
 
-@pytest.mark.parametrize("variant", ["llama, attention bias", "llama, mlp bias", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama, attention bias", "llama, mlp bias", "phi3", "qwen3", "seed_oss"])
 def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_path: Path) -> None:
     model = random_model(make_config(variant))
     source = save(model, tmp_path)

@@ -43,7 +43,7 @@ SHAPE: dict[str, Any] = {
 }
 ONE_SLIDING_LAYER = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-LONGROPE = {
+LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
@@ -86,7 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
     },
-    "phi3": {"sliding_window": 8},
+    "phi3": {"sliding_window": 8, "partial_rotary_factor": 0.5},  # with whole heads rotated it runs on our decoder
     "olmo2": {},
     "cohere2": {**ONE_SLIDING_LAYER, "logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
@@ -125,8 +125,12 @@ def test_the_cache_holds_keys_and_values_of_their_own_widths() -> None:
     assert load(source).model.kv_widths == [4 * (24 + 16)] * 2
 
 
-def test_longrope_does_not_change_with_the_longest_sequence_of_the_batch(tmp_path: Path) -> None:
-    model = random_model(make_config("phi3", sliding_window=None, rope_parameters=LONGROPE))
+@pytest.mark.parametrize("share", [0.5, 1.0], ids=["half a head rotated", "on our own decoder"])
+def test_longrope_does_not_change_with_the_longest_sequence_of_the_batch(share: float, tmp_path: Path) -> None:
+    rope = {**LONGROPE, "partial_rotary_factor": share}
+    for name in ("short_factor", "long_factor"):
+        rope[name] = LONGROPE[name][: int(8 * share)]
+    model = random_model(make_config("phi3", sliding_window=None, rope_parameters=rope))
     source = save(model, tmp_path)
     short = random_sequences(VOCAB_SIZE, ((5, 5), (20, 4), (17, 4)))
     pinned_short = engine_logits(load(source, max_model_len=32), short)

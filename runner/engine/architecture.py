@@ -6,15 +6,17 @@ transformers' own modelling code.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from runner.engine.errors import UserError
 
 # What a family fixes in code rather than in its config.
-_QKV_BIAS = {"qwen2": True, "mimo": True, "mistral": False}
+_QKV_BIAS = {"qwen2": True, "mimo": True, "mistral": False, "ministral": False, "phi3": False}
 _QK_NORM = {"qwen3": True, "qwen3_moe": True}
-FAMILIES = ("llama", "mimo", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mimo", "ministral", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
 EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
 _BLOCK_OF_EXPERTS = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
 _PROJECTIONS = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}  # gate, up, down
@@ -46,7 +48,7 @@ class ExpertShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Shapes of a pre-norm decoder (Llama, Mistral, Qwen2, MiMo, Qwen3, Mixtral, Qwen3-MoE)."""
+    """Shapes of a pre-norm decoder of FAMILIES or EXPERT_FAMILIES."""
 
     family: str
     vocab_size: int
@@ -66,6 +68,23 @@ class Architecture:
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
     experts: ExpertShapes | None = None
 
+    @cached_property
+    def qkv_rows(self) -> dict[str, int]:
+        """Rows of the matrices that give queries, keys and values, by name."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+
+    @cached_property
+    def gate_up_rows(self) -> dict[str, int]:
+        return {"mlp.gate_proj": self.intermediate_size, "mlp.up_proj": self.intermediate_size}
+
+    @property
+    def fused_tensors(self) -> Mapping[str, Mapping[str, int]]:
+        """Names, within a layer, of checkpoints' tensors that hold several matrices, and the rows of these."""
+        if self.family != "phi3":
+            return {}
+        return {"self_attn.qkv_proj": self.qkv_rows, "mlp.gate_up_proj": self.gate_up_rows}
+
 
 def read_architecture(config: Any) -> Architecture | None:
     """Shapes from a transformers config; None when the family is not one of ours.
@@ -77,6 +96,8 @@ def read_architecture(config: Any) -> Architecture | None:
     architectures = config.architectures or [f"{family.capitalize()}ForCausalLM"]
     if family not in (*FAMILIES, *EXPERT_FAMILIES) or not architectures[0].endswith("ForCausalLM"):
         return None
+    if family == "phi3" and config.rope_parameters["partial_rotary_factor"] != 1.0:
+        return None  # our rotations are of whole heads
     _require_own(config, family)
     attention_bias = bool(getattr(config, "attention_bias", False))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -93,8 +114,9 @@ def read_architecture(config: Any) -> Architecture | None:
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
         qkv_bias=_QKV_BIAS.get(family, attention_bias),
-        output_bias=attention_bias and family in ("llama", "qwen3", "qwen3_moe"),
-        mlp_bias=bool(getattr(config, "mlp_bias", False)) and family == "llama",
+        output_bias=bool(getattr(config, "attention_out_bias", False))
+        or (attention_bias and family in ("llama", "qwen3", "qwen3_moe")),
+        mlp_bias=bool(getattr(config, "mlp_bias", False)) and family in ("llama", "seed_oss"),
         qk_norm=_QK_NORM.get(family, False),
         sliding_windows=_sliding_windows(config),
         experts=_experts(config) if family in EXPERT_FAMILIES else None,
@@ -140,9 +162,9 @@ def _require_own(config: Any, family: str) -> None:
 
 def _sliding_windows(config: Any) -> tuple[int | None, ...]:
     window: int | None = getattr(config, "sliding_window", None)
-    if config.model_type == "llama":
+    if config.model_type in ("llama", "seed_oss"):
         return (None,) * int(config.num_hidden_layers)
     # One window for all layers; a mistral with layer_types is another family, ministral.
-    if config.model_type in ("mistral", *EXPERT_FAMILIES):
+    if config.model_type in ("mistral", "phi3", *EXPERT_FAMILIES):
         return (window,) * int(config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)

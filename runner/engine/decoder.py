@@ -1,4 +1,4 @@
-"""A pre-norm decoder over a paged KV cache: Llama, Mistral, Qwen2, Qwen3, and the mixtures Mixtral and Qwen3-MoE.
+"""A pre-norm decoder over a paged KV cache, of the families that runner.engine.architecture knows.
 
 The same class serves targets and drafts. Weights are allocated empty; runner.engine.loader fills them through
 weight_targets().

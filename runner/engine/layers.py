@@ -63,14 +63,12 @@ class Attention:
         self.num_heads = shard.split(arch.num_heads, "num_attention_heads")
         self.num_kv_heads = shard.split(arch.num_kv_heads, "num_key_value_heads")
         self.sliding_window = arch.sliding_windows[layer]
-        q_rows, kv_rows = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        parts = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
         in_features = arch.hidden_size if in_features is None else in_features
         self.qkv_proj = ColumnParallelLinear(
-            in_features, parts, bias=arch.qkv_bias, shard=shard, dtype=dtype, quantization=quantization
+            in_features, arch.qkv_rows, bias=arch.qkv_bias, shard=shard, dtype=dtype, quantization=quantization
         )
         self.o_proj = RowParallelLinear(
-            q_rows,
+            arch.num_heads * arch.head_dim,
             arch.hidden_size,
             "self_attn.o_proj",
             bias=arch.output_bias,
@@ -154,9 +152,8 @@ class MLP:
     def __init__(
         self, arch: Architecture, shard: Shard, dtype: torch.dtype, *, quantization: Quantization | None = None
     ) -> None:
-        parts = {"mlp.gate_proj": arch.intermediate_size, "mlp.up_proj": arch.intermediate_size}
         self.gate_up_proj = ColumnParallelLinear(
-            arch.hidden_size, parts, bias=arch.mlp_bias, shard=shard, dtype=dtype, quantization=quantization
+            arch.hidden_size, arch.gate_up_rows, bias=arch.mlp_bias, shard=shard, dtype=dtype, quantization=quantization
         )
         self.down_proj = RowParallelLinear(
             arch.intermediate_size,

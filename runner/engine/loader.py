@@ -20,6 +20,7 @@ from runner.engine.backend import multiplies_8_bits
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors, require_finite, stated_quantization
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.errors import UserError, first_of
+from runner.engine.fused_tensors import split_fused
 from runner.engine.linear import WeightTarget
 from runner.engine.memory import model_remedy, require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
@@ -160,7 +161,7 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
     tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
     block_names = decoder.layers[-1].weight_targets("")  # which a module's block is like
     unknown = []
-    for name, tensor in read_tensors(source):
+    for name, tensor in split_fused(read_tensors(source), arch.fused_tensors):
         if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):
             continue  # derived from the config; a copy of the embedding
         target = targets.pop(name, None)
