@@ -70,10 +70,19 @@ class _Rows:
     def _agree(
         self, shape: LaunchShape, family: Family, together: Sequence[range], apart: Sequence[Sequence[range]]
     ) -> bool:
-        """Whether spans have equal bits in one launch and in others, which hold parts of them."""
+        """Whether spans have equal bits in one launch and in others, which hold parts of them.
+
+        A short text leaves some of them empty, or all.
+        """
+        together = [span for span in together if span]
+        if not together:
+            return True
         found = self._compute(shape, family, together)
         where = {position: row for row, position in enumerate(position for span in together for position in span)}
-        for spans in apart:
+        for parts in apart:
+            spans = [span for span in parts if span]
+            if not spans:
+                continue
             rows = [where[position] for span in spans for position in span]
             alone = self._compute(shape, family, spans)
             if not all(torch.equal(own, among[rows]) for own, among in zip(alone, found, strict=True)):
