@@ -232,12 +232,6 @@ def test_a_checkpoint_that_is_quantized_already_is_not_quantized_again(tmp_path:
     )
 
 
-def test_models_of_transformers_own_code_stay_dense() -> None:
-    with pytest.raises(UserError) as caught:
-        LLM("dummy", device="cpu", load_format="dummy", hf_config={"model_type": "olmo2"}, quantization="int8")
-    assert "quantization must be null, got int8: olmo2 runs through transformers' own" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

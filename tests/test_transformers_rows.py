@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from kernels.cpu.panels import can_pack, pack
-from runner.engine import transformers_functions
+from kernels.cpu.panels import can_pack, pack, unpack
+from kernels.quantized_weight import quantize
+from runner.engine import loader, transformers_functions
+from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
 from runner.engine.model_runner import ModelRunner
+from runner.engine.quantization import NUMBERS
 from runner.engine.transformers_attention import Launch, LayerAttention
 from runner.engine.transformers_functions import RowFunctions, keep_rows_in
-from runner.engine.transformers_model import TransformersModel
-from runner.engine.transformers_modules import OwnExperts, OwnLinear
+from runner.engine.transformers_model import ROUTERS, TransformersModel
+from runner.engine.transformers_modules import OwnExperts, OwnLinear, take_products
 from tests.conftest import Engines, complete
 from tests.test_losslessness import PARAMS, PROMPTS, ROOMY, SCHEDULES, answers, counts, tell_test_proposers
 from tests.test_transformers_model import EXPERTS, MODELS, ONE_SLIDING_LAYER, VOCAB_SIZE, dummy_source, make_config
@@ -80,6 +86,12 @@ def loaded_model(family: str, dtype: torch.dtype = torch.float32) -> LoadedModel
 def test_the_check_at_the_start_finds_that_rows_are_kept(family: str, dtype: torch.dtype) -> None:
     runner = runner_of(loaded_model(family, dtype), dtype)
     assert isinstance(runner.model, TransformersModel) and runner.is_row_invariant
+
+
+@needs_panels
+@pytest.mark.parametrize("max_model_len", [1, 2, 3, 7, 13])
+def test_the_check_at_the_start_has_room_in_short_texts(max_model_len: int) -> None:
+    assert runner_of(load(dummy_source("olmo2"), max_model_len=max_model_len), torch.float32).is_row_invariant
 
 
 @pytest.mark.parametrize("family", [*MODELS, "glm4_moe", "opt"])
@@ -142,6 +154,35 @@ def test_weights_of_products_are_held_once(family: str) -> None:
     assert len(left) < before and all(
         "embed" in name or "router" in name or name.endswith(("wte.weight", "wpe.weight", "bias")) for name in left
     )
+
+
+@needs_panels
+@pytest.mark.parametrize("numbers", ["fp8", "int8"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2", "qwen2_moe"])
+def test_layers_in_8_bits_compute_what_the_weights_that_they_stand_for_give(family: str, numbers: str) -> None:
+    """Bit for bit, of one row as of many; embedding, head, and routers and gates of experts are the dense ones."""
+    source, dense = dummy_source(family), loaded_model(family)
+    held, twin = load(replace(source, quantization=numbers)), loaded_model(family)
+    assert held.held == numbers and held.num_weight_bytes < dense.num_weight_bytes == twin.num_weight_bytes
+    left = {name for name, _ in held.model.named_parameters()}
+    is_gate = re.compile(r"\.(gate|router|shared_expert_gate)\.")
+    assert {name for name, _ in dense.model.named_parameters() if is_gate.search(name)} <= left
+    assert isinstance(twin.model, TransformersModel)
+    expanded = partial(quantize, dtype=NUMBERS[numbers])
+    take_products(twin.model.decoder, lambda weight: pack(unpack(expanded(unpack(weight)))), but=ROUTERS)
+    sequences = random_sequences(VOCAB_SIZE, ((17, 5), (40, 4), (17, 4)))
+    found = engine_logits(held, sequences)
+    assert torch.equal(found, engine_logits(twin, sequences))
+    assert not torch.equal(found, engine_logits(dense, sequences))
+    assert torch.equal(held.model.embed_tokens, dense.model.embed_tokens)
+
+
+def test_layers_in_8_bits_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "runs_kernels", lambda device: True)
+    with pytest.raises(
+        UserError, match=r"model\.quantization must be null on a GPU, got fp8: olmoe runs through trans"
+    ):
+        load(replace(dummy_source("olmoe"), quantization="fp8"))
 
 
 @needs_panels

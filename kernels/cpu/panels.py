@@ -100,6 +100,13 @@ def unpack(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dense()
 
 
+def tensors_of(weight: Weight) -> list[Tensor]:
+    """What it takes in memory: of a quantized one numbers and scales."""
+    if isinstance(weight, Tensor):
+        return [weight]
+    return [weight.numbers] if weight.scales is None else [weight.numbers, weight.scales]
+
+
 def unpacked(weight: Weight) -> Tensor:
     """The weight itself, which is to be filled or cut, is dense, and has not become panels."""
     assert isinstance(weight, Tensor), "panels are for good, and what is held in 8 bits is no tensor"

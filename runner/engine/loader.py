@@ -16,7 +16,7 @@ import torch
 
 from kernels.quantized_weight import quantize
 from runner.engine.architecture import Architecture, read_architecture
-from runner.engine.backend import multiplies_8_bits
+from runner.engine.backend import multiplies_8_bits, runs_kernels
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors, require_finite, stated_quantization
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.errors import UserError, first_of
@@ -24,7 +24,7 @@ from runner.engine.fused_tensors import split_fused
 from runner.engine.linear import WeightTarget
 from runner.engine.memory import model_remedy, require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
-from runner.engine.quantization import Quantization, Storage, held_weights, read_scheme
+from runner.engine.quantization import NUMBERS, Quantization, Storage, held_weights, read_scheme
 from runner.engine.quantized_tensors import QuantizedTensor, require_scales
 from runner.engine.rope import num_positions, require_static_rope, warn_of_unread_rope
 from runner.engine.shard import Shard
@@ -70,24 +70,7 @@ def load_model(
     length = max_model_len or min(limit, longest_useful_len or limit)
     arch = read_architecture(config)
     if arch is None:
-        require_supported(config, source)
-        if source.quantization is not None:
-            raise UserError(
-                f"{source.quantization_option} must be null, got {source.quantization}: "
-                f"{config.model_type} runs through transformers' own modelling code, whose products are dense"
-            )
-        if shard is not None and shard.size > 1:
-            raise UserError(
-                f"hardware.tensor_parallel_size must be 1, got {shard.size}: {config.model_type} runs through "
-                "transformers' own modelling code, which is not split; choose a model that runs on our own decoder"
-            )
-        logger.info("%s: %s runs through transformers' own modelling code", source.model, config.model_type)
-        model = TransformersModel.load(source, config, device=device, dtype=dtype, max_model_len=length)
-        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        return LoadedModel(
-            source=source, model=model, hf_config=config, max_model_len=length, num_weight_bytes=num_bytes
-        )
-
+        return _load_through_transformers(source, config, device=device, dtype=dtype, max_model_len=length, shard=shard)
     require_static_rope(config)
     logger.info("%s: %s runs on our own decoder", source.model, arch.family)
     shape = partial(Decoder, arch, config, max_model_len=length, dtype=dtype, shard=shard)
@@ -116,6 +99,43 @@ def load_model(
     )
 
 
+def _load_through_transformers(
+    source: ModelSource,
+    config: Any,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+    shard: Shard | None,
+) -> LoadedModel:
+    require_supported(config, source)
+    if source.quantization is not None and runs_kernels(device):
+        raise UserError(
+            f"{source.quantization_option} must be null on a GPU, got {source.quantization}: "
+            f"{config.model_type} runs through transformers' own modelling code, whose products are dense there"
+        )
+    if shard is not None and shard.size > 1:
+        raise UserError(
+            f"hardware.tensor_parallel_size must be 1, got {shard.size}: {config.model_type} runs through "
+            "transformers' own modelling code, which is not split; choose a model that runs on our own decoder"
+        )
+    logger.info("%s: %s runs through transformers' own modelling code", source.model, config.model_type)
+    model = TransformersModel.load(source, config, device=device, dtype=dtype, max_model_len=max_model_len)
+    held = source.quantization
+    if held is not None and not _can_hold_8_bits(source, device):
+        held = None
+    if held is not None:
+        model.hold_in_8_bits(NUMBERS[held], with_head=source.quantizes_head)
+    return LoadedModel(
+        source=source,
+        model=model,
+        hf_config=config,
+        max_model_len=max_model_len,
+        num_weight_bytes=model.num_weight_bytes,
+        held=held,
+    )
+
+
 @contextmanager
 def _naming(source: ModelSource) -> Iterator[None]:
     """Parts of a decoder do not know whose they are."""
@@ -123,6 +143,13 @@ def _naming(source: ModelSource) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{source.name}={source.model}: {error}") from error
+
+
+def _can_hold_8_bits(source: ModelSource, device: torch.device) -> bool:
+    if multiplies_8_bits(device):
+        return True
+    logger.warning("%s: no kernel here multiplies by weights of 8 bits; they are expanded", source.model)
+    return False
 
 
 def _find_quantization(
@@ -148,8 +175,7 @@ def _find_quantization(
     numbers = source.quantization
     asked = {} if numbers is None else dict.fromkeys(wanted, numbers)
     held = held_weights(modules, found, asked, of, source.quantization_option)
-    if held and not multiplies_8_bits(device):
-        logger.warning("%s: no kernel here multiplies by weights of 8 bits; they are expanded", source.model)
+    if held and not _can_hold_8_bits(source, device):
         return {}
     if expanded := [name for name in found if name not in held]:
         logger.info("%s: %s are expanded on loading", source.model, first_of(expanded))

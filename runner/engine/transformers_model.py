@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kernels.cpu.panels import Change
+from kernels.cpu.panels import Change, Weight, pack, tensors_of, unpack
+from kernels.quantized_weight import quantize
 from runner.engine.checkpoint import ModelSource, read_tensors, require_finite, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
@@ -25,10 +26,11 @@ from runner.engine.mtp_layout import is_mtp_tensor
 from runner.engine.rope import pin_longrope
 from runner.engine.transformers_attention import ATTENTION_NAME, Launch, Probe, attention
 from runner.engine.transformers_functions import keep_rows_in
-from runner.engine.transformers_modules import take_products
+from runner.engine.transformers_modules import OwnExperts, OwnLinear, take_products
 from runner.engine.transformers_support import auto_class, quantization_method, sliding_layers
 
 PROBE_ROWS = 2
+ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts, where they are linear layers
 # What transformers' code raises where a config lacks a value, or has two that do not go together.
 CONFIG_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
@@ -93,6 +95,30 @@ class TransformersModel(nn.Module):
         pin_longrope(causal_model, max_model_len)
         name = f"{source.name}={source.model}"
         return cls(causal_model.requires_grad_(False).eval(), config, name, max_model_len=max_model_len)
+
+    def hold_in_8_bits(self, numbers: torch.dtype, *, with_head: bool) -> None:
+        """From now on layers multiply by weights quantized to such numbers; embedding and routers stay as they are.
+
+        Args:
+            numbers: one of runner.engine.quantization.NUMBERS.
+            with_head: the projection to the vocabulary, too.
+        """
+
+        def change(weight: Weight) -> Weight:
+            return pack(quantize(unpack(weight), numbers))
+
+        take_products(self.decoder, change, but=ROUTERS)
+        if with_head:
+            take_products(self.head, change)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        own = [part for part in self.modules() if isinstance(part, OwnLinear | OwnExperts)]
+        tensors = [
+            *self.parameters(),
+            *(tensor for part in own for weight in part.weights for tensor in tensors_of(weight)),
+        ]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def keep_rows(self, change: Change) -> None:
         """From now on rows are computed, as far as that is in our hands, with bits of their own.

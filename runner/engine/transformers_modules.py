@@ -1,11 +1,12 @@
 """The products of a model that transformers' code runs, computed by our kernels: a row's bits are its own.
 
 `take_products` replaces every linear layer and every stack of experts by one that holds the same weights as our
-products read them; what is around them, routers and gates among it, stays transformers'.
+products read them, or quantized; what is around them, routers and gates among it, stays transformers'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,12 +20,19 @@ from runner.engine.transformers_functions import untouched
 TILE = 1  # rows of a product: it gives each the same bits whatever their number
 
 
-def take_products(model: nn.Module, change: Change) -> None:
-    """Has the products in a loaded model computed by our own; change: how their weights are laid out."""
+def take_products(model: nn.Module, change: Change, *, but: Collection[str] = ()) -> None:
+    """Has the products in a loaded model computed by our own.
+
+    Args:
+        change: how their weights are held, or laid out; those that are our own already keep theirs.
+        but: names of modules that are left as they are, whatever they hold.
+    """
     for name, module in list(model.named_children()):
+        if name in but or isinstance(module, OwnLinear | OwnExperts):
+            continue
         own = _own(module, change)
         if own is None:
-            take_products(module, change)
+            take_products(module, change, but=but)
         else:
             setattr(model, name, own)
 
@@ -53,6 +61,10 @@ class OwnLinear(nn.Module):
         """[out_features, in_features], of packed ones a copy."""
         return unpack(self._weight)
 
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return (self._weight,)
+
     def forward(self, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
         with untouched():
             out = linear(x.reshape(-1, x.shape[-1]), self._weight, self._bias, TILE)
@@ -69,6 +81,10 @@ class OwnExperts(nn.Module):
         self._first_name = "gate_up_proj" if experts.has_gate else "up_proj"
         self._first, self._down = (self._take(name, change) for name in (self._first_name, "down_proj"))
         self._num_experts = len(self._first)
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return (*self._first, *self._down)
 
     def forward(
         self,
