@@ -166,6 +166,15 @@ def _no_waits() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """What is claimed holds in each number of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay as they were loaded, as on a CPU that computes no products from panels."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,14 +22,6 @@ from runner.engine.experts import split_rows
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(16, 16)), reason="this CPU has no products from panels")
 HIDDEN, INNER = 64, 48
-
-
-@pytest.fixture(params=[1, 2, 3])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def panels(whole: Weight, num_experts: int) -> PanelsOfExperts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,14 +58,6 @@ MORE: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "starcoder2": {"sliding_window": 8},
 }  # fmt: skip
-
-
-@pytest.fixture(params=[1, 2, 3])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def runner_of(loaded: LoadedModel, dtype: torch.dtype, *, batch_invariant: bool = True) -> ModelRunner:
@@ -319,8 +311,9 @@ def test_only_modules_that_call_such_functions_are_slowed_down() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.gate(self.norm(x))
 
+    num_threads = torch.get_num_threads()
     layer, x = Layer(), torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
     keep_rows_in(lambda: layer(x))
     assert [name for name, module in layer.named_modules() if "forward" in vars(module)] == ["gate"]
     assert torch.equal(layer(x), torch.cat([layer(row) for row in x.split(1)]))
-    assert torch.get_num_threads() >= 1 and F.silu(x).shape == x.shape, "nothing stays active"
+    assert torch.get_num_threads() == num_threads

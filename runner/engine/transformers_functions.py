@@ -2,8 +2,8 @@
 
 Torch lets bits depend on a launch in two ways: a BLAS picks another order of its sums for another number of rows; and
 the last numbers of a tensor, or of a thread's share of it, which fill no vector, are computed by other code than the
-rest (measured: silu, sigmoid, softplus and the tanh of gelu in float32, rsqrt in bfloat16). `RowFunctions` takes the
-functions that do so out of the code's hands while it is active. Others are exact, or a row's own by what they do;
+rest (measured: silu, sigmoid, softplus and gelu in float32, rsqrt in bfloat16). `RowFunctions` takes the functions that
+do so out of the code's hands while it is active. Others are exact, or a row's own by what they do;
 runner.engine.transformers_check asks a whole model whether that is so.
 
 To look at every call takes about a millisecond a layer, so only modules that call such functions run under it: one
