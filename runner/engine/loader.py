@@ -28,6 +28,7 @@ from runner.engine.quantization import NUMBERS, Quantization, Storage, held_weig
 from runner.engine.quantized_tensors import QuantizedTensor, require_scales
 from runner.engine.rope import num_positions, require_static_rope, warn_of_unread_rope
 from runner.engine.shard import Shard
+from runner.engine.transformers_loader import load_with_transformers
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.transformers_support import require_supported
 
@@ -120,7 +121,7 @@ def _load_through_transformers(
             "transformers' own modelling code, which is not split; choose a model that runs on our own decoder"
         )
     logger.info("%s: %s runs through transformers' own modelling code", source.model, config.model_type)
-    model = TransformersModel.load(source, config, device=device, dtype=dtype, max_model_len=max_model_len)
+    model = load_with_transformers(source, config, device=device, dtype=dtype, max_model_len=max_model_len)
     held = source.quantization
     if held is not None and not _can_hold_8_bits(source, device):
         held = None

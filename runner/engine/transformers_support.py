@@ -11,6 +11,9 @@ from runner.engine.checkpoint import ModelSource, resolve_directory, stated_quan
 from runner.engine.errors import UserError
 from runner.engine.rope import require_static_rope
 
+# What transformers' code raises where a config lacks a value, or has two that do not go together.
+CONFIG_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
 
 def require_supported(config: Any, source: ModelSource) -> None:
     """Raises UserError, with the reason, for a model whose config says that it cannot run over our cache."""
