@@ -103,7 +103,7 @@ class OwnExperts(nn.Module):
         with untouched():
             results = linear_of_experts(inner.contiguous(), self._down, routing, TILE)
             results = results + self._biases("down_proj", at_places)
-        if experts.has_post_expert_norm:
+        if getattr(experts, "has_post_expert_norm", False):  # of which older releases know nothing
             results = experts.post_expert_norm(results)
         with untouched():
             return sum_of_experts(results, routing)
