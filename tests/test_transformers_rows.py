@@ -203,21 +203,53 @@ def test_attention_with_one_bit_that_depends_on_company_is_found(row: str, monke
 
 
 @needs_panels
-@pytest.mark.parametrize(("family", "left_out"), [("starcoder2", F.gelu), ("gpt_oss", torch.sigmoid)])
-def test_functions_left_to_torch_are_found(family: str, left_out: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "left_out", "options"),
+    [("starcoder2", F.gelu, {"approximate": "tanh"}), ("gpt_oss", torch.sigmoid, {})],
+    ids=["gelu", "sigmoid"],
+)
+def test_functions_left_to_torch_are_found(
+    family: str, left_out: Any, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug told here: where the last numbers of a launch fill no vector they are computed by other code than the rest.
 
     So what this test leaves to torch is what RowFunctions is for, here and not only in theory.
     """
     monkeypatch.delitem(transformers_functions._WAYS, left_out)
-    options: dict[str, Any] = {"intermediate_size": 102, "hidden_act": "gelu_pytorch_tanh"}
+    values: dict[str, Any] = {"intermediate_size": 102, "hidden_act": "gelu_pytorch_tanh"}
     if family == "gpt_oss":
-        options = {**ONE_SLIDING_LAYER, **EXPERTS, "head_dim": 16, "intermediate_size": 100}
-    runner = runner_of(load(dummy_source(family, **options)), torch.float32)
-    x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
-    if torch.equal(left_out(x), torch.cat([left_out(number.clone()) for number in x.split(1)])):
-        pytest.skip("this CPU's torch computes them alike")
+        values = {**ONE_SLIDING_LAYER, **EXPERTS, "head_dim": 16, "intermediate_size": 100}
+    runner = runner_of(load(dummy_source(family, **values)), torch.float32)
+    skip_where_alike(lambda x: left_out(x, **options), torch.float32)
     assert not runner.is_row_invariant
+
+
+def skip_where_alike(function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+    x = torch.rand(4096, generator=torch.Generator().manual_seed(0)).add(0.1).to(dtype)
+    if torch.equal(function(x), torch.cat([function(number.clone()) for number in x.split(1)])):
+        pytest.skip("this CPU's torch computes numbers that fill no vector as it does others")
+
+
+@needs_panels
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_a_number_of_each_row_is_looked_at_in_as_many_rows_as_fill_vectors(
+    is_left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One root of a mean a row, in bfloat16: in a few rows all of them are computed by the same code."""
+    model = load(dummy_source("olmo2", max_position_embeddings=1024), dtype=torch.bfloat16).model
+
+    def norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return module.weight * (x * (x.pow(2).mean(-1, keepdim=True) + 1e-6) ** -0.5)
+
+    for module in model.modules():
+        if type(module).__name__ == "Olmo2RMSNorm":
+            module.forward = partial(norm, module)
+    if is_left_out:
+        monkeypatch.setitem(transformers_functions._WAYS, torch.Tensor.__pow__, torch.Tensor.__pow__)
+        monkeypatch.setitem(transformers_functions._WAYS, torch.Tensor.pow, torch.Tensor.pow)
+        skip_where_alike(lambda x: x**-0.5, torch.bfloat16)
+    runner = ModelRunner(model, block_size=16, device=CPU, dtype=torch.bfloat16, batch_invariant=True)
+    assert runner.is_row_invariant == (not is_left_out)
 
 
 def runner_of_model(model: Any) -> ModelRunner:
@@ -231,7 +263,11 @@ OF_NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
     "a power": lambda x: x.abs() ** 1.7,
+    "a reciprocal of a root": lambda x: (x.abs() + 0.1) ** -0.5,
+    "a power of a number": lambda x: 2.0**x,
     "silu": F.silu,
+    "silu in place": lambda x: F.silu(x.clone(), inplace=True),
+    "silu by name": lambda x: F.silu(input=x),
     "sigmoid": lambda x: x.sigmoid(),
     "sigmoid in place": lambda x: x.clone().sigmoid_(),
     "softplus": lambda x: F.softplus(x, beta=2.0),
@@ -272,12 +308,17 @@ def test_products_give_each_row_its_bits_and_torchs_results(data: st.DataObject)
     stacked = w.t().expand(*batch, inputs, outputs)
     products: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: F.linear(x, w, b),
+        lambda x: F.linear(weight=w, bias=b, input=x),
+        lambda x: torch.matmul(other=w.t(), input=x),
+        lambda x: torch.matmul(x, w.t(), out=torch.empty(0)),
         lambda x: F.linear(x, w),
         lambda x: x @ w.t(),
         lambda x: torch.matmul(x, stacked),
     ]
     if len(batch) == 0:
         products.append(lambda x: torch.addmm(b, x, w.t()))
+        products.append(lambda x: torch.addmm(b * torch.nan, mat2=w.t(), mat1=x, beta=0, alpha=0.5))
+        products.append(lambda x: torch.mm(x, mat2=w.t()))
     if len(batch) == 1:
         products += [lambda x: torch.bmm(x, stacked), lambda x: torch.baddbmm(b, x, stacked)]
     for product in products:
@@ -286,6 +327,14 @@ def test_products_give_each_row_its_bits_and_torchs_results(data: st.DataObject)
             alone = torch.cat([product(row.clone()) for row in x.split(1, dim=-2)], dim=-2)
         assert torch.equal(together, alone)
         torch.testing.assert_close(together, product(x))
+
+
+def test_in_place_is_in_place() -> None:
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    expected, given = F.silu(x), x.clone()
+    with RowFunctions():
+        assert F.silu(given, inplace=True) is given
+    torch.testing.assert_close(given, expected)
 
 
 def test_no_rows_give_no_rows() -> None:
@@ -313,7 +362,62 @@ def test_only_modules_that_call_such_functions_are_slowed_down() -> None:
 
     num_threads = torch.get_num_threads()
     layer, x = Layer(), torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
-    keep_rows_in(lambda: layer(x))
+    keep_rows_in(layer, lambda: layer(x))
     assert [name for name, module in layer.named_modules() if "forward" in vars(module)] == ["gate"]
     assert torch.equal(layer(x), torch.cat([layer(row) for row in x.split(1)]))
     assert torch.get_num_threads() == num_threads
+
+
+def test_modules_that_the_pass_did_not_come_by_are_known_by_their_kind() -> None:
+    """Of experts only those chosen run."""
+
+    class Expert(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.silu(x)
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(Expert() for _ in range(3))
+
+        def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+            out: torch.Tensor = self.experts[chosen](x)
+            return out
+
+    routed, x = Routed(), torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    keep_rows_in(routed, lambda: routed(x, 1))
+    assert ["forward" in vars(expert) for expert in routed.experts] == [True] * 3
+    for chosen in range(3):
+        assert torch.equal(routed(x, chosen), torch.cat([routed(row, chosen) for row in x.split(1)]))
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_is_held_in_several_places_is_taken_once_and_everywhere() -> None:
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    model = nn.Sequential(layer, nn.ReLU(), layer, nn.Sequential(layer))
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    expected, packed = model(x), []
+
+    def change(weight: Any) -> Any:
+        packed.append(weight)
+        return pack(weight)
+
+    take_products(model, change)
+    own = model[0]
+    assert isinstance(own, OwnLinear) and own is model[2] is model[3][0] and len(packed) == 1
+    assert (own.in_features, own.out_features) == (8, 8) and own.bias is layer.bias
+    torch.testing.assert_close(model(x), expected)
+
+
+@needs_panels
+def test_experts_of_older_releases_have_no_norm_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loaded_model("olmoe")
+    runner = runner_of(loaded, torch.float32)
+    for module in loaded.model.modules():
+        if isinstance(module, OwnExperts) and hasattr(module._experts, "has_post_expert_norm"):
+            monkeypatch.delattr(module._experts, "has_post_expert_norm")
+    assert runner.is_row_invariant
+    sequences = random_sequences(VOCAB_SIZE, ((17, 5), (40, 4), (17, 4)))
+    assert torch.equal(engine_logits(loaded, sequences), engine_logits(loaded_model("olmoe"), sequences))

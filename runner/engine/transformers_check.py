@@ -6,6 +6,7 @@ rows in less company, through every layer and the head, over a cache of random k
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -60,11 +61,13 @@ class _Rows:
         last, quarter = self.context - 1, self.context // 4
         # The last row alone; five of a request that verifies; and one more, early in its text.
         decode = [range(last, last + 1), range(2 * quarter, min(2 * quarter + 5, last)), range(quarter, quarter + 1)]
-        # A long chunk and the beginning of another; the chunk begins a request, which may have been cut before.
-        long, short = range(min(37, quarter)), range(3 * quarter, 3 * quarter + min(11, quarter))
-        cut = len(long) // 3
+        # A chunk that begins a request, of more rows than vectors take numbers at once, which may have been cut before
+        # (of one row, too); and the beginning of another. Threads' shares do not end with rows: their number is odd.
+        long, short = range(min(149, quarter)), range(3 * quarter, 3 * quarter + min(12, quarter))
+        cuts = [0, 1, len(long) // 3, len(long)]
+        pieces = [range(begin, end) for begin, end in itertools.pairwise(cuts)]
         return self._agree(shapes["decode"], "decode", decode, [[own] for own in decode[:2]]) and self._agree(
-            shapes["prefill"], "prefill", [long, short], [[range(cut)], [range(cut, len(long))], [short]]
+            shapes["prefill"], "prefill", [long, short], [[piece] for piece in (*pieces, short)]
         )
 
     def _agree(

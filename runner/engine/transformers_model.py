@@ -81,15 +81,17 @@ class TransformersModel(nn.Module):
     def keep_rows(self, change: Change) -> None:
         """From now on rows are computed, as far as that is in our hands, with bits of their own.
 
+        A head tied to the embedding becomes a copy of it.
+
         Args:
-            change: how the weights of products are laid out, which checkpoints' tensors have no place in then.
+            change: how the weights of products are laid out; nothing can be loaded into them any more.
         """
         if self.keeps_rows:
             return
         for part in (self.decoder, self.head):
             take_products(part, change)
         probe = Probe(num_rows=PROBE_ROWS, sliding_layers=frozenset())
-        keep_rows_in(lambda: self._pass_over_two(probe))
+        keep_rows_in(self, lambda: self._pass_over_two(probe))
         self.keeps_rows = True
 
     def forward(
@@ -181,7 +183,7 @@ class TransformersModel(nn.Module):
         except CONFIG_ERRORS as error:
             raise UserError(
                 f"{name}: {type(self.head).__name__} does not run with what its config.json says "
-                f"({type(error).__name__}: {error}); mend it"
+                f"({type(error).__name__}: {error}); mend it, or choose another model"
             ) from error
         if set(probe.modules) != set(range(self.num_layers)):
             raise UserError(

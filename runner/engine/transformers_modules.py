@@ -27,23 +27,29 @@ def take_products(model: nn.Module, change: Change, *, but: Collection[str] = ()
         change: how their weights are held, or laid out; those that are our own already keep theirs.
         but: names of modules that are left as they are, whatever they hold.
     """
-    for name, module in list(model.named_children()):
-        if name in but or isinstance(module, OwnLinear | OwnExperts):
+    _take(model, change, frozenset(but), {})
+
+
+def _take(model: nn.Module, change: Change, but: frozenset[str], taken: dict[nn.Module, nn.Module]) -> None:
+    """taken: what stands for modules that were met before; a model may hold one in several places."""
+    for name, module in list(model._modules.items()):
+        if module is None or name in but or isinstance(module, OwnLinear | OwnExperts):
             continue
-        own = _own(module, change)
+        own = taken.get(module) or _own(module, change)
         if own is None:
-            take_products(module, change, but=but)
+            _take(module, change, but, taken)
         else:
+            taken[module] = own
             setattr(model, name, own)
 
 
 def _own(module: Any, change: Change) -> nn.Module | None:
     from transformers.pytorch_utils import Conv1D
 
-    if type(module).forward is nn.Linear.forward:
-        return OwnLinear(change(module.weight.detach()), module.bias)
-    if isinstance(module, Conv1D):
-        return OwnLinear(change(module.weight.detach().t().contiguous()), module.bias)
+    if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
+        weight = module.weight.detach()
+        module.weight = None  # what is left of it keeps no memory
+        return OwnLinear(change(weight.t().contiguous() if isinstance(module, Conv1D) else weight), module.bias)
     if all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate")):
         return OwnExperts(module, change)
     return None
@@ -54,7 +60,8 @@ class OwnLinear(nn.Module):
 
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         super().__init__()
-        self._weight, self._bias = weight, bias
+        self._weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
 
     @property
     def weight(self) -> Tensor:
@@ -67,7 +74,7 @@ class OwnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
         with untouched():
-            out = linear(x.reshape(-1, x.shape[-1]), self._weight, self._bias, TILE)
+            out = linear(x.reshape(-1, x.shape[-1]), self._weight, self.bias, TILE)
             return out.view(*x.shape[:-1], -1)
 
 
