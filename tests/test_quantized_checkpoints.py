@@ -125,6 +125,23 @@ def test_every_layout_gives_the_weights_that_it_stands_for(name: str, checkpoint
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_matrices_that_share_a_quantized_tensor_are_expanded(name: str, tmp_path: Path) -> None:
+    """Phi-3's, each to what it would be in a tensor of its own."""
+    from transformers import AutoConfig
+
+    save(random_model(AutoConfig.for_model("phi3", **{**SHAPE, "pad_token_id": 0})), tmp_path)
+    expected = quantize_checkpoint(tmp_path, LAYOUTS[name])
+    loaded = load(ModelSource(model=str(tmp_path)))
+    assert isinstance(loaded.model, Decoder)
+    for index, layer in enumerate(loaded.model.layers):
+        for fused, weight in (
+            ("self_attn.qkv_proj", layer.attention.qkv_proj.weight),
+            ("mlp.gate_up_proj", layer.mlp.gate_up_proj.weight),
+        ):
+            assert torch.equal(unpack(weight), expected[f"model.layers.{index}.{fused}.weight"]), fused
+
+
 @holds_8_bits
 def test_experts_are_held_as_their_checkpoint_holds_them(tmp_path: Path) -> None:
     """The published FP8 checkpoints of Qwen3-MoE, whose routers stay dense."""

@@ -122,10 +122,9 @@ def _load_through_transformers(
         )
     logger.info("%s: %s runs through transformers' own modelling code", source.model, config.model_type)
     model = load_with_transformers(source, config, device=device, dtype=dtype, max_model_len=max_model_len)
-    held = source.quantization
-    if held is not None and not _can_hold_8_bits(source, device):
-        held = None
-    if held is not None:
+    held = None
+    if source.quantization is not None and _can_hold_8_bits(source, device):
+        held = source.quantization
         model.hold_in_8_bits(NUMBERS[held], with_head=source.quantizes_head)
     return LoadedModel(
         source=source,

@@ -26,15 +26,11 @@ def shapes_that_keep_rows(
     model: TransformersModel, *, block_size: int, device: torch.device, dtype: torch.dtype
 ) -> Shapes | None:
     """Of launches in which a row's bits are its own; None when there are none, though the model does what it can."""
-    candidates = [
-        cpu_shapes(
-            tiles,
-            is_packed=True,
-            has_kernel=dtype in COMPILED,
-            max_model_len=model.max_model_len,
-        )
-        for tiles in CPU_TILES
-    ]
+    candidates: list[Shapes] = []
+    for tiles in CPU_TILES:
+        shapes = cpu_shapes(tiles, is_packed=True, has_kernel=dtype in COMPILED, max_model_len=model.max_model_len)
+        if shapes not in candidates:  # a kernel's attention is the same in all tiles
+            candidates.append(shapes)
     context = min(model.max_model_len, CONTEXT)
     rows = _Rows(model, context, block_size=block_size, device=device, dtype=dtype)
     return next((shapes for shapes in candidates if rows.are_kept(shapes)), None)

@@ -76,7 +76,7 @@ class _Callers(TorchFunctionMode):
             hook.remove()
 
     def _leave(self) -> None:
-        self._running.pop()
+        self._running.pop()  # and gives nothing back: what a hook returns takes the place of the module's output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _way_of(func, args) is not func and self._running:
