@@ -108,7 +108,7 @@ def linear_of_experts_kernel(
         HAS_GROUPS,
         FLOAT8_BITS,
     )
-    finish_tile(total, up_total, end_scales, None, out_ptr, features, places, end, out_features, GATED)
+    finish_tile(total, up_total, end_scales, None, out_ptr, features, places, end, out_features, GATED, "silu", 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""y = x W^T, and silu(x Wg^T) * (x Wu^T), with a row's bits independent of the other rows, their number and its place.
+"""y = x W^T, and act(x Wg^T) * (x Wu^T), with a row's bits independent of the other rows, their number and its place.
 
 The weight is the first operand of the product, 64 of its rows to four warps, and the tokens are the second: on Hopper
 every launch, of one row or of thousands, is made of the same wgmma m64nNk16, whose N alone grows. What decides the
@@ -31,6 +31,7 @@ from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.linear_plan import PREFETCHED, plan_linear
 from kernels.linear_tile import finish_tile, sum_tile
 from kernels.quantized_weight import FLOAT8, QuantizedWeight
+from kernels.reference.act_and_mul import Activation
 
 
 # Not specialized on num_rows: Triton would compile other programs for 1 and for multiples of 16.
@@ -53,6 +54,8 @@ def linear_kernel(
     SPLITS: tl.constexpr,
     IS_SPREAD: tl.constexpr,  # each partial sum of a tile has a program; else one finds them all
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # as finish_tile has them
+    SOFTCAP: tl.constexpr,
     EVEN_K: tl.constexpr,  # in_features is a multiple of BLOCK_K
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -122,9 +125,35 @@ def linear_kernel(
             total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
             for place in tl.static_range(SPLITS):
                 total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
-            finish_tile(total, None, end_scales, bias_ptr, out_ptr, features, tokens, num_rows, out_features, False)
+            finish_tile(
+                total,
+                None,
+                end_scales,
+                bias_ptr,
+                out_ptr,
+                features,
+                tokens,
+                num_rows,
+                out_features,
+                False,
+                ACTIVATION,
+                SOFTCAP,
+            )
     else:
-        finish_tile(total, up_total, end_scales, bias_ptr, out_ptr, features, tokens, num_rows, out_features, GATED)
+        finish_tile(
+            total,
+            up_total,
+            end_scales,
+            bias_ptr,
+            out_ptr,
+            features,
+            tokens,
+            num_rows,
+            out_features,
+            GATED,
+            ACTIVATION,
+            SOFTCAP,
+        )
 
 
 def linear(
@@ -133,22 +162,24 @@ def linear(
     bias: Tensor | None = None,  # [out_features]
     *,
     out_dtype: torch.dtype | None = None,  # None: that of x
+    softcap: float | None = None,  # results become softcap * tanh(result / softcap) (the logits of Gemma 2)
 ) -> Tensor:  # [num_rows, out_features]
     """x W^T + bias, summed in float32 and rounded once, to out_dtype.
 
     x, weight and bias share a dtype: bfloat16, float16 or float32. Launches on one device follow one another (the
     arrival counters are shared): one stream, or streams that wait for each other.
     """
-    return _launch(x, weight, bias, out_dtype or x.dtype, gated=False)
+    return _launch(x, weight, bias, out_dtype or x.dtype, gated=False, softcap=softcap)
 
 
 def gated_linear(
     x: Tensor,  # [num_rows, in_features], rows may lie further apart
     weight: Tensor | QuantizedWeight,  # [2 * intermediate, in_features], gate rows first
     bias: Tensor | None = None,  # [2 * intermediate]
+    activation: Activation = "silu",
 ) -> Tensor:  # [num_rows, intermediate]
-    """silu(x Wg^T + bg) * (x Wu^T + bu) in float32, rounded once, to the dtype of x; as linear otherwise."""
-    return _launch(x, weight, bias, x.dtype, gated=True)
+    """activation(x Wg^T + bg) * (x Wu^T + bu) in float32, rounded once, to the dtype of x; as linear otherwise."""
+    return _launch(x, weight, bias, x.dtype, gated=True, activation=activation)
 
 
 @cache
@@ -166,7 +197,14 @@ def take_apart(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor | None,
 
 
 def _launch(
-    x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype, *, gated: bool
+    x: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    gated: bool,
+    activation: Activation = "silu",
+    softcap: float | None = None,
 ) -> Tensor:
     num_rows, in_features = x.shape
     out_features = weight.shape[0] // (1 + gated)
@@ -212,6 +250,8 @@ def _launch(
         SPLITS=plan.splits,
         IS_SPREAD=plan.is_spread,
         GATED=gated,
+        ACTIVATION=activation,
+        SOFTCAP=softcap or 0.0,
         EVEN_K=in_features % plan.block_k == 0,
         TOKENS=plan.tokens,
         FEATURES=plan.features,

@@ -4,8 +4,16 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
+
+from kernels.tanh import tanh
+
+# Of gelu by tanh: twice what it takes the tanh of is GELU_CUBIC * gate^3 + GELU_LINEAR * gate.
+GELU_LINEAR: tl.constexpr = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
+GELU_CUBIC: tl.constexpr = tl.constexpr(0.044715 * GELU_LINEAR.value)
 
 
 @triton.jit
@@ -105,6 +113,8 @@ def finish_tile(
     num_rows,
     out_features,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of what is gated
+    SOFTCAP: tl.constexpr,  # results become SOFTCAP * tanh(result / SOFTCAP); 0.0: they do not
 ):
     is_feature = features < out_features
     if scales_ptr is not None:
@@ -117,7 +127,12 @@ def finish_tile(
             up_bias = tl.load(bias_ptr + out_features + features, mask=is_feature, other=0.0)
             up_sums += up_bias.to(tl.float32)[:, None]
     if GATED:
-        sums = sums / (1.0 + tl.exp(-sums)) * up_sums
+        power = sums
+        if ACTIVATION == "gelu_tanh":
+            power = (GELU_CUBIC * sums * sums + GELU_LINEAR) * sums
+        sums = sums / (1.0 + tl.exp(-power)) * up_sums
+    if SOFTCAP > 0.0:
+        sums = tanh(sums / SOFTCAP) * SOFTCAP
     places = tokens.to(tl.int64)[None, :] * out_features + features[:, None]
     is_place = (tokens < num_rows)[None, :] & is_feature[:, None]
     tl.store(out_ptr + places, sums.to(out_ptr.dtype.element_ty), mask=is_place)

@@ -24,6 +24,7 @@ from torch import Tensor
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.merge_splits import LOG2_E, merge_splits, visible, with_sink
 from kernels.paged_segments import PagedSegments
+from kernels.tanh import tanh
 
 BLOCK_M = 64  # packed rows of a tile: with 4 warps, what Hopper's wgmma takes, for one row as for many
 BLOCK_N = 64  # keys of a step
@@ -39,17 +40,6 @@ def rows_per_tile(num_heads: int, num_kv_heads: int) -> int:
     group = num_heads // num_kv_heads
     assert group * num_kv_heads == num_heads and group <= BLOCK_M, "query heads are groups of at most BLOCK_M"
     return BLOCK_M // group
-
-
-@triton.jit
-def _tanh(x):
-    """Near zero by Cephes' polynomial, where 1 - 2 / (e^2x + 1) loses its digits."""
-    z = x * x
-    p = tl.fma(z, -5.70498872745e-3, 2.06390887954e-2)
-    p = tl.fma(z, p, -5.37397155531e-2)
-    p = tl.fma(z, p, 1.33314422036e-1)
-    p = tl.fma(z, p, -3.33332819422e-1)
-    return tl.where(tl.abs(x) < 0.625, tl.fma(p * z, x, x), 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
 
 
 @triton.jit
@@ -183,7 +173,7 @@ def attend_kernel(
         )
         logits = tl.dot(query, key, input_precision="ieee") * scale
         if SOFTCAP > 0:
-            logits = _tanh(logits) * (SOFTCAP * LOG2_E)
+            logits = tanh(logits) * (SOFTCAP * LOG2_E)
         is_visible = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
         logits = tl.where(is_visible, logits, float("-inf"))
         larger = tl.maximum(maximum, tl.max(logits, axis=1))

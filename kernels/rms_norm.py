@@ -36,14 +36,17 @@ def norm_row(x, weight, eps, HIDDEN: tl.constexpr):
     """x: [BLOCK], zeros behind HIDDEN -> the same shape and dtype."""
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
-    normed = (wide * scale).to(x.dtype)
-    return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    normed = wide * scale
+    if weight.dtype == x.dtype:  # a weight of float32 multiplies what is not yet rounded
+        normed = normed.to(x.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
 def rms_norm_kernel(
     x_ptr,  # [num_rows, HIDDEN], rows x_stride apart
     residual_ptr,  # the same, rows residual_stride apart; or None
+    x_weight_ptr,  # [HIDDEN], of the norm of x before the sum; or None
     weight_ptr,  # [HIDDEN]
     eps_ptr,  # [] float32
     normed_ptr,  # [num_rows, HIDDEN], rows out_stride apart
@@ -62,6 +65,9 @@ def rms_norm_kernel(
         await_x(weight_ptr, eps_ptr, HIDDEN, BLOCK)
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     weight, eps = tl.load(weight_ptr + columns, mask=is_column, other=0.0), tl.load(eps_ptr)
+    if x_weight_ptr is not None:
+        x_weight = tl.load(x_weight_ptr + columns, mask=is_column, other=0.0)
+        x = norm_row(x, x_weight, eps, HIDDEN)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=is_column, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -106,19 +112,26 @@ def rms_norm_pair_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """x: [num_rows, hidden], rows may lie further apart; weight: [hidden] in x's dtype; eps: [] float32 on x's device.
+    """x: [num_rows, hidden], rows may lie further apart; weight: [hidden]; eps: [] float32 on x's device.
+
+    weight is of x's dtype, or of float32; beside rows of 16 bits the latter multiplies what is not yet rounded.
 
     Returns x's shape and dtype, contiguous.
     """
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, eps, normed, None)
+    _launch(x, None, None, weight, eps, normed, None)
     return normed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), both contiguous; residual is of x's shape and dtype, the rest as above."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor, x_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), both contiguous; residual is of x's shape and dtype, the rest as above.
+
+    With x_weight, of weight's shape and dtype, x is normed by it before it is added (Gemma 2).
+    """
     normed, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _launch(x, residual, weight, eps, normed, total)
+    _launch(x, x_weight, residual, weight, eps, normed, total)
     return normed, total
 
 
@@ -126,7 +139,7 @@ def sum_beside_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor
     """What add_rms_norm returns as one tensor [num_rows, 2 * hidden]: the sum, and behind it its norm."""
     out = torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device)
     total, normed = out.chunk(2, dim=1)
-    _launch(x, residual, weight, eps, normed, total)
+    _launch(x, None, residual, weight, eps, normed, total)
     return out
 
 
@@ -166,11 +179,20 @@ def rms_norm_pair(
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: Tensor, normed: Tensor, total: Tensor | None
+    x: Tensor,
+    x_weight: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: Tensor,
+    normed: Tensor,
+    total: Tensor | None,
 ) -> None:
     """normed and total have equal strides."""
     num_rows, hidden = x.shape
-    assert x.stride(1) == 1 and weight.shape == (hidden,) and weight.is_contiguous() and weight.dtype == x.dtype
+    assert x.stride(1) == 1 and weight.shape == (hidden,) and weight.is_contiguous()
+    assert weight.dtype in (x.dtype, torch.float32)
+    assert x_weight is None or (x_weight.shape == (hidden,) and x_weight.is_contiguous())
+    assert x_weight is None or x_weight.dtype == weight.dtype
     assert eps.shape == () and eps.dtype == torch.float32 and eps.device == x.device
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1 and residual.dtype == x.dtype)
     if normed.numel() == 0:
@@ -178,6 +200,7 @@ def _launch(
     rms_norm_kernel[(num_rows,)](
         x,
         residual,
+        x_weight,
         weight,
         eps,
         normed,

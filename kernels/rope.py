@@ -109,8 +109,8 @@ def rope_and_write(
         slot_mapping: [num_rows] int64, block * block_size + offset; in block 0, the null block, nothing is stored.
         kv_cache: [num_blocks, block_size, 2 * num_kv_heads * head_dim], keys before values.
         num_heads: 0 for rows of keys and values alone (DFlash's context).
-        q_norm, k_norm: [head_dim], weights of the norms that come first (Qwen3); both, or the latter if there are no
-            queries, or neither.
+        q_norm, k_norm: [head_dim], weights of the norms that come first (Qwen3), of qkv's dtype or of float32; both,
+            or the latter if there are no queries, or neither.
         eps: [] float32, of the norms.
     """
     num_rows, width = qkv.shape

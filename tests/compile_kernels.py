@@ -30,7 +30,8 @@ class Kernel:
     module: str
     name: str
     signature: str  # Triton's types of the arguments that are not constants, in order; ":16" promises a multiple of 16
-    constants: Mapping[str, int | None] = field(default_factory=dict)  # the constexpr arguments, and absent ones: None
+    # The constexpr arguments, and absent ones: None.
+    constants: Mapping[str, int | float | str | None] = field(default_factory=dict)
     options: Mapping[str, int] = field(default_factory=dict)  # of the compiler, as the op launches it
     max_shared: int = 0  # bytes of shared memory a program may take
     compute_capabilities: tuple[int, ...] = COMPUTE_CAPABILITIES
@@ -50,6 +51,8 @@ def linear_kernel(
     capability: int,
     held: str = "bf16",  # the weight's numbers
     group_size: int | None = None,  # columns that share a scale; None: all do
+    activation: str = "silu",
+    softcap: float = 0.0,
 ) -> Kernel:
     """A bfloat16 product as kernels/linear.py launches it, without a bias."""
     is_quantized = held != "bf16"
@@ -78,6 +81,8 @@ def linear_kernel(
             "SPLITS": plan.splits,
             "IS_SPREAD": plan.is_spread,
             "GATED": gated,
+            "ACTIVATION": activation,
+            "SOFTCAP": softcap,
             "EVEN_K": True,
             "TOKENS": plan.tokens,
             "FEATURES": plan.features,
@@ -276,6 +281,15 @@ KERNELS = [
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=90),
     linear_kernel(1088, 14336, 4096, gated=True, out="bf16", capability=90),
     linear_kernel(8, 128256, 4096, gated=False, out="fp32", capability=90),
+    # Gemma 2's: an activation and a cap of its own.
+    *(
+        kernel
+        for capability in (80, 90)
+        for kernel in (
+            linear_kernel(8, 9216, 2304, gated=True, out="bf16", capability=capability, activation="gelu_tanh"),
+            linear_kernel(8, 256000, 2304, gated=False, out="fp32", capability=capability, softcap=30.0),
+        )
+    ),
     linear_kernel(8, 4096, 14336, gated=False, out="bf16", capability=80),
     linear_kernel(1088, 14336, 4096, gated=True, out="bf16", capability=80),
     # The same with weights in 8 bits.
@@ -296,7 +310,8 @@ KERNELS = [
         signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32",
         constants=dict.fromkeys(["scales_ptr", "partials_ptr", "arrivals_ptr"])
         | {"SPLITS": 1, "IS_SPREAD": False, "GATED": False, "EVEN_K": False, "HAS_GROUPS": False}
-        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "PREFETCHED": 0, "FLOAT8_BITS": False},
+        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "PREFETCHED": 0, "FLOAT8_BITS": False}
+        | {"ACTIVATION": "silu", "SOFTCAP": 0.0},
         max_shared=96 * 1024,
         compute_capabilities=(90,),
     ),
@@ -345,17 +360,25 @@ KERNELS = [
         module="kernels.rms_norm",
         name="rms_norm_kernel",
         signature="*bf16:16 *bf16:16 *fp32:16 *bf16:16 i32:16 i32:16 i32:16",
-        constants={"residual_ptr": None, "sum_ptr": None, "HIDDEN": 128, "BLOCK": 128},
+        constants={"residual_ptr": None, "x_weight_ptr": None, "sum_ptr": None, "HIDDEN": 128, "BLOCK": 128},
         options={"num_warps": 1},
     ),
     Kernel(  # with the residual added
         module="kernels.rms_norm",
         name="rms_norm_kernel",
         signature="*bf16:16 *bf16:16 *bf16:16 *fp32:16 *bf16:16 *bf16:16 i32:16 i32:16 i32:16",
-        constants={"HIDDEN": 14000, "BLOCK": 16384},
+        constants={"x_weight_ptr": None, "HIDDEN": 14000, "BLOCK": 16384},
         options={"num_warps": 16},
         max_shared=1024,
         compute_capabilities=(90,),
+    ),
+    Kernel(  # with a residual to which what is normed is added, and weights of float32 (Gemma)
+        module="kernels.rms_norm",
+        name="rms_norm_kernel",
+        signature="*bf16:16 *bf16:16 *fp32:16 *fp32:16 *fp32:16 *bf16:16 *bf16:16 i32:16 i32:16 i32:16",
+        constants={"HIDDEN": 5376, "BLOCK": 8192},
+        options={"num_warps": 16},
+        max_shared=1024,
     ),
     Kernel(
         module="kernels.rms_norm",

@@ -61,7 +61,9 @@ def _variant(kernel: InterpretedFunction[Any], args: Any, kwargs: Any) -> Hashab
         if isinstance(value, torch.Tensor):
             is_aligned = name not in any_alignment and value.data_ptr() % ALIGNED_TO == 0
             kinds.append((name, value.dtype, is_aligned))
-        elif _is_constant(value) or name not in kernel.arg_names or "constexpr" in str(annotations.get(name)):
+        elif "constexpr" in str(annotations.get(name)):
+            kinds.append((name, type(value), value))
+        elif _is_constant(value) or name not in kernel.arg_names:
             kinds.append((name, type(value), value if not isinstance(value, float) else None))
         elif name not in general:
             kinds.append((name, value == 1, value % ALIGNED_TO == 0, value >= 2**31))

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.cpu import attend, threads
 from kernels.cpu import compiled as compilation
 from kernels.cpu import paged_attention as on_cpu
+from kernels.cpu.act_and_mul import act_and_mul as act_and_mul_on_cpu
 from kernels.cpu.compiled import compiled, exact, vectorized
 from kernels.cpu.elements import ELEMENTS, narrow, widen
 from kernels.cpu.exp2 import exp2, tanh
@@ -25,13 +26,14 @@ from kernels.cpu.key_panels import KEYS
 from kernels.cpu.rms_norm import add_rms_norm as add_rms_norm_on_cpu
 from kernels.cpu.rms_norm import rms_norm as rms_norm_on_cpu
 from kernels.cpu.rope import rope_and_write
+from kernels.cpu.rows import cap_in_place, scale
 from kernels.cpu.sampling import greedy
-from kernels.cpu.silu_and_mul import silu_and_mul as silu_and_mul_on_cpu
 from kernels.cpu.tree_rows import tree_rows as tree_rows_on_cpu
 from kernels.paged_segments import PagedSegments
+from kernels.reference.act_and_mul import ACTIVATIONS, Activation, act_and_mul
 from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rope import RopeTable, apply_rope
-from kernels.reference.silu_and_mul import silu_and_mul
+from kernels.reference.softcap import softcap
 from tests.test_paged_attention_kernel import (
     BLOCK_SIZE,
     COMPANIES,
@@ -361,12 +363,40 @@ def test_in_16_bits_results_are_those_of_float32_rounded_and_rows_their_own(dtyp
     normed, total = add_rms_norm_on_cpu(x, residual, weight, eps)
     assert torch.equal(total, x + residual), "a sum has one rounding"
     assert_rounded(normed, rms_norm_on_cpu(total.float(), weight.float(), eps))
-    gated = silu_and_mul_on_cpu(x)
-    assert_rounded(gated, silu_and_mul_on_cpu(x.float()))
+    exact_weight = 1.0 + weight.float() / 3  # which 16 bits do not hold
+    by_exact = rms_norm_on_cpu(total, exact_weight, eps)
+    assert_rounded(by_exact, rms_norm_on_cpu(total.float(), exact_weight, eps))
+    gated, scaled = act_and_mul_on_cpu(x), scale(x, torch.tensor(7.7))
+    assert_rounded(gated, act_and_mul_on_cpu(x.float()))
+    assert torch.equal(scaled, (x.float() * 7.7).to(dtype))
     for row in range(len(x)):
         own = slice(row, row + 1)
         assert torch.equal(rms_norm_on_cpu(total[own], weight, eps), normed[own])
-        assert torch.equal(silu_and_mul_on_cpu(x[own]), gated[own])
+        assert torch.equal(rms_norm_on_cpu(total[own], exact_weight, eps), by_exact[own])
+        assert torch.equal(act_and_mul_on_cpu(x[own]), gated[own])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_a_norm_of_what_another_made_of_the_added_rows_is_both(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, residual = torch.randn(9, 200, generator=generator).to(dtype).chunk(2, dim=1)
+    weight, x_weight = torch.randn(2, 100, generator=generator)
+    eps = torch.tensor(1e-5)
+    normed, total = add_rms_norm_on_cpu(x, residual, weight, eps, x_weight)
+    assert torch.equal(total, residual + rms_norm_on_cpu(x, x_weight, eps))
+    assert torch.equal(normed, rms_norm_on_cpu(total, weight, eps))
+
+
+def test_capped_logits_are_what_the_definition_says_and_rows_their_own() -> None:
+    logits = torch.randn(9, 1000, generator=torch.Generator().manual_seed(6)) * torch.logspace(-3, 3, 9).unsqueeze(1)
+    cap, found = torch.tensor(30.0), logits.clone()
+    cap_in_place(found, cap)
+    torch.testing.assert_close(found.double(), 30 * (logits.double() / 30).tanh(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(softcap(logits, 30.0), found, rtol=1e-6, atol=0)
+    for row in range(len(logits)):
+        alone = logits[row : row + 1].clone()
+        cap_in_place(alone, cap)
+        assert torch.equal(alone[0], found[row])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -456,15 +486,17 @@ def test_norms_are_what_the_definition_says_and_rows_their_own(width: int) -> No
         assert torch.equal(add_rms_norm_on_cpu(x[own], residual[own], weight, eps)[0], normed[own])
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width", [64, 100])
-def test_gates_are_what_the_definition_says_and_rows_their_own(width: int) -> None:
+def test_gates_are_what_the_definition_says_and_rows_their_own(width: int, activation: Activation) -> None:
     gate_up = torch.randn(9, 2 * width, generator=torch.Generator().manual_seed(2)) * 5
     gate_up[0, :6] = torch.tensor([0.0, -0.0, 90.0, -90.0, 1e20, -1e20])
-    found = silu_and_mul_on_cpu(gate_up)
-    exact = silu_and_mul(gate_up.double())
-    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-12)
+    found = act_and_mul_on_cpu(gate_up, activation)
+    exact = act_and_mul(gate_up.double(), activation)
+    # A power of e carries the rounding of its exponent, which is larger than the gate in gelu.
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6 if activation == "silu" else 5e-6, atol=1e-12)
     for row in range(len(gate_up)):
-        assert torch.equal(silu_and_mul_on_cpu(gate_up[row : row + 1]), found[row : row + 1])
+        assert torch.equal(act_and_mul_on_cpu(gate_up[row : row + 1], activation), found[row : row + 1])
 
 
 @exact

@@ -20,7 +20,7 @@ import torch
 from tests.compile_kernels import KERNELS, OVERLAPS, Kernel
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
-from tests.test_emulated_gpu import ASKED, CASES, CUT, GPU, PROMPTS
+from tests.test_emulated_gpu import ASKED, CASES, CUT, GEMMA, GPU, PROMPTS
 from tests.test_row_invariance import EXPERTS
 
 pytest.importorskip("triton")
@@ -49,7 +49,7 @@ def kernel_of(variant: Any) -> Kernel:
             options[name] = kind[1]
         elif isinstance(kind[0], torch.dtype):
             types[name] = f"*{TYPES[kind[0]]}"
-        elif kind[0] is float:
+        elif kind == [float, None]:
             types[name] = "fp32"
         elif isinstance(kind[0], type):
             constants[name] = kind[1]
@@ -77,6 +77,8 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(emulated_gpu: Emu
         complete(Engines()(method, **GPU), PROMPTS, [replace(params[0], max_tokens=4), SHORT_CUT])
     for method, asked in ASKED.values():
         complete(Engines()(method, **GPU), PROMPTS, [replace(asked, max_tokens=4), SHORT_CUT])
+    gemma = {**GPU, "architecture": GEMMA}
+    complete(Engines()(None, **gemma), PROMPTS, [replace(CUT, max_tokens=4), SHORT_CUT])
     for quantization in (None, "fp8"):
         experts = {**GPU, "architecture": {**EXPERTS, "num_hidden_layers": 1}, "quantization": quantization}
         complete(Engines()(None, **experts), PROMPTS, [replace(CUT, max_tokens=4), SHORT_CUT])

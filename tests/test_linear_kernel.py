@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear_plan
-from kernels.reference.silu_and_mul import silu_and_mul
+from kernels.reference.act_and_mul import ACTIVATIONS, Activation, act_and_mul
+from kernels.reference.softcap import softcap
 from runner.engine.launch_shapes import _rows_agree
 from tests.product_errors import assert_error_is_torchs
 
@@ -66,15 +67,27 @@ def test_the_error_of_a_product_is_that_of_torch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("activation", "has_bias"), [("silu", False), ("silu", True), ("gelu_tanh", True)])
 def test_the_error_of_a_gated_product_is_that_of_torch(
-    kernel_device: torch.device, dtype: torch.dtype, has_bias: bool
+    kernel_device: torch.device, dtype: torch.dtype, activation: Activation, has_bias: bool
 ) -> None:
     weight, x = normal(2 * 72, 101, dtype=dtype) / 4, normal(5, 101, dtype=dtype, seed=1)
     bias = normal(2 * 72, dtype=dtype, seed=2) if has_bias else None
     gate, up = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, dim=1)
-    out = kernel.gated_linear(*(None if t is None else t.to(kernel_device) for t in (x, weight, bias)))
-    assert_error_is_torchs(out, silu_and_mul(F.linear(x, weight, bias)), F.silu(gate) * up)
+    there = (None if t is None else t.to(kernel_device) for t in (x, weight, bias))
+    by_torch = act_and_mul(F.linear(x, weight, bias), activation)
+    assert_error_is_torchs(kernel.gated_linear(*there, activation), by_torch, ACTIVATIONS[activation](gate) * up)
+
+
+@pytest.mark.parametrize("cap", [2.0, 30.0])
+def test_capped_results_are_as_near_as_the_definitions(kernel_device: torch.device, cap: float) -> None:
+    """Of any size, as logits are: of those far beyond the cap, and of small ones."""
+    weight, x = normal(130, 64, dtype=torch.float32), normal(5, 64, dtype=torch.float32, seed=1)
+    x *= torch.tensor([[1e-3], [0.1], [1.0], [3.0], [0.0]])
+    exact = cap * (F.linear(x.double(), weight.double()) / cap).tanh()
+    found = kernel.linear(x.to(kernel_device), weight.to(kernel_device), softcap=cap)
+    for row in range(len(x)):
+        assert_error_is_torchs(found[row], softcap(F.linear(x, weight), cap)[row], exact[row])
 
 
 def assert_rows_keep_their_bits(product: Any, rows: Tensor, row: Tensor, sizes: tuple[int, ...]) -> None:

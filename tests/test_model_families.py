@@ -61,6 +61,9 @@ LONGROPE = {
     "original_max_position_embeddings": 32,
 }
 EXPERTS = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2}
+SLIDING_LAYER = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = {"head_dim": 24, "pad_token_id": 0}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 # name -> (family, options)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -77,14 +80,42 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
-    "ministral": (
-        "ministral",
-        {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "ernie4_5": ("ernie4_5", {"head_dim": 24}),
+    "ernie4_5, biased, tied": ("ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
+    "gemma": ("gemma", {**GEMMA, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {**GEMMA, **SLIDING_LAYER, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2, untied, uncapped": (
+        "gemma2",
+        {
+            **GEMMA,
+            **SLIDING_LAYER,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": False,
+        },
     ),
+    "gemma3_text": ("gemma3_text", {**GEMMA, **SLIDING_LAYER}),
+    "gemma3_text, linear rope": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            **SLIDING_LAYER,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("glm4", {"head_dim": 24, "pad_token_id": 0}),
+    "glm4, tied": ("glm4", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": True, "attention_bias": False}),
+    "ministral": ("ministral", {"head_dim": 16, **SLIDING_LAYER}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, sliding": ("mistral", {"sliding_window": 8, "head_dim": 24}),
     "phi3": ("phi3", {"pad_token_id": 0}),
     "phi3, sliding, tied": ("phi3", {"pad_token_id": 0, "sliding_window": 8, "tie_word_embeddings": True}),
+    "phi3, partial rope": ("phi3", {"pad_token_id": 0, "rope_parameters": PARTIAL}),
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2, sliding layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
@@ -99,6 +130,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss, other biases": (
         "seed_oss",
         {"head_dim": 16, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "smollm3": ("smollm3", {"pad_token_id": 0, "no_rope_layers": [1, 0]}),
+    "smollm3, biased, sliding": (
+        "smollm3",
+        {
+            "pad_token_id": 0,
+            "no_rope_layers": [0, 1],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "tie_word_embeddings": False,
+        },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral, sliding": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 8}),
@@ -186,7 +230,7 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     from transformers import AutoConfig
 
     assert read_architecture(AutoConfig.for_model("qwen2_moe")) is None
-    assert read_architecture(AutoConfig.for_model("phi3", partial_rotary_factor=0.75)) is None
+    assert read_architecture(AutoConfig.for_model("llama", hidden_act="gelu")) is None
     assert read_architecture(AutoConfig.for_model("qwen3", architectures=["Qwen3ForTokenClassification"])) is None
 
 

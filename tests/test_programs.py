@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu.act_and_mul import act_and_mul
 from kernels.cpu.linear import linear
 from kernels.cpu.panels import can_pack, pack
 from kernels.cpu.recording import Pool, Program, empty, recording
 from kernels.cpu.rms_norm import add_rms_norm, rms_norm
 from kernels.cpu.rows import take_rows
-from kernels.cpu.silu_and_mul import silu_and_mul
 from kernels.cpu.under_way import current
 from runner.engine.graphs import Tensors
 from runner.engine.programs import graph_store, record_prepared, record_program
@@ -51,7 +51,7 @@ def test_a_replay_has_the_bits_of_the_calls(dtype: torch.dtype, num_threads: int
     def compute(rows: Tensor) -> Tensors:
         residual, normed = rows, rms_norm(rows, norm, eps)
         for _ in range(3):
-            normed, residual = add_rms_norm(silu_and_mul(linear(normed, panels)), residual, norm, eps)
+            normed, residual = add_rms_norm(act_and_mul(linear(normed, panels)), residual, norm, eps)
         return normed, residual
 
     expected = [compute(rows_of(seed, dtype=dtype)) for seed in range(4)]
@@ -156,7 +156,7 @@ def test_recordings_share_what_none_of_them_gives_back() -> None:
         with recording(pool) as recorded:
             seen = [linear(rows_of(0), panels)]
             addresses.append({seen[0].data_ptr()})
-            seen[0] = silu_and_mul(seen[0])
+            seen[0] = act_and_mul(seen[0])
             outputs.append(rms_norm(seen.pop(), norm, eps))
         programs.append(recorded.program())
     assert addresses[0] == addresses[1]

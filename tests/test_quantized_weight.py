@@ -15,7 +15,7 @@ from kernels import linear_plan, quantized_weight
 from kernels.cpu import panels
 from kernels.cpu.panels import can_pack, pack, unpack
 from kernels.quantized_weight import FLOAT8, LARGEST, QuantizedWeight, expand, num_groups, quantize
-from kernels.reference.silu_and_mul import silu_and_mul
+from kernels.reference.act_and_mul import act_and_mul
 from runner.engine.launch_shapes import _rows_agree
 from tests.product_errors import assert_error_is_torchs
 
@@ -173,7 +173,7 @@ def test_a_kernel_multiplies_by_what_the_numbers_stand_for(
         exact, by_torch = (F.linear(*(t.to(to) for t in (x, dense, bias))) for to in (torch.float64, dtype))
         rows, biases = x.to(kernel_device), bias.to(kernel_device)
         assert_error_is_torchs(kernel.linear(rows, there, biases), by_torch, exact)
-        assert_error_is_torchs(kernel.gated_linear(rows, there, biases), silu_and_mul(by_torch), silu_and_mul(exact))
+        assert_error_is_torchs(kernel.gated_linear(rows, there, biases), act_and_mul(by_torch), act_and_mul(exact))
 
 
 @pytest.mark.parametrize("group_size", [None, 32])

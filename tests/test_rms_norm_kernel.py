@@ -26,27 +26,39 @@ def assert_error_is_the_definitions(out: Tensor, by_reference: Tensor, exact: Te
     assert error <= 2 * expected + ulp
 
 
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=["weights of their dtype", "of float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "eps"), [((3, 64), 1e-6), ((1, 100), 1e-5), ((2, 1), 0.5)])
 def test_a_norm_is_as_near_as_its_definition(
-    kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], eps: float
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    eps: float,
+    weight_dtype: torch.dtype | None,
 ) -> None:
+    """And one of what another made of the rows that are added."""
     if dtype == torch.bfloat16 and kernel_device.type == "cpu":
         pytest.skip("Triton's interpreter knows no bfloat16")
     x, added = normal(*shape, dtype=dtype, seed=0), normal(*shape, dtype=dtype, seed=1)
-    weight, epsilon = normal(shape[-1], dtype=dtype, seed=2), torch.tensor(eps)
+    weight, x_weight = (normal(shape[-1], dtype=weight_dtype or dtype, seed=seed) for seed in (2, 3))
+    epsilon = torch.tensor(eps)
 
     def exact(rows: Tensor) -> Tensor:
         wide = rows.double()
         return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
 
-    x_there, added_there, weight_there, eps_there = (t.to(kernel_device) for t in (x, added, weight, epsilon))
+    x_there, added_there, weight_there, x_weight_there, eps_there = (
+        t.to(kernel_device) for t in (x, added, weight, x_weight, epsilon)
+    )
     by_reference = reference.rms_norm(x, weight, epsilon)
     assert_error_is_the_definitions(kernel.rms_norm(x_there, weight_there, eps_there), by_reference, exact(x))
     normed, residual = kernel.add_rms_norm(x_there, added_there, weight_there, eps_there)
     by_reference, wanted_residual = reference.add_rms_norm(x, added, weight, epsilon)
     assert torch.equal(residual.cpu(), wanted_residual)
     assert_error_is_the_definitions(normed, by_reference, exact(wanted_residual))
+    normed, residual = kernel.add_rms_norm(x_there, added_there, weight_there, eps_there, x_weight_there)
+    assert torch.equal(residual, added_there + kernel.rms_norm(x_there, x_weight_there, eps_there))
+    assert torch.equal(normed, kernel.rms_norm(residual, weight_there, eps_there))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -69,7 +69,8 @@ def joined(qkv: Tensor, shape: Shape, weights: dict[str, Tensor], dtype: torch.d
         parts = list(heads.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1))
         for index, name in enumerate(("q_norm", "k_norm")):
             if name in weights:
-                parts[index] = normed(parts[index], weights[name].to(dtype))
+                weight = weights[name].to(torch.promote_types(dtype, weights[name].dtype))
+                parts[index] = normed(parts[index], weight)
         qkv = torch.cat(parts, dim=1).flatten(1)
     cos, signed_sin = (table.to(dtype) for table in angles(shape.head_dim))
     num_value_columns = shape.num_kv_heads * shape.head_dim
@@ -115,13 +116,14 @@ def test_float32_without_norms_has_the_bits_of_the_torch_ops(kernel_device: torc
     assert torch.equal(held, wanted)
 
 
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("has_norms", [False, True, torch.float32], ids=["no norms", "norms", "norms of float32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rounding_is_no_worse_than_that_of_the_torch_ops(
-    kernel_device: torch.device, shape: Shape, dtype: torch.dtype, has_norms: bool
+    kernel_device: torch.device, shape: Shape, dtype: torch.dtype, has_norms: bool | torch.dtype
 ) -> None:
-    qkv, weights = rows_of(shape, dtype), norms(shape, dtype) if has_norms else {}
+    norm_dtype = dtype if has_norms is True else has_norms
+    qkv, weights = rows_of(shape, dtype), norms(shape, norm_dtype) if norm_dtype else {}
     turned, held = run(qkv, shape, weights, kernel_device)
     found = torch.cat((turned[:, : shape.queries], held[SLOTS]), dim=1)
     exact, plain = (joined(qkv, shape, weights, kind).double() for kind in (torch.float64, dtype))

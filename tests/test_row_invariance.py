@@ -18,11 +18,12 @@ from kernels.cpu import linear as linear_on_cpu
 from kernels.cpu import linear_amx, multiply_add, panels
 from kernels.cpu.linear import linear as linear_from_panels
 from kernels.cpu.panels import can_pack, pack, unpack
+from kernels.reference.act_and_mul import act_and_mul
 from kernels.reference.linear import linear, rows_keep_their_bits
 from kernels.reference.paged_attention import paged_attention, places_keep_their_bits
 from kernels.reference.rms_norm import add_rms_norm, rms_norm
 from kernels.reference.rope import apply_rope
-from kernels.reference.silu_and_mul import silu_and_mul
+from kernels.reference.softcap import softcap
 from runner.engine import launch_shapes
 from runner.engine.draft_budget import DraftBudget
 from runner.engine.forward_batch import ForwardBatch
@@ -161,7 +162,9 @@ def test_a_cpu_without_panels_gets_tiles(engines: Engines, monkeypatch: pytest.M
 ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {  # of two operands [num_rows, width] and a weight [width]
     "rms_norm": lambda x, y, weight: rms_norm(x, weight, torch.tensor(1e-6)),
     "add_rms_norm": lambda x, y, weight: torch.cat(add_rms_norm(x, y, weight, torch.tensor(1e-6)), dim=1),
-    "silu_and_mul": lambda x, y, weight: silu_and_mul(torch.cat((x, y), dim=1)),
+    "silu_and_mul": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1)),
+    "gelu_tanh_and_mul": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1), "gelu_tanh"),
+    "softcap": lambda x, y, weight: softcap(x.float(), 2.0),
     "rope": lambda x, y, weight: apply_rope(x, y, y.sin(), torch.arange(x.shape[1]).flip(0)),
 }
 

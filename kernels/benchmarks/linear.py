@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels import linear as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_error, check_row_bits, name_of
 from kernels.quantized_weight import FLOAT8, QuantizedWeight, expand, num_groups, quantize
-from kernels.reference.silu_and_mul import silu_and_mul
+from kernels.reference.act_and_mul import act_and_mul
 
 ROWS = (1, 8, 64, 512)
 WEIGHTS = {  # out_features, in_features
@@ -52,7 +52,7 @@ def _dtype_of_logits(x: Tensor) -> torch.dtype:
 # Ours and torch's; the projections are all one product.
 PRODUCTS: dict[str, tuple[Product, Product]] = {
     **dict.fromkeys(("qkv", "o", "down"), (lambda x, w: kernel.linear(x, w), F.linear)),
-    "gate_up": (lambda x, w: kernel.gated_linear(x, w), lambda x, w: silu_and_mul(F.linear(x, w))),
+    "gate_up": (lambda x, w: kernel.gated_linear(x, w), lambda x, w: act_and_mul(F.linear(x, w))),
     "head": (lambda x, w: kernel.linear(x, w, out_dtype=_dtype_of_logits(x)), _logits),
 }
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels.cpu import linear, linear_amx
+from kernels.cpu.act_and_mul import act_and_mul
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.multiply_add import TURN_ROWS
 from kernels.cpu.native import call, integers
 from kernels.cpu.panels import Panels
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import take_rows
-from kernels.cpu.silu_and_mul import silu_and_mul
 from kernels.cpu.threads import parts_of
 from kernels.reference.experts import Routing
 
@@ -115,4 +115,4 @@ def linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing) -> 
 
 def gated_linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing) -> Tensor:
     """[num_rows, in_features], and of each expert [2 * intermediate, in_features] -> [num_places, intermediate]."""
-    return silu_and_mul(linear_of_experts(take_rows(x, routing.rows), weights, routing))
+    return act_and_mul(linear_of_experts(take_rows(x, routing.rows), weights, routing))

@@ -19,20 +19,22 @@ from kernels.cpu.threads import parts_of
 PART_NUMBERS = 1 << 13  # of rows, normed in some microseconds
 NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 Arguments = arguments_of(
-    *("normed", "total", "x", "rows", "residual", "weight", "eps"),  # addresses; rows of x: 0, each its own
+    # Addresses; rows of x: 0, each its own; x_weight 0: rows are added as they are.
+    *("normed", "total", "x", "rows", "residual", "x_weight", "weight", "eps"),
     *("normed_stride", "total_stride", "x_stride", "residual_stride"),  # elements from row to row
     *("num_rows", "width", "x_rows"),
 )
 
 
 @cache
-def rows_norm(element: Any) -> Kernel:
-    """Of tensors of these elements."""
+def rows_norm(element: Any, weight_element: Any) -> Kernel:
+    """Of tensors of these elements, and weights of those."""
 
     def norm_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         """residual 0: there is none; total 0: nobody asks for the sum."""
         a = carray(arguments, 1, Arguments)[0]
-        width, scales = a.width, elements(a.weight, 1, a.width, element)[0]
+        width, scales = a.width, elements(a.weight, 1, a.width, weight_element)[0]
+        x_scales = elements(a.x_weight if a.x_weight else a.weight, 1, a.width, weight_element)[0]
         to = elements(a.normed, a.num_rows, a.normed_stride, element)
         rows = elements(a.x, a.x_rows, a.x_stride, element)
         added = elements(a.residual if a.residual else a.x, a.num_rows, a.residual_stride, element)
@@ -40,11 +42,25 @@ def rows_norm(element: Any) -> Kernel:
         sums = elements(a.total if a.residual else a.x, a.num_rows, a.total_stride, element)
         places = integers(a.rows if a.rows else a.x, a.num_rows)
         for row in range(part, a.num_rows, num_parts):
-            own, squares = rows[places[row] if a.rows else row], NOTHING
+            own = rows[places[row] if a.rows else row]
             if a.residual:
-                for column in range(width):
-                    sums[row, column] = narrow(widen(own[column]) + widen(added[row, column]), own[column])
-                own = sums[row]
+                target = sums[row]
+                if a.x_weight:
+                    squares = NOTHING
+                    for column in range(width):
+                        number = widen(own[column])
+                        squares += number * number
+                    scale = ONE / np.sqrt(squares / np.float32(width) + floats(a.eps, 1, 1)[0, 0])
+                    for column in range(width):
+                        number = widen(own[column]) * scale * widen(x_scales[column])
+                        target[column] = narrow(number, own[column])
+                    for column in range(width):
+                        target[column] = narrow(widen(target[column]) + widen(added[row, column]), own[column])
+                else:
+                    for column in range(width):
+                        target[column] = narrow(widen(own[column]) + widen(added[row, column]), own[column])
+                own = target
+            squares = NOTHING
             for column in range(width):
                 number = widen(own[column])
                 squares += number * number
@@ -56,7 +72,7 @@ def rows_norm(element: Any) -> Kernel:
 
 
 def norm_into(
-    normed: Tensor,  # [num_rows, width], as all others of one dtype
+    normed: Tensor,  # [num_rows, width], as all others of one dtype; weights may be of float32
     x: Tensor,  # [num_rows, width]
     weight: Tensor,  # [width]
     eps: Tensor,  # [] float32
@@ -64,19 +80,24 @@ def norm_into(
     rows: Tensor | None = None,  # [num_rows] int64: which of x; None: each its own
     residual: Tensor | None = None,  # [num_rows, width]
     total: Tensor | None = None,  # [num_rows, width]: gets the sum, where there is a residual
+    x_weight: Tensor | None = None,  # [width]: of the norm of x before the sum
 ) -> None:
     """Rows may be strided."""
     num_rows, width = normed.shape
     assert (residual is None) == (total is None) and (rows is None or rows.dtype == torch.int64)
-    for own in (normed, x, weight.unsqueeze(0), *(own for own in (residual, total) if own is not None)):
+    for own in (normed, x, *(own for own in (residual, total) if own is not None)):
         assert own.dtype == x.dtype and own.shape[1] == width and own.stride(1) == 1
+    for own in (weight, *(() if x_weight is None else (x_weight,))):
+        assert own.dtype == weight.dtype in (x.dtype, torch.float32) and own.shape == (width,) and own.stride(0) == 1
+    assert x_weight is None or residual is not None
     assert eps.dtype == torch.float32 and (rows is not None or len(x) == num_rows)
-    rows_norm(ELEMENTS[x.dtype])(
+    rows_norm(ELEMENTS[x.dtype], ELEMENTS[weight.dtype])(
         normed.data_ptr(),
         0 if total is None else total.data_ptr(),
         x.data_ptr(),
         0 if rows is None else rows.data_ptr(),
         0 if residual is None else residual.data_ptr(),
+        0 if x_weight is None else x_weight.data_ptr(),
         weight.data_ptr(),
         eps.data_ptr(),
         normed.stride(0),
@@ -97,10 +118,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     return normed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), all [num_rows, hidden]."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor, x_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first."""
     normed, total = empty(*x.shape, dtype=x.dtype), empty(*x.shape, dtype=x.dtype)
-    norm_into(normed, x, weight, eps, residual=residual, total=total)
+    norm_into(normed, x, weight, eps, residual=residual, total=total, x_weight=x_weight)
     return normed, total
 
 

@@ -34,8 +34,8 @@ Arguments = arguments_of(
 
 
 @cache
-def rows_rotation(element: Any) -> Kernel:
-    """Of tensors of these elements."""
+def rows_rotation(element: Any, weight_element: Any) -> Kernel:
+    """Of tensors of these elements, and norms of those."""
 
     def rotate_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
@@ -50,7 +50,7 @@ def rows_rotation(element: Any) -> Kernel:
                 own = rows[row, head * head_dim : (head + 1) * head_dim]
                 weight = a.q_weight if head < num_heads else a.k_weight
                 if weight:
-                    squares, scales = NOTHING, elements(weight, 1, head_dim, element)[0]
+                    squares, scales = NOTHING, elements(weight, 1, head_dim, weight_element)[0]
                     for column in range(head_dim):
                         number = widen(own[column])
                         squares += number * number
@@ -79,7 +79,7 @@ def rope_and_write(
     num_heads: int,  # 0: rows are keys and values only
     num_kv_heads: int,
     head_dim: int,
-    q_norm: Tensor | None = None,  # [head_dim]
+    q_norm: Tensor | None = None,  # [head_dim], of qkv's dtype, or of float32
     k_norm: Tensor | None = None,
     eps: Tensor | None = None,  # []
 ) -> None:
@@ -89,7 +89,9 @@ def rope_and_write(
     assert qkv.dtype == kv_cache.dtype and table.dtype == torch.float32
     assert positions.is_contiguous() and positions.dtype == torch.int64 and len(positions) == num_rows
     assert slot_mapping.is_contiguous() and slot_mapping.dtype == torch.int64 and len(slot_mapping) == num_rows
-    rows_rotation(ELEMENTS[qkv.dtype])(
+    weight_dtype = qkv.dtype if k_norm is None else k_norm.dtype
+    assert weight_dtype in (qkv.dtype, torch.float32) and (q_norm is None or q_norm.dtype == weight_dtype)
+    rows_rotation(ELEMENTS[qkv.dtype], ELEMENTS[weight_dtype])(
         qkv.data_ptr(),
         table.data_ptr(),
         positions.data_ptr(),

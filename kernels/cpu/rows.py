@@ -1,4 +1,4 @@
-"""Rows of zeros, of a table, side by side, added up, and in float32."""
+"""Rows of zeros, of a table, side by side, added up, scaled, capped, and in float32."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
+from kernels.cpu.exp2 import tanh
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.recording import empty
@@ -19,8 +20,11 @@ from kernels.cpu.threads import parts_of
 Taking = arguments_of("taken", "table", "rows", "num_rows", "table_rows", "width", "taken_stride", "table_stride")
 Adding = arguments_of("sums", "first", "second", "num_rows", "width")
 Zeroing = arguments_of("out", "count")  # bytes
+Scaling = arguments_of("scaled", "rows", "factor", "num_rows", "width")
+Capping = arguments_of("logits", "cap", "num_rows", "width")
 Widening = arguments_of("wide", "rows", "num_rows", "width")
 PART_NUMBERS = 1 << 14  # moved in some microseconds
+CHUNK = 64  # columns that a thread takes at a time of what it computes: vectors end where they do for any threads
 WHOLE = {2: np.uint16, 4: np.float32, 8: np.int64}  # numbers of so many bytes that nobody computes with
 
 
@@ -123,3 +127,49 @@ def widened(rows: Tensor) -> Tensor:
     parts = parts_of(rows.numel(), PART_NUMBERS, len(rows))
     rows_widening(ELEMENTS[rows.dtype])(wide.data_ptr(), rows.data_ptr(), *rows.shape, parts=parts)
     return wide
+
+
+@cache
+def rows_scaling(element: Any) -> Kernel:
+    def scale_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
+        a = carray(arguments, 1, Scaling)[0]
+        scaled, rows = elements(a.scaled, a.num_rows, a.width, element), elements(a.rows, a.num_rows, a.width, element)
+        factor = floats(a.factor, 1, 1)[0, 0]
+        for row in range(part, a.num_rows, num_parts):
+            for column in range(a.width):
+                scaled[row, column] = narrow(widen(rows[row, column]) * factor, rows[row, column])
+
+    return Kernel(scale_rows, Scaling)
+
+
+def scale(rows: Tensor, factor: Tensor) -> Tensor:
+    """[num_rows, width], contiguous, times [] float32, in the dtype of the rows."""
+    assert rows.is_contiguous() and factor.dtype == torch.float32 and factor.shape == ()
+    scaled = empty(*rows.shape, dtype=rows.dtype)
+    parts = parts_of(rows.numel(), PART_NUMBERS, len(rows))
+    addresses = (scaled.data_ptr(), rows.data_ptr(), factor.data_ptr())
+    rows_scaling(ELEMENTS[rows.dtype])(*addresses, *rows.shape, parts=parts)
+    return scaled
+
+
+@cache
+def rows_capping() -> Kernel:
+    def cap_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
+        a = carray(arguments, 1, Capping)[0]
+        logits, cap = floats(a.logits, a.num_rows, a.width), floats(a.cap, 1, 1)[0, 0]
+        chunks = (a.width + CHUNK - 1) // CHUNK
+        first = chunks * part // num_parts * CHUNK
+        end = min(chunks * (part + 1) // num_parts * CHUNK, a.width)
+        for row in range(a.num_rows):
+            own = logits[row, first:end]
+            for column in range(end - first):
+                own[column] = tanh(own[column] / cap) * cap
+
+    return Kernel(cap_rows, Capping)
+
+
+def cap_in_place(logits: Tensor, cap: Tensor) -> None:
+    """kernels/reference/softcap.py of logits [num_rows, width] float32, contiguous; cap: [] float32."""
+    assert logits.is_contiguous() and logits.dtype == cap.dtype == torch.float32 and cap.shape == ()
+    parts = parts_of(logits.numel(), PART_NUMBERS, -(-logits.shape[1] // CHUNK))
+    rows_capping()(logits.data_ptr(), cap.data_ptr(), *logits.shape, parts=parts)

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.reference.act_and_mul import act_and_mul
 from kernels.reference.linear import linear
 from kernels.reference.sampling import softmax
-from kernels.reference.silu_and_mul import silu_and_mul
 
 
 class Routing(NamedTuple):
@@ -68,7 +68,7 @@ def gated_linear_of_experts(x: Tensor, weights: Sequence[Tensor], routing: Routi
         weights: of each expert [2 * intermediate, in_features], gate rows first.
         tile: rows of one product, as kernels/reference/linear.py has them.
     """
-    return silu_and_mul(linear_of_experts(x.index_select(0, routing.rows), weights, routing, tile))
+    return act_and_mul(linear_of_experts(x.index_select(0, routing.rows), weights, routing, tile))
 
 
 def linear_of_experts(x: Tensor, weights: Sequence[Tensor], routing: Routing, tile: int | None) -> Tensor:

@@ -136,7 +136,14 @@ def _explicit_attention(
 
 
 def places_keep_their_bits(
-    *, num_heads: int, num_kv_heads: int, head_dim: int, tile_rows: int, context: int, dtype: torch.dtype
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tile_rows: int,
+    context: int,
+    dtype: torch.dtype,
+    softcap: float | None = None,
 ) -> bool:
     """Whether, on this machine, a row's result depends neither on its place in a tile nor on the number of tiles.
 
@@ -147,16 +154,16 @@ def places_keep_their_bits(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if softcap is not None:
+            return _explicit_attention(q, k, v, mask, head_dim**-0.5, softcap, None)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=num_heads != num_kv_heads)
+
     for keys in (context, 5 * context, 10 * context):
         q = randn(1, num_heads, 1, head_dim).expand(3, -1, tile_rows, -1).contiguous()
         k, v = (randn(1, num_kv_heads, keys, head_dim).expand(3, -1, -1, -1) for _ in range(2))
         mask = torch.zeros(3, 1, tile_rows, keys, dtype=dtype)
-        alone, together = (
-            F.scaled_dot_product_attention(
-                q[:tiles], k[:tiles], v[:tiles], attn_mask=mask[:tiles], enable_gqa=num_heads != num_kv_heads
-            )
-            for tiles in (1, 3)
-        )
+        alone, together = (attend(q[:tiles], k[:tiles], v[:tiles], mask[:tiles]) for tiles in (1, 3))
         expected = alone[:, :, :1]
         if not (torch.equal(alone, expected.expand_as(alone)) and torch.equal(together, expected.expand_as(together))):
             return False

@@ -10,19 +10,28 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """x: [..., hidden], weight: [hidden], eps: [] float32 -> [..., hidden] in x's dtype."""
+    """x: [..., hidden], weight: [hidden], eps: [] float32 -> [..., hidden] in x's dtype.
+
+    weight is of x's dtype, or of float32; beside rows of 16 bits the latter multiplies what is not yet rounded (Gemma).
+    """
     # Through the vector norm: on the CPU a mean along rows costs three times as much.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
     normed = x * scale
+    if weight.dtype != x.dtype:
+        return (normed * weight).to(x.dtype)
     return (normed if normed.dtype == x.dtype else normed.to(x.dtype)) * weight
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: torch.Tensor,
+    x_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual), all [num_rows, hidden]."""
-    residual = residual + x
+    """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first."""
+    residual = residual + (x if x_weight is None else rms_norm(x, x_weight, eps))
     return rms_norm(residual, weight, eps), residual
 
 

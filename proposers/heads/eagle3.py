@@ -92,12 +92,12 @@ class Eagle3Head(LayeredHead):
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         first, *others = self.layers
-        assert first.input_layernorm is not None
+        assert first.input_norm is not None
         state, rope = hidden[:, : self.hidden_size], self._rope(batch.positions, hidden)
         both = rms_norm_pair(
             *embeddings_of(batch.token_ids, self.embed_tokens, self.target),
             state,
-            embedding_weight=first.input_layernorm.weight,
+            embedding_weight=first.input_norm.weight,
             state_weight=self.hidden_norm.weight,
             eps=self.hidden_norm.eps,
         )

@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from runner.engine.architecture import FAMILIES, Architecture
+from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
+from runner.engine.families import HEAD_FAMILIES
 from runner.engine.head_checkpoint import head_architecture
 
 
@@ -24,7 +25,7 @@ def eagle_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[
     """
     listed = values.get("architectures")
     name = str(listed[0]) if isinstance(listed, list) and listed else ""
-    if name.startswith("Llama") or values.get("model_type") not in FAMILIES:
+    if name.startswith("Llama") or values.get("model_type") not in HEAD_FAMILIES:
         values = {**values, "model_type": "llama"}
     arch, config = head_architecture(values, source)
     qkv_bias = values.get("qkv_bias")

@@ -13,11 +13,11 @@ def embeddings_of(
 ) -> tuple[Tensor, Tensor | None]:
     """What rms_norm_pair takes of tokens [num_rows]: a table and the ids, or their rows and None.
 
-    own: the head's table [vocab, hidden]; None: the target embeds. The modules of transformers may scale what they look
-    up, so their rows are asked for.
+    own: the head's table [vocab, hidden]; None: the target embeds. What scales the rows that it looks up, as modules of
+    transformers may, is asked for them.
     """
     if own is not None:
         return own, token_ids
-    if isinstance(target, Decoder):
+    if isinstance(target, Decoder) and target.embedding_scale is None:
         return target.embed_tokens, token_ids
     return target.embed(token_ids), None

@@ -11,22 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from kernels.reference.act_and_mul import Activation
 from runner.engine.errors import UserError
-
-# What a family fixes in code rather than in its config.
-_QKV_BIAS = {"qwen2": True, "mimo": True, "mistral": False, "ministral": False, "phi3": False}
-_QK_NORM = {"qwen3": True, "qwen3_moe": True}
-FAMILIES = ("llama", "mimo", "ministral", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
-EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
-_BLOCK_OF_EXPERTS = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
-_PROJECTIONS = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}  # gate, up, down
+from runner.engine.families import ACTIVATIONS, FAMILIES, ExpertNames, Family, NormNames
+from runner.engine.rope import ONE_ROPE, HeadLayout
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShapes:
     """The mixtures of experts that stand in place of layers' MLPs."""
 
-    family: str
+    names: ExpertNames
     num_experts: int
     choices: int  # experts that a row goes to
     intermediate_size: int  # of an expert
@@ -36,19 +31,17 @@ class ExpertShapes:
     @property
     def router_name(self) -> str:
         """In the checkpoint, within a layer."""
-        return f"{_BLOCK_OF_EXPERTS[self.family]}.gate"
+        return f"{self.names.block}.gate"
 
     def names_of(self, expert: int) -> tuple[str, str, str]:
         """Of its gate, up and down projections."""
-        gate, up, down = (
-            f"{_BLOCK_OF_EXPERTS[self.family]}.experts.{expert}.{name}" for name in _PROJECTIONS[self.family]
-        )
+        gate, up, down = (f"{self.names.block}.experts.{expert}.{name}" for name in self.names.projections)
         return gate, up, down
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Shapes of a pre-norm decoder of FAMILIES or EXPERT_FAMILIES."""
+    """Shapes of a decoder of one of FAMILIES, and what its layers do."""
 
     family: str
     vocab_size: int
@@ -66,6 +59,16 @@ class Architecture:
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over each query and key head, before rope (Qwen3)
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
+    ropes: tuple[str | None, ...]  # per layer: which of the config's rotations, None = none (SmolLM3)
+    head_layout: HeadLayout
+    norms: NormNames
+    norms_add_one: bool  # to their weights (Gemma)
+    activation: Activation
+    attention_scale: float
+    attention_softcap: float | None = None  # logits of the attention become softcap * tanh(logits / softcap) (Gemma 2)
+    logits_softcap: float | None = None
+    embedding_scale: float | None = None
+    fused: tuple[str, ...] = ()  # Family.fused
     experts: ExpertShapes | None = None
 
     @cached_property
@@ -81,28 +84,27 @@ class Architecture:
     @property
     def fused_tensors(self) -> Mapping[str, Mapping[str, int]]:
         """Names, within a layer, of checkpoints' tensors that hold several matrices, and the rows of these."""
-        if self.family != "phi3":
-            return {}
-        return {"self_attn.qkv_proj": self.qkv_rows, "mlp.gate_up_proj": self.gate_up_rows}
+        parts = {"self_attn.qkv_proj": self.qkv_rows, "mlp.gate_up_proj": self.gate_up_rows}
+        return {name: rows for name, rows in parts.items() if any(f".{own}_proj" in name for own in self.fused)}
 
 
 def read_architecture(config: Any) -> Architecture | None:
-    """Shapes from a transformers config; None when the family is not one of ours.
+    """Shapes from a transformers config; None when the family is not one of ours, or has another activation.
 
     Raises:
         UserError: one of our families, with an option that our decoder does not have.
     """
-    family = config.model_type
-    architectures = config.architectures or [f"{family.capitalize()}ForCausalLM"]
-    if family not in (*FAMILIES, *EXPERT_FAMILIES) or not architectures[0].endswith("ForCausalLM"):
+    name = config.model_type
+    architectures = config.architectures or [f"{name.capitalize()}ForCausalLM"]
+    if name not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
         return None
-    if family == "phi3" and config.rope_parameters["partial_rotary_factor"] != 1.0:
-        return None  # our rotations are of whole heads
-    _require_own(config, family)
-    attention_bias = bool(getattr(config, "attention_bias", False))
+    family = FAMILIES[name]
+    if ACTIVATIONS.get(getattr(config, family.activation_key)) != family.activation:
+        return None
+    _require_own(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Architecture(
-        family=family,
+        family=name,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -113,17 +115,30 @@ def read_architecture(config: Any) -> Architecture | None:
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
-        qkv_bias=_QKV_BIAS.get(family, attention_bias),
-        output_bias=bool(getattr(config, "attention_out_bias", False))
-        or (attention_bias and family in ("llama", "qwen3", "qwen3_moe")),
-        mlp_bias=bool(getattr(config, "mlp_bias", False)) and family in ("llama", "seed_oss"),
-        qk_norm=_QK_NORM.get(family, False),
-        sliding_windows=_sliding_windows(config),
-        experts=_experts(config) if family in EXPERT_FAMILIES else None,
+        qkv_bias=_is_told(config, family.qkv_bias),
+        output_bias=_is_told(config, family.output_bias),
+        mlp_bias=_is_told(config, family.mlp_bias),
+        qk_norm=family.qk_norm,
+        sliding_windows=_sliding_windows(config, family),
+        ropes=_ropes(config),
+        head_layout=_head_layout(config, family, head_dim),
+        norms=family.norms,
+        norms_add_one=family.norms_add_one,
+        activation=family.activation,
+        attention_scale=float(getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5,
+        attention_softcap=config.attn_logit_softcapping if name == "gemma2" else None,  # Gemma 3's does not use it
+        logits_softcap=getattr(config, "final_logit_softcapping", None),
+        embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
+        fused=family.fused,
+        experts=None if family.experts is None else _experts(config, family.experts),
     )
 
 
-def _experts(config: Any) -> ExpertShapes:
+def _is_told(config: Any, bias: bool | str) -> bool:
+    return bool(getattr(config, bias, False)) if isinstance(bias, str) else bias
+
+
+def _experts(config: Any, names: ExpertNames) -> ExpertShapes:
     """Raises UserError for numbers of experts that cannot be."""
     is_mixtral, num_layers = config.model_type == "mixtral", config.num_hidden_layers
     num_experts, choices = config.num_local_experts if is_mixtral else config.num_experts, config.num_experts_per_tok
@@ -134,7 +149,7 @@ def _experts(config: Any) -> ExpertShapes:
         )
     dense, step = ((), 1) if is_mixtral else (config.mlp_only_layers or (), config.decoder_sparse_step)
     return ExpertShapes(
-        family=config.model_type,
+        names=names,
         num_experts=num_experts,
         choices=choices,
         intermediate_size=config.intermediate_size if is_mixtral else config.moe_intermediate_size,
@@ -143,28 +158,41 @@ def _experts(config: Any) -> ExpertShapes:
     )
 
 
-def _require_own(config: Any, family: str) -> None:
+def _require_own(config: Any) -> None:
     """Raises UserError for an option that our decoder does not have."""
-    of = f"of a {family} checkpoint{f' ({config.name_or_path})' if config.name_or_path else ''}"  # none in hf_config
-    if config.hidden_act != "silu":
-        raise UserError(
-            f"hidden_act {of} must be 'silu', got {config.hidden_act!r}; use a checkpoint of the published architecture"
-        )
-    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} {of} must be >= 1, got {getattr(config, name)}; mend its config")
+    name = config.model_type
+    of = f"of a {name} checkpoint{f' ({config.name_or_path})' if config.name_or_path else ''}"  # none in hf_config
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        if getattr(config, key) < 1:
+            raise UserError(f"{key} {of} must be >= 1, got {getattr(config, key)}; mend its config")
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(
             f"num_attention_heads {of} must be divisible by num_key_value_heads "
             f"({config.num_key_value_heads}), got {config.num_attention_heads}; mend its config"
         )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UserError(
+            f"use_bidirectional_attention {of} must be false: tokens that see what follows them cannot be generated "
+            "one after another; use a checkpoint of the published architecture"
+        )
 
 
-def _sliding_windows(config: Any) -> tuple[int | None, ...]:
-    window: int | None = getattr(config, "sliding_window", None)
-    if config.model_type in ("llama", "seed_oss"):
+def _sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
+    if family.windows == "none":
         return (None,) * int(config.num_hidden_layers)
-    # One window for all layers; a mistral with layer_types is another family, ministral.
-    if config.model_type in ("mistral", "phi3", *EXPERT_FAMILIES):
+    window: int | None = config.sliding_window if getattr(config, "use_sliding_window", True) else None
+    if family.windows == "one":
         return (window,) * int(config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def _ropes(config: Any) -> tuple[str | None, ...]:
+    if any(isinstance(value, dict) for value in config.rope_parameters.values()):
+        return tuple(config.layer_types)  # Gemma 3: each kind of layers has its own
+    turned = getattr(config, "no_rope_layers", None) or [True] * int(config.num_hidden_layers)  # 0: does not turn
+    return tuple(ONE_ROPE if is_turned else None for is_turned in turned)
+
+
+def _head_layout(config: Any, family: Family, head_dim: int) -> HeadLayout:
+    factor = config.rope_parameters.get("partial_rotary_factor", 1.0) if family.is_rope_partial else 1.0
+    return HeadLayout(head_dim=head_dim, num_rotated=int(head_dim * factor), is_interleaved=family.is_rope_interleaved)

@@ -1,4 +1,4 @@
-"""A pre-norm decoder over a paged KV cache, of the families that runner.engine.architecture knows.
+"""A decoder over a paged KV cache, of the families that runner.engine.families lists.
 
 The same class serves targets and drafts. Weights are allocated empty; runner.engine.loader fills them through
 weight_targets().
@@ -18,7 +18,7 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer, RMSNorm
 from runner.engine.linear import WeightTarget, empty_weight, weight_target
-from runner.engine.operations import head_logits, take_rows
+from runner.engine.operations import head_logits, scale_rows, take_rows
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -45,7 +45,10 @@ class Decoder:
         self.layers = [
             DecoderLayer(arch, index, shard, dtype, quantization=held[index]) for index in range(arch.num_layers)
         ]
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype, adds_one=arch.norms_add_one)
+        self._logits_softcap = _constant(arch.logits_softcap)
+        # Rounded as the rows are that it scales (transformers does so).
+        self.embedding_scale = _constant(arch.embedding_scale, dtype)
         storage = (quantization or {}).get(HEAD)
         self.is_tied, self._splits_head = arch.tie_word_embeddings, arch.vocab_size % shard.size == 0
         num_rows = arch.vocab_size // shard.size if self._splits_head else arch.vocab_size
@@ -56,7 +59,8 @@ class Decoder:
             if self.is_tied and storage is None  # held in 8 bits it is a copy of what the embedding stays
             else empty_weight(num_rows, arch.hidden_size, dtype, storage)
         )
-        self._rope = self.layers[0].attention.rope(hf_config, max_model_len)
+        kinds = {layer.attention.rope_key: layer.attention for layer in self.layers}
+        self._ropes = {key: attention.rope(hf_config, max_model_len) for key, attention in kinds.items()}
 
     @property
     def kv_widths(self) -> list[int]:
@@ -93,26 +97,30 @@ class Decoder:
             layers [num_rows, hidden] (0 = embeddings, num_layers = input of the final norm).
         """
         residual = self.embed(batch.token_ids)
-        rope = self._rope(batch.positions, self.embed_tokens)
+        ropes = {key: rope(batch.positions, self.embed_tokens) for key, rope in self._ropes.items()}
         hidden: torch.Tensor | None = None
+        hidden_norm: RMSNorm | None = None
         taps: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
-            normed, residual = layer.before_attention(hidden, residual)
+            normed, residual = layer.before_attention(hidden, residual, hidden_norm)
             if index in tap_layers:
                 taps[index] = residual
+            rope = ropes[layer.attention.rope_key]
             hidden, residual = layer.after_input_norm(normed, residual, rope, batch, cache)
+            hidden_norm = layer.after_mlp
         assert hidden is not None
-        normed, residual = self.norm.add(hidden, residual)
+        normed, residual = self.norm.add(hidden, residual, hidden_norm)
         taps[self.num_layers] = residual
         return normed, [taps[index] for index in tap_layers]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_rows] int64 -> [num_rows, hidden]."""
-        return take_rows(self.embed_tokens, token_ids)
+        rows = take_rows(self.embed_tokens, token_ids)
+        return rows if self.embedding_scale is None else scale_rows(rows, self.embedding_scale)
 
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
-        own = head_logits(hidden, self.lm_head, tile)
+        own = head_logits(hidden, self.lm_head, tile, self._logits_softcap)
         return self.shard.beside(own) if self._splits_head else own
 
     def whole_head(self) -> torch.Tensor:
@@ -139,7 +147,7 @@ class Decoder:
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {
             "model.embed_tokens.weight": WeightTarget(view=self.embed_tokens),
-            "model.norm.weight": WeightTarget(view=self.norm.weight),
+            "model.norm.weight": self.norm.target,
         }
         if self.lm_head is not self.tied_rows:
             targets[f"{HEAD}.weight"] = weight_target(self.lm_head, slice(None), 0 if self._splits_head else None)
@@ -150,6 +158,11 @@ class Decoder:
 
 HEAD = "lm_head"
 LAYER = "model.layers.{}."  # before the names of a layer's tensors
+
+
+def _constant(number: float | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+    """[] float32, the number of dtype that is next to it; on the CPU whatever the weights are on."""
+    return None if number is None else torch.tensor(number, dtype=dtype, device="cpu").float()
 
 
 def by_layer(quantization: Quantization, num_layers: int) -> list[Quantization]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from runner.engine.architecture import FAMILIES, Architecture, read_architecture
+from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.checkpoint import (
     ModelSource,
     read_tensors,
@@ -23,6 +23,7 @@ from runner.engine.checkpoint import (
     resolve_directory,
 )
 from runner.engine.errors import UserError, first_of
+from runner.engine.families import HEAD_FAMILIES
 from runner.engine.linear import WeightTarget
 from runner.engine.rope import warn_of_unread_rope
 
@@ -82,9 +83,9 @@ def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[A
     register_configs()
     values = dict(values)
     family = str(values.pop("model_type", "llama"))
-    if family not in FAMILIES:
+    if family not in HEAD_FAMILIES:
         raise UserError(
-            f"{source.name}={source.model}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}; "
+            f"{source.name}={source.model}: model_type must be one of {', '.join(HEAD_FAMILIES)}, got {family!r}; "
             "choose a head whose layer is of one of these families"
         )
     values.pop("auto_map", None)
@@ -98,7 +99,11 @@ def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[A
         ) from error
     warn_of_unread_rope(config, f"{source.name}={source.model}")
     arch = read_architecture(config)
-    assert arch is not None, "the family is one of ours"
+    if arch is None or arch.head_layout.order is not None:
+        raise UserError(
+            f"{source.name}={source.model}: the layer of its config.json must be like Llama's, with hidden_act 'silu' "
+            "and rotations of whole heads; choose a head whose layer is"
+        )
     return arch, config
 
 

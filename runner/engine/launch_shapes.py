@@ -151,6 +151,7 @@ def _keeps_bits_on_cpu(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight)
         tile_rows=shape.attention,
         context=shape.context,
         dtype=lm_head.dtype,
+        softcap=attention.softcap,
     )
 
 
@@ -235,8 +236,9 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int =
             plan,
             num_kv_heads=attention.num_kv_heads,
             value_dim=attention.head_dim,
-            scale=attention.head_dim**-0.5,
+            scale=attention.scale,
             sliding_window=attention.sliding_window,
+            softcap=attention.softcap,
         )
 
     def attend_to(*spans: range) -> torch.Tensor:

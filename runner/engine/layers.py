@@ -6,6 +6,7 @@ weights are allocated empty, and weight_targets() says which checkpoint tensor f
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,20 +32,28 @@ from runner.engine.shard import Shard
 
 
 class RMSNorm:
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, *, adds_one: bool = False) -> None:
+        """adds_one: the checkpoint's weight lacks a 1 (Gemma); with it, 16 bits do not hold it."""
         self.eps = torch.tensor(eps, dtype=torch.float32)
-        self.weight = torch.empty(size, dtype=dtype)
+        self.weight = torch.empty(size, dtype=torch.float32 if adds_one else dtype)
+        self._offset = 1.0 if adds_one else 0.0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the sum, the sum)."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, x_norm: RMSNorm | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum, the sum); of what x_norm makes of x, where there is one."""
+        return add_rms_norm(x, residual, self.weight, self.eps, None if x_norm is None else x_norm.weight)
 
     def beside_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The sum, and behind it its norm: [num_rows, 2 * size]."""
         return sum_beside_rms_norm(x, residual, self.weight, self.eps)
+
+    @property
+    def target(self) -> WeightTarget:
+        return WeightTarget(view=self.weight, offset=self._offset)
 
 
 class Attention:
@@ -63,6 +72,8 @@ class Attention:
         self.num_heads = shard.split(arch.num_heads, "num_attention_heads")
         self.num_kv_heads = shard.split(arch.num_kv_heads, "num_key_value_heads")
         self.sliding_window = arch.sliding_windows[layer]
+        self.scale, self.softcap = arch.attention_scale, arch.attention_softcap
+        self.rope_key, self._head_layout = arch.ropes[layer], arch.head_layout
         in_features = arch.hidden_size if in_features is None else in_features
         self.qkv_proj = ColumnParallelLinear(
             in_features, arch.qkv_rows, bias=arch.qkv_bias, shard=shard, dtype=dtype, quantization=quantization
@@ -76,8 +87,10 @@ class Attention:
             dtype=dtype,
             quantization=quantization,
         )
-        self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
-        self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype) if arch.qk_norm else None
+        self.q_norm, self.k_norm = (
+            RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype, adds_one=arch.norms_add_one) if arch.qk_norm else None
+            for _ in range(2)
+        )
         self._norms = [None if norm is None else (norm.weight, norm.eps) for norm in (self.q_norm, self.k_norm)]
 
     def __call__(self, hidden: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
@@ -99,9 +112,10 @@ class Attention:
             batch.attention,
             num_kv_heads=self.num_kv_heads,
             value_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             sliding_window=self.sliding_window,
             is_causal=self.is_causal,
+            softcap=self.softcap,
         )
         return self.o_proj(out, batch.linear_tile)
 
@@ -126,12 +140,13 @@ class Attention:
         )
 
     def rope(self, hf_config: Any, max_model_len: int) -> Rope:
-        """The rotations of this and of every like layer of a model."""
+        """The rotations of this and of every layer of a model that has the same rope_key."""
         return Rope(
             hf_config,
+            self.rope_key,
+            self._head_layout,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
             max_model_len=max_model_len,
         )
 
@@ -143,8 +158,8 @@ class Attention:
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets = self.qkv_proj.weight_targets(prefix) | self.o_proj.weight_targets(prefix)
         if self.q_norm is not None and self.k_norm is not None:
-            targets[f"{prefix}self_attn.q_norm.weight"] = WeightTarget(view=self.q_norm.weight)
-            targets[f"{prefix}self_attn.k_norm.weight"] = WeightTarget(view=self.k_norm.weight)
+            targets[f"{prefix}self_attn.q_norm.weight"] = self.q_norm.target
+            targets[f"{prefix}self_attn.k_norm.weight"] = self.k_norm.target
         return targets
 
 
@@ -152,6 +167,7 @@ class MLP:
     def __init__(
         self, arch: Architecture, shard: Shard, dtype: torch.dtype, *, quantization: Quantization | None = None
     ) -> None:
+        self._activation = arch.activation
         self.gate_up_proj = ColumnParallelLinear(
             arch.hidden_size, arch.gate_up_rows, bias=arch.mlp_bias, shard=shard, dtype=dtype, quantization=quantization
         )
@@ -167,7 +183,7 @@ class MLP:
 
     def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         fused = self.gate_up_proj
-        return self.down_proj(gated_linear(hidden, fused.weight, fused.bias, tile), tile)
+        return self.down_proj(gated_linear(hidden, fused.weight, fused.bias, tile, self._activation), tile)
 
     rows_for_one = 1  # as Experts.rows_for_one
 
@@ -195,7 +211,10 @@ class MLP:
 
 
 class DecoderLayer:
-    """norm, attention, norm, MLP, each with its residual; heads drop the first norm or bring their own."""
+    """norm, attention, norm, MLP, each with its residual; heads drop the first norm or bring their own.
+
+    Some families norm what attention and MLP add to the residual stream, too (Gemma 2, GLM-4).
+    """
 
     def __init__(
         self,
@@ -208,9 +227,14 @@ class DecoderLayer:
         has_input_norm: bool = True,  # EAGLE's first layer has none
         quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
-        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype) if has_input_norm else None
+        self._names = arch.norms
+        norm = partial(RMSNorm, arch.hidden_size, arch.rms_norm_eps, dtype, adds_one=arch.norms_add_one)
+        self.input_norm = norm() if has_input_norm else None
+        self.after_attention, self.after_mlp = (
+            None if name is None else norm() for name in (self._names.after_attention, self._names.after_mlp)
+        )
         self.attention = Attention(arch, layer, shard, dtype, in_features=in_features, quantization=quantization)
-        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
+        self.before_mlp = norm()
         self.mlp: MLP | Experts = (
             Experts(arch.experts, arch.hidden_size, shard, dtype, quantization=quantization)
             if arch.experts is not None and arch.experts.in_layers[layer]
@@ -229,13 +253,16 @@ class DecoderLayer:
         return self.after_input_norm(normed, residual, rope, batch, cache)
 
     def before_attention(
-        self, hidden: torch.Tensor | None, residual: torch.Tensor
+        self, hidden: torch.Tensor | None, residual: torch.Tensor, hidden_norm: RMSNorm | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input of the attention, the residual stream in front of the layer), both [num_rows, hidden]."""
+        """(input of the attention, the residual stream in front of the layer), both [num_rows, hidden].
+
+        hidden_norm: after_mlp of the layer below.
+        """
         if hidden is None:
-            return residual if self.input_layernorm is None else self.input_layernorm(residual), residual
-        assert self.input_layernorm is not None, "only a first layer goes without its norm"
-        return self.input_layernorm.add(hidden, residual)
+            return residual if self.input_norm is None else self.input_norm(residual), residual
+        assert self.input_norm is not None, "only a first layer goes without its norm"
+        return self.input_norm.add(hidden, residual, hidden_norm)
 
     def after_input_norm(
         self,
@@ -245,8 +272,9 @@ class DecoderLayer:
         batch: ForwardBatch,
         cache: PagedKVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output not yet added, residual), both [num_rows, hidden]."""
-        normed, residual = self.post_attention_layernorm.add(self.attention(normed, rope, batch, cache), residual)
+        """(output not yet normed by after_mlp and added, residual), both [num_rows, hidden]."""
+        attended = self.attention(normed, rope, batch, cache)
+        normed, residual = self.before_mlp.add(attended, residual, self.after_attention)
         return self.mlp(normed, batch.linear_tile), residual
 
     @property
@@ -272,7 +300,12 @@ class DecoderLayer:
             part.convert(change)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        norms = {f"{prefix}post_attention_layernorm.weight": WeightTarget(view=self.post_attention_layernorm.weight)}
-        if self.input_layernorm is not None:
-            norms[f"{prefix}input_layernorm.weight"] = WeightTarget(view=self.input_layernorm.weight)
-        return norms | self.attention.weight_targets(prefix) | self.mlp.weight_targets(prefix)
+        names = self._names
+        norms = {
+            names.before_attention: self.input_norm,
+            names.after_attention: self.after_attention,
+            names.before_mlp: self.before_mlp,
+            names.after_mlp: self.after_mlp,
+        }
+        own = {f"{prefix}{name}.weight": norm.target for name, norm in norms.items() if norm is not None}
+        return own | self.attention.weight_targets(prefix) | self.mlp.weight_targets(prefix)

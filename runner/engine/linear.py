@@ -27,6 +27,7 @@ class WeightTarget:
     view: torch.Tensor  # of a weight held in 8 bits its numbers
     shard_dim: int | None = None  # None = replicated
     scales: torch.Tensor | None = None  # [rows of view, groups], of a weight held in 8 bits
+    offset: float = 0.0  # what is added to the checkpoint's numbers
 
 
 def empty_weight(out_features: int, in_features: int, dtype: torch.dtype, storage: Storage | None) -> Weight:

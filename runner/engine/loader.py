@@ -21,6 +21,7 @@ from runner.engine.checkpoint import ModelSource, load_config, read_tensors, req
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.errors import UserError, first_of
 from runner.engine.fused_tensors import split_fused
+from runner.engine.head_order import in_our_order
 from runner.engine.linear import WeightTarget
 from runner.engine.memory import model_remedy, require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
@@ -172,6 +173,9 @@ def _find_quantization(
             tensors = dict(read_tensors(source)).items()
             found = {name: kept.storage for name, kept in tensors if isinstance(kept, QuantizedTensor)}
             found = {name.removesuffix(".weight"): storage for name, storage in found.items()}
+    if arch.head_layout.order is not None:  # queries and keys are expanded, and so is what is multiplied with them
+        reordered = tuple(f".{name}" for name in arch.qkv_rows)
+        found = {name: storage for name, storage in found.items() if not name.endswith(reordered)}
     numbers = source.quantization
     asked = {} if numbers is None else dict.fromkeys(wanted, numbers)
     held = held_weights(modules, found, asked, of, source.quantization_option)
@@ -187,7 +191,8 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
     tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
     block_names = decoder.layers[-1].weight_targets("")  # which a module's block is like
     unknown = []
-    for name, tensor in split_fused(read_tensors(source), arch.fused_tensors):
+    whole_matrices = split_fused(read_tensors(source), arch.fused_tensors)
+    for name, tensor in in_our_order(whole_matrices, arch.head_layout):
         if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):
             continue  # derived from the config; a copy of the embedding
         target = targets.pop(name, None)
@@ -244,6 +249,8 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
         part = own if dim == 0 else (slice(None), own)
     if target.scales is None:
         target.view.copy_(tensor[part])
+        if target.offset:
+            target.view.add_(target.offset)
     elif isinstance(tensor, QuantizedTensor) and tensor.storage.is_multiplied:
         numbers, scales = tensor.read()
         target.view.copy_(numbers[part])

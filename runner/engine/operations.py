@@ -14,6 +14,7 @@ import torch
 
 from kernels.cpu.panels import Panels, Weight, unpack
 from kernels.quantized_weight import QuantizedWeight
+from kernels.reference.act_and_mul import Activation, act_and_mul
 from kernels.reference.linear import linear as linear_in_tiles
 from kernels.reference.paged_attention import AttentionPlan
 from kernels.reference.paged_attention import paged_attention as attention_over_tiles
@@ -22,7 +23,7 @@ from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
 from kernels.reference.rms_norm import rms_norm_pair as rms_norm_pair_in_torch
 from kernels.reference.rms_norm import sum_beside_rms_norm as sum_beside_rms_norm_in_torch
 from kernels.reference.rope import apply_rope
-from kernels.reference.silu_and_mul import silu_and_mul
+from kernels.reference.softcap import softcap as softcap_in_torch
 from kernels.reference.sum_of_ranks import sum_of_ranks as sum_of_ranks_in_torch
 from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.kv_cache import PagedKVCache
@@ -71,6 +72,15 @@ def add(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return on_cpu(first, second)
 
 
+def scale_rows(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """[num_rows, width] times [] float32, in the dtype of the rows."""
+    if not is_compiled(rows):
+        return rows * factor.to(rows.dtype)
+    from kernels.cpu.rows import scale as on_cpu
+
+    return on_cpu(rows, factor)
+
+
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features]."""
     if isinstance(weight, Panels):
@@ -84,31 +94,47 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int
     return kernel(x, weight, bias)
 
 
-def head_logits(hidden: torch.Tensor, weight: Weight, tile: int | None) -> torch.Tensor:
-    """[num_rows, hidden] x [vocab, hidden] -> [num_rows, vocab] float32; num_rows a multiple of tile."""
+def head_logits(
+    hidden: torch.Tensor, weight: Weight, tile: int | None, softcap: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[num_rows, hidden] x [vocab, hidden] -> [num_rows, vocab] float32; num_rows a multiple of tile.
+
+    softcap [] float32, on the CPU: logits become softcap * tanh(logits / softcap).
+    """
     if isinstance(weight, Panels):
         from kernels.cpu.linear import linear as on_cpu
 
-        return on_cpu(hidden, weight, out_dtype=torch.float32)
-    if not _has_kernel(hidden, weight, tile):
-        return linear_in_tiles(hidden, unpack(weight), None, tile).float()
-    from kernels.linear import linear as kernel
+        logits = on_cpu(hidden, weight, out_dtype=torch.float32)
+    elif _has_kernel(hidden, weight, tile):
+        from kernels.linear import linear as kernel
 
-    return kernel(hidden, weight, out_dtype=torch.float32)
+        return kernel(hidden, weight, out_dtype=torch.float32, softcap=None if softcap is None else softcap.item())
+    else:
+        logits = linear_in_tiles(hidden, unpack(weight), None, tile).float()
+    if softcap is None:
+        return logits
+    if not is_compiled(logits):
+        return softcap_in_torch(logits, softcap.item())
+    from kernels.cpu.rows import cap_in_place
+
+    cap_in_place(logits, softcap)
+    return logits
 
 
-def gated_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
-    """silu(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
+def gated_linear(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None, activation: Activation = "silu"
+) -> torch.Tensor:
+    """activation(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
     if isinstance(weight, Panels) or not _has_kernel(x, weight, tile):
         gate_up = linear(x, weight, bias, tile)
         if not is_compiled(x):
-            return silu_and_mul(gate_up)
-        from kernels.cpu.silu_and_mul import silu_and_mul as on_cpu
+            return act_and_mul(gate_up, activation)
+        from kernels.cpu.act_and_mul import act_and_mul as on_cpu
 
-        return on_cpu(gate_up)
+        return on_cpu(gate_up, activation)
     from kernels.linear import gated_linear as kernel
 
-    return kernel(x, weight, bias)
+    return kernel(x, weight, bias, activation)
 
 
 def _has_kernel(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, tile: int | None) -> bool:
@@ -130,18 +156,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: torch.Tensor,
+    x_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual), all [num_rows, hidden]."""
+    """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first."""
     if is_compiled(x):
         from kernels.cpu.rms_norm import add_rms_norm as on_cpu
 
-        return on_cpu(x, residual, weight, eps)
+        return on_cpu(x, residual, weight, eps, x_weight)
     if not runs_kernels(x):
-        return add_rms_norm_in_torch(x, residual, weight, eps)
+        return add_rms_norm_in_torch(x, residual, weight, eps, x_weight)
     from kernels.rms_norm import add_rms_norm as kernel
 
-    return kernel(x, residual, weight, eps)
+    return kernel(x, residual, weight, eps, x_weight)
 
 
 def sum_beside_rms_norm(

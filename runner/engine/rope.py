@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kernels.reference.rope import RopeTable
@@ -20,12 +21,36 @@ from runner.engine.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+ONE_ROPE = ""  # key of a config's rotations, where all its layers have the same
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadLayout:
+    """Which elements of a query or key head turn together."""
+
+    head_dim: int
+    num_rotated: int  # elements of a head that turn, the first ones
+    is_interleaved: bool  # neighbours turn together (GLM, ERNIE); else one of their first half with one of the second
+
+    @property
+    def order(self) -> list[int] | None:
+        """Of the checkpoint's elements in ours, in which each turns with the one half a head on; None: the same.
+
+        A head's elements are added up, so queries and keys may have any order, if they have the same.
+        """
+        turned, half = self.num_rotated // 2, self.head_dim // 2
+        if turned == half and not self.is_interleaved:
+            return None
+        firsts = range(0, 2 * turned, 2) if self.is_interleaved else range(turned)
+        seconds = range(1, 2 * turned, 2) if self.is_interleaved else range(turned, 2 * turned)
+        others = range(2 * turned, self.head_dim)
+        return [*firsts, *others[: half - turned], *seconds, *others[half - turned :]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeRows:
-    """A launch's rotations; the same for every layer."""
+    """A launch's rotations; the same for every layer, or for all of a kind."""
 
     table: RopeTable
     positions: torch.Tensor  # [num_rows] int64
@@ -43,10 +68,19 @@ class RopeRows:
 
 
 class Rope:
-    """A model's rotations; the table is built at the first launch, when it is known where the weights live."""
+    """Rotations of a model's layers; their table is built at the first launch, when it is known where weights live."""
 
-    def __init__(self, hf_config: Any, *, num_heads: int, num_kv_heads: int, head_dim: int, max_model_len: int) -> None:
-        self._source = (hf_config, head_dim, max_model_len)
+    def __init__(
+        self,
+        hf_config: Any,
+        key: str | None,  # ONE_ROPE, a kind of layers, or None: they do not turn
+        layout: HeadLayout,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        max_model_len: int,
+    ) -> None:
+        self._source = (hf_config, key, layout, max_model_len)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._table: RopeTable | None = None
 
@@ -111,20 +145,30 @@ def require_static_rope(config: Any) -> None:
         )
 
 
-def rope_tables(config: Any, head_dim: int, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(
+    config: Any, key: str | None, layout: HeadLayout, max_model_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, signed_sin), each [max_model_len, head_dim] float32; see kernels.reference.rope for the sign."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     require_static_rope(config)
-    (kind,) = rope_types(config)
-    if kind == "default":
-        theta = config.rope_parameters["rope_theta"]
-        inv_freq = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-        scaling = 1.0
+    half, scaling = layout.head_dim // 2, 1.0
+    if key is None:
+        inv_freq = torch.zeros(0)
     else:
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_model_len)
+        parameters = config.rope_parameters[key] if key else config.rope_parameters
+        kind = parameters.get("rope_type", "default")
+        if kind == "default":
+            steps = torch.arange(0, layout.num_rotated, 2, dtype=torch.float32)
+            inv_freq = 1.0 / (parameters["rope_theta"] ** (steps / layout.num_rotated))
+        else:
+            of_kind = {"layer_type": key} if key else {}
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_model_len, **of_kind)
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inv_freq.float()
-    cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    # What does not turn has a cosine of 1 and a sine of 0.
+    unturned = (0, half - len(inv_freq))
+    cos = F.pad(angles.cos() * scaling, unturned, value=1.0)
+    sin = F.pad(angles.sin() * scaling, unturned)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 

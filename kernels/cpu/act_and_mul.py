@@ -1,7 +1,8 @@
-"""kernels/reference/silu_and_mul.py in one pass over each row."""
+"""kernels/reference/act_and_mul.py in one pass over each row."""
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -14,16 +15,21 @@ from kernels.cpu.exp2 import LOG2_E, exp2
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
+from kernels.reference.act_and_mul import Activation
 
 ONE = np.float32(1.0)
+# gelu by tanh is gate / (1 + e^-t) with t = CUBIC * gate^3 + LINEAR * gate: twice what it takes the tanh of.
+LINEAR = np.float32(2.0 * math.sqrt(2.0 / math.pi))
+CUBIC = np.float32(0.044715) * LINEAR
 CHUNK = 64  # columns that a thread takes at a time
 PART_WORK = 1 << 12  # numbers, gated in some microseconds
 Arguments = arguments_of("gated", "gate_up", "num_rows", "width")
 
 
 @cache
-def rows_gate(element: Any) -> Kernel:
+def rows_gate(element: Any, activation: Activation) -> Kernel:
     """Of tensors of these elements."""
+    is_gelu = activation == "gelu_tanh"
 
     def gate_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
@@ -36,15 +42,17 @@ def rows_gate(element: Any) -> Kernel:
             out, gates, ups = to[row, first:end], rows[row, first:end], rows[row, width + first : width + end]
             for column in range(end - first):
                 gate = widen(gates[column])
-                out[column] = narrow(gate / (ONE + exp2(-gate * LOG2_E)) * widen(ups[column]), gates[column])
+                power = (CUBIC * gate * gate + LINEAR) * gate if is_gelu else gate
+                out[column] = narrow(gate / (ONE + exp2(-power * LOG2_E)) * widen(ups[column]), gates[column])
 
     return Kernel(gate_rows, Arguments)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """[num_rows, 2 * intermediate], gate first -> [num_rows, intermediate]."""
     gate_up, num_rows, width = gate_up.contiguous(), len(gate_up), gate_up.shape[1] // 2
     gated = empty(num_rows, width, dtype=gate_up.dtype)
     parts = parts_of(num_rows * width, PART_WORK, -(-width // CHUNK))
-    rows_gate(ELEMENTS[gate_up.dtype])(gated.data_ptr(), gate_up.data_ptr(), num_rows, width, parts=parts)
+    gate = rows_gate(ELEMENTS[gate_up.dtype], activation)
+    gate(gated.data_ptr(), gate_up.data_ptr(), num_rows, width, parts=parts)
     return gated

@@ -1,0 +1,108 @@
+"""What each decoder family that we build ourselves fixes in code rather than in its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kernels.reference.act_and_mul import Activation
+
+# As configs spell them.
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormNames:
+    """Of a layer, in the checkpoint; None: there is no such norm."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str | None = None  # over what attention adds to the residual stream
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+PRE_NORMS = NormNames()
+GEMMA_NORMS = NormNames(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+GLM_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """Of a layer's mixture of experts, in the checkpoint."""
+
+    block: str
+    projections: tuple[str, str, str]  # gate, up, down
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Biases are there or not, or as the key of a config says."""
+
+    qkv_bias: bool | str = "attention_bias"
+    output_bias: bool | str = False  # of the attention's output projection
+    mlp_bias: bool | str = False
+    qk_norm: bool = False  # RMSNorm over each query and key head, before rope
+    windows: Literal["none", "one", "by_layer"] = "none"  # one: the config's for all layers
+    norms: NormNames = PRE_NORMS
+    norms_add_one: bool = False  # to their weights
+    activation: Activation = "silu"
+    activation_key: str = "hidden_act"  # of the config
+    is_embedding_scaled: bool = False  # by the root of the hidden size
+    is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
+    is_rope_interleaved: bool = False  # neighbours turn together, not the halves of what is rotated
+    fused: tuple[Literal["qkv", "gate_up"], ...] = ()  # of what one tensor of the checkpoint holds all
+    experts: ExpertNames | None = None
+
+    @property
+    def has_plain_layers(self) -> bool:
+        """Llama's but for biases, norms of heads and windows: what draft heads are built of."""
+        return (
+            self.experts is None
+            and self.norms is PRE_NORMS
+            and not (self.norms_add_one or self.is_embedding_scaled or self.is_rope_interleaved)
+            and self.activation == "silu"
+        )
+
+
+_GEMMA: dict[str, Any] = {
+    "output_bias": "attention_bias",
+    "norms_add_one": True,
+    "activation": "gelu_tanh",
+    "is_embedding_scaled": True,
+}
+_LATER_GEMMA: dict[str, Any] = {
+    **_GEMMA,
+    "activation_key": "hidden_activation",
+    "norms": GEMMA_NORMS,
+    "windows": "by_layer",
+}
+
+FAMILIES = {
+    "ernie4_5": Family(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_rope_interleaved=True),
+    "gemma": Family(**_GEMMA),
+    "gemma2": Family(**_LATER_GEMMA),
+    "gemma3_text": Family(**_LATER_GEMMA, qk_norm=True),
+    "glm": Family(is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
+    "glm4": Family(norms=GLM_NORMS, is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
+    "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mimo": Family(qkv_bias=True, windows="by_layer"),
+    "ministral": Family(qkv_bias=False, windows="by_layer"),
+    "mistral": Family(qkv_bias=False, windows="one"),  # one with layer_types is a ministral
+    "mixtral": Family(windows="one", experts=ExpertNames(block="block_sparse_moe", projections=("w1", "w3", "w2"))),
+    "phi3": Family(qkv_bias=False, windows="one", is_rope_partial=True, fused=("qkv", "gate_up")),
+    "qwen2": Family(qkv_bias=True, windows="by_layer"),
+    "qwen3": Family(output_bias="attention_bias", qk_norm=True, windows="by_layer"),
+    "qwen3_moe": Family(
+        output_bias="attention_bias",
+        qk_norm=True,
+        windows="one",
+        experts=ExpertNames(block="mlp", projections=("gate_proj", "up_proj", "down_proj")),
+    ),
+    "seed_oss": Family(output_bias="attention_out_bias", mlp_bias="mlp_bias"),
+    "smollm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias", windows="by_layer"),
+}
+HEAD_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.has_plain_layers)
