@@ -371,7 +371,7 @@ def inside(**added: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         ("speculators", with_(projector_type="domino"), "got projector_type='domino'"),
         ("speculators", with_(speculators_model_type="dspark"), "got speculators_model_type='dspark'"),
         ("z-lab", inside(final_logit_softcapping=20.0), r"final_logit_softcapping=20.0 \(capped logits\)"),
-        ("z-lab", with_(hidden_act="gelu"), "hidden_act of a qwen3 checkpoint must be 'silu', got 'gelu'"),
+        ("z-lab", with_(hidden_act="gelu"), "must be like Llama's, with hidden_act 'silu'"),
     ],
 )  # fmt: skip
 def test_a_config_that_is_not_this_targets_dflash_is_one_message(

@@ -36,26 +36,6 @@ DRAWN = SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True)
 CUT = replace(DRAWN, max_tokens=4, top_p=0.9, top_k=20, min_p=0.01)  # the search takes the interpreter longest
 SMALL: dict[str, Any] = {"architecture": {"num_hidden_layers": 1}, "num_gpu_blocks_override": 64}
 GPU: dict[str, Any] = {**SMALL, "device": "cuda", "dtype": "float32", "batch_invariant": False}
-# Norms, activation, caps and scales of its own, and layers with rotations of their own.
-GEMMA: dict[str, Any] = {
-    "model_type": "gemma2",
-    "num_hidden_layers": 2,
-    "sliding_window": 4,
-    "query_pre_attn_scalar": 16,
-    "attn_logit_softcapping": 2.0,
-    "final_logit_softcapping": 8.0,
-    "pad_token_id": 0,
-}
-OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma2": GEMMA,
-    "gemma3_text": {
-        **{key: value for key, value in GEMMA.items() if "softcapping" not in key},
-        "model_type": "gemma3_text",
-        "sliding_window_pattern": 2,
-    },
-    "glm4": {"model_type": "glm4", "num_hidden_layers": 1, "pad_token_id": 0},
-    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 2, "no_rope_layers": [1, 0], "pad_token_id": 0},
-}
 DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 2}
 HYBRID = {"method": "hybrid", "num_speculative_tokens": 3, "num_drafter_tokens": 2, "min_match_score": 0.4}
 LONGER = [replace(params, max_tokens=12) for params in (GREEDY, DRAWN)]  # for three forms of a step
@@ -133,17 +113,6 @@ def test_captured_steps_say_what_the_cpu_says(name: str, engines: Engines, emula
     for count in ("num_draft_tokens", "num_accepted_tokens"):
         assert [getattr(r, count) for r in on_gpu.records] == [getattr(r, count) for r in on_cpu.records]
     assert emulated_gpu.graph_sizes and emulated_gpu.num_replays > 0
-
-
-@pytest.mark.parametrize("family", OF_OTHER_FAMILIES)
-def test_layers_of_other_families_say_what_they_say_on_a_cpu(
-    family: str, engines: Engines, emulated_gpu: EmulatedDevice
-) -> None:
-    architecture = OF_OTHER_FAMILIES[family]
-    on_cpu = engines(DRAFT_MODEL, **{**SMALL, "architecture": architecture})
-    on_gpu = Engines()(DRAFT_MODEL, **{**GPU, "architecture": architecture})
-    assert texts(on_gpu, [GREEDY, DRAWN]) == texts(on_cpu, [GREEDY, DRAWN])
-    assert emulated_gpu.num_replays > 0
 
 
 TREE = {"method": "eagle", "num_speculative_tokens": 3, "speculative_token_tree": STATIC}

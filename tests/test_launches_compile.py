@@ -20,7 +20,8 @@ import torch
 from tests.compile_kernels import KERNELS, OVERLAPS, Kernel
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
-from tests.test_emulated_gpu import ASKED, CASES, CUT, GEMMA, GPU, PROMPTS
+from tests.other_families import GEMMA
+from tests.test_emulated_gpu import ASKED, CASES, CUT, GPU, PROMPTS
 from tests.test_row_invariance import EXPERTS
 
 pytest.importorskip("triton")

@@ -154,6 +154,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+BFLOAT16 = (
+    "ernie4_5, biased, tied",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "llama, attention bias",
+    "mistral, sliding",
+    "phi3",
+    "qwen2, tied",
+    "qwen3",
+    "smollm3",
+)
+
+
 def make_config(variant: str) -> Any:
     from transformers import AutoConfig
 
@@ -179,7 +193,7 @@ def test_logits_are_accurate_without_fixed_tiles(variant: str, tmp_path: Path) -
     assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
 
 
-@pytest.mark.parametrize("variant", ["llama, attention bias", "mistral, sliding", "phi3", "qwen2, tied", "qwen3"])
+@pytest.mark.parametrize("variant", BFLOAT16)
 def test_bfloat16_logits_are_as_accurate_as_those_of_transformers(variant: str, tmp_path: Path) -> None:
     source = save(random_model(make_config(variant)), tmp_path)
     model = saved_model(tmp_path, torch.bfloat16)
@@ -211,7 +225,9 @@ def longrope_config() -> Any:
     return AutoConfig.for_model("llama", **SHAPE, rope_parameters=LONGROPE)
 
 
-@pytest.mark.parametrize("variant", ["llama, tied", "mistral, sliding", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "variant", ["llama, tied", "mistral, sliding", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4"]
+)
 def test_taps_are_the_hidden_states_of_transformers(variant: str, tmp_path: Path) -> None:
     model = random_model(make_config(variant))
     assert_taps_are_hidden_states(load(save(model, tmp_path)), model, ROW_INVARIANT_TILES["prefill"])
@@ -285,7 +301,19 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
     torch.testing.assert_close(both[0], linear(x, weight, bias, 4))
 
 
-@pytest.mark.parametrize("variant", ["llama, attention bias", "llama, mlp bias", "phi3", "qwen3", "seed_oss"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "llama, attention bias",
+        "llama, mlp bias",
+        "phi3",
+        "qwen3",
+        "seed_oss",
+        "gemma2",
+        "glm4",
+        "ernie4_5, biased, tied",
+    ],
+)
 def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_path: Path) -> None:
     model = random_model(make_config(variant))
     source = save(model, tmp_path)

@@ -41,6 +41,7 @@ from runner.prompts import make_requests
 from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 from tests.conftest import Engines
+from tests.other_families import GEMMA
 
 DTYPES = [torch.float32, torch.bfloat16]
 THREADS = [1, 2, 3]
@@ -285,6 +286,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "sliding window": {"model_type": "mistral", "sliding_window": 20},
     "long context": {"max_position_embeddings": 1200, "num_hidden_layers": 1},
     "experts": EXPERTS,
+    "gemma2": GEMMA,
 }  # fmt: skip
 
 

@@ -59,8 +59,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
     },
-    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "final_logit_softcapping": 3.0},
-    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, **ONE_SLIDING_LAYER},
+    "vaultgemma": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "final_logit_softcapping": 3.0},
+    "olmo3": ONE_SLIDING_LAYER,  # each kind of layers has rotations of its own
     "gpt_oss": {
         "head_dim": 16,
         **EXPERTS,
@@ -86,7 +86,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
     },
-    "phi3": {"sliding_window": 8, "partial_rotary_factor": 0.5},  # with whole heads rotated it runs on our decoder
     "olmo2": {},
     "cohere2": {**ONE_SLIDING_LAYER, "logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
@@ -111,7 +110,7 @@ def test_logits_are_as_accurate_as_those_of_transformers_alone(model_type: str, 
 
 
 # No mixture of experts: rounding to bfloat16 sends a token to another expert, and its error is then no rounding error.
-@pytest.mark.parametrize("model_type", ["gemma2", "cohere2"])
+@pytest.mark.parametrize("model_type", ["vaultgemma", "cohere2"])
 def test_bfloat16_logits_are_as_accurate_as_those_of_transformers_alone(model_type: str, tmp_path: Path) -> None:
     source = save(random_model(make_config(model_type)), tmp_path)
     model = saved_model(tmp_path, torch.bfloat16)
@@ -125,12 +124,18 @@ def test_the_cache_holds_keys_and_values_of_their_own_widths() -> None:
     assert load(source).model.kv_widths == [4 * (24 + 16)] * 2
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0], ids=["half a head rotated", "on our own decoder"])
-def test_longrope_does_not_change_with_the_longest_sequence_of_the_batch(share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "share"),
+    [("olmo2", 1.0), ("phi3", 0.5), ("phi3", 1.0)],
+    ids=["transformers' own code", "half a head rotated", "whole heads rotated"],
+)
+def test_longrope_does_not_change_with_the_longest_sequence_of_the_batch(
+    model_type: str, share: float, tmp_path: Path
+) -> None:
     rope = {**LONGROPE, "partial_rotary_factor": share}
     for name in ("short_factor", "long_factor"):
         rope[name] = LONGROPE[name][: int(8 * share)]
-    model = random_model(make_config("phi3", sliding_window=None, rope_parameters=rope))
+    model = random_model(make_config(model_type, rope_parameters=rope))
     source = save(model, tmp_path)
     short = random_sequences(VOCAB_SIZE, ((5, 5), (20, 4), (17, 4)))
     pinned_short = engine_logits(load(source, max_model_len=32), short)
@@ -139,13 +144,13 @@ def test_longrope_does_not_change_with_the_longest_sequence_of_the_batch(share: 
     assert_as_accurate(engine_logits(load(source), mixed), *long_context_logits(model, mixed))
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "olmo2", "gpt2"])
+@pytest.mark.parametrize("model_type", ["vaultgemma", "olmo2", "gpt2"])
 def test_taps_are_the_hidden_states_of_transformers(model_type: str, tmp_path: Path) -> None:
     model = random_model(make_config(model_type))
     assert_taps_are_hidden_states(load(save(model, tmp_path)), model, ANY_SHAPE_TILES["prefill"])
 
 
-@pytest.mark.parametrize("model_type", ["olmoe", "gemma2"])
+@pytest.mark.parametrize("model_type", ["olmoe", "vaultgemma"])
 def test_greedy_text_from_a_checkpoint_directory_is_that_of_transformers_with_and_without_speculation(
     model_type: str, tmp_path: Path
 ) -> None:

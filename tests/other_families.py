@@ -1,0 +1,26 @@
+"""Families whose layers do more than Llama's, as changes to conftest's small target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Norms, activation, caps and scales of its own.
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma2",
+    "sliding_window": 12,
+    "query_pre_attn_scalar": 16,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 8.0,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": GEMMA,
+    # The first layer sees a window and turns by other angles than the second.
+    "gemma3_text": {
+        **{key: value for key, value in GEMMA.items() if "softcapping" not in key},
+        "model_type": "gemma3_text",
+        "sliding_window_pattern": 2,
+    },
+    "glm4": {"model_type": "glm4", "pad_token_id": 0},  # half of a head turns, neighbours together
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},  # the second does not turn
+}
