@@ -249,8 +249,8 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
         r"model_type 'vit' is no causal language model of transformers; choose a decoder-only model",
     ),
     "more than text": (
-        ModelSource(model="a-gemma3", load_format="dummy", hf_config={"model_type": "gemma3"}),
-        r"model_type 'gemma3' takes more than text; choose a text-only checkpoint",
+        ModelSource(model="a-paligemma", load_format="dummy", hf_config={"model_type": "paligemma"}),
+        r"model_type 'paligemma' takes more than text; choose a text-only checkpoint",
     ),
     "attention with biases by distance": (
         ModelSource(model="a-bloom", load_format="dummy", hf_config={"model_type": "bloom", "n_layer": 2}),

@@ -54,7 +54,7 @@ def random_sequences(vocab_size: int, lengths: Sequence[tuple[int, int]]) -> lis
     return sequences
 
 
-def random_model(config: Any) -> Any:
+def random_model(config: Any, auto_class: Any = None) -> Any:
     """A float32 transformers model whose biases, norms and sinks are random too, not zeros and ones."""
     from transformers import AutoModelForCausalLM
 
@@ -62,7 +62,8 @@ def random_model(config: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # Eager is each model's definition; some versions of Gemma 2's sdpa leave out its soft cap.
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        builder = auto_class or AutoModelForCausalLM
+        model = builder.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data.add_(0.2 * torch.randn_like(parameter))

@@ -19,6 +19,7 @@ from runner.engine.errors import UserError
 from runner.engine.json_object import read_json
 from runner.engine.quantization import read_scheme
 from runner.engine.quantized_tensors import EIGHT_BITS, WORDS, require_plain, unpack_tensors
+from runner.engine.text_part import text_config, text_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def _without_hub(source: ModelSource) -> str:
 
 
 def load_config(source: ModelSource) -> Any:
-    """The transformers config of a model.
+    """The transformers config of a model; of one that takes more than text, of its language model where we have it.
 
     Raises:
         UserError: no such model, or a config that cannot be read.
@@ -112,7 +113,7 @@ def load_config(source: ModelSource) -> Any:
         if "model_type" not in values:
             raise UserError(f"{name} must have a model_type, got {sorted(values)}; add one, such as model_type: llama")
         try:
-            return AutoConfig.for_model(values.pop("model_type"), **values)
+            return text_config(AutoConfig.for_model(values.pop("model_type"), **values), None)
         except unreadable as error:
             raise UserError(f"{name} must be a config that transformers reads: {_one_line(error)}; mend it") from error
     directory = resolve_directory(source, weights=not source.is_dummy)
@@ -124,12 +125,13 @@ def load_config(source: ModelSource) -> Any:
         )
     of_code = (ImportError,) if source.trust_remote_code else ()
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=source.trust_remote_code)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=source.trust_remote_code)
     except (*unreadable, *of_code) as error:
         problem = _unread_family(file, source, error) or (
             f"cannot be read: {_one_line(error)}; mend it or download the checkpoint again"
         )
         raise UserError(f"{source.name}: {file} {problem}") from error
+    return text_config(config, None if source.is_dummy else lambda: _slices(source))
 
 
 def _unread_family(file: Path, source: ModelSource, error: Exception) -> str | None:
@@ -198,9 +200,21 @@ def checkpoint_files(source: ModelSource) -> list[Path]:
 def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
     """(name, safetensors slice) of every tensor; a slice is read only where it is indexed.
 
+    Of a checkpoint that takes more than text these are its language model's, named as one alone names them.
     A quantized weight comes under the name that it would have dense, as a QuantizedTensor, which is dense where it is
     indexed.
     """
+    slices = text_tensors(_slices(source))
+    stated, of = stated_quantization(source), f"{source.name}={source.model}"
+    is_quantized = any(tensor.get_dtype() in (*EIGHT_BITS, WORDS) for tensor in slices.values())
+    if stated is None or not is_quantized:  # a head may only repeat what its target says
+        yield from ((name, require_plain(tensor, name, of)) for name, tensor in slices.items())
+    else:
+        yield from unpack_tensors(slices, read_scheme(stated, of, source.quantization_option), of)
+
+
+def _slices(source: ModelSource) -> dict[str, Any]:
+    """As they lie in the files."""
     from safetensors import SafetensorError, safe_open
 
     slices: dict[str, Any] = {}
@@ -213,12 +227,7 @@ def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
                     slices[name] = handle.get_slice(name)
         except SafetensorError as error:
             raise UserError(f"{source.name}: {file} is corrupt ({error}); download it again") from error
-    stated, of = stated_quantization(source), f"{source.name}={source.model}"
-    is_quantized = any(tensor.get_dtype() in (*EIGHT_BITS, WORDS) for tensor in slices.values())
-    if stated is None or not is_quantized:  # a head may only repeat what its target says
-        yield from ((name, require_plain(tensor, name, of)) for name, tensor in slices.items())
-    else:
-        yield from unpack_tensors(slices, read_scheme(stated, of, source.quantization_option), of)
+    return slices
 
 
 def stated_quantization(source: ModelSource) -> Mapping[str, Any] | None:

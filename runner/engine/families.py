@@ -95,6 +95,7 @@ FAMILIES = {
     "mixtral": Family(windows="one", experts=ExpertNames(block="block_sparse_moe", projections=("w1", "w3", "w2"))),
     "phi3": Family(qkv_bias=False, windows="one", is_rope_partial=True, fused=("qkv", "gate_up")),
     "qwen2": Family(qkv_bias=True, windows="by_layer"),
+    "qwen2_5_vl_text": Family(qkv_bias=True, windows="by_layer"),
     "qwen3": Family(output_bias="attention_bias", qk_norm=True, windows="by_layer"),
     "qwen3_moe": Family(
         output_bias="attention_bias",
@@ -102,6 +103,7 @@ FAMILIES = {
         windows="one",
         experts=ExpertNames(block="mlp", projections=("gate_proj", "up_proj", "down_proj")),
     ),
+    "qwen3_vl_text": Family(output_bias="attention_bias", qk_norm=True),
     "seed_oss": Family(output_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "smollm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias", windows="by_layer"),
 }

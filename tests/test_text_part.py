@@ -1,0 +1,158 @@
+"""Checkpoints that take more than text: their language model runs on our own decoder, read in the published layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from runner.engine.checkpoint import ModelSource
+from runner.engine.decoder import Decoder
+from runner.engine.errors import UserError
+from runner.engine.sampling_params import SamplingParams
+from runner.engine.text_part import WITH_TEXT_PART, text_tensors
+from runner.llm import LLM
+from tests.transformers_reference import (
+    INITIALIZER_RANGE,
+    assert_as_accurate,
+    engine_logits,
+    float64_logits,
+    load,
+    random_model,
+    random_sequences,
+    reference_logits,
+    save,
+    save_tokenizer,
+)
+
+VOCAB_SIZE = 96
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "initializer_range": INITIALIZER_RANGE,
+}
+LLAMA, QWEN2 = {**TEXT, "model_type": "llama"}, {**TEXT, "model_type": "qwen2"}
+EYES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+PATCHES = {**EYES, "image_size": 28, "patch_size": 14}
+CLIP = {**PATCHES, "model_type": "clip_vision_model", "projection_dim": 32}
+BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+
+
+def turning(sections: list[int]) -> dict[str, Any]:
+    """Rotations by time, height and width, which are one position in a text."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}}
+
+
+# model_type -> its language model, its encoder, and what else its config says
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        {
+            **TEXT,
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        {**PATCHES, "model_type": "siglip_vision_model"},
+        {},
+    ),
+    "internvl": (QWEN2, {**EYES, "image_size": [28, 28], "patch_size": [14, 14], "model_type": "internvl_vision"}, {}),
+    "llava": (LLAMA, CLIP, {}),
+    "llava_next": (LLAMA, CLIP, {}),
+    "mistral3": (
+        {**TEXT, "model_type": "mistral", "sliding_window": None},
+        {**PATCHES, "model_type": "pixtral", "head_dim": 16},
+        {"tie_word_embeddings": False},
+    ),
+    "qwen2_5_vl": (
+        {**TEXT, "model_type": "qwen2_5_vl_text", **turning([2, 3, 3])},
+        {**BLOCKS, "fullatt_block_indexes": [0]},
+        {},
+    ),
+    "qwen3_vl": (
+        {**TEXT, "model_type": "qwen3_vl_text", "head_dim": 16, **turning([4, 2, 2])},
+        {**BLOCKS, "deepstack_visual_indexes": [0]},
+        {"tie_word_embeddings": True},
+    ),
+    "smolvlm": (LLAMA, {**PATCHES, "model_type": "smolvlm_vision"}, {}),
+}
+
+
+def seeing_model(name: str) -> Any:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text, eyes, options = MODELS[name]
+    config = AutoConfig.for_model(name, text_config=dict(text), vision_config=dict(eyes), **options)
+    return random_model(config, AutoModelForImageTextToText)
+
+
+def test_every_one_that_is_read_is_tested() -> None:
+    assert set(MODELS) == set(WITH_TEXT_PART)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_text_are_as_accurate_as_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = seeing_model(name)
+    sequences = random_sequences(VOCAB_SIZE, ((5, 5), (70, 4), (17, 4)))
+    loaded = load(save(model, tmp_path))
+    assert isinstance(loaded.model, Decoder) and loaded.hf_config.model_type == MODELS[name][0]["model_type"]
+    head = model.get_output_embeddings().weight
+    assert loaded.model.is_tied == torch.equal(head, model.get_input_embeddings().weight)
+    assert_as_accurate(
+        engine_logits(loaded, sequences), reference_logits(model, sequences), float64_logits(model, sequences)
+    )
+
+
+def test_text_of_the_whole_checkpoint_is_that_of_transformers_with_and_without_speculation(tmp_path: Path) -> None:
+    model = seeing_model("gemma3")
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, VOCAB_SIZE)
+    ids = torch.tensor([[7, 8, 9, 10] * 5])
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=None
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for method in (None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}):
+        llm = LLM(str(tmp_path), speculative_config=method, device="cpu", dtype="float32")
+        (output,) = llm.generate({"prompt_token_ids": ids[0].tolist()}, params, use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model.text_model."])
+def test_a_language_models_tensors_are_named_as_one_alone_names_them(prefix: str) -> None:
+    head = "language_model.lm_head.weight" if prefix.startswith("language") else "lm_head.weight"
+    others = ("vision_tower.a.weight", "model.visual.b", "model.multi_modal_projector.c", "image_newline")
+    given = {f"{prefix}layers.0.mlp.up_proj.weight": 1, head: 2, **dict.fromkeys(others, 3)}
+    assert text_tensors(given) == {"model.layers.0.mlp.up_proj.weight": 1, "lm_head.weight": 2}
+
+
+def test_names_of_a_model_of_text_stay() -> None:
+    given = {"model.layers.0.mlp.up_proj.weight": 1, "lm_head.weight": 2, "connector.weight": 3}
+    assert text_tensors(given) == given
+
+
+def test_what_is_neither_a_language_models_nor_an_encoders_is_named(tmp_path: Path) -> None:
+    source = save(seeing_model("llava"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    with safe_open(file, framework="pt") as handle:
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no dict
+    save_file({**tensors, "model.language_model.extra": torch.ones(1), "ears.weight": torch.ones(1)}, file)
+    with pytest.raises(UserError, match=r"unexpected: ears\.weight, model\.extra; download"):
+        load(source)
+
+
+def test_shapes_are_read_without_weights() -> None:
+    text, eyes, _ = MODELS["gemma3"]
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": eyes}
+    loaded = load(ModelSource(model="a-gemma3", load_format="dummy", hf_config=config))
+    assert isinstance(loaded.model, Decoder) and loaded.model.is_tied
