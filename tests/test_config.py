@@ -133,10 +133,11 @@ def test_defaults_are_the_trained_pair_with_four_draft_tokens_greedy() -> None:
 
 
 def num_parameters(config: dict[str, Any]) -> int:
-    """Weights of a Llama, Qwen3 or Qwen3-MoE decoder, from its config.json."""
+    """Weights of a Llama, Qwen3, Qwen3-MoE or Gemma 3 decoder, from its config.json."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    norms = 2 * hidden + (2 * head_dim if config["model_type"] in ("qwen3", "qwen3_moe") else 0)
+    has_head_norms, is_gemma = config["model_type"] != "llama", config["model_type"] == "gemma3_text"
+    norms = (4 if is_gemma else 2) * hidden + (2 * head_dim if has_head_norms else 0)
     layer = 2 * hidden * queries + 2 * hidden * keys + norms
     if "num_experts" in config:
         layer += config["num_experts"] * (3 * hidden * config["moe_intermediate_size"] + hidden)
@@ -153,6 +154,7 @@ def num_parameters(config: dict[str, Any]) -> int:
         ("llama70b", 70_553_706_496, 1_235_814_400),
         ("qwen3_8b", 8_190_735_360, 596_049_920),
         ("qwen3_30b_a3b", 30_532_122_624, 596_049_920),
+        ("gemma3_1b", 999_885_952, 268_098_176),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset: str, target: int, draft: int) -> None:
@@ -205,6 +207,7 @@ def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
         ("qwen3_8b", "default"),
         ("qwen3_0_6b", "default"),
         ("qwen3_30b_a3b", "default"),
+        ("gemma3_1b", "default"),
     ],
 )
 def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) -> None:
@@ -213,8 +216,12 @@ def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) ->
     with Composer() as composer:
         values = dict(composer.config([f"model={preset}", "method=ngram"]).model.hf_config or {})
     config = AutoConfig.for_model(**values)
-    assert config.rope_parameters["rope_type"] == rope_type
-    assert config.rope_parameters["rope_theta"] == values["rope_theta"]
+    parameters = config.rope_parameters
+    if preset == "gemma3_1b":
+        assert parameters["sliding_attention"]["rope_theta"] == values["rope_local_base_freq"]
+        parameters = parameters["full_attention"]
+    assert parameters["rope_type"] == rope_type
+    assert parameters["rope_theta"] == values["rope_theta"]
 
 
 # --- types and ranges ---------------------------------------------------------------------------------------------
