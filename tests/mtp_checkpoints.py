@@ -41,6 +41,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"head_dim": 16, "sliding_window": 8},
     "qwen3": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
         "num_key_value_heads": 4,

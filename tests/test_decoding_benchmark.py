@@ -229,9 +229,21 @@ def test_the_head_of_a_target_whose_layers_differ_is_one_layer(tmp_path: Path) -
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = {"model_type": "gpt_oss", **sizes, "head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 4}
     config |= {"vocab_size": 96, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    target = SharedTarget(str(tmp_path), device="cpu", prompt_tokens=8, new_tokens=16, max_batch_size=1)
-    assert CASES["eagle3"].measure(target, 0)
+    assert CASES["eagle3"].measure(_target_of(config, tmp_path), 0)
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["a language model", "one inside a model that sees"])
+def test_the_head_of_another_family_is_like_llamas(is_nested: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "gemma3_text", **sizes, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": 96}
+    config |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0}
+    nested = {"model_type": "gemma3", "text_config": config, "vision_config": {"model_type": "siglip_vision_model"}}
+    assert CASES["eagle3"].measure(_target_of(nested if is_nested else config, tmp_path), 0)
+
+
+def _target_of(config: dict[str, Any], directory: Path) -> SharedTarget:
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return SharedTarget(str(directory), device="cpu", prompt_tokens=8, new_tokens=16, max_batch_size=1)
 
 
 def test_texts_that_outgrow_the_model_are_refused_with_the_remedy(model: str) -> None:

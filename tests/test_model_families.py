@@ -250,6 +250,34 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     assert read_architecture(AutoConfig.for_model("qwen3", architectures=["Qwen3ForTokenClassification"])) is None
 
 
+@pytest.mark.parametrize(
+    ("family", "stray"),
+    [
+        ("llama", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24, "no_rope_layers": [0, 1]}),
+        ("llama", {"attn_logit_softcapping": 3.0, "partial_rotary_factor": 0.5, "use_bias": True}),
+        ("mistral", {"sliding_window": 8, "use_sliding_window": False}),
+        ("gemma3_text", {**GEMMA, "attn_logit_softcapping": 3.0}),
+    ],
+)
+def test_keys_of_other_families_mean_nothing(family: str, stray: dict[str, Any], tmp_path: Path) -> None:
+    """Configs of heads and merged models repeat what some other model's said."""
+    from transformers import AutoConfig
+
+    model = random_model(AutoConfig.for_model(family, **{**SHAPE, **stray}))
+    sequences = random_sequences(VOCAB_SIZE, LENGTHS)
+    ours = engine_logits(load(save(model, tmp_path)), sequences)
+    assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
+
+
+def test_the_gelu_of_gemmas_first_releases_is_the_tanh_one() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("gemma", **{**SHAPE, "head_dim": 16})
+    config.hidden_act = "gelu"  # as releases of transformers before 5.24 read it
+    found = read_architecture(config)
+    assert found is not None and found.activation == "gelu_tanh"
+
+
 def test_more_experts_for_a_token_than_there_are_are_refused() -> None:
     from transformers import AutoConfig
 

@@ -21,6 +21,7 @@ from runner.engine.checkpoint import ModelSource, read_tensors
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.experts import Experts
+from runner.engine.layers import MLP
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.quantization import read_scheme
 from runner.engine.quantized_tensors import unpack_tensors
@@ -140,6 +141,24 @@ def test_matrices_that_share_a_quantized_tensor_are_expanded(name: str, tmp_path
             ("mlp.gate_up_proj", layer.mlp.gate_up_proj.weight),
         ):
             assert torch.equal(unpack(weight), expected[f"model.layers.{index}.{fused}.weight"]), fused
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_queries_and_keys_in_another_order_are_expanded_with_their_values(name: str, tmp_path: Path) -> None:
+    """ERNIE's, whose neighbours turn together; all other matrices are held as their checkpoint holds them."""
+    from transformers import AutoConfig
+
+    save(random_model(AutoConfig.for_model("ernie4_5", **{**SHAPE, "head_dim": 16, "pad_token_id": 0})), tmp_path)
+    expected = quantize_checkpoint(tmp_path, LAYOUTS[name])
+    loaded = load(ModelSource(model=str(tmp_path)))
+    assert isinstance(loaded.model, Decoder) and loaded.held == LAYOUTS[name].held
+    order = [*range(0, 16, 2), *range(1, 16, 2)]
+    for index, layer in enumerate(loaded.model.layers):
+        q, k, v = (expected[f"model.layers.{index}.self_attn.{part}_proj.weight"] for part in "qkv")
+        turned = [part.view(-1, 16, part.shape[1])[:, order].flatten(0, 1) for part in (q, k)]
+        assert torch.equal(unpack(layer.attention.qkv_proj.weight), torch.cat((*turned, v)))
+        down = expected[f"model.layers.{index}.mlp.down_proj.weight"]
+        assert isinstance(layer.mlp, MLP) and torch.equal(unpack(layer.mlp.down_proj.weight), down)
 
 
 @holds_8_bits

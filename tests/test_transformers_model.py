@@ -250,7 +250,15 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
     ),
     "more than text": (
         ModelSource(model="a-paligemma", load_format="dummy", hf_config={"model_type": "paligemma"}),
-        r"model_type 'paligemma' takes more than text; choose a text-only checkpoint",
+        r"model_type 'paligemma' takes more than text, .* of gemma3, .*; its is 'gemma'; choose another checkpoint",
+    ),
+    "more than text around a language model that is not ours": (
+        ModelSource(
+            model="a-mistral3",
+            load_format="dummy",
+            hf_config={"model_type": "mistral3", "text_config": {"model_type": "olmo2"}},
+        ),
+        r"model_type 'mistral3' takes more than text, .*; its is 'olmo2'; choose",
     ),
     "attention with biases by distance": (
         ModelSource(model="a-bloom", load_format="dummy", hf_config={"model_type": "bloom", "n_layer": 2}),

@@ -75,7 +75,7 @@ def describe_module(source: ModelSource, target: LoadedModel) -> MtpModule:
     """
     if source.has_files_of(target.source):
         config = target.hf_config
-        return MtpModule(layouts=IN_TARGETS, arch=read_architecture(config), config=config)
+        return MtpModule(layouts=IN_TARGETS, arch=_layer(config, source), config=config)
     values = read_head_config(source)
     kind = values.get("speculators_model_type")
     if kind is not None:
@@ -83,7 +83,7 @@ def describe_module(source: ModelSource, target: LoadedModel) -> MtpModule:
         module = MtpModule(layouts=(SPECULATORS,), arch=arch, config=config)
     else:
         config = load_config(source)
-        module = MtpModule(layouts=IN_TARGETS, arch=read_architecture(config), config=config)
+        module = MtpModule(layouts=IN_TARGETS, arch=_layer(config, source), config=config)
         is_targets = config.model_type == target.hf_config.model_type
         if module.arch is None:
             fits = is_targets and isinstance(target.model, TransformersModel)
@@ -96,6 +96,21 @@ def describe_module(source: ModelSource, target: LoadedModel) -> MtpModule:
             )
     require_target_sizes(source, target, hidden_size=int(config.hidden_size), vocab_size=int(config.vocab_size))
     return module
+
+
+def _layer(config: Any, source: ModelSource) -> Architecture | None:
+    """The decoder layer of a module, None where transformers' own code runs the target.
+
+    Raises:
+        UserError: one that modules are not built of here.
+    """
+    arch = read_architecture(config)
+    if arch is not None and not arch.is_plain:
+        raise UserError(
+            f"{source.name}={source.model}: an MTP module must have a layer like Llama's or a mixture of experts, got "
+            f"model_type {arch.family!r}; choose another method"
+        )
+    return arch
 
 
 def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> MtpTensors:

@@ -19,7 +19,7 @@ import yaml
 
 from runner.benchmarks.steady_steps import decode_steadily, longest_output, synchronize
 from runner.config import ModelConfig, SpeculativeConfig
-from runner.engine.checkpoint import resolve_directory
+from runner.engine.checkpoint import ModelSource, load_config, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
 from runner.llm import LLM
@@ -170,17 +170,19 @@ def _with_random_weights(model: ModelConfig) -> ModelConfig:
     )
 
 
-def _eagle3_head(target: Mapping[str, Any]) -> dict[str, Any]:
+def _eagle3_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """One Llama layer of the target's sizes, over a vocabulary of DRAFT_VOCAB_SIZE."""
-    num_layers = target["num_hidden_layers"]
+    target = load_config(ModelSource(model="target", load_format="dummy", hf_config=hf_config))
+    num_layers = target.num_hidden_layers
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {
-        **target,
+        **{key: value for key in sizes if (value := getattr(target, key, None)) is not None},
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "layer_types": None,
+        "max_position_embeddings": target.max_position_embeddings,
         "tie_word_embeddings": False,
-        "draft_vocab_size": min(DRAFT_VOCAB_SIZE, target["vocab_size"]),
+        "draft_vocab_size": min(DRAFT_VOCAB_SIZE, target.vocab_size),
         "eagle_aux_hidden_state_layer_ids": [min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)],
     }
 

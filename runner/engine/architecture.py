@@ -13,7 +13,7 @@ from typing import Any
 
 from kernels.reference.act_and_mul import Activation
 from runner.engine.errors import UserError
-from runner.engine.families import ACTIVATIONS, FAMILIES, ExpertNames, Family, NormNames
+from runner.engine.families import FAMILIES, ExpertNames, Family, NormNames
 from runner.engine.rope import ONE_ROPE, HeadLayout
 
 
@@ -71,6 +71,11 @@ class Architecture:
     fused: tuple[str, ...] = ()  # Family.fused
     experts: ExpertShapes | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its layers are Family.has_plain_layers, whose heads turn whole."""
+        return FAMILIES[self.family].has_plain_layers and self.head_layout.order is None
+
     @cached_property
     def qkv_rows(self) -> dict[str, int]:
         """Rows of the matrices that give queries, keys and values, by name."""
@@ -99,7 +104,7 @@ def read_architecture(config: Any) -> Architecture | None:
     if name not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
         return None
     family = FAMILIES[name]
-    if ACTIVATIONS.get(getattr(config, family.activation_key)) != family.activation:
+    if getattr(config, family.activation_key) not in family.activation_names:
         return None
     _require_own(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -120,18 +125,23 @@ def read_architecture(config: Any) -> Architecture | None:
         mlp_bias=_is_told(config, family.mlp_bias),
         qk_norm=family.qk_norm,
         sliding_windows=_sliding_windows(config, family),
-        ropes=_ropes(config),
+        ropes=_ropes(config, family),
         head_layout=_head_layout(config, family, head_dim),
         norms=family.norms,
         norms_add_one=family.norms_add_one,
         activation=family.activation,
-        attention_scale=float(getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5,
-        attention_softcap=config.attn_logit_softcapping if name == "gemma2" else None,  # Gemma 3's does not use it
-        logits_softcap=getattr(config, "final_logit_softcapping", None),
+        attention_scale=float(_own(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5,
+        attention_softcap=_own(config, family, "attn_logit_softcapping"),
+        logits_softcap=_own(config, family, "final_logit_softcapping"),
         embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
         fused=family.fused,
         experts=None if family.experts is None else _experts(config, family.experts),
     )
+
+
+def _own(config: Any, family: Family, key: str, default: Any = None) -> Any:
+    """What a config says by a key that the family's code reads."""
+    return getattr(config, key) if key in family.reads else default
 
 
 def _is_told(config: Any, bias: bool | str) -> bool:
@@ -180,16 +190,16 @@ def _require_own(config: Any) -> None:
 def _sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
     if family.windows == "none":
         return (None,) * int(config.num_hidden_layers)
-    window: int | None = config.sliding_window if getattr(config, "use_sliding_window", True) else None
+    window: int | None = config.sliding_window if _own(config, family, "use_sliding_window", True) else None
     if family.windows == "one":
         return (window,) * int(config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
-def _ropes(config: Any) -> tuple[str | None, ...]:
+def _ropes(config: Any, family: Family) -> tuple[str | None, ...]:
     if any(isinstance(value, dict) for value in config.rope_parameters.values()):
         return tuple(config.layer_types)  # Gemma 3: each kind of layers has its own
-    turned = getattr(config, "no_rope_layers", None) or [True] * int(config.num_hidden_layers)  # 0: does not turn
+    turned = _own(config, family, "no_rope_layers", [1] * int(config.num_hidden_layers))  # 0: does not turn
     return tuple(ONE_ROPE if is_turned else None for is_turned in turned)
 
 

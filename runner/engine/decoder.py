@@ -46,7 +46,7 @@ class Decoder:
             DecoderLayer(arch, index, shard, dtype, quantization=held[index]) for index in range(arch.num_layers)
         ]
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype, adds_one=arch.norms_add_one)
-        self._logits_softcap = _constant(arch.logits_softcap)
+        self.logits_softcap = _constant(arch.logits_softcap)
         # Rounded as the rows are that it scales (transformers does so).
         self.embedding_scale = _constant(arch.embedding_scale, dtype)
         storage = (quantization or {}).get(HEAD)
@@ -120,7 +120,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
-        own = head_logits(hidden, self.lm_head, tile, self._logits_softcap)
+        own = head_logits(hidden, self.lm_head, tile, self.logits_softcap)
         return self.shard.beside(own) if self._splits_head else own
 
     def whole_head(self) -> torch.Tensor:

@@ -7,9 +7,6 @@ from typing import Any, Literal
 
 from kernels.reference.act_and_mul import Activation
 
-# As configs spell them.
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class NormNames:
@@ -51,27 +48,26 @@ class Family:
     norms_add_one: bool = False  # to their weights
     activation: Activation = "silu"
     activation_key: str = "hidden_act"  # of the config
+    activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
     is_embedding_scaled: bool = False  # by the root of the hidden size
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool = False  # neighbours turn together, not the halves of what is rotated
+    reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()  # of what one tensor of the checkpoint holds all
     experts: ExpertNames | None = None
 
     @property
     def has_plain_layers(self) -> bool:
-        """Llama's but for biases, norms of heads and windows: what draft heads are built of."""
-        return (
-            self.experts is None
-            and self.norms is PRE_NORMS
-            and not (self.norms_add_one or self.is_embedding_scaled or self.is_rope_interleaved)
-            and self.activation == "silu"
-        )
+        """Llama's but for biases, norms of heads, windows and experts: what draft heads are built of."""
+        is_other = self.norms_add_one or self.is_embedding_scaled or self.is_rope_interleaved or self.reads
+        return self.norms is PRE_NORMS and not is_other and self.activation == "silu"
 
 
 _GEMMA: dict[str, Any] = {
     "output_bias": "attention_bias",
     "norms_add_one": True,
     "activation": "gelu_tanh",
+    "activation_names": ("gelu_pytorch_tanh", "gelu"),  # the latter, of the first releases, means the former
     "is_embedding_scaled": True,
 }
 _LATER_GEMMA: dict[str, Any] = {
@@ -84,8 +80,10 @@ _LATER_GEMMA: dict[str, Any] = {
 FAMILIES = {
     "ernie4_5": Family(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_rope_interleaved=True),
     "gemma": Family(**_GEMMA),
-    "gemma2": Family(**_LATER_GEMMA),
-    "gemma3_text": Family(**_LATER_GEMMA, qk_norm=True),
+    "gemma2": Family(
+        **_LATER_GEMMA, reads=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+    ),
+    "gemma3_text": Family(**_LATER_GEMMA, qk_norm=True, reads=("query_pre_attn_scalar", "final_logit_softcapping")),
     "glm": Family(is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "glm4": Family(norms=GLM_NORMS, is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
@@ -105,6 +103,11 @@ FAMILIES = {
     ),
     "qwen3_vl_text": Family(output_bias="attention_bias", qk_norm=True),
     "seed_oss": Family(output_bias="attention_out_bias", mlp_bias="mlp_bias"),
-    "smollm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias", windows="by_layer"),
+    "smollm3": Family(
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        windows="by_layer",
+        reads=("no_rope_layers", "use_sliding_window"),
+    ),
 }
-HEAD_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.has_plain_layers)
+HEAD_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.has_plain_layers and family.experts is None)

@@ -99,7 +99,7 @@ def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[A
         ) from error
     warn_of_unread_rope(config, f"{source.name}={source.model}")
     arch = read_architecture(config)
-    if arch is None or arch.head_layout.order is not None:
+    if arch is None or not arch.is_plain:
         raise UserError(
             f"{source.name}={source.model}: the layer of its config.json must be like Llama's, with hidden_act 'silu' "
             "and rotations of whole heads; choose a head whose layer is"

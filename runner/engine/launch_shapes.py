@@ -107,7 +107,13 @@ def product_tile(device: torch.device, *, batch_invariant: bool) -> int | None:
 
 
 def row_invariant_shapes(
-    shapes: Shapes, layer: DecoderLayer, lm_head: Weight, *, max_model_len: int, shard: Shard
+    shapes: Shapes,
+    layer: DecoderLayer,
+    lm_head: Weight,
+    *,
+    softcap: torch.Tensor | None = None,  # of the logits
+    max_model_len: int,
+    shard: Shard,
 ) -> Shapes | None:
     """`shapes`, or others in which this machine keeps a row's bits, in all ranks; None when none do.
 
@@ -115,7 +121,7 @@ def row_invariant_shapes(
     cannot be read off its documentation. Ranks ask in step, since some of the products are all of theirs.
     """
     if runs_kernels(lm_head.device):
-        keep = [_kernels_keep_bits(shape, layer, lm_head) for shape in shapes.values()]
+        keep = [_kernels_keep_bits(shape, layer, lm_head, softcap) for shape in shapes.values()]
         return shapes if shard.all(all(keep)) else None
     decode = shapes["decode"]
     is_bucketed = isinstance(decode, PagedShape) and decode.is_bucketed
@@ -171,7 +177,7 @@ def _experts_keep_bits(experts: Experts, tile: int) -> bool:
     return all(torch.equal(experts.own_part(rows[own], tile), together[own]) for own in some)
 
 
-def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight) -> bool:
+def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight, softcap: torch.Tensor | None) -> bool:
     """A row alone against the same row in company, in every product and over a context of two splits."""
     assert isinstance(shape, PagedShape)
     attention, mlp, tile = layer.attention, layer.mlp, shape.linear
@@ -179,7 +185,7 @@ def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight)
         (lambda x: attention.qkv_proj(x, tile), [attention.qkv_proj.weight], 1),
         (lambda x: attention.o_proj(x, tile), [attention.o_proj.weight], 1),
         (lambda x: mlp(x, tile), mlp.product_weights, mlp.rows_for_one),
-        (lambda x: head_logits(x, lm_head, tile), [lm_head], 1),
+        (lambda x: head_logits(x, lm_head, tile, softcap), [lm_head], 1),
     )
     agree = [_rows_agree(product, weights, of_rows) for product, weights, of_rows in asked]
     return all(agree) and _attentions_agree(shape, attention)

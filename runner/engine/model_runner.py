@@ -60,7 +60,12 @@ class ModelRunner(PagedRunner):
         kept: Shapes | None = None
         if isinstance(model, Decoder) and batch_invariant:
             kept = row_invariant_shapes(
-                self.shapes, model.sample_layer, model.lm_head, max_model_len=model.max_model_len, shard=model.shard
+                self.shapes,
+                model.sample_layer,
+                model.lm_head,
+                softcap=model.logits_softcap,
+                max_model_len=model.max_model_len,
+                shard=model.shard,
             )
         elif isinstance(model, TransformersModel) and model.keeps_rows:
             kept = shapes_that_keep_rows(model, block_size=block_size, device=device, dtype=dtype)

@@ -10,6 +10,7 @@ from typing import Any
 from runner.engine.checkpoint import ModelSource, resolve_directory, stated_quantization
 from runner.engine.errors import UserError
 from runner.engine.rope import require_static_rope
+from runner.engine.text_part import WITH_TEXT_PART
 
 # What transformers' code raises where a config lacks a value, or has two that do not go together.
 CONFIG_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -28,7 +29,11 @@ def _refusal(config: Any, model_class: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder; choose a decoder-only model"
     if config.get_text_config(decoder=True) is not config:
-        return "takes more than text; choose a text-only checkpoint"
+        kind = config.get_text_config(decoder=True).model_type
+        return (
+            f"takes more than text, and a language model in it is read of {', '.join(WITH_TEXT_PART)}, where it runs "
+            f"on our own decoder; its is {kind!r}; choose another checkpoint, or a text-only one"
+        )
     if getattr(config, "num_hidden_layers", 1) < 1:
         return f"has {config.num_hidden_layers} layers; mend num_hidden_layers in its config.json"
     if model_class is None:
