@@ -23,10 +23,12 @@ LINE: tl.constexpr = tl.constexpr(32)  # elements of a cache line, at least: flo
 
 
 @triton.jit
-def await_x(weight_ptr, eps_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """await_input; weight and eps, which have left the cache since the last step, come closer while it waits."""
-    starts = tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE
-    prefetch(weight_ptr + tl.minimum(starts, HIDDEN - 1))
+def await_x(x_weight_ptr, weight_ptr, eps_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """await_input; weights and eps, which have left the cache since the last step, come closer while it waits."""
+    starts = tl.minimum(tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE, HIDDEN - 1)
+    if x_weight_ptr is not None:
+        prefetch(x_weight_ptr + starts)
+    prefetch(weight_ptr + starts)
     prefetch(eps_ptr)
     await_input()
 
@@ -62,7 +64,7 @@ def rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     is_column = columns < HIDDEN
     if OVERLAPS:
-        await_x(weight_ptr, eps_ptr, HIDDEN, BLOCK)
+        await_x(x_weight_ptr, weight_ptr, eps_ptr, HIDDEN, BLOCK)
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     weight, eps = tl.load(weight_ptr + columns, mask=is_column, other=0.0), tl.load(eps_ptr)
     if x_weight_ptr is not None:
@@ -98,7 +100,7 @@ def rms_norm_pair_kernel(
     if half != STATE_HALF:
         weight_ptr = embedding_weight_ptr
     if OVERLAPS:
-        await_x(weight_ptr, eps_ptr, HIDDEN, BLOCK)
+        await_x(None, weight_ptr, eps_ptr, HIDDEN, BLOCK)
     x_ptr = states_ptr + row * states_stride
     if half != STATE_HALF:
         place = row

@@ -58,11 +58,14 @@ TARGET_CONFIG: dict[str, Any] = {
 }
 
 
+MOST_KEPT = 64  # engines: more than there are methods, which tests take one after another
+
+
 class Engines:
-    """Builds engines; the same arguments give the same engine."""
+    """Builds engines; the same arguments give the same engine, while it is among the last ones asked for."""
 
     def __init__(self) -> None:
-        self._built: dict[str, LLM] = {}
+        self._built: dict[str, LLM] = {}  # in the order in which they were asked for
 
     def __call__(
         self,
@@ -78,7 +81,8 @@ class Engines:
         layers get half of it, so that the first layer alone is a fair guess.
         """
         key = repr((speculative_config, architecture, weight_scale, sorted(engine_args.items())))
-        if key not in self._built:
+        llm = self._built.pop(key, None)
+        if llm is None:
             hf_config = {**TARGET_CONFIG, **(architecture or {})}
             engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": hf_config, **engine_args}
             draft = {"model": "first-layer", "hf_config": {**hf_config, "num_hidden_layers": 1}}
@@ -98,10 +102,11 @@ class Engines:
                 change_first(patch, ModelRunner, scale)
                 for module in (from_hidden_states, blocks):
                     patch.setattr(module, "quantize_head_of_target", quantize_fair_head)
-                self._built[key] = LLM(
-                    "dummy", speculative_config=speculative_config, draft=draft, heads=heads, **engine_args
-                )
-        return self._built[key]
+                llm = LLM("dummy", speculative_config=speculative_config, draft=draft, heads=heads, **engine_args)
+            if len(self._built) == MOST_KEPT:
+                del self._built[next(iter(self._built))]
+        self._built[key] = llm
+        return llm
 
 
 def change_first(patch: pytest.MonkeyPatch, runner_class: Any, change: Callable[[Any], None]) -> None:
