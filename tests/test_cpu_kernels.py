@@ -25,6 +25,7 @@ from kernels.cpu.kernel import Kernel
 from kernels.cpu.key_panels import KEYS
 from kernels.cpu.rms_norm import add_rms_norm as add_rms_norm_on_cpu
 from kernels.cpu.rms_norm import rms_norm as rms_norm_on_cpu
+from kernels.cpu.rms_norm import sum_beside_rms_norm
 from kernels.cpu.rope import rope_and_write
 from kernels.cpu.rows import cap_in_place, scale
 from kernels.cpu.sampling import greedy
@@ -481,6 +482,9 @@ def test_norms_are_what_the_definition_says_and_rows_their_own(width: int) -> No
     exact = sums * (sums.square().mean(dim=1, keepdim=True) + eps.double()).rsqrt() * weight.double()
     torch.testing.assert_close(normed.double(), exact, rtol=1e-6, atol=1e-7)
     assert torch.equal(rms_norm_on_cpu(total, weight, eps), normed)
+    both = sum_beside_rms_norm(x, residual, weight, eps)
+    assert torch.equal(both, torch.cat((total, normed), dim=1))
+    assert torch.equal(rms_norm_on_cpu(both[:, :width], weight, eps), normed), "rows that lie apart"
     for row in range(len(x)):
         own = slice(row, row + 1)
         assert torch.equal(add_rms_norm_on_cpu(x[own], residual[own], weight, eps)[0], normed[own])

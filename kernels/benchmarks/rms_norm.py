@@ -1,4 +1,7 @@
-"""The norms of Llama-3-8B's layers, residual add included, and the pair in front of its draft head's first layer."""
+"""The norms of Llama-3-8B's layers, residual add included, and the pair in front of its draft head's first layer.
+
+And, of the same size, what Gemma's layers do: rows are normed before they are added, by weights of float32.
+"""
 
 from __future__ import annotations
 
@@ -26,34 +29,41 @@ def cases(setting: Setting) -> list[Case]:
             prepare=partial(prepare, setting, num_rows, hidden),
         )
         for what, prepare, own_sizes in (
-            ("add and norm", _prepare_sum, sizes),
+            ("add and norm", partial(_prepare_sum, norms_x=False), sizes),
+            ("norm, add and norm", partial(_prepare_sum, norms_x=True), pair_sizes),
             ("embeddings and states", _prepare_pair, pair_sizes),
         )
         for num_rows in own_sizes
     ]
 
 
-def _prepare_sum(setting: Setting, num_rows: int, hidden: int) -> Work:
+def _prepare_sum(setting: Setting, num_rows: int, hidden: int, *, norms_x: bool) -> Work:
     in_company = COMPANY if num_rows == 1 else num_rows
     x, added = (setting.normal(in_company, hidden, seed=seed) for seed in (0, 1))
-    weight, eps = setting.normal(hidden, seed=2), torch.tensor(EPS, device=setting.device)
+    weight, x_weight = (setting.normal(hidden, seed=seed) for seed in (2, 3))
+    eps = torch.tensor(EPS, device=setting.device)
+    own_weight, own_x_weight = (weight.float(), x_weight.float()) if norms_x else (weight, None)
+
+    def op(rows: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernel.add_rms_norm(rows, residual, own_weight, eps, own_x_weight)
 
     def check() -> list[str]:
-        normed, residual = kernel.add_rms_norm(x[:num_rows], added[:num_rows], weight, eps)
-        by_torch, wanted = reference.add_rms_norm(x[:num_rows], added[:num_rows], weight, eps)
-        check_equal("residual", residual, wanted)
-        exact = _exact(wanted, weight, eps)
-        bits = check_row_bits(lambda rows: kernel.add_rms_norm(x[rows], added[rows], weight, eps)[0], in_company)
+        first = slice(0, num_rows)
+        normed, residual = op(x[first], added[first])
+        branch = x[first] if own_x_weight is None else kernel.rms_norm(x[first], own_x_weight, eps)
+        check_equal("residual", residual, added[first] + branch)
+        by_torch, exact = reference.rms_norm(residual, own_weight, eps), _exact(residual, weight, eps)
+        bits = check_row_bits(lambda rows: op(x[rows], added[rows])[0], in_company)
         return [check_error(normed, by_torch, exact), bits]
 
     row_bytes = hidden * setting.dtype.itemsize
     return Work(
         check=check,
         calls=[
-            partial(kernel.add_rms_norm, own, own_added, weight, eps)
+            partial(op, own, own_added)
             for own, own_added in setting.copies(2 * num_rows * row_bytes, x[:num_rows], added[:num_rows])
         ],
-        num_bytes=(4 * num_rows + 1) * row_bytes,
+        num_bytes=4 * num_rows * row_bytes + (1 + norms_x) * own_weight.nbytes,
         comes_from=setting.comes_from(2 * num_rows * row_bytes),
     )
 

@@ -10,7 +10,6 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from kernels.cpu.compiled import inlined
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
@@ -25,16 +24,6 @@ Arguments = arguments_of(
     *("normed_stride", "total_stride", "x_stride", "residual_stride"),  # elements from row to row
     *("num_rows", "width", "x_rows"),
 )
-
-
-@inlined
-def scale_of(row: Any, eps: Any) -> Any:
-    """What makes a row's mean square 1, but for eps."""
-    squares = NOTHING
-    for column in range(len(row)):
-        number = widen(row[column])
-        squares += number * number
-    return ONE / np.sqrt(squares / np.float32(len(row)) + eps)
 
 
 @cache
@@ -57,15 +46,25 @@ def rows_norm(element: Any, weight_element: Any) -> Kernel:
             if a.residual:
                 target = sums[row]
                 if a.x_weight:
-                    scale = scale_of(own, floats(a.eps, 1, 1)[0, 0])
+                    squares = NOTHING
+                    for column in range(width):
+                        number = widen(own[column])
+                        squares += number * number
+                    scale = ONE / np.sqrt(squares / np.float32(width) + floats(a.eps, 1, 1)[0, 0])
                     for column in range(width):
                         number = widen(own[column]) * scale * widen(x_scales[column])
                         target[column] = narrow(number, own[column])
-                    own = target
-                for column in range(width):
-                    target[column] = narrow(widen(own[column]) + widen(added[row, column]), own[column])
+                    for column in range(width):
+                        target[column] = narrow(widen(target[column]) + widen(added[row, column]), own[column])
+                else:
+                    for column in range(width):
+                        target[column] = narrow(widen(own[column]) + widen(added[row, column]), own[column])
                 own = target
-            scale = scale_of(own, floats(a.eps, 1, 1)[0, 0])
+            squares = NOTHING
+            for column in range(width):
+                number = widen(own[column])
+                squares += number * number
+            scale = ONE / np.sqrt(squares / np.float32(width) + floats(a.eps, 1, 1)[0, 0])
             for column in range(width):
                 to[row, column] = narrow(widen(own[column]) * scale * widen(scales[column]), own[column])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
@@ -15,10 +16,10 @@ from torch import Tensor
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
-from kernels.cpu.rms_norm import scale_of
 from kernels.cpu.threads import parts_of
 
 PART_NUMBERS = 1 << 13  # of rows, turned in some microseconds
+NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 Arguments = arguments_of(
     "qkv",  # addresses: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]
     "table",  # [num_positions, head_dim] float32: cosines, then sines
@@ -49,8 +50,11 @@ def rows_rotation(element: Any, weight_element: Any) -> Kernel:
                 own = rows[row, head * head_dim : (head + 1) * head_dim]
                 weight = a.q_weight if head < num_heads else a.k_weight
                 if weight:
-                    scales = elements(weight, 1, head_dim, weight_element)[0]
-                    scale = scale_of(own, floats(a.eps, 1, 1)[0, 0])
+                    squares, scales = NOTHING, elements(weight, 1, head_dim, weight_element)[0]
+                    for column in range(head_dim):
+                        number = widen(own[column])
+                        squares += number * number
+                    scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(a.eps, 1, 1)[0, 0])
                     for column in range(head_dim):
                         own[column] = narrow(widen(own[column]) * (scale * widen(scales[column])), own[column])
                 lows, highs, cosines, sines = own[:half], own[half:], turn[:half], turn[half:]
