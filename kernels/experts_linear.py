@@ -22,6 +22,7 @@ from kernels.linear import converts_float8, take_apart
 from kernels.linear_plan import plan_linear
 from kernels.linear_tile import finish_tile, sum_tile
 from kernels.quantized_weight import FLOAT8, QuantizedWeight
+from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
 
 
@@ -33,6 +34,7 @@ def linear_of_experts_kernel(
     starts_ptr,  # [NUM_EXPERTS + 1] int64
     weight_ptr,  # of the first expert [out_features, in_features]; if GATED as many up rows follow
     scales_ptr,  # of the first expert [weight rows, groups] float32, or None
+    bias_ptr,  # [NUM_EXPERTS, weight rows], or None
     out_ptr,  # [num_places, out_features]
     num_places,
     out_features,
@@ -47,6 +49,7 @@ def linear_of_experts_kernel(
     EXPERTS: tl.constexpr,  # >= NUM_EXPERTS
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # as finish_tile has them
     EVEN_K: tl.constexpr,  # in_features is a multiple of BLOCK_K
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -83,6 +86,8 @@ def linear_of_experts_kernel(
     # Features behind the last are computed as the last and not stored: the loop has no mask for them.
     weight_rows = tl.minimum(features, out_features - 1).to(tl.int64)
     row_ptrs = weight_ptr + expert.to(tl.int64) * weight_distance + weight_rows[:, None] * in_features
+    if bias_ptr is not None:
+        bias_ptr += expert * out_features * (2 if GATED else 1)
     if scales_ptr is not None:
         scales_ptr += expert.to(tl.int64) * scales_distance
     row_scales, up_scales, end_scales = scales_ptr, scales_ptr, scales_ptr
@@ -108,7 +113,20 @@ def linear_of_experts_kernel(
         HAS_GROUPS,
         FLOAT8_BITS,
     )
-    finish_tile(total, up_total, end_scales, None, out_ptr, features, places, end, out_features, GATED, "silu", 0.0)
+    finish_tile(
+        total,
+        up_total,
+        end_scales,
+        bias_ptr,
+        out_ptr,
+        features,
+        places,
+        end,
+        out_features,
+        GATED,
+        ACTIVATION,
+        0.0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,21 +165,25 @@ def gated_linear_of_experts(
     x: Tensor,  # [num_rows, in_features], rows may lie further apart
     weights: Weights,  # of each expert [2 * intermediate, in_features], gate rows first
     routing: Routing,
+    biases: Tensor | None = None,  # [num_experts, 2 * intermediate]
+    activation: Activation = "silu",
 ) -> Tensor:  # [num_places, intermediate]
-    """silu(x Wg^T) * (x Wu^T) of the expert and the row at each place; as linear_of_experts otherwise."""
-    return _launch(x, routing.rows, weights, routing, gated=True)
+    """activation(x Wg^T + bg) * (x Wu^T + bu) of the expert and the row at each place; else as linear_of_experts."""
+    return _launch(x, routing.rows, weights, routing, biases, gated=True, activation=activation)
 
 
 def linear_of_experts(
     x: Tensor,  # [num_places, in_features], rows may lie further apart
     weights: Weights,  # of each expert [out_features, in_features]
     routing: Routing,
+    biases: Tensor | None = None,  # [num_experts, out_features]
 ) -> Tensor:  # [num_places, out_features]
-    """x W^T of the expert at each place, summed in float32 and rounded once, to the dtype of x.
+    """x W^T + b of the expert at each place, summed in float32 and rounded once, to the dtype of x.
 
-    x and weights share a dtype: bfloat16, float16 or float32. A sequence of weights is looked through in every call.
+    x, weights and biases share a dtype: bfloat16, float16 or float32. A sequence of weights is looked through in every
+    call.
     """
-    return _launch(x, None, weights, routing, gated=False)
+    return _launch(x, None, weights, routing, biases, gated=False)
 
 
 def distance(views: Sequence[Tensor]) -> int:
@@ -174,7 +196,16 @@ def distance(views: Sequence[Tensor]) -> int:
     return step // first.itemsize
 
 
-def _launch(x: Tensor, rows: Tensor | None, weights: Weights, routing: Routing, *, gated: bool) -> Tensor:
+def _launch(
+    x: Tensor,
+    rows: Tensor | None,
+    weights: Weights,
+    routing: Routing,
+    biases: Tensor | None,
+    *,
+    gated: bool,
+    activation: Activation = "silu",
+) -> Tensor:
     held = weights if isinstance(weights, ExpertsInMemory) else ExpertsInMemory.of(weights)
     numbers, scales, group_size, num_experts = held.numbers, held.scales, held.group_size, held.num_experts
     num_places, (weight_rows, in_features) = len(routing.rows), numbers.shape
@@ -182,6 +213,7 @@ def _launch(x: Tensor, rows: Tensor | None, weights: Weights, routing: Routing, 
     assert len(routing.starts) == num_experts + 1 and weight_rows == (1 + gated) * out_features
     assert x.shape == (num_places if rows is None else len(routing.places), in_features)
     assert x.stride(1) == 1 and x.dtype == held.dtype
+    assert biases is None or (biases.shape == (num_experts, weight_rows) and biases.is_contiguous())
     out = torch.empty(num_places, out_features, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -203,6 +235,7 @@ def _launch(x: Tensor, rows: Tensor | None, weights: Weights, routing: Routing, 
         routing.starts,
         numbers.view(torch.int8) if takes_bits else numbers,
         scales,
+        biases,
         out,
         num_places,
         out_features,
@@ -217,6 +250,7 @@ def _launch(x: Tensor, rows: Tensor | None, weights: Weights, routing: Routing, 
         EXPERTS=triton.next_power_of_2(num_experts),
         SPLITS=plan.splits,
         GATED=gated,
+        ACTIVATION=activation,
         EVEN_K=in_features % plan.block_k == 0,
         TOKENS=plan.tokens,
         FEATURES=plan.features,

@@ -9,11 +9,16 @@ import math
 import triton
 import triton.language as tl
 
+from kernels.reference import act_and_mul
 from kernels.tanh import tanh
 
 # Of gelu by tanh: twice what it takes the tanh of is GELU_CUBIC * gate^3 + GELU_LINEAR * gate.
 GELU_LINEAR: tl.constexpr = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 GELU_CUBIC: tl.constexpr = tl.constexpr(0.044715 * GELU_LINEAR.value)
+
+# Of clamped_swiglu.
+ALPHA: tl.constexpr = tl.constexpr(act_and_mul.ALPHA)
+LIMIT: tl.constexpr = tl.constexpr(act_and_mul.LIMIT)
 
 
 @triton.jit
@@ -130,6 +135,10 @@ def finish_tile(
         power = sums
         if ACTIVATION == "gelu_tanh":
             power = (GELU_CUBIC * sums * sums + GELU_LINEAR) * sums
+        if ACTIVATION == "clamped_swiglu":
+            sums = tl.where(sums > LIMIT, LIMIT, sums)  # what is no number stays so
+            up_sums = tl.where(tl.abs(up_sums) > LIMIT, tl.where(up_sums > 0.0, LIMIT, -LIMIT), up_sums) + 1.0
+            power = ALPHA * sums
         sums = sums / (1.0 + tl.exp(-power)) * up_sums
     if SOFTCAP > 0.0:
         sums = tanh(sums / SOFTCAP) * SOFTCAP

@@ -23,4 +23,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4": {"model_type": "glm4", "pad_token_id": 0},  # half of a head turns, neighbours together
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},  # the second does not turn
+    # Sinks, biases everywhere, and a mixture of experts whose gates are cut off; the first layer sees a window.
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "swiglu_limit": 7.0,
+        "pad_token_id": 0,
+    },
 }

@@ -275,3 +275,35 @@ def state_config(directory: Path, quantization_config: dict[str, Any]) -> None:
     file = directory / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps({**values, "quantization_config": quantization_config}), encoding="utf-8")
+
+
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
+
+def pack_experts(directory: Path) -> dict[str, Tensor]:
+    """Random experts in a dense gpt-oss checkpoint, in MXFP4; the dense stacks that they stand for."""
+    file, generator = directory / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors, dense = load_file(file), dict[str, Tensor]()
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num_experts, in_features, outputs = tensors.pop(name).shape
+        groups = (num_experts, outputs, in_features // GROUP)
+        codes = torch.randint(0, 16, (*groups, GROUP), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(120, 125, groups, generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_scales"] = exponents
+        two_bits = (codes >> 1 & 3).float()  # a sign, two bits of exponent, one of mantissa
+        fraction = (codes & 1).float() / 2
+        size = torch.where(two_bits > 0, (1 + fraction) * 2 ** (two_bits - 1), fraction)
+        signed = torch.where(codes >= 8, -size, size) * 2.0 ** (exponents.float() - 127).unsqueeze(-1)
+        dense[name] = signed.flatten(2).transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    state_config(directory, MXFP4)
+    return dense

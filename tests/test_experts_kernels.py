@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels import linear_plan
 from kernels.quantized_weight import FLOAT8, QuantizedWeight, expand
 from kernels.reference import experts as reference
+from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
 from tests.emulated_device import EmulatedDevice
 from tests.no_readback import NoReadback
@@ -121,10 +122,25 @@ def test_results_are_added_in_the_order_of_the_choices(
     assert found.dtype == dtype and torch.equal(found, reference.sum_of_experts(results, routing))
 
 
-def assert_is_references(found: Tensor, op: str, x: Tensor, weights: Tensor, routing: Routing) -> None:
+def assert_is_references(
+    found: Tensor,
+    op: str,
+    x: Tensor,
+    weights: Tensor,
+    routing: Routing,
+    biases: Tensor | None = None,
+    *activation: Activation,
+) -> None:
     """As far off as the reference is in the dtype of x."""
     by_torch, exact = (
-        getattr(reference, op)(x.to(dtype), weights.to(dtype).unbind(), routing, None)
+        getattr(reference, op)(
+            x.to(dtype),
+            weights.to(dtype).unbind(),
+            routing,
+            None,
+            None if biases is None else biases.to(dtype),
+            *activation,
+        )
         for dtype in (x.dtype, torch.float64)
     )
     assert_error_is_torchs(found, by_torch, exact)
@@ -139,10 +155,11 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])  # of experts without biases, and with
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_error_of_experts_products_is_that_of_torch(
-    kernel_device: torch.device, small_cuts: None, dtype: torch.dtype, case: str
+    kernel_device: torch.device, small_cuts: None, dtype: torch.dtype, case: str, activation: Activation
 ) -> None:
     if dtype == torch.bfloat16 and kernel_device.type == "cpu":
         pytest.skip("Triton's interpreter knows no bfloat16")
@@ -150,9 +167,13 @@ def test_the_error_of_experts_products_is_that_of_torch(
     there, num_rows = to(kernel_device, routing), len(routing.places)
     up, x = normal(5, 2 * 70, 101, dtype=dtype) / 4, normal(num_rows, 101, dtype=dtype, seed=1)
     down, hidden = normal(5, 66, 72, dtype=dtype, seed=2), normal(len(routing.rows), 72, dtype=dtype, seed=3)
-    for op, rows, weights in (("gated_linear_of_experts", x, up), ("linear_of_experts", hidden, down)):
-        found = getattr(products, op)(rows.to(kernel_device), weights.to(kernel_device).unbind(), there)
-        assert_is_references(found, op, rows, weights, routing)
+    cases = (("gated_linear_of_experts", x, up, (activation,)), ("linear_of_experts", hidden, down, ()))
+    for op, rows, weights, gate in cases:
+        biases = normal(5, weights.shape[1], dtype=dtype, seed=4) * 3 if activation == "clamped_swiglu" else None
+        on_device = (None if given is None else given.to(kernel_device) for given in (rows, weights, biases))
+        own_rows, own_weights, own_biases = on_device
+        found = getattr(products, op)(own_rows, own_weights.unbind(), there, own_biases, *gate)
+        assert_is_references(found, op, rows, weights, routing, biases, *gate)
 
 
 def quantized_experts(
@@ -208,16 +229,17 @@ def test_a_product_has_the_bits_of_the_row_alone_with_the_weight_alone(
     width = 4 * linear_plan.LINE // dtype.itemsize - 3
     rows = rounding_between_steps(len(chosen), width + 8, dtype=dtype, seed=0).to(kernel_device)[:, :width]
     weights = (small_integers(3, 66, width, dtype=dtype) / 64).to(kernel_device).unbind()
+    biases = normal(3, 66, dtype=dtype, seed=1).to(kernel_device)
     routing = to(kernel_device, to_experts(chosen, 3))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("MIN_STEPS", 1), ("PROGRAMS", 4), ("WIDE_ROWS", wide_rows)):
             patch.setattr(linear_plan, name, value)
-        found = products.linear_of_experts(rows[routing.rows], weights, routing)
+        found = products.linear_of_experts(rows[routing.rows], weights, routing, biases)
         gated = products.gated_linear_of_experts(rows, weights, routing)
         for row, (experts, places) in enumerate(zip(chosen, routing.places.tolist(), strict=True)):
             for expert, place in zip(experts, places, strict=True):
                 alone = rows[row : row + 1]
-                assert torch.equal(found[place], linears.linear(alone, weights[expert])[0])
+                assert torch.equal(found[place], linears.linear(alone, weights[expert], biases[expert])[0])
                 assert torch.equal(gated[place], linears.gated_linear(alone, weights[expert])[0])
 
 

@@ -17,6 +17,7 @@ from kernels.cpu.panels import Panels, Weight, can_pack, pack, unpack
 from kernels.cpu.recording import Pool, recording
 from kernels.quantized_weight import FLOAT8, num_groups, quantize
 from kernels.reference import experts as reference
+from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
 from runner.engine.experts import split_rows
 
@@ -77,11 +78,12 @@ def test_rows_of_no_numbers_go_to_as_many_experts_as_others() -> None:
         assert len(set(experts.tolist())) == 3
 
 
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])  # of experts without biases, and with
 @pytest.mark.parametrize("shape", [(1, 4, 2), (5, 7, 3), (20, 3, 2), (40, 2, 1)], ids=str)  # rows, experts, choices
 @pytest.mark.parametrize("held", [None, torch.int8, FLOAT8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_results_are_those_of_each_places_expert(
-    dtype: torch.dtype, held: torch.dtype | None, shape: tuple[int, int, int]
+    dtype: torch.dtype, held: torch.dtype | None, shape: tuple[int, int, int], activation: Activation
 ) -> None:
     num_rows, num_experts, choices = shape
     routing = routing_of(num_rows, num_experts, choices)
@@ -94,17 +96,26 @@ def test_results_are_those_of_each_places_expert(
         wholes = [quantize(unpack(whole), held) for whole in wholes]
     gate_up, down = (panels(whole, num_experts) for whole in wholes)
     exact = [list(unpack(whole).double().chunk(num_experts)) for whole in wholes]
-    inner = gated_linear_of_experts(x, gate_up, routing)
-    outer = linear_of_experts(inner, down, routing)
+    biases: list[Tensor] | list[None] = [None, None]
+    if activation == "clamped_swiglu":
+        biases = [4 * randn(num_experts, width, dtype=dtype, seed=4) for width in (2 * INNER, HIDDEN)]
+    exact_biases = [None if own is None else own.double() for own in biases]
+    inner = gated_linear_of_experts(x, gate_up, routing, biases[0], activation)
+    outer = linear_of_experts(inner, down, routing, biases[1])
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    expected = reference.gated_linear_of_experts(x.double(), exact[0], routing, None)
-    torch.testing.assert_close(inner.double(), expected, rtol=tolerance, atol=tolerance)
-    expected = reference.linear_of_experts(inner.double(), exact[1], routing, None)
-    torch.testing.assert_close(outer.double(), expected, rtol=tolerance, atol=tolerance)
+    expected = reference.gated_linear_of_experts(x.double(), exact[0], routing, None, exact_biases[0], activation)
+    assert_near(inner, expected, tolerance)
+    expected = reference.linear_of_experts(inner.double(), exact[1], routing, None, exact_biases[1])
+    assert_near(outer, expected, tolerance)
     assert torch.equal(sum_of_experts(outer, routing), reference.sum_of_experts(outer, routing))
 
 
-@pytest.mark.parametrize("held", ["dense", "int8", "float8 in groups of 128"])
+def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    largest = max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize("held", ["dense", "dense, biases", "int8", "float8 in groups of 128", "int8, biases"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_place_has_the_bits_of_its_experts_product_of_it_alone(
     num_threads: int, dtype: torch.dtype, held: str
@@ -113,9 +124,10 @@ def test_a_place_has_the_bits_of_its_experts_product_of_it_alone(
     num_experts, in_features, out_features = 6, 1400, 1024  # so large that many rows take turns on parts of a panel
     dense = randn(num_experts * out_features, in_features, dtype=dtype)
     whole: Weight = dense
-    if held == "int8":
+    biases = randn(num_experts, out_features, dtype=dtype, seed=5) if "biases" in held else None
+    if held.startswith("int8"):
         whole = quantize(dense, torch.int8)
-    elif held != "dense":
+    elif held.startswith("float8"):
         groups = 1 + 0.1 * randn(len(dense), num_groups(in_features, 128)).abs()
         whole = replace(quantize(dense, FLOAT8), scales=groups, group_size=128)
     weights = panels(whole, num_experts)
@@ -126,13 +138,13 @@ def test_a_place_has_the_bits_of_its_experts_product_of_it_alone(
         x = randn(num_rows, in_features, dtype=dtype, seed=1).index_select(0, routing.rows)
         alone = torch.cat(
             [
-                linear(x[place : place + 1], weights[expert])
+                linear(x[place : place + 1], weights[expert], None if biases is None else biases[expert])
                 for expert in range(num_experts)
                 for place in range(starts[expert], starts[expert + 1])
             ]
         )
         for _ in range(3):
-            assert torch.equal(linear_of_experts(x, weights, routing), alone)
+            assert torch.equal(linear_of_experts(x, weights, routing, biases), alone)
 
 
 def test_a_recorded_step_follows_another_routing() -> None:

@@ -60,6 +60,7 @@ LONGROPE = {
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
     "original_max_position_embeddings": 32,
 }
+GPT_OSS = {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 8, "pad_token_id": 0}
 EXPERTS = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2}
 SLIDING_LAYER = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {"head_dim": 24, "pad_token_id": 0}
@@ -110,6 +111,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": ("glm4", {"head_dim": 24, "pad_token_id": 0}),
     "glm4, tied": ("glm4", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": True, "attention_bias": False}),
+    "gpt_oss": ("gpt_oss", {**GPT_OSS, "rope_parameters": {**YARN, "truncate": False}}),
+    "gpt_oss, tied, no biases": (
+        "gpt_oss",
+        {
+            **GPT_OSS,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "num_experts_per_tok": 1,
+            "sliding_window": 3,
+        },
+    ),
     "ministral": ("ministral", {"head_dim": 16, **SLIDING_LAYER}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, sliding": ("mistral", {"sliding_window": 8, "head_dim": 24}),
@@ -226,7 +238,7 @@ def longrope_config() -> Any:
 
 
 @pytest.mark.parametrize(
-    "variant", ["llama, tied", "mistral, sliding", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4"]
+    "variant", ["llama, tied", "mistral, sliding", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_oss"]
 )
 def test_taps_are_the_hidden_states_of_transformers(variant: str, tmp_path: Path) -> None:
     model = random_model(make_config(variant))
@@ -247,6 +259,8 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
 
     assert read_architecture(AutoConfig.for_model("qwen2_moe")) is None
     assert read_architecture(AutoConfig.for_model("llama", hidden_act="gelu")) is None
+    assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_limit=5.0)) is None
+    assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_alpha=1.0)) is None
     assert read_architecture(AutoConfig.for_model("qwen3", architectures=["Qwen3ForTokenClassification"])) is None
 
 
@@ -340,6 +354,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "gemma2",
         "glm4",
         "ernie4_5, biased, tied",
+        "gpt_oss",
     ],
 )
 def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_path: Path) -> None:

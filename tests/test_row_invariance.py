@@ -165,6 +165,7 @@ ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {  # of two operands [num_
     "add_rms_norm": lambda x, y, weight: torch.cat(add_rms_norm(x, y, weight, torch.tensor(1e-6)), dim=1),
     "silu_and_mul": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1)),
     "gelu_tanh_and_mul": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1), "gelu_tanh"),
+    "clamped_swiglu": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1), "clamped_swiglu"),
     "softcap": lambda x, y, weight: softcap(x.float(), 2.0),
     "rope": lambda x, y, weight: apply_rope(x, y, y.sin(), torch.arange(x.shape[1]).flip(0)),
 }

@@ -14,6 +14,7 @@ from runner.engine.errors import UserError
 from runner.engine.tile_shape import ANY_SHAPE_TILES
 from runner.engine.transformers_model import TransformersModel
 from runner.llm import LLM, SamplingParams
+from tests.quantized_checkpoints import pack_experts
 from tests.transformers_reference import (
     assert_as_accurate,
     assert_taps_are_hidden_states,
@@ -65,6 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         **EXPERTS,
         **ONE_SLIDING_LAYER,
+        "swiglu_limit": 1.0,  # with the published one its layers are ours
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 1e4,
@@ -178,27 +180,10 @@ def test_greedy_text_from_a_checkpoint_directory_is_that_of_transformers_with_an
 
 
 def test_mxfp4_experts_are_expanded_on_loading(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     source = save(random_model(make_config("gpt_oss", intermediate_size=64)), tmp_path)
-    file, config_file = tmp_path / "model.safetensors", tmp_path / "config.json"
-    tensors, generator = load_file(file), torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        num_experts, rows, columns = tensors.pop(name).shape
-        shape = (num_experts, columns, rows // 32)  # blocks of 32 values, two in a byte, with one scale
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.full(shape, 125, dtype=torch.uint8)
-    save_file(tensors, file, metadata={"format": "pt"})
-    quantization = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"],
-    }
-    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "quantization_config": quantization}))
-    name = "layers.0.mlp.experts.gate_up_proj"
-    expanded = dict(load(source).model.decoder.named_parameters())[name]
-    packed = (tensors[f"model.{name}_blocks"], tensors[f"model.{name}_scales"])
-    assert torch.equal(expanded, convert_moe_packed_tensors(*packed).float())
+    stacks = pack_experts(tmp_path)
+    expanded = dict(load(source).model.decoder.named_parameters())
+    assert all(torch.equal(expanded[name.removeprefix("model.")], stack) for name, stack in stacks.items())
 
 
 def test_code_of_a_checkpoint_runs_when_it_is_trusted_and_only_then(

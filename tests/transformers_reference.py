@@ -64,8 +64,8 @@ def random_model(config: Any, auto_class: Any = None) -> Any:
         # Eager is each model's definition; some versions of Gemma 2's sdpa leave out its soft cap.
         builder = auto_class or AutoModelForCausalLM
         model = builder.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):  # of all experts
                 parameter.data.add_(0.2 * torch.randn_like(parameter))
     return model
 

@@ -15,12 +15,14 @@ from kernels.cpu.exp2 import LOG2_E, exp2
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
+from kernels.reference import act_and_mul as reference
 from kernels.reference.act_and_mul import Activation
 
 ONE = np.float32(1.0)
 # gelu by tanh is gate / (1 + e^-t) with t = CUBIC * gate^3 + LINEAR * gate: twice what it takes the tanh of.
 LINEAR = np.float32(2.0 * math.sqrt(2.0 / math.pi))
 CUBIC = np.float32(0.044715) * LINEAR
+ALPHA, LIMIT = np.float32(reference.ALPHA), np.float32(reference.LIMIT)  # of clamped_swiglu
 CHUNK = 64  # columns that a thread takes at a time
 PART_WORK = 1 << 12  # numbers, gated in some microseconds
 Arguments = arguments_of("gated", "gate_up", "num_rows", "width")
@@ -29,7 +31,7 @@ Arguments = arguments_of("gated", "gate_up", "num_rows", "width")
 @cache
 def rows_gate(element: Any, activation: Activation) -> Kernel:
     """Of tensors of these elements."""
-    is_gelu = activation == "gelu_tanh"
+    is_gelu, is_clamped = activation == "gelu_tanh", activation == "clamped_swiglu"
 
     def gate_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
@@ -41,9 +43,13 @@ def rows_gate(element: Any, activation: Activation) -> Kernel:
         for row in range(num_rows):
             out, gates, ups = to[row, first:end], rows[row, first:end], rows[row, width + first : width + end]
             for column in range(end - first):
-                gate = widen(gates[column])
-                power = (CUBIC * gate * gate + LINEAR) * gate if is_gelu else gate
-                out[column] = narrow(gate / (ONE + exp2(-power * LOG2_E)) * widen(ups[column]), gates[column])
+                gate, up = widen(gates[column]), widen(ups[column])
+                if is_clamped:
+                    gate, up = min(gate, LIMIT), min(max(up, -LIMIT), LIMIT) + ONE
+                    power = ALPHA * gate
+                else:
+                    power = (CUBIC * gate * gate + LINEAR) * gate if is_gelu else gate
+                out[column] = narrow(gate / (ONE + exp2(-power * LOG2_E)) * up, gates[column])
 
     return Kernel(gate_rows, Arguments)
 

@@ -25,9 +25,10 @@ from kernels.cpu.panels import Panels
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import take_rows
 from kernels.cpu.threads import parts_of
+from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
 
-MORE = ("kernel", "addresses", "starts", "calls", "num_experts", "x_bytes", "out_bytes", "room_bytes")
+MORE = ("kernel", "addresses", "starts", "calls", "num_experts", "x_bytes", "out_bytes", "bias_bytes", "room_bytes")
 
 
 @cache
@@ -35,7 +36,7 @@ def experts_multiplying(names: tuple[str, ...]) -> Kernel:
     """names: of what the kernel of one product takes, which this one takes first."""
     fields, own = arguments_of(*names, *MORE), {name: index for index, name in enumerate(names)}
     count = len(names)
-    out, x, panels, room, num_rows = (own[name] for name in ("out", "x", "panels", "room", "num_rows"))
+    out, bias, x, panels, room, num_rows = (own[name] for name in ("out", "bias", "x", "panels", "room", "num_rows"))
     # Of few rows a panel is read in one go (linear.py), and weights held in 8 bits have scales.
     scales, part_steps, group_steps = (own.get(name, -1) for name in ("scales", "part_steps", "group_steps"))
 
@@ -60,6 +61,7 @@ def experts_multiplying(names: tuple[str, ...]) -> Kernel:
                 continue
             taken[out], taken[x] = given[out] + starts[expert] * a.out_bytes, given[x] + starts[expert] * a.x_bytes
             taken[panels], taken[num_rows] = addresses[2 * expert], rows
+            taken[bias] = given[bias] + expert * a.bias_bytes  # without biases 0
             if scales >= 0:
                 taken[scales] = addresses[2 * expert + 1]
                 taken[part_steps] = given[group_steps] if rows <= TURN_ROWS else given[part_steps]
@@ -86,19 +88,24 @@ class PanelsOfExperts(tuple[Panels, ...]):
         return own
 
 
-def linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing) -> Tensor:
-    """[num_places, in_features], and of each expert [out_features, in_features] -> [num_places, out_features]."""
+def linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing, biases: Tensor | None = None) -> Tensor:
+    """[num_places, in_features], and of each expert [out_features, in_features] -> [num_places, out_features].
+
+    biases: [num_experts, out_features], in the dtype of x.
+    """
     weight = weights[0]
     out_features, in_features = weight.shape
     assert x.dtype == weight.dtype and x.shape[1] == in_features
+    assert biases is None or (biases.dtype == x.dtype and biases.is_contiguous())
+    assert biases is None or biases.shape == (len(weights), out_features)
     num_places, most_rows = len(x), len(routing.places)  # a row goes to an expert once
     out = empty(num_places, out_features, dtype=x.dtype)
     if linear_amx.multiplies_tiles(weight):
         rows, room, names = x.contiguous(), linear_amx.room_of(weight), linear_amx.Arguments.names
-        multiply, arguments = linear_amx.call_of(rows, weight, None, out, room)
+        multiply, arguments = linear_amx.call_of(rows, weight, biases, out, room)
     else:
         rows, room, names = linear.readable(x, weight), linear.room_of(weight, most_rows), linear.Arguments.names
-        multiply, arguments = linear.call_of(rows, weight, None, out, room)
+        multiply, arguments = linear.call_of(rows, weight, biases, out, room)
     assert names is not None
     calls = empty(torch.get_num_threads() * len(names), dtype=torch.int64)
     num_panels, busy = len(weight.numbers), min(len(weights), num_places)  # experts with rows, at most
@@ -107,12 +114,22 @@ def linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing) -> 
         *arguments,
         *(multiply.address, weights.addresses.data_ptr(), routing.starts.data_ptr(), calls.data_ptr()),
         *(len(weights), rows.stride(0) * rows.element_size(), out_features * out.element_size()),
+        0 if biases is None else out_features * biases.element_size(),
         room.nbytes // torch.get_num_threads(),
         parts=parts_of(work, linear.PART_WORK, max(busy * num_panels, 1)),
     )
     return out
 
 
-def gated_linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing) -> Tensor:
-    """[num_rows, in_features], and of each expert [2 * intermediate, in_features] -> [num_places, intermediate]."""
-    return act_and_mul(linear_of_experts(take_rows(x, routing.rows), weights, routing))
+def gated_linear_of_experts(
+    x: Tensor,
+    weights: PanelsOfExperts,
+    routing: Routing,
+    biases: Tensor | None = None,
+    activation: Activation = "silu",
+) -> Tensor:
+    """[num_rows, in_features], and of each expert [2 * intermediate, in_features] -> [num_places, intermediate].
+
+    biases: [num_experts, 2 * intermediate].
+    """
+    return act_and_mul(linear_of_experts(take_rows(x, routing.rows), weights, routing, biases), activation)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.reference.act_and_mul import act_and_mul
+from kernels.reference.act_and_mul import Activation, act_and_mul
 from kernels.reference.linear import linear
 from kernels.reference.sampling import softmax
 
@@ -60,27 +60,39 @@ def sort_by_expert(experts: Tensor, weights: Tensor, num_experts: int) -> Routin
     )
 
 
-def gated_linear_of_experts(x: Tensor, weights: Sequence[Tensor], routing: Routing, tile: int | None) -> Tensor:
-    """silu(x Wg^T) * (x Wu^T) of the expert and the row at each place, [num_places, intermediate].
+def gated_linear_of_experts(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    routing: Routing,
+    tile: int | None,
+    biases: Tensor | None = None,
+    activation: Activation = "silu",
+) -> Tensor:
+    """activation(x Wg^T + bg) * (x Wu^T + bu) of the expert and the row at each place, [num_places, intermediate].
 
     Args:
         x: [num_rows, in_features].
         weights: of each expert [2 * intermediate, in_features], gate rows first.
         tile: rows of one product, as kernels/reference/linear.py has them.
+        biases: [num_experts, 2 * intermediate].
     """
-    return act_and_mul(linear_of_experts(x.index_select(0, routing.rows), weights, routing, tile))
+    of_places = x.index_select(0, routing.rows)
+    return act_and_mul(linear_of_experts(of_places, weights, routing, tile, biases), activation)
 
 
-def linear_of_experts(x: Tensor, weights: Sequence[Tensor], routing: Routing, tile: int | None) -> Tensor:
-    """x W^T of the expert at each place; x: [num_places, in_features], of the places.
+def linear_of_experts(
+    x: Tensor, weights: Sequence[Tensor], routing: Routing, tile: int | None, biases: Tensor | None = None
+) -> Tensor:
+    """x W^T + b of the expert at each place; x: [num_places, in_features], of the places.
 
-    weights: of each expert [out_features, in_features]. Returns [num_places, out_features].
+    weights: of each expert [out_features, in_features]; biases: [num_experts, out_features]. Returns
+    [num_places, out_features].
     """
     parts = []
-    for weight, rows in zip(weights, x.split_with_sizes(routing.starts.diff().tolist()), strict=True):
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % (tile or 1)))
+    for expert, rows in enumerate(x.split_with_sizes(routing.starts.diff().tolist())):
+        padded, bias = F.pad(rows, (0, 0, 0, -len(rows) % (tile or 1))), None if biases is None else biases[expert]
         if len(rows) > 0:
-            parts.append(linear(padded, weight, None, tile)[: len(rows)])
+            parts.append(linear(padded, weights[expert], bias, tile)[: len(rows)])
     return torch.cat(parts) if parts else x.new_empty(0, weights[0].shape[0])
 
 

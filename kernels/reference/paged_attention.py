@@ -144,6 +144,7 @@ def places_keep_their_bits(
     context: int,
     dtype: torch.dtype,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> bool:
     """Whether, on this machine, a row's result depends neither on its place in a tile nor on the number of tiles.
 
@@ -155,8 +156,8 @@ def places_keep_their_bits(
         return torch.randn(shape, generator=generator).to(dtype)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        if softcap is not None:
-            return _explicit_attention(q, k, v, mask, head_dim**-0.5, softcap, None)
+        if softcap is not None or sinks is not None:
+            return _explicit_attention(q, k, v, mask, head_dim**-0.5, softcap, sinks)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=num_heads != num_kv_heads)
 
     for keys in (context, 5 * context, 10 * context):

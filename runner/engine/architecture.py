@@ -13,7 +13,7 @@ from typing import Any
 
 from kernels.reference.act_and_mul import Activation
 from runner.engine.errors import UserError
-from runner.engine.families import FAMILIES, ExpertNames, Family, NormNames
+from runner.engine.families import FAMILIES, Family, Mixture, NormNames
 from runner.engine.rope import ONE_ROPE, HeadLayout
 
 
@@ -21,7 +21,7 @@ from runner.engine.rope import ONE_ROPE, HeadLayout
 class ExpertShapes:
     """The mixtures of experts that stand in place of layers' MLPs."""
 
-    names: ExpertNames
+    names: Mixture
     num_experts: int
     choices: int  # experts that a row goes to
     intermediate_size: int  # of an expert
@@ -31,11 +31,16 @@ class ExpertShapes:
     @property
     def router_name(self) -> str:
         """In the checkpoint, within a layer."""
-        return f"{self.names.block}.gate"
+        return f"{self.names.block}.{self.names.router}"
+
+    @property
+    def prefix(self) -> str:
+        """Of the names of experts' tensors, within a layer."""
+        return f"{self.names.block}.experts."
 
     def names_of(self, expert: int) -> tuple[str, str, str]:
         """Of its gate, up and down projections."""
-        gate, up, down = (f"{self.names.block}.experts.{expert}.{name}" for name in self.names.projections)
+        gate, up, down = (f"{self.prefix}{expert}.{name}" for name in self.names.projections)
         return gate, up, down
 
 
@@ -68,6 +73,7 @@ class Architecture:
     attention_softcap: float | None = None  # logits of the attention become softcap * tanh(logits / softcap) (Gemma 2)
     logits_softcap: float | None = None
     embedding_scale: float | None = None
+    has_sinks: bool = False  # Family.has_sinks
     fused: tuple[str, ...] = ()  # Family.fused
     experts: ExpertShapes | None = None
 
@@ -104,7 +110,9 @@ def read_architecture(config: Any) -> Architecture | None:
     if name not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
         return None
     family = FAMILIES[name]
-    if getattr(config, family.activation_key) not in family.activation_names:
+    numbers = family.activation_numbers
+    is_ours = all(getattr(config, key, number) == number for key, number in numbers.items())
+    if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
         return None
     _require_own(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -134,6 +142,7 @@ def read_architecture(config: Any) -> Architecture | None:
         attention_softcap=_own(config, family, "attn_logit_softcapping"),
         logits_softcap=_own(config, family, "final_logit_softcapping"),
         embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
+        has_sinks=family.has_sinks,
         fused=family.fused,
         experts=None if family.experts is None else _experts(config, family.experts),
     )
@@ -144,27 +153,27 @@ def _own(config: Any, family: Family, key: str, default: Any = None) -> Any:
     return getattr(config, key) if key in family.reads else default
 
 
-def _is_told(config: Any, bias: bool | str) -> bool:
-    return bool(getattr(config, bias, False)) if isinstance(bias, str) else bias
+def _is_told(config: Any, told: bool | str) -> bool:
+    """By the family, or by a key of the config."""
+    return bool(getattr(config, told, False)) if isinstance(told, str) else told
 
 
-def _experts(config: Any, names: ExpertNames) -> ExpertShapes:
+def _experts(config: Any, names: Mixture) -> ExpertShapes:
     """Raises UserError for numbers of experts that cannot be."""
-    is_mixtral, num_layers = config.model_type == "mixtral", config.num_hidden_layers
-    num_experts, choices = config.num_local_experts if is_mixtral else config.num_experts, config.num_experts_per_tok
+    num_experts, choices = getattr(config, names.count_key), config.num_experts_per_tok
     if not 1 <= choices <= num_experts:
         raise UserError(
             f"num_experts_per_tok of a {config.model_type} checkpoint must lie in [1, {num_experts}], as many as "
             f"there are experts, got {choices}; mend its config"
         )
-    dense, step = ((), 1) if is_mixtral else (config.mlp_only_layers or (), config.decoder_sparse_step)
+    dense, step = ((), 1) if names.is_in_all_layers else (config.mlp_only_layers or (), config.decoder_sparse_step)
     return ExpertShapes(
         names=names,
         num_experts=num_experts,
         choices=choices,
-        intermediate_size=config.intermediate_size if is_mixtral else config.moe_intermediate_size,
-        is_normalized=is_mixtral or bool(config.norm_topk_prob),
-        in_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        intermediate_size=getattr(config, names.size_key),
+        is_normalized=_is_told(config, names.is_normalized),
+        in_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers)),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from kernels.quantized_weight import FLOAT8
 from runner.engine.errors import UserError
 from runner.engine.json_object import read_json
+from runner.engine.mxfp4_tensors import stack_mxfp4
 from runner.engine.quantization import read_scheme
 from runner.engine.quantized_tensors import EIGHT_BITS, WORDS, require_plain, unpack_tensors
 from runner.engine.text_part import text_config, text_tensors
@@ -202,15 +203,16 @@ def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
 
     Of a checkpoint that takes more than text these are its language model's, named as one alone names them.
     A quantized weight comes under the name that it would have dense, as a QuantizedTensor, which is dense where it is
-    indexed.
+    indexed, or with those of other experts as an Mxfp4Stack.
     """
     slices = text_tensors(_slices(source))
     stated, of = stated_quantization(source), f"{source.name}={source.model}"
     is_quantized = any(tensor.get_dtype() in (*EIGHT_BITS, WORDS) for tensor in slices.values())
     if stated is None or not is_quantized:  # a head may only repeat what its target says
         yield from ((name, require_plain(tensor, name, of)) for name, tensor in slices.items())
-    else:
-        yield from unpack_tensors(slices, read_scheme(stated, of, source.quantization_option), of)
+        return
+    scheme = read_scheme(stated, of, source.quantization_option)
+    yield from stack_mxfp4(slices, of) if scheme.packing == "mxfp4" else unpack_tensors(slices, scheme, of)
 
 
 def _slices(source: ModelSource) -> dict[str, Any]:
@@ -239,8 +241,7 @@ def stated_quantization(source: ModelSource) -> Mapping[str, Any] | None:
     stated = own.get("quantization_config") or own.get("compression_config")
     if stated is None and (file := directory / "hf_quant_config.json").is_file():
         stated = {"quant_method": "modelopt", **(_mapping(read_json(file).get("quantization")) or {})}
-    # Of transformers' own making; it is expanded there.
-    return None if (found := _mapping(stated)) is None or found.get("quant_method") == "mxfp4" else found
+    return _mapping(stated)
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:

@@ -9,6 +9,7 @@ import torch
 
 from kernels.cpu.panels import Panels, Weight, unpack
 from kernels.reference import experts as in_torch
+from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
 from runner.engine.backend import is_compiled, runs_kernels
 
@@ -65,31 +66,44 @@ class ExpertWeights(tuple[Weight, ...]):
 
 
 def gated_linear_of_experts(
-    x: torch.Tensor, weights: ExpertWeights, routing: Routing, tile: int | None
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    tile: int | None,
+    biases: torch.Tensor | None = None,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
-    """[num_rows, in_features] and of each expert [2 * intermediate, in_features] -> [num_places, intermediate]."""
+    """[num_rows, in_features] and of each expert [2 * intermediate, in_features] -> [num_places, intermediate].
+
+    biases: [num_experts, 2 * intermediate].
+    """
     if weights.panels is not None:
         from kernels.cpu.experts_linear import gated_linear_of_experts as on_cpu
 
-        return on_cpu(x, weights.panels, routing)
+        return on_cpu(x, weights.panels, routing, biases, activation)
     if not runs_kernels(x):
-        return in_torch.gated_linear_of_experts(x, list(map(unpack, weights)), routing, tile)
+        return in_torch.gated_linear_of_experts(x, list(map(unpack, weights)), routing, tile, biases, activation)
     from kernels.experts_linear import gated_linear_of_experts as kernel
 
-    return kernel(x, weights.in_memory, routing)
+    return kernel(x, weights.in_memory, routing, biases, activation)
 
 
-def linear_of_experts(x: torch.Tensor, weights: ExpertWeights, routing: Routing, tile: int | None) -> torch.Tensor:
-    """[num_places, in_features] and of each expert [out_features, in_features] -> [num_places, out_features]."""
+def linear_of_experts(
+    x: torch.Tensor, weights: ExpertWeights, routing: Routing, tile: int | None, biases: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[num_places, in_features] and of each expert [out_features, in_features] -> [num_places, out_features].
+
+    biases: [num_experts, out_features].
+    """
     if weights.panels is not None:
         from kernels.cpu.experts_linear import linear_of_experts as on_cpu
 
-        return on_cpu(x, weights.panels, routing)
+        return on_cpu(x, weights.panels, routing, biases)
     if not runs_kernels(x):
-        return in_torch.linear_of_experts(x, list(map(unpack, weights)), routing, tile)
+        return in_torch.linear_of_experts(x, list(map(unpack, weights)), routing, tile, biases)
     from kernels.experts_linear import linear_of_experts as kernel
 
-    return kernel(x, weights.in_memory, routing)
+    return kernel(x, weights.in_memory, routing, biases)
 
 
 def sum_of_experts(results: torch.Tensor, routing: Routing) -> torch.Tensor:

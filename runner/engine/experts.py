@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a layer's MLP: Mixtral, Qwen3-MoE.
+"""A mixture of experts in place of a layer's MLP: Mixtral, Qwen3-MoE, gpt-oss.
 
 Every rank has a part of every expert, as of an MLP, and the whole router: all of them send a row to the same experts.
 """
@@ -11,6 +11,7 @@ import torch
 
 from kernels.cpu.panels import Change, Weight, unpacked
 from kernels.quantized_weight import QuantizedWeight
+from kernels.reference.act_and_mul import Activation
 from runner.engine.architecture import ExpertShapes
 from runner.engine.expert_operations import (
     ExpertWeights,
@@ -33,9 +34,10 @@ class Experts:
         shard: Shard,
         dtype: torch.dtype,
         *,
+        activation: Activation,
         quantization: Quantization | None = None,  # of their products, by names within the layer
     ) -> None:
-        self.shapes, self.shard = shapes, shard
+        self.shapes, self.shard, self._activation = shapes, shard, activation
         self.router: Weight = torch.empty(shapes.num_experts, hidden_size, dtype=dtype)
         names = [shapes.names_of(expert) for expert in range(shapes.num_experts)]
         gated_names = [name for gate, up, _ in names for name in (gate, up)]
@@ -50,16 +52,27 @@ class Experts:
         self.gate_up_projs, self.down_projs = (
             ExpertWeights(split_rows(weight, shapes.num_experts)) for weight in (gated, down)
         )
+        self._router_bias, self._gate_up_biases, self._down_biases = (
+            torch.empty(size, dtype=dtype) if shapes.names.has_biases else None
+            for size in (
+                (shapes.num_experts,),
+                (shapes.num_experts, 2 * self._num_parts),
+                (shapes.num_experts, hidden_size),
+            )
+        )
 
     def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         return self.shard.sum(self.own_part(hidden, tile))
 
     def own_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """This rank's part of the result [num_rows, hidden], num_rows a multiple of tile."""
-        logits = head_logits(hidden, self.router, tile)
+        logits = head_logits(hidden, self.router, tile, bias=self._router_bias)
         routing = route(logits, self.shapes.choices, is_normalized=self.shapes.is_normalized)
-        inner = gated_linear_of_experts(hidden, self.gate_up_projs, routing, tile)
-        return sum_of_experts(linear_of_experts(inner, self.down_projs, routing, tile), routing)
+        inner = gated_linear_of_experts(
+            hidden, self.gate_up_projs, routing, tile, self._gate_up_biases, self._activation
+        )
+        down_biases = self._down_biases if self.shard.rank == 0 else None  # which are added once
+        return sum_of_experts(linear_of_experts(inner, self.down_projs, routing, tile, down_biases), routing)
 
     @property
     def rows_for_one(self) -> int:
@@ -96,6 +109,12 @@ class Experts:
             targets[f"{prefix}{gate_name}.weight"] = weight_target(gate_up, slice(num_parts), 0)
             targets[f"{prefix}{up_name}.weight"] = weight_target(gate_up, slice(num_parts, None), 0)
             targets[f"{prefix}{down_name}.weight"] = weight_target(down, slice(None), 1)
+        if self._router_bias is not None and self._gate_up_biases is not None and self._down_biases is not None:
+            targets[f"{prefix}{self.shapes.router_name}.bias"] = WeightTarget(view=self._router_bias)
+            gates, ups = self._gate_up_biases.split_with_sizes((num_parts, num_parts), dim=1)
+            parts = ((gates, 1), (ups, 1), (self._down_biases, None))
+            for name, (view, dim) in zip(self.shapes.names.projections, parts, strict=True):
+                targets[f"{prefix}{self.shapes.prefix}{name}.bias"] = WeightTarget(view=view, shard_dim=dim)
         return targets
 
 

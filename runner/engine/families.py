@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kernels.reference.act_and_mul import Activation
+from kernels.reference.act_and_mul import ALPHA, LIMIT, Activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +29,18 @@ GLM_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="pos
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertNames:
-    """Of a layer's mixture of experts, in the checkpoint."""
+class Mixture:
+    """A family's mixture of experts: names in the checkpoint, within a layer, and keys of the config."""
 
     block: str
-    projections: tuple[str, str, str]  # gate, up, down
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    count_key: str = "num_experts"
+    size_key: str = "moe_intermediate_size"  # of an expert
+    is_normalized: bool | str = True  # the weights of a row's experts add up to 1, or: the config's key says so
+    is_in_all_layers: bool = True  # else the config says in which
+    has_biases: bool = False
+    is_stacked: bool = False  # one tensor of the checkpoint holds all experts' (expert_stacks.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +57,16 @@ class Family:
     activation: Activation = "silu"
     activation_key: str = "hidden_act"  # of the config
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
+    activation_numbers: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of the config, where it has them; so are these
     is_embedding_scaled: bool = False  # by the root of the hidden size
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool = False  # neighbours turn together, not the halves of what is rotated
     reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()  # of what one tensor of the checkpoint holds all
-    experts: ExpertNames | None = None
+    has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
+    experts: Mixture | None = None
 
     @property
     def has_plain_layers(self) -> bool:
@@ -86,11 +98,34 @@ FAMILIES = {
     "gemma3_text": Family(**_LATER_GEMMA, qk_norm=True, reads=("query_pre_attn_scalar", "final_logit_softcapping")),
     "glm": Family(is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "glm4": Family(norms=GLM_NORMS, is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
+    "gpt_oss": Family(
+        output_bias="attention_bias",
+        windows="by_layer",
+        has_sinks=True,
+        activation="clamped_swiglu",
+        activation_numbers={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
+        experts=Mixture(
+            block="mlp",
+            router="router",
+            count_key="num_local_experts",
+            size_key="intermediate_size",
+            has_biases=True,
+            is_stacked=True,
+        ),
+    ),
     "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "mimo": Family(qkv_bias=True, windows="by_layer"),
     "ministral": Family(qkv_bias=False, windows="by_layer"),
     "mistral": Family(qkv_bias=False, windows="one"),  # one with layer_types is a ministral
-    "mixtral": Family(windows="one", experts=ExpertNames(block="block_sparse_moe", projections=("w1", "w3", "w2"))),
+    "mixtral": Family(
+        windows="one",
+        experts=Mixture(
+            block="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+            count_key="num_local_experts",
+            size_key="intermediate_size",
+        ),
+    ),
     "phi3": Family(qkv_bias=False, windows="one", is_rope_partial=True, fused=("qkv", "gate_up")),
     "qwen2": Family(qkv_bias=True, windows="by_layer"),
     "qwen2_5_vl_text": Family(qkv_bias=True, windows="by_layer"),
@@ -99,7 +134,7 @@ FAMILIES = {
         output_bias="attention_bias",
         qk_norm=True,
         windows="one",
-        experts=ExpertNames(block="mlp", projections=("gate_proj", "up_proj", "down_proj")),
+        experts=Mixture(block="mlp", is_normalized="norm_topk_prob", is_in_all_layers=False),
     ),
     "qwen3_vl_text": Family(output_bias="attention_bias", qk_norm=True),
     "seed_oss": Family(output_bias="attention_out_bias", mlp_bias="mlp_bias"),

@@ -158,6 +158,7 @@ def _keeps_bits_on_cpu(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight)
         context=shape.context,
         dtype=lm_head.dtype,
         softcap=attention.softcap,
+        sinks=attention.sinks,
     )
 
 
@@ -245,6 +246,7 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int =
             scale=attention.scale,
             sliding_window=attention.sliding_window,
             softcap=attention.softcap,
+            sinks=attention.sinks,
         )
 
     def attend_to(*spans: range) -> torch.Tensor:

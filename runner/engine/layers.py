@@ -73,6 +73,8 @@ class Attention:
         self.num_kv_heads = shard.split(arch.num_kv_heads, "num_key_value_heads")
         self.sliding_window = arch.sliding_windows[layer]
         self.scale, self.softcap = arch.attention_scale, arch.attention_softcap
+        # Logits, which are float32.
+        self.sinks = torch.empty(self.num_heads, dtype=torch.float32) if arch.has_sinks else None
         self.rope_key, self._head_layout = arch.ropes[layer], arch.head_layout
         in_features = arch.hidden_size if in_features is None else in_features
         self.qkv_proj = ColumnParallelLinear(
@@ -116,6 +118,7 @@ class Attention:
             sliding_window=self.sliding_window,
             is_causal=self.is_causal,
             softcap=self.softcap,
+            sinks=self.sinks,
         )
         return self.o_proj(out, batch.linear_tile)
 
@@ -160,6 +163,8 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             targets[f"{prefix}self_attn.q_norm.weight"] = self.q_norm.target
             targets[f"{prefix}self_attn.k_norm.weight"] = self.k_norm.target
+        if self.sinks is not None:
+            targets[f"{prefix}self_attn.sinks"] = WeightTarget(view=self.sinks, shard_dim=0)
         return targets
 
 
@@ -236,7 +241,7 @@ class DecoderLayer:
         self.attention = Attention(arch, layer, shard, dtype, in_features=in_features, quantization=quantization)
         self.before_mlp = norm()
         self.mlp: MLP | Experts = (
-            Experts(arch.experts, arch.hidden_size, shard, dtype, quantization=quantization)
+            Experts(arch.experts, arch.hidden_size, shard, dtype, activation=arch.activation, quantization=quantization)
             if arch.experts is not None and arch.experts.in_layers[layer]
             else MLP(arch, shard, dtype, quantization=quantization)
         )

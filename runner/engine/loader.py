@@ -20,6 +20,7 @@ from runner.engine.backend import multiplies_8_bits, runs_kernels
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors, require_finite, stated_quantization
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.errors import UserError, first_of
+from runner.engine.expert_stacks import split_stacks
 from runner.engine.fused_tensors import split_fused
 from runner.engine.head_order import in_our_order
 from runner.engine.linear import WeightTarget
@@ -168,9 +169,11 @@ def _find_quantization(
     stated, found = stated_quantization(source), dict[str, Storage]()
     if stated is not None:
         if source.is_dummy:
-            found = dict.fromkeys(products, read_scheme(stated, of, source.quantization_option).storage)
+            scheme = read_scheme(stated, of, source.quantization_option)
+            packed = [name for name in products if not scheme.is_of_experts or ".experts." in name]
+            found = dict.fromkeys(packed, scheme.storage)
         else:
-            tensors = dict(read_tensors(source)).items()
+            tensors = split_stacks(read_tensors(source), arch.experts)
             found = {name: kept.storage for name, kept in tensors if isinstance(kept, QuantizedTensor)}
             found = {name.removesuffix(".weight"): storage for name, storage in found.items()}
     if arch.head_layout.order is not None:  # queries and keys are expanded, and so is what is multiplied with them
@@ -191,7 +194,7 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
     tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
     block_names = decoder.layers[-1].weight_targets("")  # which a module's block is like
     unknown = []
-    whole_matrices = split_fused(read_tensors(source), arch.fused_tensors)
+    whole_matrices = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
     for name, tensor in in_our_order(whole_matrices, arch.head_layout):
         if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):
             continue  # derived from the config; a copy of the embedding

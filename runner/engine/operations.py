@@ -95,22 +95,27 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int
 
 
 def head_logits(
-    hidden: torch.Tensor, weight: Weight, tile: int | None, softcap: torch.Tensor | None = None
+    hidden: torch.Tensor,
+    weight: Weight,
+    tile: int | None,
+    softcap: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[num_rows, hidden] x [vocab, hidden] -> [num_rows, vocab] float32; num_rows a multiple of tile.
 
-    softcap [] float32, on the CPU: logits become softcap * tanh(logits / softcap).
+    softcap [] float32, on the CPU: logits become softcap * tanh(logits / softcap). bias: [vocab].
     """
     if isinstance(weight, Panels):
         from kernels.cpu.linear import linear as on_cpu
 
-        logits = on_cpu(hidden, weight, out_dtype=torch.float32)
+        logits = on_cpu(hidden, weight, bias, out_dtype=torch.float32)
     elif _has_kernel(hidden, weight, tile):
         from kernels.linear import linear as kernel
 
-        return kernel(hidden, weight, out_dtype=torch.float32, softcap=None if softcap is None else softcap.item())
+        cap = None if softcap is None else softcap.item()
+        return kernel(hidden, weight, bias, out_dtype=torch.float32, softcap=cap)
     else:
-        logits = linear_in_tiles(hidden, unpack(weight), None, tile).float()
+        logits = linear_in_tiles(hidden, unpack(weight), bias, tile).float()
     if softcap is None:
         return logits
     if not is_compiled(logits):

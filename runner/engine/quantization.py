@@ -13,7 +13,10 @@ from runner.engine.errors import UserError
 
 NUMBERS = {"fp8": FLOAT8, "int8": torch.int8}  # by the names that options have
 SMALLEST_GROUP = 16  # inputs: a step of a tensor core's
-READABLE = "fp8, compressed-tensors (float-quantized, int-quantized, pack-quantized), modelopt (FP8), gptq and awq"
+READABLE = (
+    "fp8, compressed-tensors (float-quantized, int-quantized, pack-quantized), modelopt (FP8), gptq, awq and mxfp4"
+)
+MXFP4_GROUP = 32  # inputs that share a scale in that format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +46,12 @@ Quantization = Mapping[str, Storage]  # by module, such as model.layers.0.self_a
 class Scheme:
     """How a checkpoint's tensors are packed."""
 
-    packing: str  # scaled: numbers of 8 bits beside scales; int32: compressed-tensors' words; gptq; awq
+    packing: str  # scaled: numbers of 8 bits beside scales; int32: compressed-tensors' words; gptq; awq; mxfp4
     storage: Storage  # of its weights, once unpacked
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale
     bits: int = 8  # of a number that is packed into words
     zero_offset: int = 0  # what is to be added to packed zero points
+    is_of_experts: bool = False  # no other weights are packed
 
 
 def read_scheme(stated: Mapping[str, Any], of: str, option: str) -> Scheme:
@@ -85,6 +89,9 @@ def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
         return Scheme(packing="gptq", storage=storage, bits=bits, zero_offset=int(is_first))
     if method == "awq" and bits == 4 and str(stated.get("version", "gemm")).lower() == "gemm":
         return Scheme(packing="awq", storage=storage, bits=4)
+    if method == "mxfp4":
+        storage = Storage(dtype=torch.int8, group_size=MXFP4_GROUP)
+        return Scheme(packing="mxfp4", storage=storage, bits=4, is_of_experts=True)
     return None
 
 

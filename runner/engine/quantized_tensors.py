@@ -74,7 +74,7 @@ def require_plain(tensor: Any, name: str, of: str) -> Any:
     if name.endswith(".weight") and tensor.get_dtype() in EIGHT_BITS:
         raise UserError(
             f"{of}: {name} must hold weights, got {tensor.get_dtype()} without the scales and the quantization_config "
-            f"that would say what they are; {_AGAIN}"
+            f"that would say what they are; {AGAIN}"
         )
     return tensor
 
@@ -88,7 +88,7 @@ def _scaled(weight: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Q
     if not is_whole and scale_shape != (-(-out_features // rows), groups):
         raise UserError(
             f"{of}.weight must have a scale per tensor, output, block or group as its quantization_config says, got "
-            f"scales of shape {list(scale_shape)} for {list(shape)}; {_AGAIN}"
+            f"scales of shape {list(scale_shape)} for {list(shape)}; {AGAIN}"
         )
 
     def read() -> Numbers:
@@ -96,7 +96,7 @@ def _scaled(weight: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Q
         if "weight_zero_point" in parts and parts["weight_zero_point"][...].float().any():
             raise UserError(f"{of}.weight must have no zero points; choose a checkpoint quantized symmetrically")
         if numbers.dtype != scheme.storage.dtype:
-            raise UserError(f"{of}.weight must hold {scheme.storage.dtype}, got {numbers.dtype}; {_AGAIN}")
+            raise UserError(f"{of}.weight must hold {scheme.storage.dtype}, got {numbers.dtype}; {AGAIN}")
         if not is_whole:
             scales = scales.repeat_interleave(rows, dim=0)[:out_features]
         return numbers, require_scales(scales.expand(out_features, -1), of)
@@ -161,12 +161,12 @@ def _awq(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Quan
     return _of_groups(shape, scheme, read)
 
 
-_AGAIN = "download the checkpoint again"
+AGAIN = "download the checkpoint again"
 
 
 def _required(parts: Mapping[str, Any], name: str, of: str) -> Any:
     if name not in parts:
-        raise UserError(f"{of} lacks its {name}; {_AGAIN}")
+        raise UserError(f"{of} lacks its {name}; {AGAIN}")
     return parts[name]
 
 
@@ -174,7 +174,7 @@ def _require_shape(tensor: Any, name: str, shape: tuple[int, ...], of: str) -> N
     if tuple(tensor.get_shape()) != shape:
         raise UserError(
             f"{of}.{name} must have shape {list(shape)}, as its quantization_config says, got {tensor.get_shape()}; "
-            f"{_AGAIN}"
+            f"{AGAIN}"
         )
 
 
@@ -190,7 +190,7 @@ def _owners(stated: Any, in_features: int, scheme: Scheme, of: str) -> tuple[Ten
     if owners.shape != plain.shape or owners.max() > plain.max():
         raise UserError(
             f"{of} must name one of {int(plain.max()) + 1} groups for each of {in_features} inputs, got "
-            f"{len(owners)} of up to {int(owners.max())}; {_AGAIN}"
+            f"{len(owners)} of up to {int(owners.max())}; {AGAIN}"
         )
     return owners, not torch.equal(owners, plain)
 
@@ -228,6 +228,6 @@ def require_scales(scales: Tensor, of: str) -> Tensor:
     if not scales.isfinite().all() or scales.abs().max() >= LARGEST_SCALE:
         raise UserError(
             f"{of} must have finite scales below {LARGEST_SCALE:.0f}, to multiply numbers of 8 bits by, got up to "
-            f"{scales.abs().max():.4g}; {_AGAIN}, or convert it: its scales may be reciprocals"
+            f"{scales.abs().max():.4g}; {AGAIN}, or convert it: its scales may be reciprocals"
         )
     return scales.contiguous()

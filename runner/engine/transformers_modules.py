@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kernels.cpu.panels import Change, Weight, unpack
@@ -102,14 +101,11 @@ class OwnExperts(nn.Module):
         experts: Any = self._experts
         with untouched():
             routing = sort_by_expert(chosen, weights.float(), self._num_experts)
-            at_places = torch.empty_like(routing.rows)
-            at_places[routing.places.flatten()] = chosen.flatten()
             rows = take_rows(hidden, routing.rows)
-            inner = linear_of_experts(rows, self._first, routing, TILE) + self._biases(self._first_name, at_places)
+            inner = linear_of_experts(rows, self._first, routing, TILE, self._biases(self._first_name))
         inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
         with untouched():
-            results = linear_of_experts(inner.contiguous(), self._down, routing, TILE)
-            results = results + self._biases("down_proj", at_places)
+            results = linear_of_experts(inner.contiguous(), self._down, routing, TILE, self._biases("down_proj"))
         if getattr(experts, "has_post_expert_norm", False):  # of which older releases know nothing
             results = experts.post_expert_norm(results)
         with untouched():
@@ -122,6 +118,6 @@ class OwnExperts(nn.Module):
             change(weight.t().contiguous() if self._experts.is_transposed else weight) for weight in stack
         )
 
-    def _biases(self, name: str, at_places: Tensor) -> Tensor | float:
-        """Of each place; 0 where there are none."""
-        return getattr(self._experts, f"{name}_bias")[at_places] if self._experts.has_bias else 0.0
+    def _biases(self, name: str) -> Tensor | None:
+        """Of each expert."""
+        return getattr(self._experts, f"{name}_bias") if self._experts.has_bias else None

@@ -53,9 +53,9 @@ def _refusal(config: Any, model_class: Any) -> str | None:
 
 def _quantization_refusal(source: ModelSource) -> str | None:
     stated = stated_quantization(source)
-    if stated is None:
+    method = None if stated is None else stated.get("quant_method")
+    if stated is None or method == "mxfp4":
         return None
-    method = stated.get("quant_method")
     return f"is quantized ({method}), and only mxfp4 is expanded on loading; choose an unquantized checkpoint"
 
 

@@ -1,0 +1,77 @@
+"""Checkpoints that hold the weights of all experts of a layer in one tensor, as gpt-oss's do.
+
+Gate and up rows take turns there, and a dense weight has a row for each input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from runner.engine.architecture import ExpertShapes
+from runner.engine.mxfp4_tensors import Mxfp4Stack
+
+ALL = slice(None)
+PARTS = {"gate_up_proj": (slice(0, None, 2), slice(1, None, 2)), "down_proj": (ALL,)}  # outputs of each projection
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOfExpert:
+    """Of a safetensors slice [num_experts, in_features, all outputs], as one of its own: read where it is indexed."""
+
+    tensor: Any
+    expert: int
+    outputs: slice
+
+    def get_shape(self) -> list[int]:
+        _, in_features, num_outputs = self.tensor.get_shape()
+        return [len(range(num_outputs)[self.outputs]), in_features]
+
+    def __getitem__(self, index: Any) -> Any:
+        own = self.tensor[self.expert : self.expert + 1]
+        return own[0].t()[self.outputs].contiguous()[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasesOfExperts:
+    """Of a safetensors slice [num_experts, all outputs]."""
+
+    tensor: Any
+    outputs: slice
+
+    def get_shape(self) -> list[int]:
+        num_experts, num_outputs = self.tensor.get_shape()
+        return [num_experts, len(range(num_outputs)[self.outputs])]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensor[...][:, self.outputs].contiguous()[index]
+
+
+def split_stacks(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes | None) -> Iterator[tuple[str, Any]]:
+    """Named tensors, those of all experts as what each expert has, and biases as what each projection has.
+
+    One of another kind comes as it is, under a name that nobody waits for.
+    """
+    if experts is None or not experts.names.is_stacked:
+        yield from tensors
+        return
+    names, prefix = iter(experts.names.projections), f".{experts.prefix}"
+    projections = {stack: [next(names) for _ in parts] for stack, parts in PARTS.items()}
+    for name, tensor in tensors:
+        layer, _, own = name.rpartition(prefix)
+        stack, rank = own.removesuffix("_bias"), len(tensor.get_shape())
+        if not layer or stack not in PARTS or rank != (3 if own == stack else 2):
+            yield name, tensor
+            continue
+        for projection, outputs in zip(projections[stack], PARTS[stack], strict=True):
+            if own != stack:
+                yield f"{layer}{prefix}{projection}.bias", BiasesOfExperts(tensor=tensor, outputs=outputs)
+                continue
+            for expert in range(tensor.get_shape()[0]):
+                yield (
+                    f"{layer}{prefix}{expert}.{projection}.weight",
+                    tensor.part(expert, outputs)
+                    if isinstance(tensor, Mxfp4Stack)
+                    else WeightOfExpert(tensor=tensor, expert=expert, outputs=outputs),
+                )

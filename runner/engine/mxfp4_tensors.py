@@ -1,0 +1,79 @@
+"""Experts' weights in microscaling FP4 (OCP Microscaling Formats 1.0), as gpt-oss publishes them.
+
+32 inputs of an output share a power of two, and each is one of 16 numbers: twice it is an integer, so that numbers of
+8 bits beside scales hold what was published, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.engine.errors import UserError
+from runner.engine.quantization import MXFP4_GROUP, Storage
+from runner.engine.quantized_tensors import AGAIN, Numbers, QuantizedTensor, require_plain, require_scales
+
+DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of three bits; with the fourth they are negative
+EXPONENT_BIAS = 127
+BLOCKS, SCALES = "_blocks", "_scales"  # behind the name that a stack would have dense
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4Stack:
+    """The weights of all experts [num_experts, outputs, in_features]."""
+
+    blocks: Any  # slice [num_experts, outputs, groups, 16] uint8, two numbers each, the one in the lower bits first
+    scales: Any  # slice [num_experts, outputs, groups] uint8: exponents
+    of: str  # for errors
+
+    def get_shape(self) -> list[int]:
+        num_experts, outputs, groups = self.scales.get_shape()
+        return [num_experts, outputs, groups * MXFP4_GROUP]
+
+    def part(self, expert: int, outputs: slice) -> QuantizedTensor:
+        """Some outputs of an expert's."""
+        _, num_outputs, in_features = self.get_shape()
+
+        def read() -> Numbers:
+            blocks = self.blocks[expert : expert + 1][0][outputs]
+            exponents = self.scales[expert : expert + 1][0][outputs].float() - (EXPONENT_BIAS + 1)
+            return _numbers_of(blocks), require_scales(torch.exp2(exponents), self.of)
+
+        return QuantizedTensor(
+            shape=(len(range(num_outputs)[outputs]), in_features),
+            storage=Storage(dtype=torch.int8, group_size=None if in_features == MXFP4_GROUP else MXFP4_GROUP),
+            read=read,
+        )
+
+
+def _numbers_of(blocks: Tensor) -> Tensor:
+    """[outputs, groups, 16] uint8 -> [outputs, in_features] int8."""
+    table = torch.tensor([*DOUBLED, *(-number for number in DOUBLED)], dtype=torch.int8)
+    pairs = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1)
+    return table[pairs.flatten(1).int()]
+
+
+def stack_mxfp4(slices: Mapping[str, Any], of: str) -> Iterator[tuple[str, Any]]:
+    """(name, slice) of every tensor, packed weights under the name that they would have dense.
+
+    Raises:
+        UserError: blocks without scales, or with scales of other blocks.
+    """
+    for name, tensor in slices.items():
+        stack = name.removesuffix(BLOCKS)
+        if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in slices:
+            continue  # read with the blocks
+        if stack == name:
+            yield name, require_plain(tensor, name, of)
+            continue
+        scales = slices.get(stack + SCALES)
+        if scales is None:
+            raise UserError(f"{of}: {name} lacks its {stack.rpartition('.')[2]}{SCALES}; {AGAIN}")
+        expected = [*scales.get_shape(), MXFP4_GROUP // 2]
+        if tensor.get_shape() != expected or len(expected) != 4:
+            raise UserError(f"{of}: {name} must have shape {expected} by its scales, got {tensor.get_shape()}; {AGAIN}")
+        yield stack, Mxfp4Stack(blocks=tensor, scales=scales, of=f"{of}: {stack}")
