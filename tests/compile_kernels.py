@@ -106,11 +106,14 @@ def linear_of_experts_kernel(
     capability: int,
     held: str = "bf16",  # the weights' numbers
     group_size: int | None = None,  # columns that share a scale; None: all do
+    num_experts: int = 128,
+    activation: str = "silu",
+    has_bias: bool = False,
 ) -> Kernel:
-    """A bfloat16 product of 128 experts as kernels/experts_linear.py launches it."""
+    """A bfloat16 product of experts as kernels/experts_linear.py launches it."""
     is_quantized = held != "bf16"
     plan = plan_linear(
-        -(-num_places // 128),
+        -(-num_places // num_experts),
         out_features,
         in_features,
         element_size=2,
@@ -120,18 +123,19 @@ def linear_of_experts_kernel(
     )
     takes_bits = held == "fp8e4nv" and capability < 89
     pointers = ["*bf16:16", *["*i64:16"] * gated, "*i64:16", f"*{'i8' if takes_bits else held}:16"]
-    pointers += [*["*fp32:16"] * is_quantized, "*bf16:16"]
-    absent = [*["rows_ptr"] * (not gated), *["scales_ptr"] * (not is_quantized)]
+    pointers += [*["*fp32:16"] * is_quantized, *["*bf16:16"] * has_bias, "*bf16:16"]
+    absent = [*["rows_ptr"] * (not gated), *["scales_ptr"] * (not is_quantized), *["bias_ptr"] * (not has_bias)]
     return Kernel(
         module="kernels.experts_linear",
         name="linear_of_experts_kernel",
         signature=" ".join([*pointers, "i32", *["i32:16"] * 7, "i32"]),
         constants={
             **dict.fromkeys(absent),
-            "NUM_EXPERTS": 128,
-            "EXPERTS": 128,
+            "NUM_EXPERTS": num_experts,
+            "EXPERTS": num_experts,
             "SPLITS": plan.splits,
             "GATED": gated,
+            "ACTIVATION": activation,
             "EVEN_K": True,
             "TOKENS": plan.tokens,
             "FEATURES": plan.features,
@@ -328,6 +332,23 @@ KERNELS = [
         for held, group_size in (("bf16", None), ("fp8e4nv", 128), ("i8", None))
         if (capability, held) != (90, "bf16")
     ),
+    *(  # gpt-oss 20B's, in MXFP4 and dense
+        linear_of_experts_kernel(
+            num_places,
+            2880,
+            2880,
+            gated=gated,
+            capability=capability,
+            held=held,
+            group_size=group_size,
+            num_experts=32,
+            activation="clamped_swiglu",
+            has_bias=True,
+        )
+        for num_places, capability in ((4, 80), (4, 90), (4096, 90))
+        for gated in (False, True)
+        for held, group_size in (("i8", 32), ("bf16", None))
+    ),
     *(
         Kernel(
             module="kernels.experts",
@@ -447,6 +468,31 @@ KERNELS = [
         name="merge_kernel",
         signature="*fp32 *fp32 *fp32 *bf16 *i32 *i32 *i32 *i32 i32",
         constants={**SEEN, "SPLIT_KEYS": 512, "MERGED_SPLITS": 16, "sinks_ptr": None},
+        options={**NO_FUSION, "maxnreg": 128},
+        max_shared=2048,
+    ),
+    *(
+        Kernel(  # gpt-oss's attention, whose heads have sinks, over splits and whole
+            module="kernels.paged_attention",
+            name="attend_kernel",
+            signature=f"{pointers} {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32 i32 i32",
+            constants={key: value for key, value in ATTEND.items() if key != "sinks_ptr"}
+            | {"GROUP": 8, "HEAD_DIM": 64, "VALUE_DIM": 64, "HEAD_BLOCK": 64, "VALUE_BLOCK": 64, "WINDOW": 128}
+            | {**constants, **NOTHING_SHARED},
+            options={**NO_FUSION, "num_stages": 3},
+            max_shared=70 * 1024,
+            sm_90_instruction="wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+        )
+        for pointers, constants in (
+            ("*bf16 *bf16 *fp32 *fp32 *fp32", {"SPLIT_KEYS": 512, "sinks_ptr": None}),
+            ("*bf16 *bf16 *bf16 *fp32", {"SPLIT_KEYS": 0, "maxima_ptr": None, "sums_ptr": None}),
+        )
+    ),
+    Kernel(
+        module="kernels.merge_splits",
+        name="merge_kernel",
+        signature="*fp32 *fp32 *fp32 *bf16 *fp32 *i32 *i32 *i32 *i32 i32",
+        constants={**SEEN, "VALUE_DIM": 64, "VALUE_BLOCK": 64, "SPLIT_KEYS": 512, "MERGED_SPLITS": 16},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
     ),

@@ -20,6 +20,7 @@ import torch
 from tests.compile_kernels import KERNELS, OVERLAPS, Kernel
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
+from tests.other_families import FAMILIES as OTHER_FAMILIES
 from tests.other_families import GEMMA
 from tests.test_emulated_gpu import ASKED, CASES, CUT, GPU, PROMPTS
 from tests.test_row_invariance import EXPERTS
@@ -83,6 +84,8 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(emulated_gpu: Emu
     for quantization in (None, "fp8"):
         experts = {**GPU, "architecture": {**EXPERTS, "num_hidden_layers": 1}, "quantization": quantization}
         complete(Engines()(None, **experts), PROMPTS, [replace(CUT, max_tokens=4), SHORT_CUT])
+    mxfp4 = {**OTHER_FAMILIES["gpt_oss"], "num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}}
+    complete(Engines()(None, **{**GPU, "architecture": mxfp4}), PROMPTS, [replace(CUT, max_tokens=4), SHORT_CUT])
     found = {str(kernel): kernel for kernel in map(kernel_of, emulated_gpu.variants)}
     launched = {kernel.name for kernel in found.values()}
     # Those of contexts that are split, and of several ranks.
