@@ -97,8 +97,7 @@ class Experts:
         """As Decoder.convert."""
         self.router = change(self.router)
         self.gate_up_projs, self.down_projs = (
-            ExpertWeights(in_one_piece([change(weight) for weight in weights]))
-            for weights in (self.gate_up_projs, self.down_projs)
+            converted(weights, change) for weights in (self.gate_up_projs, self.down_projs)
         )
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
@@ -116,6 +115,14 @@ class Experts:
             for name, (view, dim) in zip(self.shapes.names.projections, parts, strict=True):
                 targets[f"{prefix}{self.shapes.prefix}{name}.bias"] = WeightTarget(view=view, shard_dim=dim)
         return targets
+
+
+def converted(weights: ExpertWeights, change: Change) -> ExpertWeights:
+    """As Decoder.convert; the same object where nothing changes: steps that other engines recorded read from it."""
+    changed = [change(weight) for weight in weights]
+    if all(new is old for new, old in zip(changed, weights, strict=True)):
+        return weights
+    return ExpertWeights(in_one_piece(changed))
 
 
 def in_one_piece(weights: list[Weight]) -> list[Weight]:
