@@ -32,6 +32,7 @@ CONF = Path(__file__).parent.parent / "conf"
 OPTIONS = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.glob("*/*.yaml"))
 MANDATORY = {"model/hf": ["model.model=x", "method=ngram"], "method/custom_class": ["method.model=a.B"]}
 MANDATORY["model/qwen3_0_6b"] = ["method=ngram"]  # no draft is smaller
+MANDATORY["model/gpt_oss_20b"] = ["method=eagle3"]  # nor of this vocabulary
 MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
 EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
@@ -133,14 +134,17 @@ def test_defaults_are_the_trained_pair_with_four_draft_tokens_greedy() -> None:
 
 
 def num_parameters(config: dict[str, Any]) -> int:
-    """Weights of a Llama, Qwen3, Qwen3-MoE or Gemma 3 decoder, from its config.json."""
+    """Weights of a Llama, Qwen3, Qwen3-MoE, Gemma 3 or gpt-oss decoder, from its config.json."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    has_head_norms, is_gemma = config["model_type"] != "llama", config["model_type"] == "gemma3_text"
+    has_head_norms, is_gemma = config["model_type"] not in ("llama", "gpt_oss"), config["model_type"] == "gemma3_text"
     norms = (4 if is_gemma else 2) * hidden + (2 * head_dim if has_head_norms else 0)
     layer = 2 * hidden * queries + 2 * hidden * keys + norms
     if "num_experts" in config:
         layer += config["num_experts"] * (3 * hidden * config["moe_intermediate_size"] + hidden)
+    elif "num_local_experts" in config:  # biases everywhere, and a sink for every head
+        layer += queries + 2 * keys + hidden + config["num_attention_heads"]
+        layer += config["num_local_experts"] * (3 * hidden * inner + 2 * inner + 2 * hidden + 1)
     else:
         layer += 3 * hidden * inner
     embeddings = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
@@ -168,6 +172,14 @@ def test_presets_have_the_published_number_of_parameters(preset: str, target: in
     assert num_parameters(draft_model.hf_config) == draft
     assert config.model.hf_config["vocab_size"] == draft_model.hf_config["vocab_size"]
     assert draft_model.load_format == "dummy"
+
+
+def test_a_preset_without_a_draft_has_the_published_number_of_parameters() -> None:
+    """20.91 B by its makers' model card."""
+    with Composer() as composer:
+        config = composer.config(["model=gpt_oss_20b", "model.load_format=dummy", "method=ngram"])
+    assert config.model.hf_config is not None
+    assert num_parameters(config.model.hf_config) == 20_914_757_184
 
 
 @pytest.mark.parametrize("preset", ["qwen3_8b", "qwen3_30b_a3b"])
@@ -208,6 +220,7 @@ def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
         ("qwen3_0_6b", "default"),
         ("qwen3_30b_a3b", "default"),
         ("gemma3_1b", "default"),
+        ("gpt_oss_20b", "yarn"),
     ],
 )
 def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) -> None:

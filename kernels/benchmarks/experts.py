@@ -1,4 +1,6 @@
-"""A mixture of experts, of Qwen3-30B-A3B's shape: where rows go, products with their experts' weights, and the sum.
+"""A mixture of experts: where rows go, products with their experts' weights, and the sum.
+
+Of Qwen3-30B-A3B's shape, and products of gpt-oss 20B's, whose experts have biases and gates that are cut off.
 
 What comes from memory are the weights of the experts that rows go to, each once. torch's own way is a product for each
 expert, of which the host must know who its rows are: it is not timed.
@@ -20,28 +22,32 @@ from kernels.reference.experts import Routing
 
 ROWS = (1, 8, 64, 512)
 SHAPE = {"num_experts": 128, "choices": 8, "hidden": 2048, "inner": 768}
+BIASED_SHAPE = {"num_experts": 32, "choices": 4, "hidden": 2880, "inner": 2880}
 SMALL_SHAPE = {"num_experts": 5, "choices": 2, "hidden": 70, "inner": 40}
 COMPANY = 17  # rows that one row is compared among
 
-Product = Callable[[Tensor, Any, Routing], Tensor]
+Product = Callable[..., Tensor]
 
 
 def cases(setting: Setting) -> list[Case]:
-    shape, sizes = (SMALL_SHAPE, (5,)) if setting.is_small else (SHAPE, ROWS)
-    prepares: dict[str, Callable[..., Work]] = {
-        "gate_up": partial(_prepare_products, gated=True),
-        "down": partial(_prepare_products, gated=False),
-        "route": _prepare_route,
-        "sum": _prepare_sum,
+    sizes = (5,) if setting.is_small else ROWS
+    shape, biased = (SMALL_SHAPE, SMALL_SHAPE) if setting.is_small else (SHAPE, BIASED_SHAPE)
+    prepares: dict[str, tuple[Callable[..., Work], dict[str, int]]] = {
+        "gate_up": (partial(_prepare_products, gated=True), shape),
+        "down": (partial(_prepare_products, gated=False), shape),
+        "gate_up with biases": (partial(_prepare_products, gated=True, has_biases=True), biased),
+        "down with biases": (partial(_prepare_products, gated=False, has_biases=True), biased),
+        "route": (_prepare_route, shape),
+        "sum": (_prepare_sum, shape),
     }
     return [
         Case(
             op="experts",
-            label=f"{name}, {num_rows} rows to {shape['choices']} of {shape['num_experts']} experts",
+            label=f"{name}, {num_rows} rows to {own['choices']} of {own['num_experts']} experts",
             dtype=name_of(setting.dtype),
-            prepare=partial(prepare, setting, num_rows, **shape),
+            prepare=partial(prepare, setting, num_rows, **own),
         )
-        for name, prepare in prepares.items()
+        for name, (prepare, own) in prepares.items()
         for num_rows in sizes
     ]
 
@@ -52,14 +58,26 @@ def _routing(setting: Setting, num_rows: int, num_experts: int, choices: int) ->
 
 
 def _prepare_products(
-    setting: Setting, num_rows: int, *, gated: bool, num_experts: int, choices: int, hidden: int, inner: int
+    setting: Setting,
+    num_rows: int,
+    *,
+    gated: bool,
+    has_biases: bool = False,
+    num_experts: int,
+    choices: int,
+    hidden: int,
+    inner: int,
 ) -> Work:
     out_features, in_features = (2 * inner, hidden) if gated else (hidden, inner)
     routing = _routing(setting, num_rows, num_experts, choices)
     x = setting.normal(num_rows if gated else num_rows * choices, in_features, seed=0)
     whole = setting.normal(num_experts * out_features, in_features, seed=1).div_(in_features**0.5)
-    ours: Product = experts_linear.gated_linear_of_experts if gated else experts_linear.linear_of_experts
-    theirs = partial(reference.gated_linear_of_experts if gated else reference.linear_of_experts, tile=None)
+    biases = setting.normal(num_experts, out_features, seed=2) if has_biases else None
+    activation: dict[str, Any] = {"activation": "clamped_swiglu" if has_biases else "silu"} if gated else {}
+    product: Product = experts_linear.gated_linear_of_experts if gated else experts_linear.linear_of_experts
+    ours = partial(product, biases=biases, **activation)
+    in_torch: Product = reference.gated_linear_of_experts if gated else reference.linear_of_experts
+    theirs = partial(in_torch, tile=None, **activation)
 
     def parts(weight: Tensor) -> list[Tensor]:
         return list(weight.chunk(num_experts))
@@ -73,8 +91,10 @@ def _prepare_products(
         return reference.sum_of_experts(ours(states, parts(whole), own), own)
 
     def check() -> list[str]:
-        found, by_torch = ours(x, parts(whole), routing), theirs(x, parts(whole), routing)
-        passed = [check_error(found, by_torch, theirs(x.double(), parts(whole.double()), routing))]
+        found, by_torch = ours(x, parts(whole), routing), theirs(x, parts(whole), routing, biases=biases)
+        exact_biases = None if biases is None else biases.double()
+        exact = theirs(x.double(), parts(whole.double()), routing, biases=exact_biases)
+        passed = [check_error(found, by_torch, exact)]
         if not setting.is_interpreted:  # there a product is a BLAS's, whose order of summation is its own
             passed.append(check_row_bits(of_row_slice, COMPANY))
         return passed
