@@ -17,6 +17,7 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.experts import Experts
+from runner.engine.head_checkpoint import read_head_tensors
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.shard import Shard
 from runner.llm import LLM
@@ -104,6 +105,12 @@ def test_mxfp4_means_what_transformers_expands_it_to(dense: Path) -> None:
     assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
 
 
+def test_a_target_in_mxfp4_is_no_head(dense: Path) -> None:
+    pack_experts(dense)
+    with pytest.raises(UserError, match="holds experts in MXFP4, which draft heads have not; choose a head made for"):
+        read_head_tensors(ModelSource(model=str(dense), name="method.model"))
+
+
 def test_where_no_kernel_multiplies_by_8_bits_mxfp4_is_expanded(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "multiplies_and_adds", lambda: False)
     stacks = pack_experts(dense)
@@ -166,6 +173,14 @@ def test_mxfp4_is_not_quantized_once_more(dense: Path) -> None:
         (
             lambda t: t.update({f"{EXPERTS}down_proj_bias": t[f"{EXPERTS}down_proj_bias"][:2].clone()}),
             f"{EXPERTS}down_proj.bias must have shape [3, 64] by its config.json, got [2, 64]",
+        ),
+        (
+            lambda t: t.update({f"{EXPERTS}down_proj_scales": t[f"{EXPERTS}down_proj_scales"].to(torch.int8)}),
+            f"{EXPERTS}down_proj_scales must hold bytes (U8), got I8; download the checkpoint again",
+        ),
+        (
+            lambda t: t.update({f"{EXPERTS}down_proj": torch.ones(3, 128, 64, dtype=torch.int8)}),
+            f"{EXPERTS}down_proj must hold weights, got I8 without the scales",
         ),
         (lambda t: t.pop("model.layers.1.self_attn.sinks"), "missing: model.layers.1.self_attn.sinks"),
         (

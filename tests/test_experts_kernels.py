@@ -230,17 +230,18 @@ def test_a_product_has_the_bits_of_the_row_alone_with_the_weight_alone(
     rows = rounding_between_steps(len(chosen), width + 8, dtype=dtype, seed=0).to(kernel_device)[:, :width]
     weights = (small_integers(3, 66, width, dtype=dtype) / 64).to(kernel_device).unbind()
     biases = normal(3, 66, dtype=dtype, seed=1).to(kernel_device)
+    gate = "clamped_swiglu"
     routing = to(kernel_device, to_experts(chosen, 3))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("MIN_STEPS", 1), ("PROGRAMS", 4), ("WIDE_ROWS", wide_rows)):
             patch.setattr(linear_plan, name, value)
         found = products.linear_of_experts(rows[routing.rows], weights, routing, biases)
-        gated = products.gated_linear_of_experts(rows, weights, routing)
+        gated = products.gated_linear_of_experts(rows, weights, routing, biases, gate)
         for row, (experts, places) in enumerate(zip(chosen, routing.places.tolist(), strict=True)):
             for expert, place in zip(experts, places, strict=True):
                 alone = rows[row : row + 1]
                 assert torch.equal(found[place], linears.linear(alone, weights[expert], biases[expert])[0])
-                assert torch.equal(gated[place], linears.gated_linear(alone, weights[expert])[0])
+                assert torch.equal(gated[place], linears.gated_linear(alone, weights[expert], biases[expert], gate)[0])
 
 
 def test_an_expert_writes_to_its_own_places_alone(emulated_gpu: EmulatedDevice) -> None:

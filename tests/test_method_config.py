@@ -218,6 +218,12 @@ def test_a_target_without_a_known_draft_needs_one_named() -> None:
     )
 
 
+def test_a_target_that_comes_with_another_drafter_says_so() -> None:
+    model = {"model": "some/model", "heads": {"eagle3": {"model": "some/head"}}}
+    text = problems(model=model, method={"method": "draft_model"})
+    assert text.endswith("draft model of the same vocabulary>, or choose method=eagle3")
+
+
 def test_a_target_without_a_known_head_needs_one_named_but_for_mtp_which_may_be_inside() -> None:
     text = problems(model={"model": "some/model"}, method={"method": "eagle3"})
     assert "comes without an EAGLE-3 head; give method.model=<directory or hub id of an EAGLE-3 head>" in text

@@ -22,7 +22,7 @@ ALPHA, LIMIT = 1.702, 7.0  # of clamped_swiglu
 ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "clamped_swiglu": F.silu,
+    "clamped_swiglu": F.silu,  # of ALPHA times the gate
 }
 _SERIAL_ELEMENTS = 16383  # torch splits a loop of gelu among threads from 16384 elements on, others from 32768
 

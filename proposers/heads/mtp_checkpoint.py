@@ -107,7 +107,7 @@ def _layer(config: Any, source: ModelSource) -> Architecture | None:
     arch = read_architecture(config)
     if arch is not None and not arch.is_plain:
         raise UserError(
-            f"{source.name}={source.model}: an MTP module must have a layer like Llama's or a mixture of experts, got "
+            f"{source.name}={source.model}: an MTP module must have a layer like Llama's or Qwen3-MoE's, got "
             f"model_type {arch.family!r}; choose another method"
         )
     return arch

@@ -169,11 +169,12 @@ class SpeculativeConfig(Node):
         is_inside = self.method.drafter_name == "mtp"  # without a checkpoint of its own it is looked for in the target
         if self.method.model is None and self._default_drafter() is None and not is_inside:
             kind = kind_of(self.method.drafter_name)
+            known = [*(["draft_model"] if self.model.draft else []), *(self.model.heads or {}), "ngram"]
             problems.append(
                 Problem(
                     name="method.model",
                     rule=f"is required: model {self.model.model!r} comes without {kind}",
-                    remedy=f"give method.model=<directory or hub id of {kind}>, or choose method=ngram",
+                    remedy=f"give method.model=<directory or hub id of {kind}>, or choose method={known[0]}",
                 )
             )
         problems += self._default_problems()

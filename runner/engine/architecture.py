@@ -21,7 +21,7 @@ from runner.engine.rope import ONE_ROPE, HeadLayout
 class ExpertShapes:
     """The mixtures of experts that stand in place of layers' MLPs."""
 
-    names: Mixture
+    mixture: Mixture
     num_experts: int
     choices: int  # experts that a row goes to
     intermediate_size: int  # of an expert
@@ -31,16 +31,16 @@ class ExpertShapes:
     @property
     def router_name(self) -> str:
         """In the checkpoint, within a layer."""
-        return f"{self.names.block}.{self.names.router}"
+        return f"{self.mixture.block}.{self.mixture.router}"
 
     @property
     def prefix(self) -> str:
         """Of the names of experts' tensors, within a layer."""
-        return f"{self.names.block}.experts."
+        return f"{self.mixture.block}.experts."
 
     def names_of(self, expert: int) -> tuple[str, str, str]:
         """Of its gate, up and down projections."""
-        gate, up, down = (f"{self.prefix}{expert}.{name}" for name in self.names.projections)
+        gate, up, down = (f"{self.prefix}{expert}.{name}" for name in self.mixture.projections)
         return gate, up, down
 
 
@@ -158,21 +158,21 @@ def _is_told(config: Any, told: bool | str) -> bool:
     return bool(getattr(config, told, False)) if isinstance(told, str) else told
 
 
-def _experts(config: Any, names: Mixture) -> ExpertShapes:
+def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
     """Raises UserError for numbers of experts that cannot be."""
-    num_experts, choices = getattr(config, names.count_key), config.num_experts_per_tok
+    num_experts, choices = getattr(config, mixture.count_key), config.num_experts_per_tok
     if not 1 <= choices <= num_experts:
         raise UserError(
             f"num_experts_per_tok of a {config.model_type} checkpoint must lie in [1, {num_experts}], as many as "
             f"there are experts, got {choices}; mend its config"
         )
-    dense, step = ((), 1) if names.is_in_all_layers else (config.mlp_only_layers or (), config.decoder_sparse_step)
+    dense, step = ((), 1) if mixture.is_in_all_layers else (config.mlp_only_layers or (), config.decoder_sparse_step)
     return ExpertShapes(
-        names=names,
+        mixture=mixture,
         num_experts=num_experts,
         choices=choices,
-        intermediate_size=getattr(config, names.size_key),
-        is_normalized=_is_told(config, names.is_normalized),
+        intermediate_size=getattr(config, mixture.size_key),
+        is_normalized=_is_told(config, mixture.is_normalized),
         in_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers)),
     )
 

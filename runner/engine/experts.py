@@ -53,7 +53,7 @@ class Experts:
             ExpertWeights(split_rows(weight, shapes.num_experts)) for weight in (gated, down)
         )
         self._router_bias, self._gate_up_biases, self._down_biases = (
-            torch.empty(size, dtype=dtype) if shapes.names.has_biases else None
+            torch.empty(size, dtype=dtype) if shapes.mixture.has_biases else None
             for size in (
                 (shapes.num_experts,),
                 (shapes.num_experts, 2 * self._num_parts),
@@ -112,7 +112,7 @@ class Experts:
             targets[f"{prefix}{self.shapes.router_name}.bias"] = WeightTarget(view=self._router_bias)
             gates, ups = self._gate_up_biases.split_with_sizes((num_parts, num_parts), dim=1)
             parts = ((gates, 1), (ups, 1), (self._down_biases, None))
-            for name, (view, dim) in zip(self.shapes.names.projections, parts, strict=True):
+            for name, (view, dim) in zip(self.shapes.mixture.projections, parts, strict=True):
                 targets[f"{prefix}{self.shapes.prefix}{name}.bias"] = WeightTarget(view=view, shard_dim=dim)
         return targets
 

@@ -33,14 +33,14 @@ class Mixture:
     """A family's mixture of experts: names in the checkpoint, within a layer, and keys of the config."""
 
     block: str
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # gate, up, down
     router: str = "gate"
     count_key: str = "num_experts"
     size_key: str = "moe_intermediate_size"  # of an expert
     is_normalized: bool | str = True  # the weights of a row's experts add up to 1, or: the config's key says so
     is_in_all_layers: bool = True  # else the config says in which
     has_biases: bool = False
-    is_stacked: bool = False  # one tensor of the checkpoint holds all experts' (expert_stacks.py)
+    is_stacked: bool = False  # as gpt-oss's: one tensor of the checkpoint holds all experts' (expert_stacks.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,7 @@ class Family:
     activation: Activation = "silu"
     activation_key: str = "hidden_act"  # of the config
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
-    activation_numbers: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of the config, where it has them; so are these
+    activation_numbers: Mapping[str, float] = field(default_factory=dict)  # by keys of the config; the same holds
     is_embedding_scaled: bool = False  # by the root of the hidden size
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool = False  # neighbours turn together, not the halves of what is rotated
@@ -71,8 +69,8 @@ class Family:
     @property
     def has_plain_layers(self) -> bool:
         """Llama's but for biases, norms of heads, windows and experts: what draft heads are built of."""
-        is_other = self.norms_add_one or self.is_embedding_scaled or self.is_rope_interleaved or self.reads
-        return self.norms is PRE_NORMS and not is_other and self.activation == "silu"
+        is_other = self.norms_add_one or self.is_embedding_scaled or self.is_rope_interleaved or self.has_sinks
+        return self.norms is PRE_NORMS and not (is_other or self.reads) and self.activation == "silu"
 
 
 _GEMMA: dict[str, Any] = {

@@ -170,7 +170,8 @@ def _find_quantization(
     if stated is not None:
         if source.is_dummy:
             scheme = read_scheme(stated, of, source.quantization_option)
-            packed = [name for name in products if not scheme.is_of_experts or ".experts." in name]
+            of_experts = "" if scheme.packing != "mxfp4" or arch.experts is None else arch.experts.prefix
+            packed = [name for name in products if of_experts in name]
             found = dict.fromkeys(packed, scheme.storage)
         else:
             tensors = split_stacks(read_tensors(source), arch.experts)

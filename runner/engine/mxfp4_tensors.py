@@ -17,7 +17,9 @@ from runner.engine.errors import UserError
 from runner.engine.quantization import MXFP4_GROUP, Storage
 from runner.engine.quantized_tensors import AGAIN, Numbers, QuantizedTensor, require_plain, require_scales
 
-DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of three bits; with the fourth they are negative
+SIZES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of three bits; with the fourth they are negative
+DOUBLED = torch.tensor([*SIZES, *(-size for size in SIZES)], dtype=torch.int8)
+PAIRS = torch.stack((DOUBLED.repeat(16), DOUBLED.repeat_interleave(16)), dim=1).view(torch.int16).flatten()  # by byte
 EXPONENT_BIAS = 127
 BLOCKS, SCALES = "_blocks", "_scales"  # behind the name that a stack would have dense
 
@@ -33,6 +35,11 @@ class Mxfp4Stack:
     def get_shape(self) -> list[int]:
         num_experts, outputs, groups = self.scales.get_shape()
         return [num_experts, outputs, groups * MXFP4_GROUP]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        raise UserError(
+            f"{self.of} holds experts in MXFP4, which draft heads have not; choose a head made for the target"
+        )
 
     def part(self, expert: int, outputs: slice) -> QuantizedTensor:
         """Some outputs of an expert's."""
@@ -52,9 +59,7 @@ class Mxfp4Stack:
 
 def _numbers_of(blocks: Tensor) -> Tensor:
     """[outputs, groups, 16] uint8 -> [outputs, in_features] int8."""
-    table = torch.tensor([*DOUBLED, *(-number for number in DOUBLED)], dtype=torch.int8)
-    pairs = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1)
-    return table[pairs.flatten(1).int()]
+    return PAIRS.index_select(0, blocks.flatten().int()).view(torch.int8).view(len(blocks), -1)
 
 
 def stack_mxfp4(slices: Mapping[str, Any], of: str) -> Iterator[tuple[str, Any]]:
@@ -76,4 +81,7 @@ def stack_mxfp4(slices: Mapping[str, Any], of: str) -> Iterator[tuple[str, Any]]
         expected = [*scales.get_shape(), MXFP4_GROUP // 2]
         if tensor.get_shape() != expected or len(expected) != 4:
             raise UserError(f"{of}: {name} must have shape {expected} by its scales, got {tensor.get_shape()}; {AGAIN}")
+        for part, held in ((name, tensor), (stack + SCALES, scales)):
+            if held.get_dtype() != "U8":
+                raise UserError(f"{of}: {part} must hold bytes (U8), got {held.get_dtype()}; {AGAIN}")
         yield stack, Mxfp4Stack(blocks=tensor, scales=scales, of=f"{of}: {stack}")

@@ -46,12 +46,12 @@ Quantization = Mapping[str, Storage]  # by module, such as model.layers.0.self_a
 class Scheme:
     """How a checkpoint's tensors are packed."""
 
-    packing: str  # scaled: numbers of 8 bits beside scales; int32: compressed-tensors' words; gptq; awq; mxfp4
+    # scaled: numbers of 8 bits beside scales; int32: compressed-tensors' words; gptq; awq; mxfp4: of experts alone.
+    packing: str
     storage: Storage  # of its weights, once unpacked
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale
     bits: int = 8  # of a number that is packed into words
     zero_offset: int = 0  # what is to be added to packed zero points
-    is_of_experts: bool = False  # no other weights are packed
 
 
 def read_scheme(stated: Mapping[str, Any], of: str, option: str) -> Scheme:
@@ -91,7 +91,7 @@ def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
         return Scheme(packing="awq", storage=storage, bits=4)
     if method == "mxfp4":
         storage = Storage(dtype=torch.int8, group_size=MXFP4_GROUP)
-        return Scheme(packing="mxfp4", storage=storage, bits=4, is_of_experts=True)
+        return Scheme(packing="mxfp4", storage=storage, bits=4)
     return None
 
 

@@ -63,15 +63,19 @@ def _build(config: Any, source: ModelSource, dtype: torch.dtype) -> Any:
     )
 
 
+def expanded(config: Any) -> dict[str, Any]:
+    """Arguments of from_pretrained by which the weights come dense, of a checkpoint in MXFP4 too."""
+    if quantization_method(config) != "mxfp4":
+        return {}
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
 def _read(config: Any, source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
     """The model with the weights of its checkpoint, every one of them."""
     for _ in read_tensors(source):  # headers only: missing, pickled and corrupt files have their errors there
         pass
-    options: dict[str, Any] = {}
-    if quantization_method(config) == "mxfp4":
-        from transformers.utils.quantization_config import Mxfp4Config
-
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
         causal_model, info = auto_class().from_pretrained(
             resolve_directory(source),
@@ -83,7 +87,7 @@ def _read(config: Any, source: ModelSource, dtype: torch.dtype, device: torch.de
             trust_remote_code=source.trust_remote_code,
             ignore_mismatched_sizes=True,  # reported below
             output_loading_info=True,
-            **options,
+            **expanded(config),
         )
     except RuntimeError as error:
         if "conversion of the weights" not in str(error):  # tensors that belong together do not fit together

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from runner.engine.errors import UserError
+from runner.engine.transformers_loader import expanded
 from runner.train.heads.for_target import tapped_layers
 from runner.train.heads.head import Head
 from runner.train.heads.states import FrozenTarget, TargetStates, target_states
@@ -27,8 +28,14 @@ def load_frozen(directory: Path, *, device: torch.device, dtype: torch.dtype, tr
     Raises:
         UserError: its parts are not those that heads share with a target.
     """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+        directory,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+        **expanded(config),
     )
     torch.nn.Module.to(model, device)
     torch.nn.Module.eval(model)
