@@ -28,7 +28,7 @@ from runner.train.texts import split_prompts, write_texts
 from runner.train.training import RECORD_FILE
 from runner.tune.command import main as tune
 from runner.workload import WorkloadItem
-from tests.quantized_checkpoints import LAYOUTS, quantize_checkpoint
+from tests.quantized_checkpoints import LAYOUTS, pack_experts, quantize_checkpoint
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -49,7 +49,7 @@ SMALL = {
 def random_target(directory: Path, model_type: str, **keys: Any) -> Path:
     """A checkpoint of another family with the tiny family's tokenizer, as it would come from the hub."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SMALL, **keys))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SMALL, **keys}))
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET_DIR / name, directory / name)
@@ -176,6 +176,15 @@ def test_a_target_that_scales_its_embeddings_is_refused(
     assert train(target, prompts, tmp_path / "head", "method=eagle") == 2
     assert "no published layout of a head can say" in capsys.readouterr().err
     assert not (tmp_path / "head").exists()
+
+
+def test_a_target_in_mxfp4_is_trained_for_as_it_is(tmp_path: Path, prompts: Path) -> None:
+    shape = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 96, "pad_token_id": 0}
+    target = random_target(tmp_path / "target", "gpt_oss", **shape)
+    pack_experts(target)
+    assert train(target, prompts, tmp_path / "head", "method=eagle3", "method.num_speculative_tokens=3") == 0
+    record = json.loads((tmp_path / "head" / RECORD_FILE).read_text())
+    assert record["held_out"]["identical_to_baseline"] == {"requests": 1, "identical": 1}
 
 
 def test_a_quantized_checkpoint_is_refused_before_it_writes_a_text(

@@ -15,12 +15,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from runner.benchmarks import vllm
+from runner.benchmarks import offline_engine, vllm
 from runner.benchmarks.engine_process import EngineProcess, EngineRefusedError, Start
 from runner.benchmarks.offline_engine import Answer, Batch, OfflineEngine
 from runner.benchmarks.turns import take_turns
 from runner.benchmarks.vllm_report import PLAIN, TEMPERATURES, THIS, VLLM, Case, Found, as_json, print_tables
 from runner.engine.errors import UserError
+from runner.tiny import TARGET_DIR
 
 REASON = "ImportError: Arctic Inference is required for suffix decoding."
 LENGTHS = ["--prompt-len", "4", "--output-len", "3"]
@@ -320,6 +321,14 @@ def test_what_opens_an_engine_has_not_loaded_llvmlite() -> None:
     """vLLM's build for CPUs looks through all modules that are loaded, and fails at llvmlite's."""
     code = "import sys, runner.benchmarks.vllm; sys.exit('llvmlite' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_weights_that_a_directory_holds_are_both_engines(tmp_path: Path) -> None:
+    """Of a mixture of experts random weights of either's own drawing send rows to other experts, and to fewer."""
+    assert offline_engine._weights(None) == {"model": str(TARGET_DIR)}
+    assert offline_engine._weights(str(tmp_path)) == {"model": str(tmp_path), "load_format": "dummy"}
+    (tmp_path / "model.safetensors").touch()
+    assert offline_engine._weights(str(tmp_path)) == {"model": str(tmp_path)}
 
 
 def test_another_model_is_compared_by_its_config_alone(

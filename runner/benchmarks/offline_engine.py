@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,4 +157,7 @@ def open_vllm(
 
 
 def _weights(model: str | None) -> dict[str, str]:
-    return {"model": str(TARGET_DIR)} if model is None else {"model": model, "load_format": "dummy"}
+    """None: the tiny target. Without files each engine draws its own, and the scale of vLLM's is a thousandth."""
+    directory = TARGET_DIR if model is None else Path(model)
+    is_dummy = not any(directory.glob("*.safetensors"))
+    return {"model": str(directory), **({"load_format": "dummy"} if is_dummy else {})}

@@ -5,8 +5,8 @@ same weights, speculative_config, threads, dtype, prompts and output lengths (eo
 at once. First every engine says all texts, greedily and with a seed each, and they are held to those of its own plain
 decoding. Then engines in processes of their own take turns, and ratios are taken round by round; all of them stay in
 memory for that. vLLM runs as it comes, in one process, without its batch invariant mode; what it refuses is shown in
-its own words. Both forget their prefix caches before every turn. --model compares plain decoding of another model's
-shape, with random weights.
+its own words. Both forget their prefix caches before every turn. --model compares plain decoding of another model,
+with its own weights or with random ones of each engine's drawing.
 """
 
 from __future__ import annotations
@@ -227,7 +227,9 @@ def _title(options: argparse.Namespace, versions: Mapping[str, str | None]) -> s
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = turns_parser("python -m runner.benchmarks.vllm", __doc__)
     parser.add_argument(
-        "--model", type=Path, help="a directory with a config.json: random weights of that shape, plain decoding alone"
+        "--model",
+        type=Path,
+        help="a directory with a config.json: plain decoding of that model, of random weights where it holds none",
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default=_dtype(), help="of both sides (default here: %(default)s)"
