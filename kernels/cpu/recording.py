@@ -32,11 +32,20 @@ class Block:
             self._unseen = torch.from_numpy(self.tensor.numpy())  # the same memory, of which nobody keeps count
         assert self.tensor.data_ptr() % ALIGNMENT == 0
         self._storage = self.tensor.untyped_storage()
+        self.key = self._storage._cdata
+        self._typed = dict[torch.dtype, Tensor]()
         self._uses = self._count()  # by itself alone
 
     @property
     def is_free(self) -> bool:
         return self._count() == self._uses
+
+    def typed(self, dtype: torch.dtype) -> Tensor:
+        """All of it, as a vector."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self.tensor.view(dtype)
+            self._uses += 1
+        return self._typed[dtype]
 
     def unseen(self, tensor: Tensor) -> Tensor:
         """A tensor of this memory, as another that does not keep the memory from being free."""
@@ -54,14 +63,12 @@ class Pool:
     def __init__(self) -> None:
         self._blocks = defaultdict[int, WeakSet[Block]](WeakSet)  # by their size
 
-    def free_block(self, size: int) -> Block:
-        """To which nothing refers that is still to be read."""
-        blocks = self._blocks[_rounded(size)]
-        for own in list(blocks):  # of a generator that is left half-way Python loses a Ctrl-C
-            if own.is_free:
-                return own
-        block = Block(_rounded(size))
-        blocks.add(block)
+    def of_size(self, size: int) -> list[Block]:
+        return list(self._blocks[size])  # of a generator that is left half-way Python loses a Ctrl-C
+
+    def grow(self, size: int) -> Block:
+        block = Block(size)
+        self._blocks[size].add(block)
         return block
 
 
@@ -76,16 +83,27 @@ class Recording:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._blocks = dict[int, Block]()  # by their storage
+        self._at_hand = dict[int, list[Block]]()  # the pool's, by their size
         self._calls: list[tuple[int, Any, int]] = []  # as Team has them; since the last of:
         self._parts: list[Callable[[], None]] = []
         self._threads = torch.get_num_threads()  # for which kernels make room
         self._kept = dict[int, Any]()  # storages that are not the pool's
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        block = self._pool.free_block(prod(shape) * dtype.itemsize)
-        self._blocks[block.tensor.untyped_storage()._cdata] = block
+        block = self._free_block(_rounded(prod(shape) * dtype.itemsize))
+        self._blocks[block.key] = block
         strides = [prod(shape[place + 1 :]) for place in range(len(shape))]
-        return block.tensor.view(dtype).as_strided(shape, strides)
+        return block.typed(dtype).as_strided(shape, strides)
+
+    def _free_block(self, size: int) -> Block:
+        """To which nothing refers that is still to be read."""
+        if size not in self._at_hand:
+            self._at_hand[size] = self._pool.of_size(size)
+        for block in self._at_hand[size]:
+            if block.is_free:
+                return block
+        self._at_hand[size].append(self._pool.grow(size))
+        return self._at_hand[size][-1]
 
     def unseen(self, tensor: Tensor) -> Tensor:
         """The tensor for a part to keep: where its memory is the pool's, that may be used again behind the part."""

@@ -38,7 +38,7 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._can_decompose():  # into what it does, which may be nothing
+        if _decomposes(func):  # into what it does, which may be nothing
             with self:
                 return func.decompose(*args, **kwargs)
         if func.is_view:  # it makes a tensor of memory, and neither reads nor writes it
@@ -53,16 +53,7 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _with_results(self, func: Any, args: Any, kwargs: Any) -> Any:
         with _disable_current_modes():
-            on_meta = tree_map_only(Tensor, _meta, (args, kwargs))
-            if any(argument.name == "device" for argument in func._schema.arguments):
-                on_meta[1]["device"] = "meta"
-            try:
-                shapes = func(*on_meta[0], **on_meta[1])
-            except (RuntimeError, NotImplementedError) as error:
-                raise NotRecordableError(f"{func}: {error}") from error
-            if not all(isinstance(shape, Tensor) for shape in tree_leaves(shapes)):
-                raise NotRecordableError(f"{func} is read back")
-            results = tree_map_only(Tensor, self._room, shapes)
+            results = tree_map_only(Tensor, self._room, _results_on_meta(func, args, kwargs))
         if func.overloadpacket not in UNWRITTEN:
             self._add(func, args, kwargs, results)
         return results
@@ -82,6 +73,54 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own_args, own_kwargs, own_results = tree_map_only(Tensor, self._recorded.unseen, (args, kwargs, results))
         targets = tree_leaves(own_results) if results is not None else []
         self._recorded.add_part(_call(func, own_args, own_kwargs, targets))
+
+
+_known = dict[Any, Any]()  # results on the meta device, which takes as long as it takes to compute small ones
+MOST_KNOWN = 4096
+
+
+def _results_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """Tensors of the meta device, shaped as the call's results.
+
+    Raises:
+        NotRecordableError: the shapes depend on values, or the results are no tensors.
+    """
+    called: Any = (func, torch.get_default_dtype(), _described(args), _described(kwargs))
+    try:
+        if called in _known:
+            return _known[called]
+    except TypeError:  # an argument that is no key
+        called = None
+    on_meta = tree_map_only(Tensor, _meta, (args, kwargs))
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        on_meta[1]["device"] = "meta"
+    try:
+        shapes = func(*on_meta[0], **on_meta[1])
+    except (RuntimeError, NotImplementedError) as error:
+        raise NotRecordableError(f"{func}: {error}") from error
+    if not all(isinstance(shape, Tensor) for shape in tree_leaves(shapes)):
+        raise NotRecordableError(f"{func} is read back")
+    if called is not None:
+        if len(_known) == MOST_KNOWN:
+            _known.clear()
+        _known[called] = shapes
+    return shapes
+
+
+def _described(value: Any) -> Any:
+    """What the meta device looks at, as a key; 1, 1.0 and True are three."""
+    if isinstance(value, Tensor):
+        return Tensor, value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return type(value), *map(_described, value)
+    if isinstance(value, dict):
+        return dict, *((key, _described(own)) for key, own in value.items())
+    return type(value), value
+
+
+@cache
+def _decomposes(func: Any) -> bool:
+    return bool(func._can_decompose())
 
 
 def _call(func: Any, args: Any, kwargs: Any, targets: list[Tensor]) -> Callable[[], None]:
