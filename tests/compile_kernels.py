@@ -349,6 +349,9 @@ KERNELS = [
         for gated in (False, True)
         for held, group_size in (("i8", 32), ("bf16", None))
     ),
+    linear_of_experts_kernel(  # of four ranks, which halve its groups
+        4, 2880, 720, gated=False, capability=90, held="i8", group_size=16, num_experts=32, has_bias=True
+    ),
     *(
         Kernel(
             module="kernels.experts",

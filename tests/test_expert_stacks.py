@@ -120,9 +120,13 @@ def test_where_no_kernel_multiplies_by_8_bits_mxfp4_is_expanded(dense: Path, mon
 
 
 @holds_8_bits
-def test_a_shard_is_its_part_of_every_expert(dense: Path) -> None:
-    pack_experts(dense)
-    source = ModelSource(model=str(dense))
+@pytest.mark.parametrize("intermediate_size", [128, 96])  # 48 inputs in each rank are one group and a half
+def test_a_shard_is_its_part_of_every_expert(intermediate_size: int, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    shape = {**SHAPE, "intermediate_size": intermediate_size}
+    source = save(random_model(AutoConfig.for_model("gpt_oss", **shape)), tmp_path)
+    pack_experts(tmp_path)
     whole = mixtures(load(source))[0]
     shards = [
         mixtures(

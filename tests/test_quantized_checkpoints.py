@@ -371,7 +371,9 @@ def _widen_mlp(tensors: dict[str, torch.Tensor]) -> None:
 def test_inputs_that_share_a_scale_stay_in_one_rank(checkpoint: Path) -> None:
     quantize_checkpoint(checkpoint, LAYOUTS["GPTQ"])
     source = ModelSource(model=str(checkpoint))
-    with pytest.raises(UserError, match=r"down_proj has 40 inputs in each of 2 ranks, which must be divisible by 32"):
+    with pytest.raises(
+        UserError, match=r"down_proj has 40 inputs in each of 2 ranks, which must be divisible by 16: 32"
+    ):
         load_model(source, device=CPU, dtype=torch.float32, max_model_len=None, shard=Shard(rank=0, size=2))
 
 

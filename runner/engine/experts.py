@@ -45,9 +45,9 @@ class Experts:
         gated_storage = shared_storage(gated_names, quantization)
         down_storage = shared_storage(down_names, quantization)
         self._num_parts = shard.split(shapes.intermediate_size, gated_names[0])
-        columns = split_inputs(shapes.intermediate_size, down_names[0], down_storage, shard)
+        columns, down_held = split_inputs(shapes.intermediate_size, down_names[0], down_storage, shard)
         gated = empty_weight(shapes.num_experts * 2 * self._num_parts, hidden_size, dtype, gated_storage)
-        down = empty_weight(shapes.num_experts * hidden_size, columns, dtype, down_storage)
+        down = empty_weight(shapes.num_experts * hidden_size, columns, dtype, down_held)
         # Of each expert. Kernels of a GPU find one behind another in one piece of memory.
         self.gate_up_projs, self.down_projs = (
             ExpertWeights(split_rows(weight, shapes.num_experts)) for weight in (gated, down)

@@ -8,7 +8,7 @@ Plain objects, as all of the decoder: the attribute and call machinery of nn.Mod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,7 @@ from kernels.cpu.panels import Change, Weight, unpacked
 from kernels.quantized_weight import QuantizedWeight, num_groups
 from runner.engine.errors import UserError, first_of
 from runner.engine.operations import linear
-from runner.engine.quantization import Quantization, Storage
+from runner.engine.quantization import SMALLEST_GROUP, Quantization, Storage
 from runner.engine.shard import Shard
 
 
@@ -66,19 +66,24 @@ def shared_storage(names: Sequence[str], quantization: Quantization | None) -> S
     return storages[0]
 
 
-def split_inputs(in_features: int, name: str, storage: Storage | None, shard: Shard) -> int:
-    """A rank's inputs of a row-parallel matrix.
+def split_inputs(in_features: int, name: str, storage: Storage | None, shard: Shard) -> tuple[int, Storage | None]:
+    """A rank's inputs of a row-parallel matrix, and how they are held: of groups that ranks would cut apart the halves.
 
     Raises:
-        UserError: they cannot be shared, or not without cutting inputs that share a scale apart.
+        UserError: they cannot be shared, or not without cutting the smallest groups apart.
     """
     columns = shard.split(in_features, name)
-    if shard.size > 1 and storage is not None and columns % (storage.group_size or 1):
+    if shard.size == 1 or storage is None or storage.group_size is None:
+        return columns, storage
+    size = storage.group_size
+    while columns % size and size >= 2 * SMALLEST_GROUP:
+        size //= 2
+    if columns % size:
         raise UserError(
-            f"{name} has {columns} inputs in each of {shard.size} ranks, which must be divisible by "
-            f"{storage.group_size}, the inputs that share a scale; choose another tensor_parallel_size"
+            f"{name} has {columns} inputs in each of {shard.size} ranks, which must be divisible by {size}: "
+            f"{storage.group_size} share a scale; choose another tensor_parallel_size"
         )
-    return columns
+    return columns, replace(storage, group_size=size)
 
 
 class ColumnParallelLinear:
@@ -132,8 +137,8 @@ class RowParallelLinear:
     ) -> None:
         self.name, self.shard = name, shard
         storage = (quantization or {}).get(name)
-        columns = split_inputs(in_features, name, storage, shard)
-        self.weight: Weight = empty_weight(out_features, columns, dtype, storage)
+        columns, held = split_inputs(in_features, name, storage, shard)
+        self.weight: Weight = empty_weight(out_features, columns, dtype, held)
         self.bias = torch.empty(out_features, dtype=dtype) if bias else None
 
     def convert(self, change: Change) -> None:

@@ -258,8 +258,10 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
     elif isinstance(tensor, QuantizedTensor) and tensor.storage.is_multiplied:
         numbers, scales = tensor.read()
         target.view.copy_(numbers[part])
-        if dim == 1 and scales.shape[1] > 1:
-            scales = scales.chunk(shard.size, dim=1)[shard.rank]
+        if dim == 1 and scales.shape[1] > 1 and shard.size > 1:
+            groups = target.scales.shape[1]
+            repeats = (tensor.storage.group_size or 1) * groups // target.view.shape[1]  # of groups that ranks halve
+            scales = scales.repeat_interleave(repeats, dim=1)[:, shard.rank * groups : (shard.rank + 1) * groups]
         target.scales.copy_(scales if dim == 1 else scales[part])
     else:
         weight = tensor[part].to(target.view.device)
