@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from kernels.cpu.panels import multiplies_and_adds
+
+holds_8_bits = pytest.mark.skipif(not multiplies_and_adds(), reason="this machine has no kernels for 8 bits")
 
 FLOAT8 = torch.float8_e4m3fn
 GROUP = 32

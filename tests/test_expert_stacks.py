@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from kernels.cpu.panels import multiplies_and_adds, unpack
+from kernels.cpu.panels import unpack
 from kernels.quantized_weight import QuantizedWeight
 from runner.engine import backend
 from runner.engine.checkpoint import ModelSource
@@ -21,7 +21,8 @@ from runner.engine.head_checkpoint import read_head_tensors
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.shard import Shard
 from runner.llm import LLM
-from tests.quantized_checkpoints import MXFP4, pack_experts
+from tests.edit_tensors import edit_tensors
+from tests.quantized_checkpoints import MXFP4, holds_8_bits, pack_experts
 from tests.transformers_reference import (
     CPU,
     assert_as_accurate,
@@ -52,7 +53,6 @@ SHAPE: dict[str, Any] = {
 }
 EXPERTS = "model.layers.0.mlp.experts."
 Tensors = dict[str, torch.Tensor]
-holds_8_bits = pytest.mark.skipif(not multiplies_and_adds(), reason="this machine has no kernels for 8 bits")
 
 
 @pytest.fixture
@@ -61,13 +61,6 @@ def dense(tmp_path: Path) -> Path:
 
     save(random_model(AutoConfig.for_model("gpt_oss", **SHAPE)), tmp_path)
     return tmp_path
-
-
-def edit_tensors(directory: Path, change: Callable[[Tensors], object]) -> None:
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def mixtures(loaded: LoadedModel) -> list[Experts]:

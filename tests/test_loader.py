@@ -21,6 +21,7 @@ from runner.engine.errors import UserError
 from runner.engine.rope import num_positions
 from runner.engine.transformers_model import TransformersModel
 from runner.llm import LLM
+from tests.edit_tensors import edit_tensors
 from tests.transformers_reference import CPU, load, random_model, save, save_tokenizer
 
 GIB = 2**30
@@ -64,15 +65,6 @@ def checkpoint(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path
         return Path(shutil.copytree(saved(model_type, **options), tmp_path / "checkpoint"))
 
     return copy
-
-
-def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def edit_json(file: Path, **values: Any) -> None:

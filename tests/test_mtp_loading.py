@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from proposers.heads.mtp import MtpHead
 from proposers.heads.mtp_checkpoint import describe_module
@@ -19,17 +18,12 @@ from runner.engine.architecture import read_architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.llm import LLM, SamplingParams
+from tests.edit_tensors import edit_tensors
 from tests.mtp_checkpoints import HIDDEN_SIZE, NUM_LAYERS, SHAPE, VOCAB_SIZE, write
 from tests.transformers_reference import load
 
 Tensors = dict[str, torch.Tensor]
 LAST = f"model.layers.{NUM_LAYERS}."
-
-
-def edit_tensors(directory: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def edit_config(directory: Path, **values: Any) -> None:

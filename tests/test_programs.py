@@ -115,6 +115,27 @@ def test_calls_of_torch_take_turns_with_kernels_at_every_replay() -> None:
     assert len(in_use) <= len(graph.outputs), "what torch's calls go between is free for the next recording"
 
 
+def test_what_is_known_of_a_calls_results_is_that_of_the_same_call_alone() -> None:
+    """Equal numbers of other types make results of other types; so do strides, and the default dtype."""
+
+    def compute(ones: Tensor) -> Tensors:
+        sums = tuple(torch.remainder(ones, divisor) for divisor in (1, 1.0, True))
+        return *sums, torch.cumsum(ones, 0), torch.cumsum(ones.t(), 0), torch.full((2,), 1.5)
+
+    ones = torch.ones(3, 4, dtype=torch.int64)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            graph = record_prepared(compute, (ones,), pool=Pool())
+            assert isinstance(graph.replay, Program)
+            graph.replay()
+            for found, wanted in zip(graph.outputs, compute(ones), strict=True):
+                assert (found.dtype, found.stride()) == (wanted.dtype, wanted.stride()) and torch.equal(found, wanted)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_what_reads_values_back_is_computed_anew_at_every_replay() -> None:
     norm, _ = block()
     eps = torch.tensor(1e-6)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from kernels.cpu.panels import multiplies_and_adds, unpack
+from kernels.cpu.panels import unpack
 from kernels.quantized_weight import QuantizedWeight, quantize
 from runner.engine import backend
 from runner.engine.checkpoint import ModelSource, read_tensors
@@ -27,6 +27,7 @@ from runner.engine.quantization import read_scheme
 from runner.engine.quantized_tensors import unpack_tensors
 from runner.engine.shard import Shard
 from runner.llm import LLM
+from tests.edit_tensors import edit_tensors
 from tests.quantized_checkpoints import (
     FLOAT8,
     GPTQ,
@@ -36,6 +37,7 @@ from tests.quantized_checkpoints import (
     Layout,
     compressed,
     fields,
+    holds_8_bits,
     in_words,
     int32,
     per_output,
@@ -56,7 +58,6 @@ SHAPE: dict[str, Any] = {
 }
 Q = "model.layers.0.self_attn.q_proj"
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8]}, {"prompt_token_ids": [3]}]
-holds_8_bits = pytest.mark.skipif(not multiplies_and_adds(), reason="this machine has no kernels for 8 bits")
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +75,6 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(dense: Path, tmp_path: Path) -> Path:
     """A copy, to be quantized."""
     return Path(shutil.copytree(dense, tmp_path / "checkpoint"))
-
-
-def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:

@@ -85,12 +85,9 @@ def _results_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         NotRecordableError: the shapes depend on values, or the results are no tensors.
     """
-    called: Any = (func, torch.get_default_dtype(), _described(args), _described(kwargs))
-    try:
-        if called in _known:
-            return _known[called]
-    except TypeError:  # an argument that is no key
-        called = None
+    called = (func, torch.get_default_dtype(), _described(args), _described(kwargs))
+    if called in _known:
+        return _known[called]
     on_meta = tree_map_only(Tensor, _meta, (args, kwargs))
     if any(argument.name == "device" for argument in func._schema.arguments):
         on_meta[1]["device"] = "meta"
@@ -100,10 +97,9 @@ def _results_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         raise NotRecordableError(f"{func}: {error}") from error
     if not all(isinstance(shape, Tensor) for shape in tree_leaves(shapes)):
         raise NotRecordableError(f"{func} is read back")
-    if called is not None:
-        if len(_known) == MOST_KNOWN:
-            _known.clear()
-        _known[called] = shapes
+    if len(_known) == MOST_KNOWN:
+        _known.clear()
+    _known[called] = shapes
     return shapes
 
 

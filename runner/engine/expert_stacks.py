@@ -13,7 +13,8 @@ from runner.engine.architecture import ExpertShapes
 from runner.engine.mxfp4_tensors import Mxfp4Stack
 
 ALL = slice(None)
-PARTS = {"gate_up_proj": (slice(0, None, 2), slice(1, None, 2)), "down_proj": (ALL,)}  # outputs of each projection
+# Of each stack its projections, by their places in Mixture.projections, and which of its outputs are theirs.
+PARTS = {"gate_up_proj": ((0, slice(0, None, 2)), (1, slice(1, None, 2))), "down_proj": ((2, ALL),)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +57,15 @@ def split_stacks(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes | Non
     if experts is None or not experts.mixture.is_stacked:
         yield from tensors
         return
-    names, prefix = iter(experts.mixture.projections), f".{experts.prefix}"
-    projections = {stack: [next(names) for _ in parts] for stack, parts in PARTS.items()}
+    prefix = f".{experts.prefix}"
     for name, tensor in tensors:
         layer, _, own = name.rpartition(prefix)
         stack, rank = own.removesuffix("_bias"), len(tensor.get_shape())
         if not layer or stack not in PARTS or rank != (3 if own == stack else 2):
             yield name, tensor
             continue
-        for projection, outputs in zip(projections[stack], PARTS[stack], strict=True):
+        for place, outputs in PARTS[stack]:
+            projection = experts.mixture.projections[place]
             if own != stack:
                 yield f"{layer}{prefix}{projection}.bias", BiasesOfExperts(tensor=tensor, outputs=outputs)
                 continue

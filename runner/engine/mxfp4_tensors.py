@@ -18,7 +18,7 @@ from runner.engine.quantization import MXFP4_GROUP, Storage
 from runner.engine.quantized_tensors import AGAIN, Numbers, QuantizedTensor, require_plain, require_scales
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of three bits; with the fourth they are negative
-DOUBLED = torch.tensor([*SIZES, *(-size for size in SIZES)], dtype=torch.int8)
+DOUBLED = torch.tensor([*SIZES, *(-size for size in SIZES)], dtype=torch.int8, device="cpu")
 PAIRS = torch.stack((DOUBLED.repeat(16), DOUBLED.repeat_interleave(16)), dim=1).view(torch.int16).flatten()  # by byte
 EXPONENT_BIAS = 127
 BLOCKS, SCALES = "_blocks", "_scales"  # behind the name that a stack would have dense
