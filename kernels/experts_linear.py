@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
-from kernels.linear import converts_float8, take_apart
 from kernels.linear_plan import plan_linear
 from kernels.linear_tile import finish_tile, sum_tile
-from kernels.quantized_weight import FLOAT8, QuantizedWeight
+from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
+from kernels.weight_elements import Elements, columns_of_step, take_apart
 
 
 # Not specialized on num_places, which would make other programs for multiples of 16.
@@ -32,16 +32,18 @@ def linear_of_experts_kernel(
     x_ptr,  # [num_rows, in_features], rows x_stride apart; without rows_ptr one for each place
     rows_ptr,  # [num_places] int64, or None
     starts_ptr,  # [NUM_EXPERTS + 1] int64
-    weight_ptr,  # of the first expert [out_features, in_features]; if GATED as many up rows follow
+    weight_ptr,  # of the first expert [out_features, weight_stride]; if GATED as many up rows follow
     scales_ptr,  # of the first expert [weight rows, groups] float32, or None
+    zeros_ptr,  # of the first expert [weight rows, groups] int8, or None
     bias_ptr,  # [NUM_EXPERTS, weight rows], or None
     out_ptr,  # [num_places, out_features]
     num_places,
     out_features,
     in_features,
     x_stride,
+    weight_stride,  # in_features; of codes half of them
     weight_distance,  # from one expert's weight to the next one's
-    scales_distance,
+    scales_distance,  # and of zero points
     split_width,  # columns of a partial sum, a multiple of BLOCK_K
     group_size,  # columns that share a scale, a multiple of BLOCK_K if HAS_GROUPS
     num_groups,
@@ -55,7 +57,7 @@ def linear_of_experts_kernel(
     FEATURES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_GROUPS: tl.constexpr,  # a weight row has several scales
-    FLOAT8_BITS: tl.constexpr,  # weight_ptr is of int8, whose bits are a float8's
+    READING: tl.constexpr,  # as Elements.reading
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
     # Neighbours take the tokens of one expert, whose weight tile so comes from memory once.
@@ -80,29 +82,36 @@ def linear_of_experts_kernel(
     rows = places
     if rows_ptr is not None:
         rows = tl.load(rows_ptr + places, mask=is_place, other=0)
-    columns = tl.arange(0, BLOCK_K)[None, :]
+    columns = columns_of_step(BLOCK_K, READING)
     x_ptrs = x_ptr + rows[:, None] * x_stride + columns
     features = feature_tile * FEATURES + tl.arange(0, FEATURES)
     # Features behind the last are computed as the last and not stored: the loop has no mask for them.
     weight_rows = tl.minimum(features, out_features - 1).to(tl.int64)
-    row_ptrs = weight_ptr + expert.to(tl.int64) * weight_distance + weight_rows[:, None] * in_features
+    row_ptrs = weight_ptr + expert.to(tl.int64) * weight_distance + weight_rows[:, None] * weight_stride
     if bias_ptr is not None:
         bias_ptr += expert * out_features * (2 if GATED else 1)
     if scales_ptr is not None:
         scales_ptr += expert.to(tl.int64) * scales_distance
     row_scales, up_scales, end_scales = scales_ptr, scales_ptr, scales_ptr
+    row_zeros, up_zeros = zeros_ptr, zeros_ptr
+    up_groups = tl.cast(out_features, tl.int64) * num_groups
     if HAS_GROUPS:
         row_scales = scales_ptr + weight_rows * num_groups
-        up_scales = row_scales + tl.cast(out_features, tl.int64) * num_groups
+        up_scales = row_scales + up_groups
         end_scales = None
+    if zeros_ptr is not None:
+        row_zeros = zeros_ptr + expert.to(tl.int64) * scales_distance + weight_rows * num_groups
+        up_zeros = row_zeros + up_groups
     total, up_total = sum_tile(
         x_ptrs,
         columns,
         is_place[:, None],
         row_ptrs,
-        tl.cast(out_features, tl.int64) * in_features,
+        tl.cast(out_features, tl.int64) * weight_stride,
         row_scales,
         up_scales,
+        row_zeros,
+        up_zeros,
         in_features,
         0,
         SPLITS,
@@ -111,7 +120,8 @@ def linear_of_experts_kernel(
         GATED,
         EVEN_K,
         HAS_GROUPS,
-        FLOAT8_BITS,
+        READING,
+        BLOCK_K,
     )
     finish_tile(
         total,
@@ -133,28 +143,26 @@ def linear_of_experts_kernel(
 class ExpertsInMemory:
     """The weights of one product, of each expert, and where they lie: found once, not in every launch."""
 
-    numbers: Tensor  # of the first expert
-    scales: Tensor | None  # of weights held in 8 bits
-    group_size: int | None  # columns that share a scale, or None where all do
+    first: Elements  # of the first expert
     dtype: torch.dtype  # of the rows
     num_experts: int
     distance: int  # from one expert's numbers to the next one's
-    scales_distance: int
+    scales_distance: int  # and of zero points
 
     @classmethod
     def of(cls, weights: Sequence[Tensor | QuantizedWeight]) -> ExpertsInMemory:
         """Views of one tensor [num_experts, ...], or of any storage in which each is as far from the one before; so
-        are their scales."""
-        all_numbers, all_scales, group_sizes = zip(*map(take_apart, weights), strict=True)
-        assert len(set(group_sizes)) == 1
+        are their scales and zero points."""
+        all_numbers, all_scales, all_zeros, *kinds = zip(*map(take_apart, weights), strict=True)
+        assert all(len(set(kind)) == 1 for kind in kinds)
+        scales_distance = 0 if all_scales[0] is None else distance(all_scales)
+        assert all_zeros[0] is None or distance(all_zeros) == scales_distance
         return cls(
-            numbers=all_numbers[0],
-            scales=all_scales[0],
-            group_size=group_sizes[0],
+            first=take_apart(weights[0]),
             dtype=weights[0].dtype,
             num_experts=len(weights),
             distance=distance(all_numbers),
-            scales_distance=0 if all_scales[0] is None else distance(all_scales),
+            scales_distance=scales_distance,
         )
 
 
@@ -207,11 +215,13 @@ def _launch(
     activation: Activation = "silu",
 ) -> Tensor:
     held = weights if isinstance(weights, ExpertsInMemory) else ExpertsInMemory.of(weights)
-    numbers, scales, group_size, num_experts = held.numbers, held.scales, held.group_size, held.num_experts
-    num_places, (weight_rows, in_features) = len(routing.rows), numbers.shape
+    numbers, scales, zeros, bits, group_size, reading = held.first
+    num_places, num_experts, in_features = len(routing.rows), held.num_experts, x.shape[1]
+    weight_rows = len(numbers)
     out_features = weight_rows // (1 + gated)
     assert len(routing.starts) == num_experts + 1 and weight_rows == (1 + gated) * out_features
-    assert x.shape == (num_places if rows is None else len(routing.places), in_features)
+    assert len(x) == (num_places if rows is None else len(routing.places))
+    assert numbers.shape[1] * 8 * numbers.element_size() == in_features * bits
     assert x.stride(1) == 1 and x.dtype == held.dtype
     assert biases is None or (biases.shape == (num_experts, weight_rows) and biases.is_contiguous())
     out = torch.empty(num_places, out_features, dtype=x.dtype, device=x.device)
@@ -223,24 +233,25 @@ def _launch(
         in_features,
         element_size=x.element_size(),
         gated=gated,
-        number_size=numbers.element_size(),
+        number_bits=bits,
         group_size=group_size,
     )
-    takes_bits = numbers.dtype == FLOAT8 and not converts_float8(x.device)
     num_tiles = num_places // plan.tokens + num_experts
     overlaps = can_overlap(x.device)
     linear_of_experts_kernel[(num_tiles * triton.cdiv(out_features, plan.features),)](
         x,
         rows,
         routing.starts,
-        numbers.view(torch.int8) if takes_bits else numbers,
+        numbers,
         scales,
+        zeros,
         biases,
         out,
         num_places,
         out_features,
         in_features,
         x.stride(0),
+        numbers.stride(0),
         held.distance,
         held.scales_distance,
         plan.split_width,
@@ -256,7 +267,7 @@ def _launch(
         FEATURES=plan.features,
         BLOCK_K=plan.block_k,
         HAS_GROUPS=group_size is not None,
-        FLOAT8_BITS=takes_bits,
+        READING=reading,
         OVERLAPS=overlaps,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

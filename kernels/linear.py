@@ -11,15 +11,14 @@ arXiv 2301.03598.)
 
 What follows the sum is float32 too: bias, gate and activation come before the one rounding.
 
-A weight held in 8 bits (kernels/quantized_weight.py) is read so. Its numbers are exact in every dtype that rows have;
-scales meet sums, never numbers: at the end where an output has one, else behind each step, which lies in one group.
+A weight held in 8 or 4 bits (kernels/quantized_weight.py) is read so. Its numbers are exact in every dtype that rows
+have; scales meet sums, never numbers: at the end where an output has one, else behind each step, which lies in one
+group.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
@@ -30,16 +29,18 @@ from kernels.dependent_launch import await_input, can_overlap, prefetch
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.linear_plan import PREFETCHED, plan_linear
 from kernels.linear_tile import finish_tile, sum_tile
-from kernels.quantized_weight import FLOAT8, QuantizedWeight
+from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
+from kernels.weight_elements import columns_of_step, numbers_of_element, take_apart
 
 
 # Not specialized on num_rows: Triton would compile other programs for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x_ptr,  # [num_rows, in_features], rows x_stride apart
-    weight_ptr,  # [out_features, in_features]; if GATED as many up rows follow
-    scales_ptr,  # [weight rows, groups] float32 of a weight held in 8 bits, or None
+    weight_ptr,  # [out_features, weight_stride]; if GATED as many up rows follow
+    scales_ptr,  # [weight rows, groups] float32 of a quantized weight, or None
+    zeros_ptr,  # [weight rows, groups] int8 of int4 with zero points, or None
     bias_ptr,  # one for each weight row, or None
     out_ptr,  # [num_rows, out_features]
     partials_ptr,  # if IS_SPREAD [tiles, SPLITS, FEATURES, TOKENS] float32
@@ -48,6 +49,7 @@ def linear_kernel(
     out_features,
     in_features,
     x_stride,
+    weight_stride,  # in_features; of codes half of them
     split_width,  # columns of a partial sum, a multiple of BLOCK_K
     group_size,  # columns that share a scale, a multiple of BLOCK_K if HAS_GROUPS
     num_groups,
@@ -62,7 +64,7 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
     PREFETCHED: tl.constexpr,  # 0: the launch does not overlap with the one before
     HAS_GROUPS: tl.constexpr,  # a weight row has several scales
-    FLOAT8_BITS: tl.constexpr,  # weight_ptr is of int8, whose bits are a float8's
+    READING: tl.constexpr,  # as Elements.reading
 ):
     # Neighbours take the tokens of one weight tile, which so comes from memory once.
     num_token_tiles = tl.cdiv(num_rows, TOKENS)
@@ -74,21 +76,25 @@ def linear_kernel(
         feature_tile = feature_tile // SPLITS
     tokens = token_tile * TOKENS + tl.arange(0, TOKENS)
     features = feature_tile * FEATURES + tl.arange(0, FEATURES)
-    columns = tl.arange(0, BLOCK_K)[None, :]
+    columns = columns_of_step(BLOCK_K, READING)
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + columns
     is_token = (tokens < num_rows)[:, None]
     # Features behind the last are computed as the last and not stored: the loop has no mask for them.
     rows = tl.minimum(features, out_features - 1).to(tl.int64)
-    row_ptrs = weight_ptr + rows[:, None] * in_features
-    row_scales, up_scales = scales_ptr, scales_ptr
+    row_ptrs = weight_ptr + rows[:, None] * weight_stride
+    row_scales, up_scales, row_zeros, up_zeros = scales_ptr, scales_ptr, zeros_ptr, zeros_ptr
+    up_groups = tl.cast(out_features, tl.int64) * num_groups
     if HAS_GROUPS:
         row_scales = scales_ptr + rows * num_groups
-        up_scales = row_scales + tl.cast(out_features, tl.int64) * num_groups
-    up_distance = tl.cast(out_features, tl.int64) * in_features
+        up_scales = row_scales + up_groups
+    if zeros_ptr is not None:
+        row_zeros = zeros_ptr + rows * num_groups
+        up_zeros = row_zeros + up_groups
+    up_distance = tl.cast(out_features, tl.int64) * weight_stride
 
     if PREFETCHED > 0:
         starts = first_split * split_width + tl.arange(0, PREFETCHED)[None, :] * BLOCK_K
-        line_ptrs = row_ptrs + tl.minimum(starts, in_features - 1)
+        line_ptrs = row_ptrs + tl.minimum(starts, in_features - 1) // numbers_of_element(READING)
         prefetch(line_ptrs)
         if GATED:
             prefetch(line_ptrs + up_distance)
@@ -102,6 +108,8 @@ def linear_kernel(
         up_distance,
         row_scales,
         up_scales,
+        row_zeros,
+        up_zeros,
         in_features,
         first_split,
         num_splits,
@@ -110,7 +118,8 @@ def linear_kernel(
         GATED,
         EVEN_K,
         HAS_GROUPS,
-        FLOAT8_BITS,
+        READING,
+        BLOCK_K,
     )
 
     end_scales = scales_ptr
@@ -182,20 +191,6 @@ def gated_linear(
     return _launch(x, weight, bias, x.dtype, gated=True, activation=activation)
 
 
-@cache
-def converts_float8(device: torch.device) -> bool:
-    """Whether the device has instructions for it; Triton knows the type on no other GPU."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def take_apart(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor | None, int | None]:
-    """Its numbers, their scales, and how many columns share a scale, or None where all do."""
-    if not isinstance(weight, QuantizedWeight):
-        return weight, None, None
-    assert weight.scales.is_contiguous() and weight.scales.dtype == torch.float32
-    return weight.numbers, weight.scales, weight.shared_columns
-
-
 def _launch(
     x: Tensor,
     weight: Tensor | QuantizedWeight,
@@ -208,7 +203,7 @@ def _launch(
 ) -> Tensor:
     num_rows, in_features = x.shape
     out_features = weight.shape[0] // (1 + gated)
-    numbers, scales, group_size = take_apart(weight)
+    numbers, scales, zeros, bits, group_size, reading = take_apart(weight)
     assert weight.shape == ((1 + gated) * out_features, in_features) and numbers.is_contiguous()
     assert x.stride(1) == 1 and x.dtype == weight.dtype
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
@@ -221,10 +216,9 @@ def _launch(
         in_features,
         element_size=x.element_size(),
         gated=gated,
-        number_size=numbers.element_size(),
+        number_bits=bits,
         group_size=group_size,
     )
-    takes_bits = numbers.dtype == FLOAT8 and not converts_float8(x.device)
     num_programs, partials, arrivals = plan.num_tiles, None, None
     if plan.is_spread:
         num_programs *= plan.splits
@@ -234,8 +228,9 @@ def _launch(
     overlaps = can_overlap(x.device)
     linear_kernel[(num_programs,)](
         x,
-        numbers.view(torch.int8) if takes_bits else numbers,
+        numbers,
         scales,
+        zeros,
         bias,
         out,
         partials,
@@ -244,6 +239,7 @@ def _launch(
         out_features,
         in_features,
         x.stride(0),
+        numbers.stride(0),
         plan.split_width,
         group_size or in_features,
         1 if scales is None else scales.shape[1],
@@ -258,7 +254,7 @@ def _launch(
         BLOCK_K=plan.block_k,
         PREFETCHED=PREFETCHED if overlaps else 0,
         HAS_GROUPS=group_size is not None,
-        FLOAT8_BITS=takes_bits,
+        READING=reading,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         launch_pdl=overlaps,

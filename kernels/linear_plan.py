@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LINE = 128  # bytes of a row of tokens that a step reads, a cache line; of a weight in 8 bits it reads a half or less
+LINE = 128  # bytes of a row of tokens that a step reads, a cache line; of a weight in fewer bits it reads less
 FEATURES = 64  # weight rows of a tile: the M of wgmma
 PROGRAMS = 192  # a weight with fewer tiles is cut along in_features, until it has as many programs
 MIN_STEPS = 8  # steps of a partial sum, at least
@@ -43,7 +43,7 @@ def plan_linear(
     *,
     element_size: int,  # of a row's numbers
     gated: bool,
-    number_size: int | None = None,  # bytes of a weight's number; None: as a row's
+    number_bits: int | None = None,  # of the weight; None: as a row's
     group_size: int | None = None,  # columns that share a scale; None: all do
 ) -> LinearPlan:
     """For [num_rows, in_features] by [out_features, in_features], or twice as many weight rows if gated."""
@@ -58,7 +58,8 @@ def plan_linear(
     features = FEATURES * (1 + is_wide)
     tokens = min(max(1 << (num_rows - 1).bit_length(), 16), 128 if has_tensor_cores and not is_crowded else 64)
     num_tiles = -(-out_features // features) * -(-num_rows // tokens)
-    step_bytes = block_k * (features * (1 + gated) * (number_size or element_size) + tokens * element_size)
+    row_bits = 8 * element_size
+    step_bytes = block_k * (features * (1 + gated) * (number_bits or row_bits) + tokens * row_bits) // 8
     return LinearPlan(
         block_k=block_k,
         splits=splits,

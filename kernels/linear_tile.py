@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kernels.reference import act_and_mul
 from kernels.tanh import tanh
+from kernels.weight_elements import HALF_SPAN, ZERO, as_factors, codes_as_factors, numbers_of_element
 
 # Of gelu by tanh: twice what it takes the tanh of is GELU_CUBIC * gate^3 + GELU_LINEAR * gate.
 GELU_LINEAR: tl.constexpr = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
@@ -22,54 +23,67 @@ LIMIT: tl.constexpr = tl.constexpr(act_and_mul.LIMIT)
 
 
 @triton.jit
-def load_columns(ptrs, start, in_features, EVEN_K: tl.constexpr):
-    """Columns start.. of weight rows, zeros behind the last; ptrs [FEATURES, BLOCK_K] point at column 0."""
-    if EVEN_K:
+def load_columns(ptrs, start, width, IS_EVEN: tl.constexpr):
+    """Columns start.. of weight rows, zeros behind the last of width; ptrs [FEATURES, n] point at column 0."""
+    if IS_EVEN:
         values = tl.load(ptrs + start)
     else:
-        is_column = (start + tl.arange(0, ptrs.shape[1]) < in_features)[None, :]
+        is_column = (start + tl.arange(0, ptrs.shape[1]) < width)[None, :]
         values = tl.load(ptrs + start, mask=is_column, other=0.0)
     return values
 
 
 @triton.jit
-def as_factors(numbers, dtype: tl.constexpr, FLOAT8_BITS: tl.constexpr):
-    """Numbers of a weight in the dtype of the rows, which holds those of 8 bits exactly."""
-    if FLOAT8_BITS:
-        # Exponent and mantissa at a float32's places, whose exponents count from 120 further below.
-        words = (numbers.to(tl.int32) << 20) & -0x78100000
-        numbers = words.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    return numbers.to(dtype)
+def load_inputs(x_ptrs, columns, start, is_token, in_features, EVEN_K: tl.constexpr):
+    """[TOKENS, n], of columns from start; x_ptrs point at those from 0."""
+    if EVEN_K:
+        x = tl.load(x_ptrs + start, mask=is_token, other=0.0)
+    else:
+        x = tl.load(x_ptrs + start, mask=is_token & (start + columns < in_features), other=0.0)
+    return x
 
 
 @triton.jit
 def add_step(
     sums,  # [FEATURES, TOKENS]
-    numbers,  # [FEATURES, BLOCK_K]
-    x,  # [TOKENS, BLOCK_K]
+    numbers,  # [FEATURES, n]
+    x,  # [TOKENS, n]
+    high_x,  # [TOKENS, n], of codes in the higher bits
     scale_ptrs,  # [FEATURES], of the first group if HAS_GROUPS
+    zero_ptrs,  # [FEATURES], of the first group, or None
     group,  # of the step
     HAS_GROUPS: tl.constexpr,
-    FLOAT8_BITS: tl.constexpr,
+    READING: tl.constexpr,
 ):
-    factors = as_factors(numbers, x.dtype, FLOAT8_BITS)
+    own = sums
     if HAS_GROUPS:
-        own = tl.dot(factors, tl.trans(x), tl.zeros_like(sums), input_precision="ieee")
-        sums += own * tl.load(scale_ptrs + group)[:, None]
+        own = tl.zeros_like(sums)
+    if numbers_of_element(READING) > 1:
+        zeros = tl.full((1, 1), ZERO, tl.int8)
+        if zero_ptrs is not None:
+            zeros = tl.load(zero_ptrs + group)[:, None]
+        low = codes_as_factors(numbers & 15, zeros, x.dtype, READING)
+        own = tl.dot(low, tl.trans(x), own, input_precision="ieee")
+        high = codes_as_factors(numbers >> 4, zeros, x.dtype, READING)
+        own = tl.dot(high, tl.trans(high_x), own, input_precision="ieee")
     else:
-        sums = tl.dot(factors, tl.trans(x), sums, input_precision="ieee")
-    return sums
+        own = tl.dot(as_factors(numbers, x.dtype, READING), tl.trans(x), own, input_precision="ieee")
+    if HAS_GROUPS:
+        own = sums + own * tl.load(scale_ptrs + group)[:, None]
+    return own
 
 
 @triton.jit
 def sum_tile(
-    x_ptrs,  # [TOKENS, BLOCK_K], of the first step
-    columns,  # [1, BLOCK_K], of the first step
+    x_ptrs,  # [TOKENS, n], of the first step's columns
+    columns,  # [1, n], as columns_of_step has them
     is_token,  # [TOKENS, 1]
     row_ptrs,  # [FEATURES, 1], of weight rows at column 0
     up_distance,  # from each to its up row, if GATED
     row_scales,  # [FEATURES], of the first group if HAS_GROUPS
     up_scales,  # of the up rows, if GATED
+    row_zeros,  # [FEATURES], of the first group, or None
+    up_zeros,  # of the up rows, if GATED
     in_features,
     first_split,  # of num_splits partial sums
     num_splits,
@@ -78,12 +92,14 @@ def sum_tile(
     GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
-    FLOAT8_BITS: tl.constexpr,
+    READING: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """The sums [FEATURES, TOKENS] of the rows and of the up rows, their partial sums added in order."""
     FEATURES: tl.constexpr = row_ptrs.shape[0]
     TOKENS: tl.constexpr = x_ptrs.shape[0]
-    BLOCK_K: tl.constexpr = x_ptrs.shape[1]
+    HELD: tl.constexpr = numbers_of_element(READING)
+    places = tl.arange(0, BLOCK_K // HELD)[None, :]
     total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
     up_total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
     for split in range(first_split, first_split + num_splits):
@@ -91,16 +107,18 @@ def sum_tile(
         up_sums = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
         begin = split * split_width
         for start in range(begin, tl.minimum(begin + split_width, in_features), BLOCK_K):
-            if EVEN_K:
-                x = tl.load(x_ptrs + start, mask=is_token, other=0.0)
-            else:
-                x = tl.load(x_ptrs + start, mask=is_token & (start + columns < in_features), other=0.0)
+            x = load_inputs(x_ptrs, columns, start, is_token, in_features, EVEN_K)
+            high_x = x
+            place = start
+            if HELD > 1:
+                high_x = load_inputs(x_ptrs, columns, start + HALF_SPAN, is_token, in_features, EVEN_K)
+                place = tl.multiple_of(start // HELD, HALF_SPAN)
             group = start // group_size
-            weight = load_columns(row_ptrs + columns, start, in_features, EVEN_K)
-            sums = add_step(sums, weight, x, row_scales, group, HAS_GROUPS, FLOAT8_BITS)
+            weight = load_columns(row_ptrs + places, place, in_features // HELD, EVEN_K)
+            sums = add_step(sums, weight, x, high_x, row_scales, row_zeros, group, HAS_GROUPS, READING)
             if GATED:
-                up = load_columns(row_ptrs + up_distance + columns, start, in_features, EVEN_K)
-                up_sums = add_step(up_sums, up, x, up_scales, group, HAS_GROUPS, FLOAT8_BITS)
+                up = load_columns(row_ptrs + up_distance + places, place, in_features // HELD, EVEN_K)
+                up_sums = add_step(up_sums, up, x, high_x, up_scales, up_zeros, group, HAS_GROUPS, READING)
         total += sums
         up_total += up_sums
     return total, up_total

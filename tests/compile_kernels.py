@@ -41,6 +41,9 @@ class Kernel:
         return f"{self.module}.{self.name}({self.signature}, {dict(self.constants)}, {dict(self.options)})"
 
 
+BITS = {"bf16": 16, "fp8e4nv": 8, "i8": 8, "int4": 4, "fp4": 4}  # of a weight's numbers
+
+
 def linear_kernel(
     num_rows: int,
     out_features: int,
@@ -49,33 +52,33 @@ def linear_kernel(
     gated: bool,
     out: str,
     capability: int,
-    held: str = "bf16",  # the weight's numbers
+    held: str = "bf16",  # the weight's numbers; a code's name: codes
+    has_zeros: bool = False,
     group_size: int | None = None,  # columns that share a scale; None: all do
     activation: str = "silu",
     softcap: float = 0.0,
 ) -> Kernel:
     """A bfloat16 product as kernels/linear.py launches it, without a bias."""
-    is_quantized = held != "bf16"
+    is_quantized, is_code = held != "bf16", held in ("int4", "fp4")
     plan = plan_linear(
         num_rows,
         out_features,
         in_features,
         element_size=2,
         gated=gated,
-        number_size=2 - is_quantized,
+        number_bits=BITS[held],
         group_size=group_size,
     )
     takes_bits = held == "fp8e4nv" and capability < 89
-    scales = "*fp32:16" if is_quantized else ""
+    element = "u8" if is_code else "i8" if takes_bits else held
+    scales = ("*fp32:16" if is_quantized else "") + (" *i8:16" if has_zeros else "")
     workspace = "*fp32:16 *i32:16" if plan.is_spread else ""
-    absent = ["bias_ptr", *["scales_ptr"] * (not is_quantized)]
+    absent = ["bias_ptr", *["scales_ptr"] * (not is_quantized), *["zeros_ptr"] * (not has_zeros)]
     absent += ["partials_ptr", "arrivals_ptr"] * (not plan.is_spread)
     return Kernel(
         module="kernels.linear",
         name="linear_kernel",
-        signature=f"*bf16:16 *{'i8' if takes_bits else held}:16 {scales} *{out}:16 {workspace} i32"
-        + " i32:16" * 5
-        + " i32",
+        signature=f"*bf16:16 *{element}:16 {scales} *{out}:16 {workspace} i32" + " i32:16" * 6 + " i32",
         constants={
             **dict.fromkeys(absent),
             "SPLITS": plan.splits,
@@ -89,7 +92,7 @@ def linear_kernel(
             "BLOCK_K": plan.block_k,
             "PREFETCHED": PREFETCHED if capability >= 90 else 0,
             "HAS_GROUPS": group_size is not None,
-            "FLOAT8_BITS": takes_bits,
+            "READING": held if is_code else "float8 bits" if takes_bits else "numbers",
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
         max_shared=(227 if capability >= 90 else 163) * 1024,
@@ -104,31 +107,34 @@ def linear_of_experts_kernel(
     *,
     gated: bool,
     capability: int,
-    held: str = "bf16",  # the weights' numbers
+    held: str = "bf16",  # as linear_kernel
+    has_zeros: bool = False,
     group_size: int | None = None,  # columns that share a scale; None: all do
     num_experts: int = 128,
     activation: str = "silu",
     has_bias: bool = False,
 ) -> Kernel:
     """A bfloat16 product of experts as kernels/experts_linear.py launches it."""
-    is_quantized = held != "bf16"
+    is_quantized, is_code = held != "bf16", held in ("int4", "fp4")
     plan = plan_linear(
         -(-num_places // num_experts),
         out_features,
         in_features,
         element_size=2,
         gated=gated,
-        number_size=2 - is_quantized,
+        number_bits=BITS[held],
         group_size=group_size,
     )
     takes_bits = held == "fp8e4nv" and capability < 89
-    pointers = ["*bf16:16", *["*i64:16"] * gated, "*i64:16", f"*{'i8' if takes_bits else held}:16"]
-    pointers += [*["*fp32:16"] * is_quantized, *["*bf16:16"] * has_bias, "*bf16:16"]
+    element = "u8" if is_code else "i8" if takes_bits else held
+    pointers = ["*bf16:16", *["*i64:16"] * gated, "*i64:16", f"*{element}:16"]
+    pointers += [*["*fp32:16"] * is_quantized, *["*i8:16"] * has_zeros, *["*bf16:16"] * has_bias, "*bf16:16"]
     absent = [*["rows_ptr"] * (not gated), *["scales_ptr"] * (not is_quantized), *["bias_ptr"] * (not has_bias)]
+    absent += ["zeros_ptr"] * (not has_zeros)
     return Kernel(
         module="kernels.experts_linear",
         name="linear_of_experts_kernel",
-        signature=" ".join([*pointers, "i32", *["i32:16"] * 7, "i32"]),
+        signature=" ".join([*pointers, "i32", *["i32:16"] * 8, "i32"]),
         constants={
             **dict.fromkeys(absent),
             "NUM_EXPERTS": num_experts,
@@ -141,7 +147,7 @@ def linear_of_experts_kernel(
             "FEATURES": plan.features,
             "BLOCK_K": plan.block_k,
             "HAS_GROUPS": group_size is not None,
-            "FLOAT8_BITS": takes_bits,
+            "READING": held if is_code else "float8 bits" if takes_bits else "numbers",
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
         max_shared=(227 if capability >= 90 else 163) * 1024,
@@ -306,15 +312,29 @@ KERNELS = [
         )
         for held, group_size in (("fp8e4nv", None), ("fp8e4nv", 128), ("i8", None), ("i8", 32))
     ),
+    *(  # and in 4 bits, with zero points as AWQ's and without
+        linear_kernel(
+            num_rows,
+            *shape,
+            gated=gated,
+            out="bf16",
+            capability=capability,
+            held="int4",
+            group_size=128,
+            has_zeros=has_zeros,
+        )
+        for num_rows, shape, gated in ((1, (4096, 14336), False), (1088, (14336, 4096), True))
+        for capability, has_zeros in ((80, True), (90, True), (90, False))
+    ),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="fp8e4nv"),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="i8", group_size=128),
     Kernel(
         module="kernels.linear",
         name="linear_kernel",
-        signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32",
-        constants=dict.fromkeys(["scales_ptr", "partials_ptr", "arrivals_ptr"])
+        signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32",
+        constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "partials_ptr", "arrivals_ptr"])
         | {"SPLITS": 1, "IS_SPREAD": False, "GATED": False, "EVEN_K": False, "HAS_GROUPS": False}
-        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "PREFETCHED": 0, "FLOAT8_BITS": False}
+        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "PREFETCHED": 0, "READING": "numbers"}
         | {"ACTIVATION": "silu", "SOFTCAP": 0.0},
         max_shared=96 * 1024,
         compute_capabilities=(90,),
@@ -347,9 +367,9 @@ KERNELS = [
         )
         for num_places, capability in ((4, 80), (4, 90), (4096, 90))
         for gated in (False, True)
-        for held, group_size in (("i8", 32), ("bf16", None))
+        for held, group_size in (("fp4", 32), ("bf16", None))
     ),
-    linear_of_experts_kernel(  # of four ranks, which halve its groups
+    linear_of_experts_kernel(  # of four ranks, which halve its groups: in 8 bits
         4, 2880, 720, gated=False, capability=90, held="i8", group_size=16, num_experts=32, has_bias=True
     ),
     *(

@@ -92,8 +92,8 @@ class Engines:
 
             def scale(model: Any) -> None:
                 for name, parameter in model.named_parameters():
-                    in_8_bits = parameter.dtype in (torch.int8, torch.float8_e4m3fn)  # then their scales are scaled
-                    if "norm" not in name and not in_8_bits:
+                    is_whole = parameter.is_floating_point() and parameter.dtype != torch.float8_e4m3fn
+                    if "norm" not in name and is_whole:  # of quantized ones scales are scaled
                         in_upper_layer = ".layers." in f".{name}" and "layers.0." not in name
                         parameter.mul_(weight_scale / 2 if in_upper_layer else weight_scale)
 

@@ -178,6 +178,7 @@ def awq(weight: Tensor, generator: torch.Generator) -> Packed:
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 GROUPED = f"int8 in groups of {GROUP}"
+PACKED = f"int4 in groups of {GROUP}, {GROUPED}"  # those of 80 inputs, whose last are no whole span, in 8 bits
 LAYOUTS = {
     "AutoFP8": Layout(
         pack=per_tensor,
@@ -212,7 +213,7 @@ LAYOUTS = {
     "int-quantized": Layout(
         pack=int8, config=compressed("int-quantized", num_bits=8, type="int", strategy="channel"), held="int8"
     ),
-    "pack-quantized, 4 bits": Layout(pack=int32, config=compressed("pack-quantized", **INT4), held=GROUPED),
+    "pack-quantized, 4 bits": Layout(pack=int32, config=compressed("pack-quantized", **INT4), held=PACKED),
     "pack-quantized, 8 bits": Layout(
         pack=lambda weight, generator: int32(weight, generator, bits=8),
         config=compressed("pack-quantized", **{**INT4, "num_bits": 8}),
@@ -221,7 +222,7 @@ LAYOUTS = {
     "pack-quantized, zero points": Layout(
         pack=lambda weight, generator: int32(weight, generator, has_zeros=True),
         config=compressed("pack-quantized", **INT4, symmetric=False),
-        held=GROUPED,
+        held=PACKED,
     ),
     "pack-quantized, groups that no kernel takes": Layout(
         pack=lambda weight, generator: int32(weight, generator, has_zeros=True, group=24),
@@ -238,14 +239,14 @@ LAYOUTS = {
         config=compressed("pack-quantized", **INT4, symmetric=False, actorder="group"),
         held=None,
     ),
-    "GPTQ": Layout(pack=gptq, config=GPTQ, held=GROUPED),
+    "GPTQ": Layout(pack=gptq, config=GPTQ, held=PACKED),
     "GPTQ, 8 bits": Layout(
         pack=lambda weight, generator: gptq(weight, generator, bits=8), config={**GPTQ, "bits": 8}, held=GROUPED
     ),
     "GPTQ, version 2": Layout(
         pack=lambda weight, generator: gptq(weight, generator, stored=0),
         config={**GPTQ, "checkpoint_format": "gptq_v2"},
-        held=GROUPED,
+        held=PACKED,
     ),
     "GPTQ, inputs in any order": Layout(
         pack=lambda weight, generator: gptq(weight, generator, in_order=False),
@@ -255,7 +256,7 @@ LAYOUTS = {
     "AWQ": Layout(
         pack=awq,
         config={"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-        held=GROUPED,
+        held=PACKED,
     ),
 }
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import linear_plan
-from kernels.quantized_weight import FLOAT8, QuantizedWeight, expand
+from kernels.quantized_weight import FLOAT8, QuantizedWeight
 from kernels.reference import experts as reference
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
@@ -22,6 +22,7 @@ from tests.test_quantized_weight import on, random_weight
 ops = pytest.importorskip("kernels.experts")
 products = pytest.importorskip("kernels.experts_linear")
 linears = pytest.importorskip("kernels.linear")
+weight_elements = pytest.importorskip("kernels.weight_elements")
 
 
 def logits_of(num_rows: int, num_experts: int, *, seed: int = 0) -> Tensor:
@@ -187,10 +188,7 @@ def quantized_experts(
     """Views of one weight whose rows are all the experts'."""
     rows = num_experts * out_features
     whole = on(device, random_weight(rows, in_features, kind, group_size=group_size, dtype=torch.float32))
-    return [
-        QuantizedWeight(numbers=numbers, scales=scales, group_size=whole.group_size, dtype=whole.dtype)
-        for numbers, scales in zip(whole.numbers.chunk(num_experts), whole.scales.chunk(num_experts), strict=True)
-    ]
+    return [whole.rows(slice(expert * out_features, (expert + 1) * out_features)) for expert in range(num_experts)]
 
 
 @pytest.mark.parametrize("from_bits", [False, True], ids=["", "float8 from its bits"])
@@ -207,11 +205,11 @@ def test_weights_in_8_bits_are_multiplied_by(
     if from_bits:
         if kind != FLOAT8:
             pytest.skip("an int8 is read in one way")
-        monkeypatch.setattr(products, "converts_float8", lambda device: False)
+        monkeypatch.setattr(weight_elements, "converts_float8", lambda device: False)
     routing = to_experts(CASES["many"], 5)
     there, x = to(kernel_device, routing), normal(39, 101, dtype=torch.float32)
     weights = quantized_experts(5, 2 * 35, 101, kind, group_size, kernel_device)
-    dense = torch.stack([expand(weight.numbers.cpu(), weight.scales.cpu(), weight.group_size) for weight in weights])
+    dense = torch.stack([weight.exact().cpu() for weight in weights])
     for op, rows in (("linear_of_experts", x[routing.rows]), ("gated_linear_of_experts", x)):
         assert_is_references(getattr(products, op)(rows.to(kernel_device), weights, there), op, rows, dense, routing)
 

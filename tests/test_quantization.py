@@ -1,4 +1,4 @@
-"""model.quantization and method.quantization: weights held in 8 bits as a model is loaded."""
+"""model.quantization and method.quantization: weights in 8 bits as a model is loaded; and the promise, in 4 too."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ from tests.test_losslessness import (
 pytestmark = pytest.mark.skipif(not multiplies_and_adds(), reason="this machine has no kernels for 8 bits")
 DRAFTERS = [name for name, keys in FIELDS.items() if "quantization" in keys]
 NUMBERS = {"fp8": FLOAT8, "int8": torch.int8}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+# How engines are asked for them: by the option, or for dummies of a quantized checkpoint.
+WAYS: dict[str, dict[str, Any]] = {
+    **{numbers: {"quantization": numbers} for numbers in NUMBERS},
+    "int4": {"architecture": {"quantization_config": AWQ}},
+}
 
 
 def decoder_of(llm: LLM) -> Decoder:
@@ -117,27 +123,31 @@ def test_all_that_a_drafter_multiplies_by_is_held_in_8_bits(method: str, engines
 # --- the promise ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["fp8", "int8"])
-def quantized(request: pytest.FixtureRequest, engines: Engines) -> tuple[str, list[Request]]:
-    """How weights are held, and plain decoding's requests."""
-    numbers: str = request.param
-    return numbers, complete(engines(quantization=numbers, **ROOMY), PROMPTS, PARAMS)[0]
+Quantized = tuple[dict[str, Any], list[Request]]  # how an engine is asked for, and plain decoding's requests
+
+
+@pytest.fixture(scope="module", params=["fp8", "int4"])
+def quantized(request: pytest.FixtureRequest, engines: Engines) -> Quantized:
+    way = WAYS[request.param]
+    llm = engines(**way, **ROOMY)
+    held = llm.engine.target_info.held
+    assert held is not None and held.startswith(request.param)
+    return way, complete(llm, PROMPTS, PARAMS)[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_changes_no_token(engines: Engines, quantized: tuple[str, list[Request]], method: str) -> None:
-    numbers, plain = quantized
+def test_a_method_changes_no_token(engines: Engines, quantized: Quantized, method: str) -> None:
+    way, plain = quantized
     tell_test_proposers(plain)
-    requests, metrics = complete(engines(method_config(method, 4), quantization=numbers, **ROOMY), PROMPTS, PARAMS)
+    requests, metrics = complete(engines(method_config(method, 4), **way, **ROOMY), PROMPTS, PARAMS)
     assert answers(requests) == answers(plain)
     assert 0 < metrics.num_accepted_tokens < sum(point.num_draft_tokens for point in metrics.step_points)
 
 
 @pytest.mark.parametrize("schedule", ["one request at a time", "odd chunks", "few blocks of 32, small chunks"])
-def test_the_schedule_changes_no_token(engines: Engines, quantized: tuple[str, list[Request]], schedule: str) -> None:
-    numbers, plain = quantized
-    method = method_config("draft_model", 3)
-    requests, _ = complete(engines(method, quantization=numbers, **SCHEDULES[schedule]), PROMPTS, PARAMS)
+def test_the_schedule_changes_no_token(engines: Engines, quantized: Quantized, schedule: str) -> None:
+    way, plain = quantized
+    requests, _ = complete(engines(method_config("draft_model", 3), **way, **SCHEDULES[schedule]), PROMPTS, PARAMS)
     assert answers(requests) == answers(plain)
 
 
@@ -159,19 +169,22 @@ def test_bfloat16_keeps_the_promise_too(engines: Engines) -> None:
     assert answers(plain) == answers(drafted)
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "method", [None, {"method": "draft_model", "num_speculative_tokens": 2}], ids=["none", "draft"]
 )
 def test_captured_steps_of_a_gpu_say_what_the_cpu_says(
-    method: dict[str, Any] | None, numbers: str, engines: Engines, emulated_gpu: EmulatedDevice
+    method: dict[str, Any] | None, way: str, engines: Engines, emulated_gpu: EmulatedDevice
 ) -> None:
-    """Kernels read the 8 bits whether batches are invariant or not: no BLAS does."""
-    if method is not None:
-        method = {**method, "quantization": numbers}
-    prompts = PROMPTS[:2]
-    expected = complete(engines(method, quantization=numbers, **SMALL), prompts, [GREEDY, DRAWN])[0]
-    found = complete(Engines()(method, quantization=numbers, **GPU), prompts, [GREEDY, DRAWN])[0]
+    """Kernels read quantized weights whether batches are invariant or not: no BLAS does."""
+    if method is not None and way in NUMBERS:
+        method = {**method, "quantization": way}
+    prompts, asked = PROMPTS[:2], WAYS[way]
+    small, gpu = ({**options, **asked} for options in (SMALL, GPU))
+    if "architecture" in asked:
+        small["architecture"] = gpu["architecture"] = {**SMALL["architecture"], **asked["architecture"]}
+    expected = complete(engines(method, **small), prompts, [GREEDY, DRAWN])[0]
+    found = complete(Engines()(method, **gpu), prompts, [GREEDY, DRAWN])[0]
     assert [r.output_token_ids for r in found] == [r.output_token_ids for r in expected]
     assert emulated_gpu.num_replays > 0
 
@@ -227,7 +240,7 @@ def test_a_checkpoint_that_is_quantized_already_is_not_quantized_again(tmp_path:
     with pytest.raises(UserError) as caught:
         LLM("dummy", device="cpu", load_format="dummy", hf_config=values, quantization="fp8")
     assert str(caught.value) == (
-        "model='dummy' must not be quantized to fp8: its checkpoint is quantized already (int8 in groups of 128); "
+        "model='dummy' must not be quantized to fp8: its checkpoint is quantized already (int4 in groups of 128); "
         "leave quantization null, or choose the unquantized checkpoint"
     )
 

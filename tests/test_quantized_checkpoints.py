@@ -325,7 +325,9 @@ def test_where_no_kernel_multiplies_by_8_bits_all_is_expanded(
 
 
 @holds_8_bits
-@pytest.mark.parametrize("name", ["float-quantized, outputs", "DeepSeek's and Qwen's FP8"])
+@pytest.mark.parametrize(
+    "name", ["float-quantized, outputs", "DeepSeek's and Qwen's FP8", "pack-quantized, 4 bits", "AWQ"]
+)
 def test_a_shard_is_its_part_of_numbers_and_scales(name: str, checkpoint: Path) -> None:
     """Outputs of q, k, v, gate and up, inputs of o and down; of groups the inputs' own."""
     edit_tensors(checkpoint, _widen_mlp)

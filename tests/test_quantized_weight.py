@@ -1,7 +1,8 @@
-"""Products with weights in 8 bits are those of the weights that numbers and scales stand for, a row's bits its own."""
+"""Products with quantized weights are those of the weights that numbers and scales stand for, a row's bits its own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ from torch import Tensor
 from kernels import linear_plan, quantized_weight
 from kernels.cpu import panels
 from kernels.cpu.panels import can_pack, pack, unpack
-from kernels.quantized_weight import FLOAT8, LARGEST, QuantizedWeight, expand, num_groups, quantize
+from kernels.quantized_weight import (
+    FLOAT8,
+    LARGEST,
+    QuantizedWeight,
+    num_groups,
+    quantize,
+)
 from kernels.reference.act_and_mul import act_and_mul
 from runner.engine.launch_shapes import _rows_agree
 from tests.product_errors import assert_error_is_torchs
@@ -23,7 +30,7 @@ KINDS = [FLOAT8, torch.int8]
 CODES = torch.arange(256, dtype=torch.uint8)
 
 
-def numbers_of(kind: torch.dtype, *shape: int) -> Tensor:
+def every_number(kind: torch.dtype, *shape: int) -> Tensor:
     """Every finite number of the type in turns, of either sign, those below the smallest normal one included."""
     codes = CODES.view(kind)
     codes = codes[codes.float().isfinite()]
@@ -43,7 +50,7 @@ def random_weight(
     size = group_size or in_features
     scales = torch.rand(out_features, num_groups(in_features, size), generator=generator) + 0.5
     return QuantizedWeight(
-        numbers=numbers_of(kind, out_features, in_features),
+        numbers=every_number(kind, out_features, in_features),
         scales=scales / LARGEST[kind] / in_features**0.5,
         group_size=size,
         dtype=dtype,
@@ -105,7 +112,7 @@ def test_a_cpu_multiplies_by_what_the_numbers_stand_for(kind: torch.dtype, dtype
             pytest.skip("this machine has no panels")
         packed, bias = pack(weight), randn(out_features, dtype=dtype)
         assert torch.equal(unpack(packed), weight.dense())
-        exact = pack(expand(weight.numbers, weight.scales, weight.group_size))
+        exact = pack(weight.exact())
         x = randn(70, in_features, dtype=dtype, seed=2)
         together = linear(x, packed, bias, out_dtype=torch.float32)
         assert torch.equal(together, linear(x.float(), exact, bias.float()))
@@ -141,12 +148,8 @@ def kernel() -> Any:
 
 
 def on(device: torch.device, weight: QuantizedWeight) -> QuantizedWeight:
-    return QuantizedWeight(
-        numbers=weight.numbers.to(device),
-        scales=weight.scales.to(device),
-        group_size=weight.group_size,
-        dtype=weight.dtype,
-    )
+    parts: dict[str, Any] = {name: tensor.to(device) for name, tensor in weight.tensors.items()}
+    return replace(weight, **parts)
 
 
 @pytest.mark.parametrize("from_bits", [False, True], ids=["", "float8 from its bits"])
@@ -165,11 +168,12 @@ def test_a_kernel_multiplies_by_what_the_numbers_stand_for(
     if from_bits:
         if kind != FLOAT8:
             pytest.skip("an int8 is read in one way")
-        monkeypatch.setattr(kernel, "converts_float8", lambda device: False)
+        weight_elements = pytest.importorskip("kernels.weight_elements")
+        monkeypatch.setattr(weight_elements, "converts_float8", lambda device: False)
     for num_rows, out_features, in_features, group_size in CASES:
         weight = random_weight(out_features, in_features, kind, group_size=group_size, dtype=dtype)
         x, bias = randn(num_rows, in_features, dtype=dtype), randn(out_features, dtype=dtype, seed=3)
-        dense, there = expand(weight.numbers, weight.scales, weight.group_size), on(kernel_device, weight)
+        dense, there = weight.exact(), on(kernel_device, weight)
         exact, by_torch = (F.linear(*(t.to(to) for t in (x, dense, bias))) for to in (torch.float64, dtype))
         rows, biases = x.to(kernel_device), bias.to(kernel_device)
         assert_error_is_torchs(kernel.linear(rows, there, biases), by_torch, exact)
@@ -203,7 +207,7 @@ def test_the_order_of_a_sum_is_a_matter_of_the_weight(group_size: int | None) ->
     """And a step never lies in two groups."""
     plans = [
         linear_plan.plan_linear(
-            num_rows, 4096, 14336, element_size=2, gated=gated, number_size=1, group_size=group_size
+            num_rows, 4096, 14336, element_size=2, gated=gated, number_bits=8, group_size=group_size
         )
         for gated in (False, True)
         for num_rows in (*range(1, 1200), 8192)

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.cpu import linear_amx
 from kernels.cpu.elements import ELEMENTS, elements, write_rows
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.multiply_add import TURN_ROWS, add_products, kind_of
+from kernels.cpu.multiply_add import KINDS, TURN_ROWS, add_products, kind_of, kind_of_codes
 from kernels.cpu.native import floats
 from kernels.cpu.panels import LANES, Panels, multiplies_pairs
 from kernels.cpu.recording import empty
@@ -41,6 +41,7 @@ Arguments = arguments_of(
 def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Kernel:
     """Of multiply_add's kind with panels of so many vectors; elements of the bias, and of the results."""
     width, is_float32 = LANES * num_vectors, out_element is np.float32
+    scale_bytes = 4 * width * (1 + KINDS[kind].has_zeros)  # of a group
 
     def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
@@ -55,11 +56,11 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Ker
             column, columns = panel * width, min(width, a.out_features - panel * width)
             is_result = is_float32 and not a.bias and columns == width  # what is added up
             place, line = (a.out + 4 * column, 4 * a.out_features) if is_result else (room, 4 * width)
-            scales, begin = a.scales + 4 * width * panel * num_groups, 0
+            scales, begin = a.scales + scale_bytes * panel * num_groups, 0
             while begin < a.steps:
                 group = begin // a.group_steps
                 steps = min(a.part_steps, (group + 1) * a.group_steps - begin, a.steps - begin)
-                w, own = a.panels + panel * a.panel_bytes + begin * step_bytes, scales + 4 * width * group
+                w, own = a.panels + panel * a.panel_bytes + begin * step_bytes, scales + scale_bytes * group
                 for turn in range(num_turns):
                     first = a.num_rows * turn // num_turns
                     rows = a.num_rows * (turn + 1) // num_turns - first
@@ -115,14 +116,16 @@ def call_of(
 ) -> tuple[Kernel, tuple[int, ...]]:
     """The kernel that computes `out` of `readable` rows, and what it takes (Arguments)."""
     numbers, num_rows = weight.numbers, len(rows)
-    num_panels, steps, width, inputs = numbers.shape
-    step_bytes, row_bytes = width * inputs * numbers.element_size(), rows.stride(0) * rows.element_size()
-    group_steps = steps if weight.scales is None else min(weight.group_size, steps)
+    num_panels, steps, width, _ = numbers.shape
+    step_bytes, row_bytes = numbers[0, 0].nbytes, rows.stride(0) * rows.element_size()
+    group_steps = steps if weight.scales is None else min(weight.group_size // weight.step_inputs, steps)
     part_steps = group_steps if num_rows <= TURN_ROWS else min(max(PART_BYTES // step_bytes, 1), group_steps)
-    return products(kind_of(numbers.dtype), width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out.dtype]), (
+    code, has_zeros = weight.code, weight.has_zeros
+    kind = kind_of(numbers.dtype) if code is None else kind_of_codes(code, has_zeros=has_zeros)
+    return products(kind, width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out.dtype]), (
         *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
         *(rows.data_ptr(), numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()),
         *(ZEROS.data_ptr(), room.data_ptr()),
         *(num_rows, row_bytes, weight.shape[0], num_panels, steps * step_bytes, steps, group_steps, part_steps),
-        inputs * rows.element_size(),
+        weight.step_inputs * rows.element_size(),
     )

@@ -15,8 +15,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.native import CACHE_LINE, SECOND_CACHE, call_llvm, prefetch
-from kernels.cpu.panels import LANES, multiplies_pairs
-from kernels.quantized_weight import FLOAT8
+from kernels.cpu.panels import LANES, is_arm, multiplies_pairs
+from kernels.quantized_weight import FLOAT8, FP4_NUMBERS, ZERO, Code
 
 INT, WORD, BYTE, FLOAT, HALF = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType(), ir.HalfType()
 FLOATS, WORDS, BYTES, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, BYTE, HALF))
@@ -52,9 +52,13 @@ class Float32:
 
     row_bytes, vector_bytes = 4, 4 * LANES
     is_scaled = False  # each number of an output is multiplied by the output's scale first
+    has_zeros = False  # and its zero point is taken from it before that
 
-    def weights(self, builder: Any, address: Any, scales: Any) -> list[Any]:
-        """Vectors of the factors at an address, one for each of a step's inputs; scales: a vector, if is_scaled."""
+    def weights(self, builder: Any, address: Any, scales: Any, zeros: Any) -> list[Any]:
+        """Vectors of the factors at an address, one for each of a step's inputs.
+
+        scales: a vector, if is_scaled; zeros: a vector, if has_zeros.
+        """
         return [load(builder, address, FLOATS, self.vector_bytes)]
 
     def add(self, builder: Any, row: Any, weights: list[Any], total: Any) -> Any:
@@ -70,7 +74,7 @@ class Float16(Float32):
 
     vector_bytes = 2 * LANES
 
-    def weights(self, builder: Any, address: Any, _scales: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, _scales: Any, _zeros: Any) -> list[Any]:
         return [builder.fpext(load(builder, address, HALVES, self.vector_bytes), FLOATS)]
 
 
@@ -79,7 +83,7 @@ class BFloat16(Float32):
 
     row_bytes = 8
 
-    def weights(self, builder: Any, address: Any, _scales: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, _scales: Any, _zeros: Any) -> list[Any]:
         words = load(builder, address, WORDS, self.vector_bytes)
         low, high = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [0xFFFF0000] * LANES)
         return [builder.bitcast(word, FLOATS) for word in (builder.shl(words, low), builder.and_(words, high))]
@@ -88,7 +92,7 @@ class BFloat16(Float32):
 class BFloat16Pairs(Float32):
     """A step takes two inputs in one instruction; rows are bfloat16."""
 
-    def weights(self, builder: Any, address: Any, _scales: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, _scales: Any, _zeros: Any) -> list[Any]:
         return [load(builder, address, WORDS, self.vector_bytes)]
 
     def add(self, builder: Any, row: Any, weights: list[Any], total: Any) -> Any:
@@ -101,7 +105,7 @@ class Int8(Float32):
 
     vector_bytes, is_scaled = LANES, True
 
-    def weights(self, builder: Any, address: Any, scales: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, scales: Any, _zeros: Any) -> list[Any]:
         numbers = builder.sitofp(builder.sext(load(builder, address, BYTES, self.vector_bytes), WORDS), FLOATS)
         return [builder.fmul(numbers, scales)]
 
@@ -115,21 +119,55 @@ class Float8(Float32):
 
     vector_bytes, is_scaled = LANES, True
 
-    def weights(self, builder: Any, address: Any, scales: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, scales: Any, _zeros: Any) -> list[Any]:
         words = builder.sext(load(builder, address, BYTES, self.vector_bytes), WORDS)
         moved = builder.shl(words, ir.Constant(WORDS, [20] * LANES))
         numbers = builder.bitcast(builder.and_(moved, ir.Constant(WORDS, [0x87F00000] * LANES)), FLOATS)
         return [builder.fmul(numbers, scales)]
 
 
-KINDS = (Float32(), Float16(), BFloat16(), BFloat16Pairs(), Int8(), Float8())
+class Codes(Float32):
+    """A step takes two inputs, whose codes of 4 bits share a byte; rows are float32.
+
+    table: the numbers of all codes; None: they are the codes less their zero points.
+    """
+
+    row_bytes, vector_bytes, is_scaled = 8, LANES, True
+
+    def __init__(self, table: tuple[int, ...] | None) -> None:
+        self.table, self.has_zeros = table, table is None
+
+    def weights(self, builder: Any, address: Any, scales: Any, zeros: Any) -> list[Any]:
+        codes = load(builder, address, BYTES, self.vector_bytes)
+        low, four = ir.Constant(BYTES, [15] * LANES), ir.Constant(BYTES, [4] * LANES)
+        factors = []
+        for halves in (builder.and_(codes, low), builder.lshr(codes, four)):
+            numbers = halves if self.table is None else look_up(builder, self.table, halves)
+            whole = builder.sitofp(builder.sext(numbers, WORDS), FLOATS)
+            factors.append(builder.fmul(builder.fsub(whole, zeros) if self.has_zeros else whole, scales))
+        return factors
 
 
-def kind_of(dtype: torch.dtype) -> int:
+def look_up(builder: Any, table: tuple[int, ...], places: Any) -> Any:
+    """The numbers of a table of 16, at LANES bytes below that."""
+    name = "llvm.aarch64.neon.tbl1.v16i8" if is_arm() else "llvm.x86.ssse3.pshuf.b.128"
+    return call_llvm(builder, name, BYTES, [ir.Constant(BYTES, list(table)), places])
+
+
+INT4_NUMBERS = tuple(code - ZERO for code in range(16))
+OF_NUMBERS = (Float32(), Float16(), BFloat16(), BFloat16Pairs(), Int8(), Float8())
+KINDS = (*OF_NUMBERS, Codes(INT4_NUMBERS), Codes(None), Codes(FP4_NUMBERS))
+
+
+def kind_of(numbers: torch.dtype) -> int:
     """Of numbers of this type, on this machine: an index of KINDS."""
-    if dtype == torch.bfloat16:
+    if numbers == torch.bfloat16:
         return 3 if multiplies_pairs() else 2
-    return {torch.float32: 0, torch.float16: 1, torch.int8: 4, FLOAT8: 5}[dtype]
+    return {torch.float32: 0, torch.float16: 1, torch.int8: 4, FLOAT8: 5}[numbers]
+
+
+def kind_of_codes(code: Code, *, has_zeros: bool) -> int:
+    return len(OF_NUMBERS) + (2 if code == "fp4" else has_zeros)
 
 
 class Sums:
@@ -140,12 +178,16 @@ class Sums:
         self.rows, self.vectors = range(num_rows), range(num_vectors)
         self.totals: list[Any] = []
         self.scales: list[Any] = [None] * num_vectors
+        self.zeros: list[Any] = [None] * num_vectors
 
     def scale(self, address: Any) -> None:
-        """With the scales at an address, one for each output."""
+        """With the scales at an address, one for each output, and zero points behind them."""
+        places = [self.builder.add(address, number(4 * LANES * vector)) for vector in self.vectors]
         if self.kind.is_scaled:
-            places = [self.builder.add(address, number(4 * LANES * vector)) for vector in self.vectors]
             self.scales = [load(self.builder, place, FLOATS, 4) for place in places]
+        if self.kind.has_zeros:
+            width = number(4 * LANES * len(self.vectors))
+            self.zeros = [load(self.builder, self.builder.add(place, width), FLOATS, 4) for place in places]
 
     def places(self, address: Any, stride: Any) -> list[Any]:
         add, mul = self.builder.add, self.builder.mul
@@ -185,7 +227,7 @@ class Sums:
         builder, kind, count = self.builder, self.kind, len(self.vectors)
         line = builder.add(panel, builder.mul(step, number(kind.vector_bytes * count)))
         places = [builder.add(line, number(kind.vector_bytes * at)) for at in self.vectors]
-        factors = [kind.weights(builder, *place) for place in zip(places, self.scales, strict=True)]
+        factors = [kind.weights(builder, *place) for place in zip(places, self.scales, self.zeros, strict=True)]
         if ahead:
             wanted = builder.add(ahead[0], builder.mul(step, ahead[1]))
             # Not the first cache: it has so few misses under way that those who ask would wait for them.

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.huge_pages import in_huge_pages
-from kernels.quantized_weight import FLOAT8, QuantizedWeight, expand
+from kernels.quantized_weight import FLOAT8, Code, QuantizedWeight, expand, numbers_of, unpack_codes
 
 LANES = 16  # outputs of one vector: one register of AVX-512, two of AVX2, four of NEON
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What scales in panels are multiplied by: the bits of a float8 are read as a float32's, whose exponents count from 120
-# further below.
-WORTH = {torch.int8: 1.0, FLOAT8: 2.0**120}
+# What scales of such numbers in panels are multiplied by: the bits of a float8 are read as a float32's, whose exponents
+# count from 120 further below.
+WORTH = {torch.int8: 1.0, FLOAT8: 2.0**120, torch.uint8: 1.0}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,9 +32,14 @@ class Panels:
 
     shape: torch.Size  # of the weight
     dtype: torch.dtype  # of the rows that it multiplies
-    numbers: Tensor  # [panels, in_features / inputs, width, inputs]: inputs that a step takes lie side by side
-    scales: Tensor | None = None  # of numbers of 8 bits: [panels, groups, width] float32
+    # [panels, in_features / inputs, width, inputs]: inputs that a step takes lie side by side. Of codes [panels,
+    # in_features / 2, width, 1] uint8, the first of two inputs in the lower bits.
+    numbers: Tensor
+    scales: Tensor | None = (
+        None  # of a quantized weight: [panels, groups, 1, width] float32; [.., 2, ..]: zero points behind
+    )
     group_size: int = 0  # inputs that share a scale
+    code: Code | None = None  # as QuantizedWeight.code
 
     @property
     def device(self) -> torch.device:
@@ -45,14 +50,29 @@ class Panels:
         """Outputs of a panel; those of the last one that the weight lacks are zeros."""
         return self.numbers.shape[2]
 
+    @property
+    def step_inputs(self) -> int:
+        """That a step takes."""
+        return self.numbers.shape[3] if self.code is None else 2
+
+    @property
+    def has_zeros(self) -> bool:
+        return self.scales is not None and self.scales.shape[2] > 1
+
     def dense(self) -> Tensor:
         """The weight again, as a copy."""
-        columns = self.numbers.permute(0, 2, 1, 3).reshape(-1, self.shape[1])
+        columns = self.numbers.permute(0, 2, 1, 3).flatten(0, 1).flatten(1)
         weight = columns[: self.shape[0]].contiguous()
         if self.scales is None:
             return weight
-        scales = self.scales.permute(0, 2, 1).flatten(0, 1)[: self.shape[0]]
-        return expand(weight, scales / WORTH[weight.dtype], self.group_size).to(self.dtype)
+        beside = self.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, : self.shape[0]]
+        scales = beside[0] / WORTH[weight.dtype]
+        if self.code is not None:
+            zeros = beside[1].to(torch.int8) if self.has_zeros else None
+            weight = numbers_of(
+                torch.stack((weight & 15, weight >> 4), 2).flatten(1), self.code, zeros, self.group_size
+            )
+        return expand(weight, scales, self.group_size).to(self.dtype)
 
 
 Weight = Tensor | QuantizedWeight | Panels
@@ -74,13 +94,20 @@ def pack(weight: Weight) -> Weight:
     width = panel_width(weight.shape[0])
     if isinstance(weight, Tensor):
         return Panels(shape=weight.shape, dtype=weight.dtype, numbers=_panels(weight, width))
-    scales = _panels(weight.scales * WORTH[weight.numbers.dtype], width).squeeze(-1)
+    beside = [weight.scales * WORTH[weight.numbers.dtype]]
+    if weight.zeros is not None:
+        beside.append(weight.zeros.float())
+    numbers = weight.numbers
+    if weight.code is not None:
+        codes = unpack_codes(numbers)
+        numbers = codes[:, ::2] | codes[:, 1::2] << 4
     return Panels(
         shape=weight.shape,
         dtype=weight.dtype,
-        numbers=_panels(weight.numbers, width),
-        scales=scales,
+        numbers=_panels(numbers, width),
+        scales=torch.stack([_panels(part, width).squeeze(-1) for part in beside], dim=2),
         group_size=weight.group_size,
+        code=weight.code,
     )
 
 
@@ -101,15 +128,17 @@ def unpack(weight: Weight) -> Tensor:
 
 
 def tensors_of(weight: Weight) -> list[Tensor]:
-    """What it takes in memory: of a quantized one numbers and scales."""
+    """What it takes in memory."""
     if isinstance(weight, Tensor):
         return [weight]
+    if isinstance(weight, QuantizedWeight):
+        return list(weight.tensors.values())
     return [weight.numbers] if weight.scales is None else [weight.numbers, weight.scales]
 
 
 def unpacked(weight: Weight) -> Tensor:
     """The weight itself, which is to be filled or cut, is dense, and has not become panels."""
-    assert isinstance(weight, Tensor), "panels are for good, and what is held in 8 bits is no tensor"
+    assert isinstance(weight, Tensor), "panels are for good, and what is quantized is no tensor"
     return weight
 
 
@@ -130,8 +159,11 @@ def multiplies_and_adds() -> bool:
     """In one instruction, without which a compiler would call a function, and in threads that torch shares with us."""
     from kernels.cpu.threads import has_openmp  # loads numba, which is of no use on a GPU
 
-    is_arm = platform.machine().lower() in ("aarch64", "arm64")
-    return (is_arm or has_feature("fma")) and has_openmp()
+    return (is_arm() or has_feature("fma")) and has_openmp()
+
+
+def is_arm() -> bool:
+    return platform.machine().lower() in ("aarch64", "arm64")
 
 
 def multiplies_pairs() -> bool:

@@ -56,7 +56,7 @@ class Decoder:
         self.tied_rows = self.embed_tokens[first : first + num_rows]  # of the embedding, in a tied head
         self.lm_head: Weight = (
             self.tied_rows
-            if self.is_tied and storage is None  # held in 8 bits it is a copy of what the embedding stays
+            if self.is_tied and storage is None  # quantized it is a copy of what the embedding stays
             else empty_weight(num_rows, arch.hidden_size, dtype, storage)
         )
         kinds = {layer.attention.rope_key: layer.attention for layer in self.layers}
@@ -74,7 +74,7 @@ class Decoder:
 
     @property
     def product_names(self) -> list[str]:
-        """Of the checkpoint's matrices in layers that may be held in 8 bits."""
+        """Of the checkpoint's matrices in layers that may be quantized."""
         return [f"{LAYER.format(at)}{name}" for at, layer in enumerate(self.layers) for name in layer.product_names]
 
     @property
@@ -135,11 +135,12 @@ class Decoder:
         self.lm_head = change(self.lm_head)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Checkpoint names and weights, each weight once, of those held in 8 bits numbers and scales."""
+        """Checkpoint names and weights, each weight once, of quantized ones numbers and what belongs to them."""
         for name, target in self.weight_targets().items():
             yield name, target.view
-            if target.scales is not None:
-                yield f"{name}_scale", target.scales
+            if target.quantized is not None:
+                beside = [part for part in target.quantized.tensors.items() if part[0] != "numbers"]
+                yield from ((f"{name}_{part}", tensor) for part, tensor in beside)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for _, parameter in self.named_parameters())

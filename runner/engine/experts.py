@@ -6,6 +6,7 @@ Every rank has a part of every expert, as of an MLP, and the whole router: all o
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -130,15 +131,13 @@ def in_one_piece(weights: list[Weight]) -> list[Weight]:
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if not quantized:
         return weights
-    numbers, scales = torch.cat([own.numbers for own in quantized]), torch.cat([own.scales for own in quantized])
-    return split_rows(replace(quantized[0], numbers=numbers, scales=scales), len(weights))
+    whole: dict[str, Any] = {name: torch.cat([own.tensors[name] for own in quantized]) for name in quantized[0].tensors}
+    return split_rows(replace(quantized[0], **whole), len(weights))
 
 
 def split_rows(weight: Weight, num_parts: int) -> list[Weight]:
     """Views of a weight's rows, as many in each."""
     if not isinstance(weight, QuantizedWeight):
         return list(unpacked(weight).chunk(num_parts))
-    return [
-        replace(weight, numbers=numbers, scales=scales)
-        for numbers, scales in zip(weight.numbers.chunk(num_parts), weight.scales.chunk(num_parts), strict=True)
-    ]
+    size = len(weight.numbers) // num_parts
+    return [weight.rows(slice(start, start + size)) for start in range(0, size * num_parts, size)]

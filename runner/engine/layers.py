@@ -295,7 +295,7 @@ class DecoderLayer:
 
     @property
     def product_names(self) -> list[str]:
-        """Of the checkpoint's matrices that may be held in 8 bits: all but a router."""
+        """Of the checkpoint's matrices that may be quantized: all but a router."""
         names = (*self.attention.qkv_proj.part_rows, self.attention.o_proj.name)
         return [*(f"{name}.weight" for name in names), *self.mlp.product_names]
 

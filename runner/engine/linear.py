@@ -24,29 +24,37 @@ from runner.engine.shard import Shard
 class WeightTarget:
     """Where one checkpoint tensor goes: a view of a parameter, and the dimension a shard is cut from."""
 
-    view: torch.Tensor  # of a weight held in 8 bits its numbers
+    view: torch.Tensor  # of a quantized weight its numbers
     shard_dim: int | None = None  # None = replicated
-    scales: torch.Tensor | None = None  # [rows of view, groups], of a weight held in 8 bits
+    quantized: QuantizedWeight | None = None  # what view is the numbers of
     offset: float = 0.0  # what is added to the checkpoint's numbers
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.view.shape if self.quantized is None else self.quantized.shape
 
 
 def empty_weight(out_features: int, in_features: int, dtype: torch.dtype, storage: Storage | None) -> Weight:
     """To be filled; storage None: dense."""
     if storage is None:
         return torch.empty(out_features, in_features, dtype=dtype)
-    group_size = storage.group_size or in_features
+    held, group_size = storage.of_inputs(in_features), storage.group_size or in_features
+    groups = (out_features, num_groups(in_features, group_size))
     return QuantizedWeight(
-        numbers=torch.empty(out_features, in_features, dtype=storage.dtype),
-        scales=torch.empty(out_features, num_groups(in_features, group_size)),
+        numbers=torch.empty(out_features, in_features if held.code is None else in_features // 2, dtype=held.dtype),
+        scales=torch.empty(groups),
         group_size=group_size,
         dtype=dtype,
+        code=held.code,
+        zeros=torch.empty(groups, dtype=torch.int8) if held.has_zeros else None,
     )
 
 
 def weight_target(weight: Weight, rows: slice, shard_dim: int | None) -> WeightTarget:
     """For the checkpoint's matrix that fills these rows."""
     if isinstance(weight, QuantizedWeight):
-        return WeightTarget(view=weight.numbers[rows], shard_dim=shard_dim, scales=weight.scales[rows])
+        own = weight.rows(rows)
+        return WeightTarget(view=own.numbers, shard_dim=shard_dim, quantized=own)
     return WeightTarget(view=unpacked(weight)[rows], shard_dim=shard_dim)
 
 

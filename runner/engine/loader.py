@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kernels.quantized_weight import quantize
+from kernels.quantized_weight import ZERO, QuantizedWeight, pack_codes, quantize
 from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.backend import multiplies_8_bits, runs_kernels
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors, require_finite, stated_quantization
@@ -44,7 +44,7 @@ class LoadedModel:
     hf_config: Any
     max_model_len: int
     num_weight_bytes: int
-    held: str | None = None  # how weights are that are held in 8 bits; None: all are dense
+    held: str | None = None  # how weights are that are quantized; None: all are dense
 
 
 def load_model(
@@ -157,7 +157,7 @@ def _can_hold_8_bits(source: ModelSource, device: torch.device) -> bool:
 def _find_quantization(
     product_names: Sequence[str], arch: Architecture, source: ModelSource, device: torch.device
 ) -> Quantization:
-    """Which of the weights that a decoder's layers multiply by are held in 8 bits.
+    """Which of the weights that a decoder's layers multiply by are held in 8 or 4 bits.
 
     Raises:
         UserError: a quantization_config that is not read, or the checkpoint is quantized in another way than asked for.
@@ -229,16 +229,30 @@ def fill_randomly(decoder: Decoder) -> None:
             fill_quantized(target, decoder.tied_rows)
         elif "norm" in name:
             target.view.fill_(1.0)
-        elif target.scales is None:
-            target.view.normal_(std=0.02, generator=generator)
+        elif target.quantized is None:
+            target.view.normal_(std=STD, generator=generator)
+        elif target.quantized.code is not None:
+            _draw_codes(target.quantized, generator)
         else:
             dense = torch.empty(target.view.shape, device=target.view.device)
-            fill_quantized(target, dense.normal_(std=0.02, generator=generator))
+            fill_quantized(target, dense.normal_(std=STD, generator=generator))
+
+
+STD = 0.02  # of random weights
+
+
+def _draw_codes(weight: QuantizedWeight, generator: torch.Generator) -> None:
+    """All are as likely."""
+    weight.numbers.random_(0, 256, generator=generator)
+    if weight.zeros is not None:
+        weight.zeros.fill_(ZERO)
+    weight.scales.fill_(1.0)
+    weight.scales.fill_(STD / weight.rows(slice(64)).exact().std().item())
 
 
 def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, shard: Shard) -> None:
     shape, dim = list(tensor.get_shape()), target.shard_dim
-    expected = list(target.view.shape)
+    expected = list(target.shape)
     if dim is not None:
         expected[dim] *= shard.size
     if shape != expected:
@@ -248,32 +262,48 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
         )
     part: Any = ...
     if dim is not None and shard.size > 1:
-        rows = target.view.shape[dim]
+        rows = target.shape[dim]
         own = slice(shard.rank * rows, (shard.rank + 1) * rows)
         part = own if dim == 0 else (slice(None), own)
-    if target.scales is None:
+    if target.quantized is None:
         target.view.copy_(tensor[part])
         if target.offset:
             target.view.add_(target.offset)
     elif isinstance(tensor, QuantizedTensor) and tensor.storage.is_multiplied:
-        numbers, scales = tensor.read()
-        target.view.copy_(numbers[part])
-        if dim == 1 and scales.shape[1] > 1 and shard.size > 1:
-            groups = target.scales.shape[1]
-            repeats = (tensor.storage.group_size or 1) * groups // target.view.shape[1]  # of groups that ranks halve
-            scales = scales.repeat_interleave(repeats, dim=1)[:, shard.rank * groups : (shard.rank + 1) * groups]
-        target.scales.copy_(scales if dim == 1 else scales[part])
+        _copy_numbers(target.quantized, tensor, part, dim, shard)
     else:
         weight = tensor[part].to(target.view.device)
         require_finite(weight, name, source)
         fill_quantized(target, weight)
-        require_scales(target.scales, f"{source.name}={source.model}: {name}")
+        require_scales(target.quantized.scales, f"{source.name}={source.model}: {name}")
     require_finite(target.view, name, source)
+
+
+def _copy_numbers(target: QuantizedWeight, tensor: QuantizedTensor, part: Any, dim: int | None, shard: Shard) -> None:
+    """A rank's part of a quantized matrix, which is cut along dim, as the target holds it."""
+    found, is_packed = tensor.read(), target.code is not None
+    numbers = (found.numbers if is_packed else found.in_8_bits(tensor.storage))[part]
+    target.numbers.copy_(pack_codes(numbers) if is_packed else numbers)
+
+    def own(groups: torch.Tensor) -> torch.Tensor:
+        """[out_features, groups]"""
+        if dim != 1 or shard.size == 1:
+            return groups[part]
+        if groups.shape[1] == 1:
+            return groups
+        num_groups = target.scales.shape[1]
+        repeats = (tensor.storage.group_size or 1) * num_groups // target.shape[1]  # of groups that ranks halve
+        first = shard.rank * num_groups
+        return groups.repeat_interleave(repeats, dim=1)[:, first : first + num_groups]
+
+    target.scales.copy_(own(found.scales))
+    if target.zeros is not None and found.zeros is not None:
+        target.zeros.copy_(own(found.zeros))
 
 
 def fill_quantized(target: WeightTarget, weight: torch.Tensor) -> None:
     """Of a dense weight [out_features, in_features], quantized output by output."""
-    assert target.scales is not None
+    assert target.quantized is not None
     found = quantize(weight, target.view.dtype)
     target.view.copy_(found.numbers)
-    target.scales.copy_(found.scales)
+    target.quantized.scales.copy_(found.scales)

@@ -1,7 +1,7 @@
 """Experts' weights in microscaling FP4 (OCP Microscaling Formats 1.0), as gpt-oss publishes them.
 
-32 inputs of an output share a power of two, and each is one of 16 numbers: twice it is an integer, so that numbers of
-8 bits beside scales hold what was published, exactly.
+32 inputs of an output share a power of two, and each is one of 16 numbers, of which kernels take twice as much: whole
+numbers, so that scales are half of those powers, and 8 bits hold what was published too, exactly.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from runner.engine.errors import UserError
 from runner.engine.quantization import MXFP4_GROUP, Storage
 from runner.engine.quantized_tensors import AGAIN, Numbers, QuantizedTensor, require_plain, require_scales
 
-SIZES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of three bits; with the fourth they are negative
-DOUBLED = torch.tensor([*SIZES, *(-size for size in SIZES)], dtype=torch.int8, device="cpu")
-PAIRS = torch.stack((DOUBLED.repeat(16), DOUBLED.repeat_interleave(16)), dim=1).view(torch.int16).flatten()  # by byte
 EXPONENT_BIAS = 127
 BLOCKS, SCALES = "_blocks", "_scales"  # behind the name that a stack would have dense
 
@@ -48,18 +45,15 @@ class Mxfp4Stack:
         def read() -> Numbers:
             blocks = self.blocks[expert : expert + 1][0][outputs]
             exponents = self.scales[expert : expert + 1][0][outputs].float() - (EXPONENT_BIAS + 1)
-            return _numbers_of(blocks), require_scales(torch.exp2(exponents), self.of)
+            codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+            return Numbers(numbers=codes, scales=require_scales(torch.exp2(exponents), self.of))
 
+        group_size = None if in_features == MXFP4_GROUP else MXFP4_GROUP
         return QuantizedTensor(
             shape=(len(range(num_outputs)[outputs]), in_features),
-            storage=Storage(dtype=torch.int8, group_size=None if in_features == MXFP4_GROUP else MXFP4_GROUP),
+            storage=Storage(dtype=torch.uint8, group_size=group_size, code="fp4"),
             read=read,
         )
-
-
-def _numbers_of(blocks: Tensor) -> Tensor:
-    """[outputs, groups, 16] uint8 -> [outputs, in_features] int8."""
-    return PAIRS.index_select(0, blocks.flatten().int()).view(torch.int8).view(len(blocks), -1)
 
 
 def stack_mxfp4(slices: Mapping[str, Any], of: str) -> Iterator[tuple[str, Any]]:

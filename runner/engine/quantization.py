@@ -1,4 +1,4 @@
-"""Which weights of a model are held in 8 bits, and how; what a checkpoint's quantization_config says of it."""
+"""Which weights of a model are held in 8 or 4 bits, and how; what a checkpoint's quantization_config says of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.quantized_weight import FLOAT8
+from kernels.quantized_weight import FLOAT8, Code, fits_codes
 from runner.engine.errors import UserError
 
 NUMBERS = {"fp8": FLOAT8, "int8": torch.int8}  # by the names that options have
@@ -23,8 +23,10 @@ MXFP4_GROUP = 32  # inputs that share a scale in that format
 class Storage:
     """How the numbers of a weight are held."""
 
-    dtype: torch.dtype  # int8 or float8_e4m3fn
+    dtype: torch.dtype  # int8 or float8_e4m3fn; of codes uint8
     group_size: int | None = None  # inputs that share a scale; None: all do
+    code: Code | None = None  # of 4 bits
+    has_zeros: bool = False  # zero points, of int4
 
     @property
     def is_multiplied(self) -> bool:
@@ -32,8 +34,14 @@ class Storage:
         size = self.group_size
         return size is None or (size >= SMALLEST_GROUP and size & (size - 1) == 0)
 
+    def of_inputs(self, in_features: int) -> Storage:
+        """As a weight of so many inputs is held: the numbers of codes that kernels would not take take 8 bits."""
+        if self.code is None or fits_codes(in_features, self.group_size or in_features):
+            return self
+        return Storage(dtype=torch.int8, group_size=self.group_size)
+
     def __str__(self) -> str:
-        name = next(name for name, dtype in NUMBERS.items() if dtype == self.dtype)
+        name: str = self.code or next(name for name, dtype in NUMBERS.items() if dtype == self.dtype)
         if self.group_size == 1:
             return f"{name}, a scale for each number"
         return name if self.group_size is None else f"{name} in groups of {self.group_size}"
@@ -83,14 +91,16 @@ def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
         return _scaled(FLOAT8, None)
     if method == "compressed-tensors":
         return _compressed(stated)
-    bits, storage = stated.get("bits"), Storage(dtype=torch.int8, group_size=_size(stated.get("group_size")))
+    bits, size = stated.get("bits"), _size(stated.get("group_size"))
     if method == "gptq" and bits in (4, 8) and stated.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2"):
         is_first = stated.get("checkpoint_format", "gptq") == "gptq"  # it stores zero points less one
+        storage = _of_bits(bits, size, has_zeros=not stated.get("sym", True))
         return Scheme(packing="gptq", storage=storage, bits=bits, zero_offset=int(is_first))
     if method == "awq" and bits == 4 and str(stated.get("version", "gemm")).lower() == "gemm":
+        storage = _of_bits(4, size, has_zeros=bool(stated.get("zero_point", True)))
         return Scheme(packing="awq", storage=storage, bits=4)
     if method == "mxfp4":
-        storage = Storage(dtype=torch.int8, group_size=MXFP4_GROUP)
+        storage = Storage(dtype=torch.uint8, group_size=MXFP4_GROUP, code="fp4")
         return Scheme(packing="mxfp4", storage=storage, bits=4)
     return None
 
@@ -107,8 +117,15 @@ def _compressed(stated: Mapping[str, Any]) -> Scheme | None:
         case ("int-quantized" | "naive-quantized", "int", 8):
             return _scaled(torch.int8, None, size)
         case ("pack-quantized", "int", 4 | 8):
-            return Scheme(packing="int32", storage=Storage(dtype=torch.int8, group_size=size), bits=int(bits))
+            storage = _of_bits(int(bits), size, has_zeros=weights.get("symmetric") is False)
+            return Scheme(packing="int32", storage=storage, bits=int(bits))
     return None
+
+
+def _of_bits(bits: int, size: int | None, *, has_zeros: bool) -> Storage:
+    if bits == 8:
+        return Storage(dtype=torch.int8, group_size=size)
+    return Storage(dtype=torch.uint8, group_size=size, code="int4", has_zeros=has_zeros)
 
 
 def _scaled(dtype: torch.dtype, block: tuple[int, int] | None, size: int | None = None) -> Scheme:
@@ -131,13 +148,13 @@ def _block(stated: Any) -> tuple[int, int] | None:
 
 
 def held_weights(
-    modules: Collection[str],  # that may be held in 8 bits
+    modules: Collection[str],  # that may be held so
     found: Quantization,  # what the checkpoint holds so
     wanted: Mapping[str, str],  # modules of them that shall be, and the name of their NUMBERS
     of: str,
     option: str,  # by which they were asked for
 ) -> Quantization:
-    """What a decoder holds in 8 bits.
+    """What a decoder holds in 8 or 4 bits.
 
     Raises:
         UserError: the checkpoint is quantized in another way than was asked for.

@@ -1,4 +1,4 @@
-"""Quantized checkpoints, whatever their layout, as numbers of 8 bits beside scales.
+"""Quantized checkpoints, whatever their layout, as numbers of 8 bits or codes of 4 beside scales.
 
 Layouts: FP8 and INT8 with scales per tensor, output or block (`fp8` of DeepSeek, Qwen and AutoFP8, compressed-tensors,
 ModelOpt), numbers of 4 or 8 bits in words of compressed-tensors, GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978).
@@ -8,13 +8,13 @@ What they say of activations and of the KV cache is left alone: these keep the r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.quantized_weight import expand, num_groups
+from kernels.quantized_weight import expand, num_groups, numbers_of
 from runner.engine.errors import UserError
 from runner.engine.quantization import Scheme, Storage
 
@@ -29,7 +29,25 @@ LARGEST_SCALE = 2.0**7  # of what 8 bits hold: weights are hundredths, and what 
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # types of quantized weights, as safetensors calls them; and of packed:
 WORDS = "I32"
 
-Numbers = tuple[Tensor, Tensor]  # [out_features, in_features] of 8 bits, scales [out_features, groups] float32
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """Of a weight [out_features, in_features], one to a place, codes too."""
+
+    numbers: Tensor  # [out_features, in_features] int8 or float8_e4m3fn; codes uint8
+    scales: Tensor  # [out_features, groups] float32
+    zeros: Tensor | None = None  # [out_features, groups] int8, of int4; None: all are the same
+
+    def expand(self, storage: Storage) -> Tensor:
+        """[out_features, in_features] float32."""
+        in_features = self.numbers.shape[1]
+        return expand(self.in_8_bits(storage), self.scales, storage.group_size or in_features)
+
+    def in_8_bits(self, storage: Storage) -> Tensor:
+        """The numbers, of codes what they stand for."""
+        if storage.code is None:
+            return self.numbers
+        return numbers_of(self.numbers, storage.code, self.zeros, storage.group_size or self.numbers.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +62,7 @@ class QuantizedTensor:
         return list(self.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        numbers, scales = self.read()
-        return expand(numbers, scales, self.storage.group_size or self.shape[1])[index]
+        return self.read().expand(self.storage)[index]
 
 
 def unpack_tensors(slices: Mapping[str, Any], scheme: Scheme, of: str) -> Iterator[tuple[str, Any]]:
@@ -99,7 +116,7 @@ def _scaled(weight: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Q
             raise UserError(f"{of}.weight must hold {scheme.storage.dtype}, got {numbers.dtype}; {AGAIN}")
         if not is_whole:
             scales = scales.repeat_interleave(rows, dim=0)[:out_features]
-        return numbers, require_scales(scales.expand(out_features, -1), of)
+        return Numbers(numbers=numbers, scales=require_scales(scales.expand(out_features, -1), of))
 
     group_size = None if is_whole or groups == 1 else columns
     return QuantizedTensor(shape=shape, storage=Storage(dtype=scheme.storage.dtype, group_size=group_size), read=read)
@@ -107,58 +124,53 @@ def _scaled(weight: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Q
 
 def _int32(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
     scale, (out_features, num_words) = _required(parts, "weight_scale", of), packed.get_shape()
-    in_features = num_words * 32 // scheme.bits
+    zero, bits = parts.get("weight_zero_point"), scheme.bits
+    in_features = num_words * 32 // bits
     if "weight_shape" in parts:  # the last words may be padded
         in_features = min(in_features, int(parts["weight_shape"][...].tolist()[-1]))
-    owners, ordered = _owners(parts.get("weight_g_idx"), in_features, scheme, of)
-    groups, half = int(owners.max()) + 1, 1 << scheme.bits - 1
-    _require_shape(scale, "weight_scale", (out_features, groups), of)
-    if "weight_zero_point" in parts:
-        words = -(-out_features * scheme.bits // 32)
-        _require_shape(parts["weight_zero_point"], "weight_zero_point", (words, groups), of)
+    owners = _owners(parts.get("weight_g_idx"), in_features, scheme, of)
+    _require_shape(scale, "weight_scale", (out_features, owners.groups), of)
+    if zero is not None:
+        _require_shape(zero, "weight_zero_point", (-(-out_features * bits // 32), owners.groups), of)
 
-    def read() -> Numbers:
-        numbers = _fields(packed[...], scheme.bits)[:, :in_features] - half
-        if "weight_zero_point" in parts:
-            zeros = _fields(parts["weight_zero_point"][...].T, scheme.bits).T[:out_features]
-            numbers -= (zeros - half)[:, owners]
-        scales = scale[...].float()
-        return _as_int8(numbers, of), require_scales(scales[:, owners] if ordered else scales, of)
+    def read() -> Fields:
+        zeros = None if zero is None else _fields(zero[...].T, bits).T[:out_features]
+        return Fields(_fields(packed[...], bits)[:, :in_features], zeros, scale[...])
 
-    return _of_groups((out_features, in_features), scheme, read, ordered=ordered)
+    return _of_fields((out_features, in_features), scheme, owners, read, of, has_zeros=zero is not None)
 
 
 def _gptq(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
     scale, zero = _required(parts, "scales", of), _required(parts, "qzeros", of)
-    num_words, out_features = packed.get_shape()
-    shape = (out_features, num_words * 32 // scheme.bits)
-    owners, ordered = _owners(parts.get("g_idx"), shape[1], scheme, of)
-    groups = int(owners.max()) + 1
-    _require_shape(scale, "scales", (groups, out_features), of)
-    _require_shape(zero, "qzeros", (groups, -(-out_features * scheme.bits // 32)), of)
+    (num_words, out_features), bits = packed.get_shape(), scheme.bits
+    in_features = num_words * 32 // bits
+    owners = _owners(parts.get("g_idx"), in_features, scheme, of)
+    _require_shape(scale, "scales", (owners.groups, out_features), of)
+    _require_shape(zero, "qzeros", (owners.groups, -(-out_features * bits // 32)), of)
 
-    def read() -> Numbers:
-        numbers = _fields(packed[...].T, scheme.bits)
-        zeros = (_fields(zero[...], scheme.bits) + scheme.zero_offset & (1 << scheme.bits) - 1).T[:out_features]
-        scales = scale[...].float().T
-        return _as_int8(numbers - zeros[:, owners], of), require_scales(scales[:, owners] if ordered else scales, of)
+    def read_zeros() -> Tensor:
+        return (_fields(zero[...], bits) + scheme.zero_offset & (1 << bits) - 1).T[:out_features]
 
-    return _of_groups(shape, scheme, read, ordered=ordered)
+    def read() -> Fields:
+        return Fields(_fields(packed[...].T, bits), read_zeros(), scale[...].T)
+
+    # Not all that say of themselves to be symmetric are.
+    has_zeros = scheme.storage.has_zeros or bool((read_zeros() != 1 << bits - 1).any())
+    return _of_fields((out_features, in_features), scheme, owners, read, of, has_zeros=has_zeros)
 
 
 def _awq(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
     scale, zero = _required(parts, "scales", of), _required(parts, "qzeros", of)
     in_features, num_words = packed.get_shape()
-    owners, _ = _owners(None, in_features, scheme, of)
-    shape, groups = (num_words * 8, in_features), int(owners.max()) + 1
-    _require_shape(scale, "scales", (groups, shape[0]), of)
-    _require_shape(zero, "qzeros", (groups, num_words), of)
+    owners = _owners(None, in_features, scheme, of)
+    _require_shape(scale, "scales", (owners.groups, num_words * 8), of)
+    _require_shape(zero, "qzeros", (owners.groups, num_words), of)
 
-    def read() -> Numbers:
+    def read() -> Fields:
         numbers, zeros = (_fields(words[...], 4, AWQ_SHIFTS).T for words in (packed, zero))
-        return _as_int8(numbers - zeros[:, owners], of), require_scales(scale[...].float().T, of)
+        return Fields(numbers, zeros, scale[...].T)
 
-    return _of_groups(shape, scheme, read)
+    return _of_fields((num_words * 8, in_features), scheme, owners, read, of, has_zeros=True)
 
 
 AGAIN = "download the checkpoint again"
@@ -178,30 +190,63 @@ def _require_shape(tensor: Any, name: str, shape: tuple[int, ...], of: str) -> N
         )
 
 
-def _owners(stated: Any, in_features: int, scheme: Scheme, of: str) -> tuple[Tensor, bool]:
-    """[in_features], the group of each input, and whether they belong to groups in another order than their own.
+class Owners(NamedTuple):
+    """The groups that inputs belong to."""
 
-    stated: what the checkpoint says of them; below zero it says nothing.
-    """
+    of_inputs: Tensor  # [in_features]
+    groups: int
+    are_ordered: bool  # not one behind another, but each input to its own
+
+
+def _owners(stated: Any, in_features: int, scheme: Scheme, of: str) -> Owners:
+    """stated: what the checkpoint says of them; below zero it says nothing."""
     size = scheme.storage.group_size or in_features
     plain = torch.arange(in_features) // size
     if stated is None or (owners := stated[...].long()).min() < 0:
-        return plain, False
+        return Owners(plain, int(plain.max()) + 1, are_ordered=False)
     if owners.shape != plain.shape or owners.max() > plain.max():
         raise UserError(
             f"{of} must name one of {int(plain.max()) + 1} groups for each of {in_features} inputs, got "
             f"{len(owners)} of up to {int(owners.max())}; {AGAIN}"
         )
-    return owners, not torch.equal(owners, plain)
+    return Owners(owners, int(owners.max()) + 1, are_ordered=not torch.equal(owners, plain))
 
 
-def _of_groups(
-    shape: tuple[int, int], scheme: Scheme, read: Callable[[], Numbers], *, ordered: bool = False
+class Fields(NamedTuple):
+    """What the words of a weight hold, unsigned."""
+
+    numbers: Tensor  # [out_features, in_features] int32
+    zeros: Tensor | None  # [out_features, groups] int32; None: half of what the bits hold
+    scales: Tensor  # [out_features, groups]
+
+
+def _of_fields(
+    shape: tuple[int, int],
+    scheme: Scheme,
+    owners: Owners,
+    read: Callable[[], Fields],
+    of: str,
+    *,
+    has_zeros: bool,
 ) -> QuantizedTensor:
-    """ordered: inputs belong to groups in any order; as groups of one input they come with a scale each."""
+    """Inputs of groups in any order come as groups of one input, with a scale each."""
     size = scheme.storage.group_size
-    group_size = 1 if ordered else None if size is None or size >= shape[1] else size
-    return QuantizedTensor(shape=shape, storage=Storage(dtype=torch.int8, group_size=group_size), read=read)
+    group_size = None if size is None or size >= shape[1] else size
+    storage = replace(scheme.storage, group_size=group_size, has_zeros=has_zeros and scheme.storage.code is not None)
+    if owners.are_ordered:
+        storage = Storage(dtype=torch.int8, group_size=1)
+    storage = storage.of_inputs(shape[1])
+
+    def read_numbers() -> Numbers:
+        numbers, zeros, scales = read()
+        scales = require_scales((scales[:, owners.of_inputs] if owners.are_ordered else scales).float(), of)
+        if storage.code is not None:
+            held = zeros.to(torch.int8) if zeros is not None and storage.has_zeros else None
+            return Numbers(numbers=numbers.to(torch.uint8), scales=scales, zeros=held)
+        numbers = numbers - (1 << scheme.bits - 1 if zeros is None else zeros[:, owners.of_inputs])
+        return Numbers(numbers=_as_int8(numbers, of), scales=scales)
+
+    return QuantizedTensor(shape=shape, storage=storage, read=read_numbers)
 
 
 def _fields(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:

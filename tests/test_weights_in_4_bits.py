@@ -1,0 +1,267 @@
+"""Products with codes of 4 bits are those of the numbers that the codes stand for, on a CPU in every bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import linear_plan
+from kernels.cpu import panels
+from kernels.cpu.panels import can_pack, pack, tensors_of, unpack
+from kernels.quantized_weight import (
+    FP4_NUMBERS,
+    Code,
+    QuantizedWeight,
+    fits_codes,
+    num_groups,
+    numbers_of,
+    pack_codes,
+    unpack_codes,
+)
+from kernels.reference.act_and_mul import act_and_mul
+from tests.product_errors import assert_error_is_torchs
+from tests.test_quantized_weight import on, randn
+
+KINDS: list[tuple[Code, bool]] = [("int4", False), ("int4", True), ("fp4", False)]  # and whether it has zero points
+of_every_kind = pytest.mark.parametrize(("code", "has_zeros"), KINDS, ids=["int4", "int4 with zero points", "fp4"])
+
+
+def random_codes(
+    out_features: int,
+    in_features: int,
+    code: Code,
+    *,
+    has_zeros: bool = False,
+    group_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> QuantizedWeight:
+    """Scales and zero points that differ from group to group, products of order one."""
+    generator = torch.Generator().manual_seed(0)
+    size = group_size or in_features
+    groups = (out_features, num_groups(in_features, size))
+    return QuantizedWeight(
+        numbers=torch.randint(0, 256, (out_features, in_features // 2), generator=generator, dtype=torch.uint8),
+        scales=(torch.rand(groups, generator=generator) + 0.5) / 8 / in_features**0.5,
+        group_size=size,
+        dtype=dtype,
+        code=code,
+        zeros=torch.randint(0, 16, groups, generator=generator).to(torch.int8) if has_zeros else None,
+    )
+
+
+def in_8_bits(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers and scales."""
+    assert weight.code is not None
+    numbers = numbers_of(unpack_codes(weight.numbers), weight.code, weight.zeros, weight.group_size)
+    return replace(weight, numbers=numbers, code=None, zeros=None)
+
+
+def test_an_fp4_stands_for_twice_its_float() -> None:
+    """Of OCP's type E2M1: a sign, two bits of exponent with bias 1, one of mantissa."""
+    for code, number in enumerate(FP4_NUMBERS):
+        sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+        size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+        assert number == 2 * (-size if sign else size)
+
+
+def test_an_int4_is_its_code_less_the_zero_point_of_its_group() -> None:
+    codes = torch.tensor([[0, 15, 8, 7], [1, 2, 3, 4]], dtype=torch.uint8)
+    zeros = torch.tensor([[0, 15], [3, 8]], dtype=torch.int8)
+    assert numbers_of(codes, "int4", zeros, 2).tolist() == [[0, 15, -7, -8], [-2, -1, -5, -4]]
+    assert numbers_of(codes, "int4", None, 2).tolist() == [[-8, 7, 0, -1], [-7, -6, -5, -4]]
+
+
+def test_a_byte_holds_codes_of_inputs_that_are_half_a_span_apart() -> None:
+    codes = torch.randint(0, 16, (3, 96), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    packed = pack_codes(codes)
+    assert packed.shape == (3, 48) and torch.equal(unpack_codes(packed), codes)
+    assert packed[2, 16 + 5] == codes[2, 32 + 5] + 16 * codes[2, 48 + 5]
+    assert torch.equal(pack_codes(codes[:, 32:64]), packed[:, 16:32]), "a span is packed by itself"
+
+
+def test_spans_lie_in_one_group() -> None:
+    assert fits_codes(96, 32) and fits_codes(96, 96) and fits_codes(96, 128) and fits_codes(256, 64)
+    assert not fits_codes(80, 32) and not fits_codes(96, 16) and not fits_codes(96, 48)
+
+
+# --- CPU ------------------------------------------------------------------------------------------------------------
+
+
+@of_every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_cpu_gives_the_bits_of_the_numbers_in_8(dtype: torch.dtype, code: Code, has_zeros: bool) -> None:
+    from kernels.cpu.linear import linear
+
+    for out_features, in_features, group_size in ((130, 96, None), (64, 192, 64), (33, 1056, None), (48, 320, 128)):
+        weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
+        if not can_pack(weight):
+            pytest.skip("this machine has no panels")
+        packed, wide, bias = pack(weight), pack(in_8_bits(weight)), randn(out_features, dtype=dtype)
+        assert torch.equal(unpack(packed), weight.dense()) and torch.equal(unpack(wide), weight.dense())
+        assert tensors_of(packed)[0].nbytes * 2 == tensors_of(wide)[0].nbytes
+        x = randn(70, in_features, dtype=dtype, seed=2)
+        together = linear(x, packed, bias, out_dtype=torch.float32)
+        assert torch.equal(together, linear(x, wide, bias, out_dtype=torch.float32))
+        for count in (1, 2, 6, 7, 33):
+            assert torch.equal(linear(x[-count:], packed, bias, out_dtype=torch.float32), together[-count:]), count
+
+
+@of_every_kind
+def test_panels_of_every_width_give_the_same_bits(code: Code, has_zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.cpu.linear import linear
+
+    weight, x = random_codes(200, 96, code, has_zeros=has_zeros, group_size=32), randn(9, 96, dtype=torch.float32)
+    if not can_pack(weight):
+        pytest.skip("this machine has no panels")
+    results = []
+    for width in (16, 32, 64):
+        monkeypatch.setattr(panels, "panel_width", lambda out_features, width=width: width)
+        packed = pack(weight)
+        assert packed.width == width and torch.equal(unpack(packed), weight.dense())
+        results.append(linear(x, packed))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@of_every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_on_a_cpu_give_the_bits_of_the_numbers_in_8(dtype: torch.dtype, code: Code, has_zeros: bool) -> None:
+    from kernels.cpu.experts_linear import PanelsOfExperts, linear_of_experts
+    from tests.test_experts_on_cpu import routing_of
+
+    whole = random_codes(3 * 40, 96, code, has_zeros=has_zeros, group_size=32, dtype=dtype)
+    weights = [whole.rows(slice(40 * expert, 40 * (expert + 1))) for expert in range(3)]
+    if not can_pack(weights[0]):
+        pytest.skip("this machine has no panels")
+    routing = routing_of(19, 3, 2)
+    x = randn(19, 96, dtype=dtype).index_select(0, routing.rows)
+    found, wide = (
+        linear_of_experts(x, PanelsOfExperts(pack(of(weight)) for weight in weights), routing)
+        for of in (lambda weight: weight, in_8_bits)
+    )
+    assert torch.equal(found, wide)
+
+
+# --- Triton ---------------------------------------------------------------------------------------------------------
+
+CASES = [(1, 70, 96, None), (17, 130, 352, None), (5, 64, 256, 128), (3, 66, 224, 32)]
+
+
+@pytest.fixture
+def kernel() -> Any:
+    return pytest.importorskip("kernels.linear")
+
+
+@of_every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_kernel_multiplies_by_what_codes_stand_for(
+    dtype: torch.dtype, code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device, small_cuts: None
+) -> None:
+    for num_rows, out_features, in_features, group_size in CASES:
+        weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
+        x, bias = randn(num_rows, in_features, dtype=dtype), randn(out_features, dtype=dtype, seed=3)
+        exact, by_torch = (F.linear(*(t.to(to) for t in (x, weight.exact(), bias))) for to in (torch.float64, dtype))
+        rows, biases, there = x.to(kernel_device), bias.to(kernel_device), on(kernel_device, weight)
+        assert_error_is_torchs(kernel.linear(rows, there, biases), by_torch, exact)
+        assert_error_is_torchs(kernel.gated_linear(rows, there, biases), act_and_mul(by_torch), act_and_mul(exact))
+
+
+@of_every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_every_code_is_exact(
+    dtype: torch.dtype, code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device
+) -> None:
+    """Of rows that look at one input each: results are numbers, with nothing to round."""
+    weight = random_codes(16, 32, code, has_zeros=has_zeros, dtype=dtype)
+    codes = torch.arange(16, dtype=torch.uint8)  # each output has all of them, in another order
+    weight = replace(weight, numbers=pack_codes(codes.repeat(16, 2) ^ codes[:, None]), scales=torch.ones(16, 1))
+    found = kernel.linear(torch.eye(32, dtype=dtype, device=kernel_device), on(kernel_device, weight))
+    assert torch.equal(found.float().cpu().T, weight.exact())
+
+
+@of_every_kind
+def test_a_row_keeps_its_bits_in_company(
+    code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device, small_cuts: None
+) -> None:
+    """Of rows whose products are exact within a step, so that the interpreter's BLAS hides no order."""
+    weight = random_codes(64, 96, code, has_zeros=has_zeros, group_size=32)
+    powers = 2.0 ** torch.randint(-22, -16, weight.scales.shape, generator=torch.Generator().manual_seed(0))
+    weight = on(kernel_device, replace(weight, scales=powers))
+    sizes = torch.tensor([2.0**10, 2.0**-10]).repeat_interleave(32).repeat(2)[:96]
+    rows = torch.randint(-7, 8, (131, 96), generator=torch.Generator().manual_seed(1)) * sizes
+    rows = rows.to(kernel_device)
+    for product in (kernel.linear, kernel.gated_linear):
+        alone = product(rows[-1:], weight)[0]
+        for count in (2, 5, 17, 33, 130):
+            launch = rows[:count].clone()
+            launch[[0, count // 2, count - 1]] = rows[-1]
+            assert all(torch.equal(row, alone) for row in product(launch, weight)[[0, count // 2, count - 1]]), count
+
+
+@of_every_kind
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_experts_are_multiplied_by(
+    group_size: int | None, code: Code, has_zeros: bool, kernel_device: torch.device, small_cuts: None
+) -> None:
+    products = pytest.importorskip("kernels.experts_linear")
+    from tests.test_experts_kernels import CASES, assert_is_references, to, to_experts
+
+    routing = to_experts(CASES["many"], 5)
+    whole = random_codes(5 * 70, 96, code, has_zeros=has_zeros, group_size=group_size)
+    there, x = to(kernel_device, routing), randn(39, 96, dtype=torch.float32)
+    experts = [on(kernel_device, whole).rows(slice(70 * expert, 70 * (expert + 1))) for expert in range(5)]
+    for op, rows in (("linear_of_experts", x[routing.rows]), ("gated_linear_of_experts", x)):
+        found = getattr(products, op)(rows.to(kernel_device), experts, there)
+        assert_is_references(found, op, rows, torch.stack(list(whole.exact().chunk(5))), routing)
+
+
+@pytest.mark.parametrize("group_size", [None, 32, 128])
+def test_the_order_of_a_sum_is_a_matter_of_the_weight(group_size: int | None) -> None:
+    """And a step is of whole spans, which lie in one group."""
+    for element_size in (2, 4):
+        plans = [
+            linear_plan.plan_linear(
+                rows, 4096, 14336, element_size=element_size, gated=False, number_bits=4, group_size=group_size
+            )
+            for rows in (*range(1, 1200), 8192)
+        ]
+        assert len({(plan.block_k, plan.splits, plan.split_width) for plan in plans}) == 1
+        assert all(plan.block_k % 32 == 0 == (group_size or plan.block_k) % plan.block_k for plan in plans)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@of_every_kind
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize(
+    ("op", "out_features", "in_features"),
+    [("linear", 6144, 4096), ("linear", 4096, 14336), ("gated_linear", 28672, 4096)],
+)
+def test_rows_of_an_8b_model_keep_their_bits(
+    op: str,
+    out_features: int,
+    in_features: int,
+    group_size: int | None,
+    code: Code,
+    has_zeros: bool,
+    dtype: torch.dtype,
+    kernel: Any,
+) -> None:
+    """And are the products of the numbers; no interpreter can tell how the instructions for few and many agree."""
+    device = torch.device("cuda")
+    weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
+    weight = on(device, weight)
+    rows = torch.randn(1089, in_features, device=device).to(dtype)
+    product = getattr(kernel, op)
+    alone = product(rows[-1:], weight)[0]
+    for count in (2, 8, 17, 33, 64, 65, 130, 520, 1088):
+        launch = rows[:count].clone()
+        launch[[0, count // 2, count - 1]] = rows[-1]
+        assert all(torch.equal(row, alone) for row in product(launch, weight)[[0, count // 2, count - 1]]), count
+    if op == "linear":
+        exact, by_torch = (F.linear(*(t.to(to) for t in (rows, weight.exact()))) for to in (torch.float64, dtype))
+        assert_error_is_torchs(product(rows, weight), by_torch, exact)
