@@ -28,7 +28,10 @@ from kernels.cpu.threads import parts_of
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
 
-MORE = ("kernel", "addresses", "starts", "calls", "num_experts", "x_bytes", "out_bytes", "bias_bytes", "room_bytes")
+MORE = (
+    *("kernel", "kernel_of_many", "addresses", "starts", "calls"),
+    *("many_rows", "num_experts", "x_bytes", "out_bytes", "bias_bytes", "thread_bytes"),  # the latter of room
+)
 
 
 @cache
@@ -37,8 +40,7 @@ def experts_multiplying(names: tuple[str, ...]) -> Kernel:
     fields, own = arguments_of(*names, *MORE), {name: index for index, name in enumerate(names)}
     count = len(names)
     out, bias, x, panels, room, num_rows = (own[name] for name in ("out", "bias", "x", "panels", "room", "num_rows"))
-    # Of few rows a panel is read in one go (linear.py), and weights held in 8 bits have scales.
-    scales, part_steps, group_steps = (own.get(name, -1) for name in ("scales", "part_steps", "group_steps"))
+    scales = own.get("scales", -1)  # of quantized weights
 
     def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, fields)[0]
@@ -49,7 +51,7 @@ def experts_multiplying(names: tuple[str, ...]) -> Kernel:
         for index in range(count):
             taken[index] = given[index]
         # A kernel finds a thread's room by its own number of rows, and experts have unlike ones.
-        taken[room] = given[room] + a.room_bytes * thread
+        taken[room] = given[room] + a.thread_bytes * thread
         busy = 0  # experts with rows, each of which has num_panels panels to be gone over
         for expert in range(a.num_experts):
             busy += starts[expert + 1] > starts[expert]
@@ -64,9 +66,9 @@ def experts_multiplying(names: tuple[str, ...]) -> Kernel:
             taken[bias] = given[bias] + expert * a.bias_bytes  # without biases 0
             if scales >= 0:
                 taken[scales] = addresses[2 * expert + 1]
-                taken[part_steps] = given[group_steps] if rows <= TURN_ROWS else given[part_steps]
+            kernel = a.kernel if rows < a.many_rows else a.kernel_of_many
             for panel in range(max(first - before, 0), min(end - before, a.num_panels)):
-                call(a.kernel, own_call, panel, a.num_panels, 0)
+                call(kernel, own_call, panel, a.num_panels, 0)
             before += a.num_panels
 
     return Kernel(multiply, fields)
@@ -102,18 +104,22 @@ def linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing, bia
     out = empty(num_places, out_features, dtype=x.dtype)
     if linear_amx.multiplies_tiles(weight):
         rows, room, names = x.contiguous(), linear_amx.room_of(weight), linear_amx.Arguments.names
-        multiply, arguments = linear_amx.call_of(rows, weight, biases, out, room)
+        arguments = linear_amx.arguments_for(rows, weight, biases, out, room)
+        kernels, many_rows = [linear_amx.kernel_of(weight, out.dtype)] * 2, 0
     else:
         rows, room, names = linear.readable(x, weight), linear.room_of(weight, most_rows), linear.Arguments.names
-        multiply, arguments = linear.call_of(rows, weight, biases, out, room)
+        arguments, many_rows = linear.arguments_for(rows, weight, biases, out, room), linear.many_rows(weight)
+        ways = (False, most_rows >= many_rows)  # kernels are compiled when they are asked for
+        kernels = [linear.kernel_of(weight, out.dtype, of_many=of_many) for of_many in ways]
     assert names is not None
     calls = empty(torch.get_num_threads() * len(names), dtype=torch.int64)
     num_panels, busy = len(weight.numbers), min(len(weights), num_places)  # experts with rows, at most
     work = (num_places + TURN_ROWS * busy) * out_features * in_features
     experts_multiplying(names)(
         *arguments,
-        *(multiply.address, weights.addresses.data_ptr(), routing.starts.data_ptr(), calls.data_ptr()),
-        *(len(weights), rows.stride(0) * rows.element_size(), out_features * out.element_size()),
+        *(kernel.address for kernel in kernels),
+        *(weights.addresses.data_ptr(), routing.starts.data_ptr(), calls.data_ptr()),
+        *(many_rows, len(weights), rows.stride(0) * rows.element_size(), out_features * out.element_size()),
         0 if biases is None else out_features * biases.element_size(),
         room.nbytes // torch.get_num_threads(),
         parts=parts_of(work, linear.PART_WORK, max(busy * num_panels, 1)),

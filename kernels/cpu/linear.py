@@ -2,8 +2,8 @@
 
 BLAS chooses another kernel, and another order of its sums, for another number of rows. Here every output of every row
 is one sum over the inputs in their order, in float32 (kernels/cpu/multiply_add.py; of bfloat16, where there is a matrix
-unit, kernels/cpu/linear_amx.py). Few rows read a panel once, at the speed of memory; many take turns on parts of it
-that a core's own cache holds.
+unit, kernels/cpu/linear_amx.py). Few rows read a panel once, at the speed of memory; more take turns on parts of it
+that a core's own cache holds, and for many the factors of a part are made once, not in each turn.
 """
 
 from __future__ import annotations
@@ -19,36 +19,45 @@ from torch import Tensor
 from kernels.cpu import linear_amx
 from kernels.cpu.elements import ELEMENTS, elements, write_rows
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.multiply_add import KINDS, TURN_ROWS, add_products, kind_of, kind_of_codes
+from kernels.cpu.multiply_add import KINDS, TURN_ROWS, add_products, kind_of, kind_of_codes, widen
 from kernels.cpu.native import floats
 from kernels.cpu.panels import LANES, Panels, multiplies_pairs
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import widened
 from kernels.cpu.threads import parts_of
 
-PART_BYTES = 1 << 16  # of a panel, for the turns of many rows: it and the next one fit in any second cache
+PART_BYTES = 1 << 16  # of a panel, for rows that take turns: it and the next one fit in any second cache
 AHEAD = 512  # bytes of a panel that are asked for before they are read
 PART_WORK = 1 << 17  # products, made in some microseconds; reading a weight takes as long as TURN_ROWS of them
 
 Arguments = arguments_of(
     *("out", "bias", "x", "panels", "scales", "zeros", "room"),  # addresses; bias 0, scales 0: there are none
-    *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "group_steps", "part_steps"),
-    "row_step_bytes",
+    *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "group_steps"),
+    *("row_step_bytes", "room_bytes"),  # the latter of a thread
 )
 
 
 @cache
-def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Kernel:
-    """Of multiply_add's kind with panels of so many vectors; elements of the bias, and of the results."""
-    width, is_float32 = LANES * num_vectors, out_element is np.float32
+def products(kind: int, num_vectors: int, element: Any, out_element: Any, widens: bool) -> Kernel:
+    """Of multiply_add's kind with panels of so many vectors; elements of the bias, and of the results.
+
+    widens: a part's factors are made once, in float32; of kinds that may.
+    """
+    width, is_float32, inputs = LANES * num_vectors, out_element is np.float32, KINDS[kind].step_inputs
     scale_bytes = 4 * width * (1 + KINDS[kind].has_zeros)  # of a group
 
     def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        num_turns, is_cut = (a.num_rows + TURN_ROWS - 1) // TURN_ROWS, a.part_steps < a.steps
+        num_turns = (a.num_rows + TURN_ROWS - 1) // TURN_ROWS
         num_groups = (a.steps + a.group_steps - 1) // a.group_steps
         row_bytes, step_bytes = a.row_bytes, a.panel_bytes // a.steps
-        room = a.room + 4 * width * thread * (a.num_rows if is_cut else TURN_ROWS)
+        factors, part_steps = a.room + a.room_bytes * thread, a.group_steps
+        room = factors + (PART_BYTES if widens else 0)
+        if widens:
+            part_steps = PART_BYTES // (4 * width * inputs)
+        elif num_turns > 1:
+            part_steps = min(max(PART_BYTES // step_bytes, 1), a.group_steps)
+        is_cut = part_steps < a.steps
         results = elements(a.out, a.num_rows, a.out_features, out_element)
         biases = elements(a.bias, 1, a.out_features if a.bias else 0, element)[0]
         for panel in range(a.num_panels * part // num_parts, a.num_panels * (part + 1) // num_parts):
@@ -59,8 +68,14 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Ker
             scales, begin = a.scales + scale_bytes * panel * num_groups, 0
             while begin < a.steps:
                 group = begin // a.group_steps
-                steps = min(a.part_steps, (group + 1) * a.group_steps - begin, a.steps - begin)
+                steps = min(part_steps, a.steps - begin)
                 w, own = a.panels + panel * a.panel_bytes + begin * step_bytes, scales + scale_bytes * group
+                if widens:
+                    for step in range(steps):
+                        own = scales + scale_bytes * ((begin + step) // a.group_steps)
+                        widen(kind, num_vectors, factors + 4 * width * inputs * step, w + step * step_bytes, own)
+                else:
+                    steps = min(steps, (group + 1) * a.group_steps - begin)
                 for turn in range(num_turns):
                     first = a.num_rows * turn // num_turns
                     rows = a.num_rows * (turn + 1) // num_turns - first
@@ -69,10 +84,16 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Ker
                     start, shift = (out, line) if begin else (a.zeros, 0)
                     # One turn asks for what it will read itself, of several each for a share of the part behind.
                     ahead = w + (AHEAD if num_turns == 1 else steps * step_bytes * (num_turns + turn) // num_turns)
-                    share = (step_bytes + num_turns - 1) // num_turns
-                    add_products(
-                        kind, num_vectors, rows, steps, out, line, start, shift, x, row_bytes, w, own, ahead, share
-                    )
+                    if widens:
+                        n, share = steps * inputs, step_bytes // (inputs * num_turns) + 1
+                        add_products(
+                            WIDE, num_vectors, rows, n, out, line, start, shift, x, row_bytes, factors, 0, ahead, share
+                        )
+                    else:
+                        share = (step_bytes + num_turns - 1) // num_turns
+                        add_products(
+                            kind, num_vectors, rows, steps, out, line, start, shift, x, row_bytes, w, own, ahead, share
+                        )
                     if begin + steps == a.steps and not is_result:
                         write_rows(results, first, column, floats(out, rows, width), columns, biases)
                 begin += steps
@@ -80,6 +101,7 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any) -> Ker
     return Kernel(multiply, Arguments)
 
 
+WIDE = kind_of(torch.float32)
 ZEROS = torch.zeros(4 * LANES, device="cpu")  # what sums begin with
 
 
@@ -93,9 +115,9 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
         return linear_amx.linear(x, weight, bias, out_dtype)
     out = empty(num_rows, out_features, dtype=out_dtype)
     rows, room = readable(x, weight), room_of(weight, num_rows)
-    multiply, arguments = call_of(rows, weight, bias, out, room)
     work = (num_rows + TURN_ROWS) * out_features * in_features
-    multiply(*arguments, parts=parts_of(work, PART_WORK, len(weight.numbers)))
+    multiply = kernel_of(weight, out.dtype, of_many=num_rows >= many_rows(weight))
+    multiply(*arguments_for(rows, weight, bias, out, room), parts=parts_of(work, PART_WORK, len(weight.numbers)))
     return out
 
 
@@ -107,25 +129,36 @@ def readable(x: Tensor, weight: Panels) -> Tensor:
 
 
 def room_of(weight: Panels, num_rows: int) -> Tensor:
-    """For sums on their way, of all threads."""
-    return empty(torch.get_num_threads() * weight.width * max(num_rows, TURN_ROWS))
+    """For the factors of a part and for sums on their way, of all threads."""
+    num_factors = PART_BYTES // 4 if num_rows >= many_rows(weight) else 0
+    return empty(torch.get_num_threads() * (num_factors + weight.width * max(num_rows, TURN_ROWS)))
 
 
-def call_of(
-    rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor, room: Tensor
-) -> tuple[Kernel, tuple[int, ...]]:
-    """The kernel that computes `out` of `readable` rows, and what it takes (Arguments)."""
-    numbers, num_rows = weight.numbers, len(rows)
-    num_panels, steps, width, _ = numbers.shape
-    step_bytes, row_bytes = numbers[0, 0].nbytes, rows.stride(0) * rows.element_size()
-    group_steps = steps if weight.scales is None else min(weight.group_size // weight.step_inputs, steps)
-    part_steps = group_steps if num_rows <= TURN_ROWS else min(max(PART_BYTES // step_bytes, 1), group_steps)
+def kernel_of(weight: Panels, out_dtype: torch.dtype, *, of_many: bool) -> Kernel:
+    """For products with such a weight of `many_rows` and more, or of fewer."""
+    return products(_kind(weight), weight.width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype], of_many)
+
+
+def many_rows(weight: Panels) -> int:
+    """From which on they are."""
+    return KINDS[_kind(weight)].widens_from
+
+
+def _kind(weight: Panels) -> int:
     code, has_zeros = weight.code, weight.has_zeros
-    kind = kind_of(numbers.dtype) if code is None else kind_of_codes(code, has_zeros=has_zeros)
-    return products(kind, width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out.dtype]), (
+    return kind_of(weight.numbers.dtype) if code is None else kind_of_codes(code, has_zeros=has_zeros)
+
+
+def arguments_for(rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor, room: Tensor) -> tuple[int, ...]:
+    """What the kernel takes that computes `out` of `readable` rows."""
+    numbers = weight.numbers
+    num_panels, steps, _, _ = numbers.shape
+    row_bytes = rows.stride(0) * rows.element_size()
+    group_steps = steps if weight.scales is None else min(weight.group_size // weight.step_inputs, steps)
+    return (
         *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
         *(rows.data_ptr(), numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()),
         *(ZEROS.data_ptr(), room.data_ptr()),
-        *(num_rows, row_bytes, weight.shape[0], num_panels, steps * step_bytes, steps, group_steps, part_steps),
-        weight.step_inputs * rows.element_size(),
+        *(len(rows), row_bytes, weight.shape[0], num_panels, steps * numbers[0, 0].nbytes, steps, group_steps),
+        *(weight.step_inputs * rows.element_size(), room.nbytes // torch.get_num_threads()),
     )

@@ -68,9 +68,9 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, out_dtype: torch.dtyp
     num_rows = len(x)
     rows, room = x if x.stride(1) == 1 else x.contiguous(), room_of(weight)
     out = empty(num_rows, out_features, dtype=out_dtype)
-    multiply, arguments = call_of(rows, weight, bias, out, room)
     work = (num_rows + ROWS) * out_features * in_features // ROWS
-    multiply(*arguments, parts=parts_of(work, PART_WORK, len(weight.numbers)))
+    arguments = arguments_for(rows, weight, bias, out, room)
+    kernel_of(weight, out_dtype)(*arguments, parts=parts_of(work, PART_WORK, len(weight.numbers)))
     return out
 
 
@@ -79,12 +79,14 @@ def room_of(weight: Panels) -> Tensor:
     return empty(torch.get_num_threads() * ROWS * weight.width)
 
 
-def call_of(
-    rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor, room: Tensor
-) -> tuple[Kernel, tuple[int, ...]]:
-    """The kernel that computes `out` of rows whose numbers lie side by side, and what it takes (Arguments)."""
+def kernel_of(weight: Panels, out_dtype: torch.dtype) -> Kernel:
+    return products(weight.width // LANES, ELEMENTS[out_dtype])
+
+
+def arguments_for(rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor, room: Tensor) -> tuple[int, ...]:
+    """What the kernel takes that computes `out` of rows whose numbers lie side by side."""
     (out_features, in_features), numbers = weight.shape, weight.numbers
-    return products(weight.width // LANES, ELEMENTS[out.dtype]), (
+    return (
         *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
         *(rows.data_ptr(), numbers.data_ptr(), room.data_ptr()),
         *(len(rows), rows.stride(0) * rows.element_size(), out_features, len(numbers)),

@@ -21,6 +21,7 @@ from kernels.quantized_weight import FLOAT8, FP4_NUMBERS, ZERO, Code
 INT, WORD, BYTE, FLOAT, HALF = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType(), ir.HalfType()
 FLOATS, WORDS, BYTES, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, BYTE, HALF))
 TURN_ROWS = 6  # that share a panel's registers
+MANY_ROWS, NEVER = 3 * TURN_ROWS + 1, 1 << 30
 UNROLLED = 4  # steps
 ASKED_LINES = 2  # that a step asks for, of four at most: two turns ask for all
 
@@ -51,8 +52,16 @@ class Float32:
     """A step takes one input: of a row 4 bytes, of LANES outputs a vector."""
 
     row_bytes, vector_bytes = 4, 4 * LANES
+    widens_from = (
+        NEVER  # rows, for which making float32 factors once is faster than in each turn; rows are float32 then
+    )
     is_scaled = False  # each number of an output is multiplied by the output's scale first
     has_zeros = False  # and its zero point is taken from it before that
+
+    @property
+    def step_inputs(self) -> int:
+        """Of a step, if rows are float32."""
+        return self.row_bytes // 4
 
     def weights(self, builder: Any, address: Any, scales: Any, zeros: Any) -> list[Any]:
         """Vectors of the factors at an address, one for each of a step's inputs.
@@ -72,7 +81,7 @@ class Float32:
 class Float16(Float32):
     """Rows are float32."""
 
-    vector_bytes = 2 * LANES
+    vector_bytes, widens_from = 2 * LANES, MANY_ROWS
 
     def weights(self, builder: Any, address: Any, _scales: Any, _zeros: Any) -> list[Any]:
         return [builder.fpext(load(builder, address, HALVES, self.vector_bytes), FLOATS)]
@@ -81,7 +90,7 @@ class Float16(Float32):
 class BFloat16(Float32):
     """A step takes two inputs, whose weights share words; rows are float32."""
 
-    row_bytes = 8
+    row_bytes, widens_from = 8, MANY_ROWS
 
     def weights(self, builder: Any, address: Any, _scales: Any, _zeros: Any) -> list[Any]:
         words = load(builder, address, WORDS, self.vector_bytes)
@@ -103,7 +112,7 @@ class BFloat16Pairs(Float32):
 class Int8(Float32):
     """Rows are float32."""
 
-    vector_bytes, is_scaled = LANES, True
+    vector_bytes, widens_from, is_scaled = LANES, MANY_ROWS, True
 
     def weights(self, builder: Any, address: Any, scales: Any, _zeros: Any) -> list[Any]:
         numbers = builder.sitofp(builder.sext(load(builder, address, BYTES, self.vector_bytes), WORDS), FLOATS)
@@ -117,7 +126,7 @@ class Float8(Float32):
     number mean what they did, 2**-120 times.
     """
 
-    vector_bytes, is_scaled = LANES, True
+    vector_bytes, widens_from, is_scaled = LANES, MANY_ROWS, True
 
     def weights(self, builder: Any, address: Any, scales: Any, _zeros: Any) -> list[Any]:
         words = builder.sext(load(builder, address, BYTES, self.vector_bytes), WORDS)
@@ -132,7 +141,7 @@ class Codes(Float32):
     table: the numbers of all codes; None: they are the codes less their zero points.
     """
 
-    row_bytes, vector_bytes, is_scaled = 8, LANES, True
+    row_bytes, vector_bytes, widens_from, is_scaled = 8, LANES, TURN_ROWS + 1, True
 
     def __init__(self, table: tuple[int, ...] | None) -> None:
         self.table, self.has_zeros = table, table is None
@@ -283,4 +292,30 @@ def _add_products(
     return types.void(kind, num_vectors, *[types.int64] * 10, ahead, types.int64), generate
 
 
+def _widen(
+    _context: Any,
+    kind: Any,  # a constant, as the next
+    num_vectors: Any,
+    out: Any,  # addresses, as the next two
+    step: Any,
+    scales: Any,
+) -> Any:
+    """The factors of a panel's step, as a panel of float32 has them, input by input."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        own, (out, step, scales) = KINDS[kind.literal_value], arguments[2:]
+        panel = Sums(builder, own, 0, num_vectors.literal_value)
+        panel.scale(scales)
+        line = 4 * LANES * num_vectors.literal_value
+        for vector, scale_and_zero in enumerate(zip(panel.scales, panel.zeros, strict=True)):
+            place = builder.add(step, number(own.vector_bytes * vector))
+            for index, factors in enumerate(own.weights(builder, place, *scale_and_zero)):
+                to = builder.add(out, number(line * index + 4 * LANES * vector))
+                builder.store(factors, builder.inttoptr(to, FLOATS.as_pointer())).align = 4 * LANES
+        return context.get_dummy_value()
+
+    return types.void(kind, num_vectors, *[types.int64] * 3), generate
+
+
 add_products: Any = intrinsic(prefer_literal=True)(_add_products)
+widen: Any = intrinsic(prefer_literal=True)(_widen)
