@@ -1,6 +1,7 @@
 """A mixture of experts: where rows go, products with their experts' weights, and the sum.
 
-Of Qwen3-30B-A3B's shape, and products of gpt-oss 20B's, whose experts have biases and gates that are cut off.
+Of Qwen3-30B-A3B's shape, and products of gpt-oss 20B's, whose experts have biases and gates that are cut off, dense and
+as MXFP4 holds them.
 
 What comes from memory are the weights of the experts that rows go to, each once. torch's own way is a product for each
 expert, of which the host must know who its rows are: it is not timed.
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from kernels import experts, experts_linear
 from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
+from kernels.benchmarks.quantized import copies_of, num_bytes_of, random_codes
+from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import experts as reference
 from kernels.reference.experts import Routing
 
@@ -24,6 +27,7 @@ ROWS = (1, 8, 64, 512)
 SHAPE = {"num_experts": 128, "choices": 8, "hidden": 2048, "inner": 768}
 BIASED_SHAPE = {"num_experts": 32, "choices": 4, "hidden": 2880, "inner": 2880}
 SMALL_SHAPE = {"num_experts": 5, "choices": 2, "hidden": 70, "inner": 40}
+SMALL_PACKED_SHAPE = {**SMALL_SHAPE, "hidden": 96, "inner": 64}
 COMPANY = 17  # rows that one row is compared among
 
 Product = Callable[..., Tensor]
@@ -31,12 +35,16 @@ Product = Callable[..., Tensor]
 
 def cases(setting: Setting) -> list[Case]:
     sizes = (5,) if setting.is_small else ROWS
-    shape, biased = (SMALL_SHAPE, SMALL_SHAPE) if setting.is_small else (SHAPE, BIASED_SHAPE)
+    shape, biased, packed = (SHAPE, BIASED_SHAPE, BIASED_SHAPE)
+    if setting.is_small:
+        shape, biased, packed = SMALL_SHAPE, SMALL_SHAPE, SMALL_PACKED_SHAPE
     prepares: dict[str, tuple[Callable[..., Work], dict[str, int]]] = {
         "gate_up": (partial(_prepare_products, gated=True), shape),
         "down": (partial(_prepare_products, gated=False), shape),
         "gate_up with biases": (partial(_prepare_products, gated=True, has_biases=True), biased),
         "down with biases": (partial(_prepare_products, gated=False, has_biases=True), biased),
+        "gate_up in MXFP4": (partial(_prepare_products, gated=True, has_biases=True, group_size=32), packed),
+        "down in MXFP4": (partial(_prepare_products, gated=False, has_biases=True, group_size=32), packed),
         "route": (_prepare_route, shape),
         "sum": (_prepare_sum, shape),
     }
@@ -63,6 +71,7 @@ def _prepare_products(
     *,
     gated: bool,
     has_biases: bool = False,
+    group_size: int | None = None,  # of fp4; None: weights are dense
     num_experts: int,
     choices: int,
     hidden: int,
@@ -71,7 +80,11 @@ def _prepare_products(
     out_features, in_features = (2 * inner, hidden) if gated else (hidden, inner)
     routing = _routing(setting, num_rows, num_experts, choices)
     x = setting.normal(num_rows if gated else num_rows * choices, in_features, seed=0)
-    whole = setting.normal(num_experts * out_features, in_features, seed=1).div_(in_features**0.5)
+    dense: Tensor = setting.normal(num_experts * out_features, in_features, seed=1).div_(in_features**0.5)
+    whole: Tensor | QuantizedWeight = dense
+    if group_size is not None:
+        whole = random_codes(dense, "fp4", group_size)
+        dense = whole.dense()
     biases = setting.normal(num_experts, out_features, seed=2) if has_biases else None
     activation: dict[str, Any] = {"activation": "clamped_swiglu" if has_biases else "silu"} if gated else {}
     product: Product = experts_linear.gated_linear_of_experts if gated else experts_linear.linear_of_experts
@@ -79,8 +92,10 @@ def _prepare_products(
     in_torch: Product = reference.gated_linear_of_experts if gated else reference.linear_of_experts
     theirs = partial(in_torch, tile=None, **activation)
 
-    def parts(weight: Tensor) -> list[Tensor]:
-        return list(weight.chunk(num_experts))
+    def parts(weight: Tensor | QuantizedWeight) -> list[Any]:
+        starts = range(0, num_experts * out_features, out_features)
+        cuts = [slice(start, start + out_features) for start in starts]
+        return [weight[cut] if isinstance(weight, Tensor) else weight.rows(cut) for cut in cuts]
 
     def of_row_slice(rows: slice) -> Tensor:
         """What becomes of some of COMPANY rows where there are no others, added up over their experts."""
@@ -91,21 +106,22 @@ def _prepare_products(
         return reference.sum_of_experts(ours(states, parts(whole), own), own)
 
     def check() -> list[str]:
-        found, by_torch = ours(x, parts(whole), routing), theirs(x, parts(whole), routing, biases=biases)
+        found, by_torch = ours(x, parts(whole), routing), theirs(x, parts(dense), routing, biases=biases)
         exact_biases = None if biases is None else biases.double()
-        exact = theirs(x.double(), parts(whole.double()), routing, biases=exact_biases)
+        exact_weight = dense.double() if isinstance(whole, Tensor) else whole.exact().double()
+        exact = theirs(x.double(), parts(exact_weight), routing, biases=exact_biases)
         passed = [check_error(found, by_torch, exact)]
         if not setting.is_interpreted:  # there a product is a BLAS's, whose order of summation is its own
             passed.append(check_row_bits(of_row_slice, COMPANY))
         return passed
 
     num_met = int((routing.starts.diff() > 0).sum())
-    num_weight_bytes = num_met * out_features * in_features * setting.dtype.itemsize
-    copies = setting.copies(num_weight_bytes, whole)
+    num_weight_bytes = num_met * num_bytes_of(whole) // num_experts
+    copies = copies_of(setting, whole, num_weight_bytes)
     num_places = num_rows * choices
     return Work(
         check=check,
-        calls=[partial(ours, x, experts_linear.ExpertsInMemory.of(parts(own)), routing) for (own,) in copies],
+        calls=[partial(ours, x, experts_linear.ExpertsInMemory.of(parts(own)), routing) for own in copies],
         num_bytes=num_weight_bytes + x.nbytes + num_places * out_features // (1 + gated) * setting.dtype.itemsize,
         comes_from=setting.comes_from(num_weight_bytes),
     )

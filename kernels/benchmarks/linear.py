@@ -1,6 +1,6 @@
-"""Llama-3-8B's products, against torch's (a BLAS): qkv, o, gate and up, down, the head; and with weights in 8 bits.
+"""Llama-3-8B's products, against torch's (a BLAS): qkv, o, gate and up, down, the head; and with quantized weights.
 
-What comes from memory is the weight; the rows are few and were written just before. Beside weights in 8 bits torch
+What comes from memory is the weight; the rows are few and were written just before. Beside quantized weights torch
 multiplies by the same weights in the rows' dtype.
 """
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kernels import linear as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_error, check_row_bits, name_of
-from kernels.quantized_weight import FLOAT8, QuantizedWeight, expand, num_groups, quantize
+from kernels.benchmarks.quantized import copies_of, num_bytes_of, random_codes
+from kernels.quantized_weight import FLOAT8, Code, QuantizedWeight, fits_codes, num_groups, quantize
 from kernels.reference.act_and_mul import act_and_mul
 
 ROWS = (1, 8, 64, 512)
@@ -30,11 +31,12 @@ WEIGHTS = {  # out_features, in_features
 }
 SMALL_WEIGHTS = {"qkv": (96, 70), "o": (64, 128), "gate_up": (2 * 72, 101), "down": (64, 200), "head": (130, 64)}
 COMPANY = 17  # rows that one row is compared among
-# Weights in 8 bits: their numbers, and the inputs that share a scale (None: all of an output's).
-HELD: dict[str, tuple[torch.dtype, int | None]] = {
+# Quantized weights: their numbers or codes, and the inputs that share a scale (None: all of an output's).
+HELD: dict[str, tuple[torch.dtype | Code, int | None]] = {
     "fp8": (FLOAT8, None),
     "fp8 in groups of 128": (FLOAT8, 128),
     "int8": (torch.int8, None),
+    "int4 in groups of 128": ("int4", 128),  # with zero points
 }
 HELD_ROWS = (1, 8, 512)
 
@@ -60,7 +62,14 @@ PRODUCTS: dict[str, tuple[Product, Product]] = {
 def cases(setting: Setting) -> list[Case]:
     weights, sizes, held_sizes = (SMALL_WEIGHTS, (1, 5), (5,)) if setting.is_small else (WEIGHTS, ROWS, HELD_ROWS)
     asked: list[tuple[str, int, str | None]] = [(name, num_rows, None) for name in weights for num_rows in sizes]
-    asked += [(name, rows, held) for name in weights if name != "head" for rows in held_sizes for held in HELD]
+    asked += [
+        (name, rows, held)
+        for name, (_, in_features) in weights.items()
+        if name != "head"
+        for rows in held_sizes
+        for held, (numbers, group_size) in HELD.items()
+        if not isinstance(numbers, str) or fits_codes(in_features, group_size or in_features)
+    ]
     return [
         Case(
             op="linear",
@@ -74,8 +83,10 @@ def cases(setting: Setting) -> list[Case]:
 
 def _quantized(weight: Tensor, held: str) -> QuantizedWeight:
     """With one scale for all groups of an output: what a product takes does not depend on it."""
-    dtype, group_size = HELD[held]
-    found = quantize(weight, dtype)
+    numbers, group_size = HELD[held]
+    if isinstance(numbers, str):
+        return random_codes(weight, numbers, group_size or weight.shape[1])
+    found = quantize(weight, numbers)
     if group_size is None:
         return found
     groups = found.scales.expand(-1, num_groups(weight.shape[1], group_size)).contiguous()
@@ -97,29 +108,19 @@ def _prepare(setting: Setting, name: str, num_rows: int, out_features: int, in_f
     def check() -> list[str]:
         exact = dense.double()
         if isinstance(weight, QuantizedWeight):
-            exact = expand(weight.numbers, weight.scales, weight.group_size).double()
+            exact = weight.exact().double()
         passed = [check_error(ours(rows, weight), torchs(rows, dense), torchs(rows.double(), exact))]
         if not setting.is_interpreted:  # there a product is a BLAS's, whose order of summation is its own
             passed.append(check_row_bits(lambda some: ours(x[some], weight), in_company))
         return passed
 
-    copies, num_weight_bytes = _copies(setting, weight)
+    num_weight_bytes = num_bytes_of(weight)
     return Work(
         check=check,
-        calls=[partial(ours, rows, own) for own in copies],
-        torch_calls=[partial(torchs, rows, own) for own in _copies(setting, dense)[0]],
+        calls=[partial(ours, rows, own) for own in copies_of(setting, weight, num_weight_bytes)],
+        torch_calls=[partial(torchs, rows, own) for own in copies_of(setting, dense, dense.nbytes)],
         num_bytes=num_weight_bytes
         + num_rows * in_features * setting.dtype.itemsize
         + num_rows * num_outputs * out_dtype.itemsize,
         comes_from=setting.comes_from(num_weight_bytes),
     )
-
-
-def _copies(setting: Setting, weight: Tensor | QuantizedWeight) -> tuple[list[Any], int]:
-    """Of a weight, and the bytes of one."""
-    parts = (weight,) if isinstance(weight, Tensor) else (weight.numbers, weight.scales)
-    num_bytes = sum(part.numel() * part.element_size() for part in parts)
-    copies = setting.copies(num_bytes, *parts)
-    if isinstance(weight, Tensor):
-        return [own for (own,) in copies], num_bytes
-    return [replace(weight, numbers=numbers, scales=scales) for numbers, scales in copies], num_bytes

@@ -3,7 +3,7 @@
 On a CPU they are compiled where they can be (kernels/cpu).
 
 `tile` says how products are computed: None = as is fastest for the shape at hand, which need not be row-invariant.
-Weights held in 8 bits have one way.
+Quantized weights have one way.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def gated_linear(
 
 
 def _has_kernel(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, tile: int | None) -> bool:
-    """Whether a Triton kernel computes such a product; of weights in 8 bits no BLAS does."""
+    """Whether a Triton kernel computes such a product; of quantized weights no BLAS does."""
     return runs_kernels(x) and (tile is not None or isinstance(weight, QuantizedWeight))
 
 

@@ -24,7 +24,6 @@ LEFT_ALONE = (
     *(f"{name}_{what}" for name in ("k", "v", "q") for what in ("scale", "zero_point")),
     *("prob_output_scale", "bias_scale"),
 )
-AWQ_SHIFTS = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of each of a word's columns
 LARGEST_SCALE = 2.0**7  # of what 8 bits hold: weights are hundredths, and what is larger is a scale's reciprocal
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # types of quantized weights, as safetensors calls them; and of packed:
 WORDS = "I32"
@@ -167,7 +166,7 @@ def _awq(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Quan
     _require_shape(zero, "qzeros", (owners.groups, num_words), of)
 
     def read() -> Fields:
-        numbers, zeros = (_fields(words[...], 4, AWQ_SHIFTS).T for words in (packed, zero))
+        numbers, zeros = (_awq_fields(words[...]).T for words in (packed, zero))
         return Fields(numbers, zeros, scale[...].T)
 
     return _of_fields((num_words * 8, in_features), scheme, owners, read, of, has_zeros=True)
@@ -215,8 +214,8 @@ def _owners(stated: Any, in_features: int, scheme: Scheme, of: str) -> Owners:
 class Fields(NamedTuple):
     """What the words of a weight hold, unsigned."""
 
-    numbers: Tensor  # [out_features, in_features] int32
-    zeros: Tensor | None  # [out_features, groups] int32; None: half of what the bits hold
+    numbers: Tensor  # [out_features, in_features] uint8
+    zeros: Tensor | None  # [out_features, groups] uint8; None: half of what the bits hold
     scales: Tensor  # [out_features, groups]
 
 
@@ -242,17 +241,24 @@ def _of_fields(
         scales = require_scales((scales[:, owners.of_inputs] if owners.are_ordered else scales).float(), of)
         if storage.code is not None:
             held = zeros.to(torch.int8) if zeros is not None and storage.has_zeros else None
-            return Numbers(numbers=numbers.to(torch.uint8), scales=scales, zeros=held)
-        numbers = numbers - (1 << scheme.bits - 1 if zeros is None else zeros[:, owners.of_inputs])
-        return Numbers(numbers=_as_int8(numbers, of), scales=scales)
+            return Numbers(numbers=numbers, scales=scales, zeros=held)
+        offsets = 1 << scheme.bits - 1 if zeros is None else zeros[:, owners.of_inputs].short()
+        return Numbers(numbers=_as_int8(numbers.short() - offsets, of), scales=scales)
 
     return QuantizedTensor(shape=shape, storage=storage, read=read_numbers)
 
 
-def _fields(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """[rows, columns] int32 -> [rows, columns * 32 / bits] int32, the numbers in each word from its lowest bits up."""
-    shifts = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
-    return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(1)
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """[rows, columns] int32 -> [rows, columns * 32 / bits] uint8, the numbers in each word from its lowest bits up."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)
+
+
+def _awq_fields(words: Tensor) -> Tensor:
+    """[rows, columns] int32 -> [rows, 8 * columns] uint8: of each word its nibbles 0, 4, 1, 5, 2, 6, 3 and 7."""
+    octets_0213 = words & ~0xFFFF00 | words >> 8 & 0xFF00 | (words & 0xFF00) << 8
+    pairs = octets_0213.contiguous().view(torch.int16)
+    return torch.stack((pairs & 0x0F0F, pairs >> 4 & 0x0F0F), dim=2).view(torch.uint8).flatten(1)
 
 
 def _as_int8(numbers: Tensor, of: str) -> Tensor:
