@@ -154,7 +154,7 @@ class ExpertsInMemory:
         """Views of one tensor [num_experts, ...], or of any storage in which each is as far from the one before; so
         are their scales and zero points."""
         all_numbers, all_scales, all_zeros, *kinds = zip(*map(take_apart, weights), strict=True)
-        assert all(len(set(kind)) == 1 for kind in kinds)
+        assert all(len(set(kind)) == 1 for kind in (*kinds, [zeros is None for zeros in all_zeros]))
         scales_distance = 0 if all_scales[0] is None else distance(all_scales)
         assert all_zeros[0] is None or distance(all_zeros) == scales_distance
         return cls(

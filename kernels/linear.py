@@ -27,11 +27,13 @@ from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap, prefetch
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
-from kernels.linear_plan import PREFETCHED, plan_linear
+from kernels.linear_plan import LINE, PREFETCHED, plan_linear
 from kernels.linear_tile import finish_tile, sum_tile
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
-from kernels.weight_elements import columns_of_step, numbers_of_element, take_apart
+from kernels.weight_elements import columns_of_step, numbers_per_element, take_apart
+
+LINE_BYTES: tl.constexpr = tl.constexpr(LINE)
 
 
 # Not specialized on num_rows: Triton would compile other programs for 1 and for multiples of 16.
@@ -93,8 +95,9 @@ def linear_kernel(
     up_distance = tl.cast(out_features, tl.int64) * weight_stride
 
     if PREFETCHED > 0:
-        starts = first_split * split_width + tl.arange(0, PREFETCHED)[None, :] * BLOCK_K
-        line_ptrs = row_ptrs + tl.minimum(starts, in_features - 1) // numbers_of_element(READING)
+        LINE: tl.constexpr = 8 * LINE_BYTES // weight_ptr.dtype.element_ty.primitive_bitwidth
+        starts = first_split * split_width // numbers_per_element(READING) + tl.arange(0, PREFETCHED)[None, :] * LINE
+        line_ptrs = row_ptrs + tl.minimum(starts, weight_stride - 1)
         prefetch(line_ptrs)
         if GATED:
             prefetch(line_ptrs + up_distance)

@@ -18,7 +18,7 @@ WIDE_ROWS = 512  # of more rows a program owns two feature tiles, to read the to
 SHARED, WIDE_SHARED = 96 * 1024, 160 * 1024  # bytes of shared memory of a program: two or one to an SM
 MAX_STAGES = 8
 MOST_ROWS = 8192  # of a launch, so far as rows_of_each_kind looks
-PREFETCHED = 8  # steps whose weight lines a program asks for while the launch before it runs
+PREFETCHED = 8  # lines of each weight row that a program asks for while the launch before it runs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.reference import act_and_mul
 from kernels.tanh import tanh
-from kernels.weight_elements import HALF_SPAN, ZERO, as_factors, codes_as_factors, numbers_of_element
+from kernels.weight_elements import HALF_SPAN, ZERO, as_factors, codes_as_factors, numbers_per_element
 
 # Of gelu by tanh: twice what it takes the tanh of is GELU_CUBIC * gate^3 + GELU_LINEAR * gate.
 GELU_LINEAR: tl.constexpr = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
@@ -58,7 +58,7 @@ def add_step(
     own = sums
     if HAS_GROUPS:
         own = tl.zeros_like(sums)
-    if numbers_of_element(READING) > 1:
+    if numbers_per_element(READING) > 1:
         zeros = tl.full((1, 1), ZERO, tl.int8)
         if zero_ptrs is not None:
             zeros = tl.load(zero_ptrs + group)[:, None]
@@ -98,8 +98,8 @@ def sum_tile(
     """The sums [FEATURES, TOKENS] of the rows and of the up rows, their partial sums added in order."""
     FEATURES: tl.constexpr = row_ptrs.shape[0]
     TOKENS: tl.constexpr = x_ptrs.shape[0]
-    HELD: tl.constexpr = numbers_of_element(READING)
-    places = tl.arange(0, BLOCK_K // HELD)[None, :]
+    PER_ELEMENT: tl.constexpr = numbers_per_element(READING)
+    places = tl.arange(0, BLOCK_K // PER_ELEMENT)[None, :]
     total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
     up_total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
     for split in range(first_split, first_split + num_splits):
@@ -110,14 +110,14 @@ def sum_tile(
             x = load_inputs(x_ptrs, columns, start, is_token, in_features, EVEN_K)
             high_x = x
             place = start
-            if HELD > 1:
+            if PER_ELEMENT > 1:
                 high_x = load_inputs(x_ptrs, columns, start + HALF_SPAN, is_token, in_features, EVEN_K)
-                place = tl.multiple_of(start // HELD, HALF_SPAN)
+                place = tl.multiple_of(start // PER_ELEMENT, HALF_SPAN)
             group = start // group_size
-            weight = load_columns(row_ptrs + places, place, in_features // HELD, EVEN_K)
+            weight = load_columns(row_ptrs + places, place, in_features // PER_ELEMENT, EVEN_K)
             sums = add_step(sums, weight, x, high_x, row_scales, row_zeros, group, HAS_GROUPS, READING)
             if GATED:
-                up = load_columns(row_ptrs + up_distance + places, place, in_features // HELD, EVEN_K)
+                up = load_columns(row_ptrs + up_distance + places, place, in_features // PER_ELEMENT, EVEN_K)
                 up_sums = add_step(up_sums, up, x, high_x, up_scales, up_zeros, group, HAS_GROUPS, READING)
         total += sums
         up_total += up_sums

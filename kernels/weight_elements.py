@@ -49,14 +49,14 @@ def converts_float8(device: torch.device) -> bool:
 
 
 @triton.constexpr_function
-def numbers_of_element(reading):
+def numbers_per_element(reading):
     return 2 if reading in ("int4", "fp4") else 1
 
 
 @triton.jit
 def columns_of_step(BLOCK_K: tl.constexpr, READING: tl.constexpr):
     """[1, n], the inputs of a step's weights: all BLOCK_K; of codes those in the lower bits of each byte."""
-    if numbers_of_element(READING) == 1:
+    if numbers_per_element(READING) == 1:
         columns = tl.arange(0, BLOCK_K)
     else:
         places = tl.arange(0, BLOCK_K // 2)

@@ -352,6 +352,13 @@ KERNELS = [
         for held, group_size in (("bf16", None), ("fp8e4nv", 128), ("i8", None))
         if (capability, held) != (90, "bf16")
     ),
+    *(  # Qwen3-30B-A3B's in AWQ
+        linear_of_experts_kernel(
+            8, *shape, gated=gated, capability=capability, held="int4", group_size=128, has_zeros=True
+        )
+        for capability in (80, 90)
+        for shape, gated in (((768, 2048), True), ((2048, 768), False))
+    ),
     *(  # gpt-oss 20B's, in MXFP4 and dense
         linear_of_experts_kernel(
             num_places,

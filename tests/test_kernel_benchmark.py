@@ -60,7 +60,7 @@ def test_help_names_every_op_and_the_check_for_machines_without_a_gpu(capsys: py
 
 def test_every_op_has_a_module_and_every_module_an_op() -> None:
     folder = Path(benchmark.__file__).parent / "benchmarks"
-    shared = {"__init__", "case", "conditions", "timing"}
+    shared = {"__init__", "case", "conditions", "timing", "weights"}
     assert {path.stem for path in folder.glob("*.py")} == {*benchmark.OPS, *shared}
 
 
@@ -149,8 +149,9 @@ def test_the_report_holds_conditions_checks_and_times(
     written = json.loads(path.read_text())
     assert written["hardware"] == "none" and written["copy_gb_per_second"] == 4000.0 and written["is_complete"]
     norm = written["cases"][1]
-    linear, in_8_bits = (
-        next(case for case in written["cases"] if case["case"] == label) for label in ("o, 5 rows", "o, 5 rows, fp8")
+    linear, in_8_bits, in_4_bits = (
+        next(case for case in written["cases"] if case["case"] == f"o, 5 rows{held}")
+        for held in ("", ", fp8", ", int4 in groups of 128")
     )
     assert (norm["op"], norm["case"], norm["dtype"]) == ("rms_norm", "add and norm, 3 rows", "float32")
     assert norm["checks"] == ["accuracy", "row bits"] and norm["failure"] is None and norm["torch_timing"] is None
@@ -160,10 +161,11 @@ def test_the_report_holds_conditions_checks_and_times(
     assert norm["share_of_copy"] == pytest.approx(0.52 / 4000)
     assert linear["num_bytes"] == 4 * (64 * 128 + 5 * 128 + 5 * 64)
     assert in_8_bits["num_bytes"] == 64 * 128 + 4 * (64 + 5 * 128 + 5 * 64)
+    assert in_4_bits["num_bytes"] == in_8_bits["num_bytes"] - 64 * 64 + 64, "with a zero point for each output"
     assert linear["ratio_to_torch"] == 1.0 and linear["torch_timing"] == norm["timing"]
     out, err = capsys.readouterr()
     assert "10.00      9.00     12.50" in out and "4000 GB/s" in out
-    assert "[1/9] rms_norm: add and norm, 1 rows, float32" in err
+    assert "[1/10] rms_norm: add and norm, 1 rows, float32" in err
 
 
 def test_a_report_replaces_the_one_before_at_once_or_not_at_all(

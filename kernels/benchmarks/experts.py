@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import experts, experts_linear
 from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
-from kernels.benchmarks.quantized import copies_of, num_bytes_of, random_codes
+from kernels.benchmarks.weights import copies_of, num_bytes_of, random_codes
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import experts as reference
 from kernels.reference.experts import Routing

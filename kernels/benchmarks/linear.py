@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels import linear as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_error, check_row_bits, name_of
-from kernels.benchmarks.quantized import copies_of, num_bytes_of, random_codes
+from kernels.benchmarks.weights import copies_of, num_bytes_of, random_codes
 from kernels.quantized_weight import FLOAT8, Code, QuantizedWeight, fits_codes, num_groups, quantize
 from kernels.reference.act_and_mul import act_and_mul
 
@@ -29,7 +29,7 @@ WEIGHTS = {  # out_features, in_features
     "down": (4096, 14336),
     "head": (128256, 4096),
 }
-SMALL_WEIGHTS = {"qkv": (96, 70), "o": (64, 128), "gate_up": (2 * 72, 101), "down": (64, 200), "head": (130, 64)}
+SMALL_WEIGHTS = {"qkv": (96, 70), "o": (64, 256), "gate_up": (2 * 72, 101), "down": (64, 200), "head": (130, 64)}
 COMPANY = 17  # rows that one row is compared among
 # Quantized weights: their numbers or codes, and the inputs that share a scale (None: all of an output's).
 HELD: dict[str, tuple[torch.dtype | Code, int | None]] = {

@@ -41,7 +41,7 @@ NOTHING = np.float32(0.0)
 Arguments = arguments_of(
     *("output", "query", "kv", "sinks"),  # addresses, of the layer's; sinks 0: there are none
     *("segments", "rows", "sizes", "positions", "last_keys", "tables", "branch_starts", "branch_slots"),  # the launch's
-    *("offsets", "room", "zeros"),  # the first two of every thread, OFFSETS * KEYS uint64, and
+    *("offsets", "room", "nothing"),  # the first two of every thread, OFFSETS * KEYS uint64, and
     "thread_floats",
     *("num_rows", "num_heads", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
     *("segments_per_table", "num_branch", "block_size", "num_kv_heads", "head_dim", "value_dim", "window", "is_causal"),
@@ -163,7 +163,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                         own, seen = offsets_at + 8 * KEYS, (max(first_key - start, 0), count)
                         if is_paired:
                             pair_keys(keys_at, a.kv, own, begin, count, keys_next, dim)
-                            ahead, zeros = values_next, a.zeros
+                            ahead, zeros = values_next, a.nothing
                             pair_values(
                                 values_at, a.kv, offsets[2], begin, seen, ahead, step_keys, zeros, value_dim, lanes
                             )
@@ -186,7 +186,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             for key in range(0, count, key_lanes):
                                 out, line, panel = scores_at + 4 * key, 4 * KEYS, keys_at + 4 * key * steps
                                 add_products(
-                                    kind, key_vectors, rows, steps, out, line, a.zeros, 0, x, x_bytes, panel, 0, 0, 0
+                                    kind, key_vectors, rows, steps, out, line, a.nothing, 0, x, x_bytes, panel, 0, 0, 0
                                 )
                         own = totals[:, first : first + rows]
                         most = weigh_rows(a, weights, scores, results[turn], place, own, tile, row, heads, start)

@@ -81,7 +81,7 @@ class PanelsOfExperts(tuple[Panels, ...]):
 
     def __new__(cls, weights: Iterable[Panels]) -> PanelsOfExperts:
         own = super().__new__(cls, weights)
-        assert all(weight.numbers.shape == own[0].numbers.shape for weight in own)
+        assert len({(weight.numbers.shape, weight.code, weight.has_zeros, weight.group_size) for weight in own}) == 1
         found = [
             (weight.numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()) for weight in own
         ]
@@ -110,7 +110,7 @@ def linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing, bia
         rows, room, names = linear.readable(x, weight), linear.room_of(weight, most_rows), linear.Arguments.names
         arguments, many_rows = linear.arguments_for(rows, weight, biases, out, room), linear.many_rows(weight)
         ways = (False, most_rows >= many_rows)  # kernels are compiled when they are asked for
-        kernels = [linear.kernel_of(weight, out.dtype, of_many=of_many) for of_many in ways]
+        kernels = [linear.kernel_of(weight, out.dtype, widens=widens) for widens in ways]
     assert names is not None
     calls = empty(torch.get_num_threads() * len(names), dtype=torch.int64)
     num_panels, busy = len(weight.numbers), min(len(weights), num_places)  # experts with rows, at most

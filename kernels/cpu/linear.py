@@ -31,7 +31,7 @@ AHEAD = 512  # bytes of a panel that are asked for before they are read
 PART_WORK = 1 << 17  # products, made in some microseconds; reading a weight takes as long as TURN_ROWS of them
 
 Arguments = arguments_of(
-    *("out", "bias", "x", "panels", "scales", "zeros", "room"),  # addresses; bias 0, scales 0: there are none
+    *("out", "bias", "x", "panels", "scales", "nothing", "room"),  # addresses; bias 0, scales 0: none
     *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "group_steps"),
     *("row_step_bytes", "room_bytes"),  # the latter of a thread
 )
@@ -81,7 +81,7 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any, widens
                     rows = a.num_rows * (turn + 1) // num_turns - first
                     x = a.x + first * row_bytes + begin * a.row_step_bytes
                     out = place + (line * first if is_result or is_cut else 0)
-                    start, shift = (out, line) if begin else (a.zeros, 0)
+                    start, shift = (out, line) if begin else (a.nothing, 0)
                     # One turn asks for what it will read itself, of several each for a share of the part behind.
                     ahead = w + (AHEAD if num_turns == 1 else steps * step_bytes * (num_turns + turn) // num_turns)
                     if widens:
@@ -102,7 +102,7 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any, widens
 
 
 WIDE = kind_of(torch.float32)
-ZEROS = torch.zeros(4 * LANES, device="cpu")  # what sums begin with
+NOTHING = torch.zeros(4 * LANES, device="cpu")  # what sums begin with
 
 
 def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -116,7 +116,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
     out = empty(num_rows, out_features, dtype=out_dtype)
     rows, room = readable(x, weight), room_of(weight, num_rows)
     work = (num_rows + TURN_ROWS) * out_features * in_features
-    multiply = kernel_of(weight, out.dtype, of_many=num_rows >= many_rows(weight))
+    multiply = kernel_of(weight, out.dtype, widens=num_rows >= many_rows(weight))
     multiply(*arguments_for(rows, weight, bias, out, room), parts=parts_of(work, PART_WORK, len(weight.numbers)))
     return out
 
@@ -134,13 +134,13 @@ def room_of(weight: Panels, num_rows: int) -> Tensor:
     return empty(torch.get_num_threads() * (num_factors + weight.width * max(num_rows, TURN_ROWS)))
 
 
-def kernel_of(weight: Panels, out_dtype: torch.dtype, *, of_many: bool) -> Kernel:
-    """For products with such a weight of `many_rows` and more, or of fewer."""
-    return products(_kind(weight), weight.width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype], of_many)
+def kernel_of(weight: Panels, out_dtype: torch.dtype, *, widens: bool) -> Kernel:
+    """For products with such a weight; widens: of `many_rows` and more."""
+    return products(_kind(weight), weight.width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype], widens)
 
 
 def many_rows(weight: Panels) -> int:
-    """From which on they are."""
+    """From which on factors are made once for all of them."""
     return KINDS[_kind(weight)].widens_from
 
 
@@ -153,12 +153,13 @@ def arguments_for(rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor
     """What the kernel takes that computes `out` of `readable` rows."""
     numbers = weight.numbers
     num_panels, steps, _, _ = numbers.shape
+    panel_bytes, step_inputs = numbers.stride(0) * numbers.element_size(), KINDS[_kind(weight)].step_inputs
     row_bytes = rows.stride(0) * rows.element_size()
-    group_steps = steps if weight.scales is None else min(weight.group_size // weight.step_inputs, steps)
+    group_steps = steps if weight.scales is None else min(weight.group_size // step_inputs, steps)
     return (
         *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
         *(rows.data_ptr(), numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()),
-        *(ZEROS.data_ptr(), room.data_ptr()),
-        *(len(rows), row_bytes, weight.shape[0], num_panels, steps * numbers[0, 0].nbytes, steps, group_steps),
-        *(weight.step_inputs * rows.element_size(), room.nbytes // torch.get_num_threads()),
+        *(NOTHING.data_ptr(), room.data_ptr()),
+        *(len(rows), row_bytes, weight.shape[0], num_panels, panel_bytes, steps, group_steps),
+        *(step_inputs * rows.element_size(), room.nbytes // torch.get_num_threads()),
     )

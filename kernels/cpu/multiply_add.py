@@ -51,17 +51,11 @@ def fused_multiply_add(builder: Any, factor: Any, factors: Any, total: Any) -> A
 class Float32:
     """A step takes one input: of a row 4 bytes, of LANES outputs a vector."""
 
-    row_bytes, vector_bytes = 4, 4 * LANES
-    widens_from = (
-        NEVER  # rows, for which making float32 factors once is faster than in each turn; rows are float32 then
-    )
+    row_bytes, step_inputs, vector_bytes = 4, 1, 4 * LANES
+    # As many rows, then float32, as are faster where float32 factors are made once and not in each turn.
+    widens_from = NEVER
     is_scaled = False  # each number of an output is multiplied by the output's scale first
     has_zeros = False  # and its zero point is taken from it before that
-
-    @property
-    def step_inputs(self) -> int:
-        """Of a step, if rows are float32."""
-        return self.row_bytes // 4
 
     def weights(self, builder: Any, address: Any, scales: Any, zeros: Any) -> list[Any]:
         """Vectors of the factors at an address, one for each of a step's inputs.
@@ -90,7 +84,7 @@ class Float16(Float32):
 class BFloat16(Float32):
     """A step takes two inputs, whose weights share words; rows are float32."""
 
-    row_bytes, widens_from = 8, MANY_ROWS
+    row_bytes, step_inputs, widens_from = 8, 2, MANY_ROWS
 
     def weights(self, builder: Any, address: Any, _scales: Any, _zeros: Any) -> list[Any]:
         words = load(builder, address, WORDS, self.vector_bytes)
@@ -100,6 +94,8 @@ class BFloat16(Float32):
 
 class BFloat16Pairs(Float32):
     """A step takes two inputs in one instruction; rows are bfloat16."""
+
+    step_inputs = 2
 
     def weights(self, builder: Any, address: Any, _scales: Any, _zeros: Any) -> list[Any]:
         return [load(builder, address, WORDS, self.vector_bytes)]
@@ -141,7 +137,7 @@ class Codes(Float32):
     table: the numbers of all codes; None: they are the codes less their zero points.
     """
 
-    row_bytes, vector_bytes, widens_from, is_scaled = 8, LANES, TURN_ROWS + 1, True
+    row_bytes, step_inputs, vector_bytes, widens_from, is_scaled = 8, 2, LANES, TURN_ROWS + 1, True
 
     def __init__(self, table: tuple[int, ...] | None) -> None:
         self.table, self.has_zeros = table, table is None
@@ -164,8 +160,10 @@ def look_up(builder: Any, table: tuple[int, ...], places: Any) -> Any:
 
 
 INT4_NUMBERS = tuple(code - ZERO for code in range(16))
-OF_NUMBERS = (Float32(), Float16(), BFloat16(), BFloat16Pairs(), Int8(), Float8())
-KINDS = (*OF_NUMBERS, Codes(INT4_NUMBERS), Codes(None), Codes(FP4_NUMBERS))
+KINDS: tuple[Float32, ...] = (
+    *(Float32(), Float16(), BFloat16(), BFloat16Pairs(), Int8(), Float8()),
+    *(Codes(INT4_NUMBERS), Codes(None), Codes(FP4_NUMBERS)),
+)
 
 
 def kind_of(numbers: torch.dtype) -> int:
@@ -176,7 +174,7 @@ def kind_of(numbers: torch.dtype) -> int:
 
 
 def kind_of_codes(code: Code, *, has_zeros: bool) -> int:
-    return len(OF_NUMBERS) + (2 if code == "fp4" else has_zeros)
+    return {("int4", False): 6, ("int4", True): 7, ("fp4", False): 8}[code, has_zeros]
 
 
 class Sums:

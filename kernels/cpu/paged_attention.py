@@ -15,7 +15,7 @@ from kernels.cpu.attend import HEADS, TREE_ROWS, attends_in_pairs, attention, ro
 from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
 from kernels.cpu.key_panels import KEYS
-from kernels.cpu.linear import ZEROS
+from kernels.cpu.linear import NOTHING
 from kernels.cpu.panels import LANES
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import zeros
@@ -70,7 +70,7 @@ class LayerLaunch:
         steepness = scale * LOG2_E if softcap is None else scale / softcap
         cap = 0.0 if softcap is None else softcap * LOG2_E
         self._numbers = (
-            *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats, ZEROS)),
+            *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats, NOTHING)),
             num_floats,
             *(num_rows, num_heads, query_stride, num_blocks * block_size, width),
             *(len(segments.tile_rows), len(segments.branch_starts), segments.block_tables.shape[1]),

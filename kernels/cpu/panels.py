@@ -35,9 +35,9 @@ class Panels:
     # [panels, in_features / inputs, width, inputs]: inputs that a step takes lie side by side. Of codes [panels,
     # in_features / 2, width, 1] uint8, the first of two inputs in the lower bits.
     numbers: Tensor
-    scales: Tensor | None = (
-        None  # of a quantized weight: [panels, groups, 1, width] float32; [.., 2, ..]: zero points behind
-    )
+    # Of a quantized weight [panels, groups, 1, width] float32; with zero points behind its scales [panels, groups, 2,
+    # width].
+    scales: Tensor | None = None
     group_size: int = 0  # inputs that share a scale
     code: Code | None = None  # as QuantizedWeight.code
 
@@ -49,11 +49,6 @@ class Panels:
     def width(self) -> int:
         """Outputs of a panel; those of the last one that the weight lacks are zeros."""
         return self.numbers.shape[2]
-
-    @property
-    def step_inputs(self) -> int:
-        """That a step takes."""
-        return self.numbers.shape[3] if self.code is None else 2
 
     @property
     def has_zeros(self) -> bool:

@@ -199,7 +199,7 @@ def checkpoint_files(source: ModelSource) -> list[Path]:
 
 
 def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
-    """(name, safetensors slice) of every tensor; a slice is read only where it is indexed.
+    """(name, safetensors slice) of every tensor; a slice is read only where it is indexed, but for small ones of GPTQ.
 
     Of a checkpoint that takes more than text these are its language model's, named as one alone names them.
     A quantized weight comes under the name that it would have dense, as a QuantizedTensor, which is dense where it is

@@ -59,19 +59,21 @@ def weight_target(weight: Weight, rows: slice, shard_dim: int | None) -> WeightT
 
 
 def shared_storage(names: Sequence[str], quantization: Quantization | None) -> Storage | None:
-    """How matrices that are multiplied together are held.
+    """How matrices that are multiplied together are held: with zero points if any of them has some.
 
     Raises:
         UserError: not all of them alike.
     """
     storages = [(quantization or {}).get(name) for name in names]
-    if any(storage != storages[0] for storage in storages):
+    has_zeros = any(storage is not None and storage.has_zeros for storage in storages)
+    together = [None if storage is None else replace(storage, has_zeros=has_zeros) for storage in storages]
+    if any(storage != together[0] for storage in together):
         held = [f"{name} {storage or 'dense'}" for name, storage in zip(names, storages, strict=True)]
         raise UserError(
             f"{' and '.join(names) if len(names) < 4 else first_of(list(names))} are multiplied together and must be "
             f"quantized alike, got {first_of(held)}; choose a checkpoint that quantizes all of them or none"
         )
-    return storages[0]
+    return together[0]
 
 
 def split_inputs(in_features: int, name: str, storage: Storage | None, shard: Shard) -> tuple[int, Storage | None]:

@@ -98,8 +98,14 @@ def load_model(
         hf_config=config,
         max_model_len=length,
         num_weight_bytes=num_bytes,
-        held=", ".join(sorted({str(storage) for storage in quantization.values()})) or None,
+        held=_how_held(decoder),
     )
+
+
+def _how_held(decoder: Decoder) -> str | None:
+    """Its quantized weights; None: it has none."""
+    found = [target.quantized for target in decoder.weight_targets().values()]
+    return ", ".join(sorted({str(Storage.of(weight)) for weight in found if weight is not None})) or None
 
 
 def _load_through_transformers(
@@ -150,7 +156,7 @@ def _naming(source: ModelSource) -> Iterator[None]:
 def _can_hold_8_bits(source: ModelSource, device: torch.device) -> bool:
     if multiplies_8_bits(device):
         return True
-    logger.warning("%s: no kernel here multiplies by weights of 8 bits; they are expanded", source.model)
+    logger.warning("%s: no kernel here multiplies by quantized weights; they are expanded", source.model)
     return False
 
 
@@ -297,8 +303,8 @@ def _copy_numbers(target: QuantizedWeight, tensor: QuantizedTensor, part: Any, d
         return groups.repeat_interleave(repeats, dim=1)[:, first : first + num_groups]
 
     target.scales.copy_(own(found.scales))
-    if target.zeros is not None and found.zeros is not None:
-        target.zeros.copy_(own(found.zeros))
+    if target.zeros is not None:  # which matrices that are multiplied with this one may have alone
+        target.zeros.copy_(torch.tensor(ZERO) if found.zeros is None else own(found.zeros))
 
 
 def fill_quantized(target: WeightTarget, weight: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.quantized_weight import FLOAT8, Code, fits_codes
+from kernels.quantized_weight import FLOAT8, Code, QuantizedWeight, fits_codes
 from runner.engine.errors import UserError
 
 NUMBERS = {"fp8": FLOAT8, "int8": torch.int8}  # by the names that options have
@@ -27,6 +27,11 @@ class Storage:
     group_size: int | None = None  # inputs that share a scale; None: all do
     code: Code | None = None  # of 4 bits
     has_zeros: bool = False  # zero points, of int4
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> Storage:
+        has_zeros = weight.zeros is not None
+        return cls(dtype=weight.numbers.dtype, group_size=weight.shared_columns, code=weight.code, has_zeros=has_zeros)
 
     @property
     def is_multiplied(self) -> bool:

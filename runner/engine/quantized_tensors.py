@@ -24,7 +24,7 @@ LEFT_ALONE = (
     *(f"{name}_{what}" for name in ("k", "v", "q") for what in ("scale", "zero_point")),
     *("prob_output_scale", "bias_scale"),
 )
-LARGEST_SCALE = 2.0**7  # of what 8 bits hold: weights are hundredths, and what is larger is a scale's reciprocal
+LARGEST_SCALE = 2.0**7  # of quantized weights: they are hundredths, and what is larger is a scale's reciprocal
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # types of quantized weights, as safetensors calls them; and of packed:
 WORDS = "I32"
 
@@ -124,6 +124,7 @@ def _scaled(weight: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Q
 def _int32(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
     scale, (out_features, num_words) = _required(parts, "weight_scale", of), packed.get_shape()
     zero, bits = parts.get("weight_zero_point"), scheme.bits
+    _require_words({"weight_packed": packed, "weight_zero_point": packed if zero is None else zero}, of)
     in_features = num_words * 32 // bits
     if "weight_shape" in parts:  # the last words may be padded
         in_features = min(in_features, int(parts["weight_shape"][...].tolist()[-1]))
@@ -136,11 +137,12 @@ def _int32(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Qu
         zeros = None if zero is None else _fields(zero[...].T, bits).T[:out_features]
         return Fields(_fields(packed[...], bits)[:, :in_features], zeros, scale[...])
 
-    return _of_fields((out_features, in_features), scheme, owners, read, of, has_zeros=zero is not None)
+    return _of_fields((out_features, in_features), scheme, owners, read, of, has_zeros=bits == 4 and zero is not None)
 
 
 def _gptq(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
     scale, zero = _required(parts, "scales", of), _required(parts, "qzeros", of)
+    _require_words({"qweight": packed, "qzeros": zero}, of)
     (num_words, out_features), bits = packed.get_shape(), scheme.bits
     in_features = num_words * 32 // bits
     owners = _owners(parts.get("g_idx"), in_features, scheme, of)
@@ -153,13 +155,14 @@ def _gptq(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Qua
     def read() -> Fields:
         return Fields(_fields(packed[...].T, bits), read_zeros(), scale[...].T)
 
-    # Not all that say of themselves to be symmetric are.
-    has_zeros = scheme.storage.has_zeros or bool((read_zeros() != 1 << bits - 1).any())
+    # Not all that say of themselves to be symmetric are; of 8 bits it does not matter.
+    has_zeros = bits == 4 and (scheme.storage.has_zeros or bool((read_zeros() != 1 << bits - 1).any()))
     return _of_fields((out_features, in_features), scheme, owners, read, of, has_zeros=has_zeros)
 
 
 def _awq(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
     scale, zero = _required(parts, "scales", of), _required(parts, "qzeros", of)
+    _require_words({"qweight": packed, "qzeros": zero}, of)
     in_features, num_words = packed.get_shape()
     owners = _owners(None, in_features, scheme, of)
     _require_shape(scale, "scales", (owners.groups, num_words * 8), of)
@@ -179,6 +182,12 @@ def _required(parts: Mapping[str, Any], name: str, of: str) -> Any:
     if name not in parts:
         raise UserError(f"{of} lacks its {name}; {AGAIN}")
     return parts[name]
+
+
+def _require_words(tensors: Mapping[str, Any], of: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor.get_dtype() != WORDS:
+            raise UserError(f"{of}.{name} must hold words ({WORDS}), got {tensor.get_dtype()}; {AGAIN}")
 
 
 def _require_shape(tensor: Any, name: str, shape: tuple[int, ...], of: str) -> None:
@@ -231,7 +240,7 @@ def _of_fields(
     """Inputs of groups in any order come as groups of one input, with a scale each."""
     size = scheme.storage.group_size
     group_size = None if size is None or size >= shape[1] else size
-    storage = replace(scheme.storage, group_size=group_size, has_zeros=has_zeros and scheme.storage.code is not None)
+    storage = replace(scheme.storage, group_size=group_size, has_zeros=has_zeros)
     if owners.are_ordered:
         storage = Storage(dtype=torch.int8, group_size=1)
     storage = storage.of_inputs(shape[1])
@@ -250,14 +259,14 @@ def _of_fields(
 
 def _fields(words: Tensor, bits: int) -> Tensor:
     """[rows, columns] int32 -> [rows, columns * 32 / bits] uint8, the numbers in each word from its lowest bits up."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = torch.empty(words.shape, dtype=words.dtype).copy_(words).view(torch.uint8)  # with a row's side by side
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)
 
 
 def _awq_fields(words: Tensor) -> Tensor:
     """[rows, columns] int32 -> [rows, 8 * columns] uint8: of each word its nibbles 0, 4, 1, 5, 2, 6, 3 and 7."""
     octets_0213 = words & ~0xFFFF00 | words >> 8 & 0xFF00 | (words & 0xFF00) << 8
-    pairs = octets_0213.contiguous().view(torch.int16)
+    pairs = octets_0213.view(torch.int16)
     return torch.stack((pairs & 0x0F0F, pairs >> 4 & 0x0F0F), dim=2).view(torch.uint8).flatten(1)
 
 
@@ -278,7 +287,7 @@ def require_scales(scales: Tensor, of: str) -> Tensor:
     """
     if not scales.isfinite().all() or scales.abs().max() >= LARGEST_SCALE:
         raise UserError(
-            f"{of} must have finite scales below {LARGEST_SCALE:.0f}, to multiply numbers of 8 bits by, got up to "
+            f"{of} must have finite scales below {LARGEST_SCALE:.0f}, to multiply its numbers by, got up to "
             f"{scales.abs().max():.4g}; {AGAIN}, or convert it: its scales may be reciprocals"
         )
     return scales.contiguous()

@@ -150,8 +150,8 @@ class MetricsCollector:
         - identical_to_baseline: {requests, identical} of `count_identical`, over every pass of every repeat; None where
           the rule does not keep the very tokens, or where there is no baseline.
         - identical_between_repeats: the same of the method's own passes; None with one repeat, too.
-        - machine: device, device_name, dtype, weights (fp8, int8 or the dtype), num_threads, versions and commit of the
-          run (runner.machine).
+        - machine: device, device_name, dtype, weights (how they are held, as fp8, or the dtype), num_threads, versions
+          and commit of the run (runner.machine).
         - core_wait_share: of the time of a pass, the longest that a thread of this process had work and no core; the
           worst of all passes that are compared. None where the system does not tell (`runner.metrics.core_wait`).
         - notes: what a reader must know to read the numbers, one sentence each.
