@@ -64,12 +64,16 @@ class QuantizedWeight:
         parts: dict[str, Any] = {name: tensor[rows] for name, tensor in self.tensors.items()}
         return replace(self, **parts)
 
+    def in_8_bits(self) -> QuantizedWeight:
+        """The same numbers: of codes what they stand for."""
+        if self.code is None:
+            return self
+        numbers = numbers_of(unpack_codes(self.numbers), self.code, self.zeros, self.group_size)
+        return replace(self, numbers=numbers, code=None, zeros=None)
+
     def exact(self) -> Tensor:
         """[out_features, in_features] float32, each number times its scale."""
-        numbers = self.numbers
-        if self.code is not None:
-            numbers = numbers_of(unpack_codes(numbers), self.code, self.zeros, self.group_size)
-        return expand(numbers, self.scales, self.group_size)
+        return expand(self.in_8_bits().numbers, self.scales, self.group_size)
 
     def dense(self) -> Tensor:
         """The weight as `exact` says, rounded to the dtype."""

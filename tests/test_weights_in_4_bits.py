@@ -45,19 +45,12 @@ def random_codes(
     groups = (out_features, num_groups(in_features, size))
     return QuantizedWeight(
         numbers=torch.randint(0, 256, (out_features, in_features // 2), generator=generator, dtype=torch.uint8),
-        scales=(torch.rand(groups, generator=generator) + 0.5) / 8 / in_features**0.5,
+        scales=((torch.rand(groups, generator=generator) + 0.5) / 8 / in_features**0.5).half().float(),
         group_size=size,
         dtype=dtype,
         code=code,
         zeros=torch.randint(0, 16, groups, generator=generator).to(torch.int8) if has_zeros else None,
     )
-
-
-def in_8_bits(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same numbers and scales."""
-    assert weight.code is not None
-    numbers = numbers_of(unpack_codes(weight.numbers), weight.code, weight.zeros, weight.group_size)
-    return replace(weight, numbers=numbers, code=None, zeros=None)
 
 
 def test_an_fp4_stands_for_twice_its_float() -> None:
@@ -100,7 +93,7 @@ def test_a_cpu_gives_the_bits_of_the_numbers_in_8(dtype: torch.dtype, code: Code
         weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
         if not can_pack(weight):
             pytest.skip("this machine has no panels")
-        packed, wide, bias = pack(weight), pack(in_8_bits(weight)), randn(out_features, dtype=dtype)
+        packed, wide, bias = pack(weight), pack(weight.in_8_bits()), randn(out_features, dtype=dtype)
         assert torch.equal(unpack(packed), weight.dense()) and torch.equal(unpack(wide), weight.dense())
         assert tensors_of(packed)[0].nbytes * 2 == tensors_of(wide)[0].nbytes
         x = randn(70, in_features, dtype=dtype, seed=2)
@@ -108,6 +101,17 @@ def test_a_cpu_gives_the_bits_of_the_numbers_in_8(dtype: torch.dtype, code: Code
         assert torch.equal(together, linear(x, wide, bias, out_dtype=torch.float32))
         for count in (1, 2, 6, 7, 33):
             assert torch.equal(linear(x[-count:], packed, bias, out_dtype=torch.float32), together[-count:]), count
+
+
+def test_scales_that_times_a_zero_point_would_be_rounded_take_their_numbers_in_8() -> None:
+    """None that is published: they come from 16 bits."""
+    weight = random_codes(48, 64, "int4", has_zeros=True, group_size=32)
+    if not can_pack(weight):
+        pytest.skip("this machine has no panels")
+    assert tensors_of(pack(weight))[0].dtype == torch.uint8
+    precise = replace(weight, scales=weight.scales / 3)
+    packed = pack(precise)
+    assert tensors_of(packed)[0].dtype == torch.int8 and torch.equal(unpack(packed), precise.dense())
 
 
 @of_every_kind
@@ -140,7 +144,7 @@ def test_experts_on_a_cpu_give_the_bits_of_the_numbers_in_8(dtype: torch.dtype, 
     x = randn(19, 96, dtype=dtype).index_select(0, routing.rows)
     found, wide = (
         linear_of_experts(x, PanelsOfExperts(pack(of(weight)) for weight in weights), routing)
-        for of in (lambda weight: weight, in_8_bits)
+        for of in (lambda weight: weight, QuantizedWeight.in_8_bits)
     )
     assert torch.equal(found, wide)
 

@@ -21,6 +21,7 @@ from kernels.quantized_weight import FLOAT8, FP4_NUMBERS, ZERO, Code
 INT, WORD, BYTE, FLOAT, HALF = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType(), ir.HalfType()
 FLOATS, WORDS, BYTES, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, BYTE, HALF))
 TURN_ROWS = 6  # that share a panel's registers
+FUSED = f"llvm.fma.v{LANES}f32"
 MANY_ROWS, NEVER = 3 * TURN_ROWS + 1, 1 << 30
 UNROLLED = 4  # steps
 ASKED_LINES = 2  # that a step asks for, of four at most: two turns ask for all
@@ -45,7 +46,7 @@ def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
 
 
 def fused_multiply_add(builder: Any, factor: Any, factors: Any, total: Any) -> Any:
-    return call_llvm(builder, f"llvm.fma.v{LANES}f32", FLOATS, [every_lane(builder, factor), factors, total])
+    return call_llvm(builder, FUSED, FLOATS, [every_lane(builder, factor), factors, total])
 
 
 class Float32:
@@ -54,14 +55,13 @@ class Float32:
     row_bytes, step_inputs, vector_bytes = 4, 1, 4 * LANES
     # As many rows, then float32, as are faster where float32 factors are made once and not in each turn.
     widens_from = NEVER
-    is_scaled = False  # each number of an output is multiplied by the output's scale first
-    has_zeros = False  # and its zero point is taken from it before that
+    has_zeros = False  # zero points behind the scales
 
-    def weights(self, builder: Any, address: Any, scales: Any, zeros: Any) -> list[Any]:
-        """Vectors of the factors at an address, one for each of a step's inputs.
+    def of_group(self, builder: Any, scales: Any, zeros: Any) -> Any:
+        """What becomes of scales and zero points at these addresses, once for the inputs that share them."""
 
-        scales: a vector, if is_scaled; zeros: a vector, if has_zeros.
-        """
+    def weights(self, builder: Any, address: Any, of_group: Any) -> list[Any]:
+        """Vectors of the factors at an address, one for each of a step's inputs."""
         return [load(builder, address, FLOATS, self.vector_bytes)]
 
     def add(self, builder: Any, row: Any, weights: list[Any], total: Any) -> Any:
@@ -77,7 +77,7 @@ class Float16(Float32):
 
     vector_bytes, widens_from = 2 * LANES, MANY_ROWS
 
-    def weights(self, builder: Any, address: Any, _scales: Any, _zeros: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, _of_group: Any) -> list[Any]:
         return [builder.fpext(load(builder, address, HALVES, self.vector_bytes), FLOATS)]
 
 
@@ -86,7 +86,7 @@ class BFloat16(Float32):
 
     row_bytes, step_inputs, widens_from = 8, 2, MANY_ROWS
 
-    def weights(self, builder: Any, address: Any, _scales: Any, _zeros: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, _of_group: Any) -> list[Any]:
         words = load(builder, address, WORDS, self.vector_bytes)
         low, high = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [0xFFFF0000] * LANES)
         return [builder.bitcast(word, FLOATS) for word in (builder.shl(words, low), builder.and_(words, high))]
@@ -97,7 +97,7 @@ class BFloat16Pairs(Float32):
 
     step_inputs = 2
 
-    def weights(self, builder: Any, address: Any, _scales: Any, _zeros: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, _of_group: Any) -> list[Any]:
         return [load(builder, address, WORDS, self.vector_bytes)]
 
     def add(self, builder: Any, row: Any, weights: list[Any], total: Any) -> Any:
@@ -105,52 +105,70 @@ class BFloat16Pairs(Float32):
         return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, pair, *weights])
 
 
-class Int8(Float32):
-    """Rows are float32."""
+class Scaled(Float32):
+    """Numbers that are multiplied by the scales of their outputs first; rows are float32."""
 
-    vector_bytes, widens_from, is_scaled = LANES, MANY_ROWS, True
+    vector_bytes, widens_from = LANES, MANY_ROWS
 
-    def weights(self, builder: Any, address: Any, scales: Any, _zeros: Any) -> list[Any]:
+    def of_group(self, builder: Any, scales: Any, zeros: Any) -> Any:
+        return load(builder, scales, FLOATS, 4)
+
+
+class Int8(Scaled):
+    def weights(self, builder: Any, address: Any, of_group: Any) -> list[Any]:
         numbers = builder.sitofp(builder.sext(load(builder, address, BYTES, self.vector_bytes), WORDS), FLOATS)
-        return [builder.fmul(numbers, scales)]
+        return [builder.fmul(numbers, of_group)]
 
 
-class Float8(Float32):
-    """Rows are float32; scales are 2**120 times what they are for the numbers (kernels/cpu/panels.py).
+class Float8(Scaled):
+    """Scales are 2**120 times what they are for the numbers (kernels/cpu/panels.py).
 
     Exponent and mantissa move to the places that a float32 has them at, where also those below the smallest normal
     number mean what they did, 2**-120 times.
     """
 
-    vector_bytes, widens_from, is_scaled = LANES, MANY_ROWS, True
-
-    def weights(self, builder: Any, address: Any, scales: Any, _zeros: Any) -> list[Any]:
+    def weights(self, builder: Any, address: Any, of_group: Any) -> list[Any]:
         words = builder.sext(load(builder, address, BYTES, self.vector_bytes), WORDS)
         moved = builder.shl(words, ir.Constant(WORDS, [20] * LANES))
         numbers = builder.bitcast(builder.and_(moved, ir.Constant(WORDS, [0x87F00000] * LANES)), FLOATS)
-        return [builder.fmul(numbers, scales)]
+        return [builder.fmul(numbers, of_group)]
 
 
-class Codes(Float32):
-    """A step takes two inputs, whose codes of 4 bits share a byte; rows are float32.
+class Codes(Scaled):
+    """A step takes two inputs, whose codes of 4 bits share a byte."""
 
-    table: the numbers of all codes; None: they are the codes less their zero points.
-    """
+    row_bytes, step_inputs, widens_from = 8, 2, TURN_ROWS + 1
 
-    row_bytes, step_inputs, vector_bytes, widens_from, is_scaled = 8, 2, LANES, TURN_ROWS + 1, True
-
-    def __init__(self, table: tuple[int, ...] | None) -> None:
-        self.table, self.has_zeros = table, table is None
-
-    def weights(self, builder: Any, address: Any, scales: Any, zeros: Any) -> list[Any]:
+    def halves(self, builder: Any, address: Any, kind: Any) -> list[Any]:
+        """The codes of either input, as elements of a kind of vector."""
         codes = load(builder, address, BYTES, self.vector_bytes)
-        low, four = ir.Constant(BYTES, [15] * LANES), ir.Constant(BYTES, [4] * LANES)
-        factors = []
-        for halves in (builder.and_(codes, low), builder.lshr(codes, four)):
-            numbers = halves if self.table is None else look_up(builder, self.table, halves)
-            whole = builder.sitofp(builder.sext(numbers, WORDS), FLOATS)
-            factors.append(builder.fmul(builder.fsub(whole, zeros) if self.has_zeros else whole, scales))
-        return factors
+        codes = codes if kind == BYTES else builder.zext(codes, kind)
+        low, four = ir.Constant(kind, [15] * LANES), ir.Constant(kind, [4] * LANES)
+        return [builder.and_(codes, low), builder.lshr(codes, four)]
+
+
+class Int4(Codes):
+    """Scale times zero point is exact, so code * scale less that is rounded once, as scale * (code - zero point) is."""
+
+    def __init__(self, *, has_zeros: bool) -> None:
+        self.has_zeros = has_zeros
+
+    def of_group(self, builder: Any, scales: Any, zeros: Any) -> Any:
+        own = load(builder, scales, FLOATS, 4)
+        points = load(builder, zeros, FLOATS, 4) if self.has_zeros else ir.Constant(FLOATS, [float(ZERO)] * LANES)
+        return own, builder.fneg(builder.fmul(own, points))
+
+    def weights(self, builder: Any, address: Any, of_group: Any) -> list[Any]:
+        return [
+            call_llvm(builder, FUSED, FLOATS, [builder.sitofp(codes, FLOATS), *of_group])
+            for codes in self.halves(builder, address, WORDS)
+        ]
+
+
+class Fp4(Codes):
+    def weights(self, builder: Any, address: Any, of_group: Any) -> list[Any]:
+        found = [look_up(builder, FP4_NUMBERS, codes) for codes in self.halves(builder, address, BYTES)]
+        return [builder.fmul(builder.sitofp(builder.sext(own, WORDS), FLOATS), of_group) for own in found]
 
 
 def look_up(builder: Any, table: tuple[int, ...], places: Any) -> Any:
@@ -159,10 +177,9 @@ def look_up(builder: Any, table: tuple[int, ...], places: Any) -> Any:
     return call_llvm(builder, name, BYTES, [ir.Constant(BYTES, list(table)), places])
 
 
-INT4_NUMBERS = tuple(code - ZERO for code in range(16))
 KINDS: tuple[Float32, ...] = (
     *(Float32(), Float16(), BFloat16(), BFloat16Pairs(), Int8(), Float8()),
-    *(Codes(INT4_NUMBERS), Codes(None), Codes(FP4_NUMBERS)),
+    *(Int4(has_zeros=False), Int4(has_zeros=True), Fp4()),
 )
 
 
@@ -184,17 +201,13 @@ class Sums:
         self.builder, self.kind = builder, kind
         self.rows, self.vectors = range(num_rows), range(num_vectors)
         self.totals: list[Any] = []
-        self.scales: list[Any] = [None] * num_vectors
-        self.zeros: list[Any] = [None] * num_vectors
+        self.of_groups: list[Any] = []
 
-    def scale(self, address: Any) -> None:
+    def scale(self, scales: Any) -> None:
         """With the scales at an address, one for each output, and zero points behind them."""
-        places = [self.builder.add(address, number(4 * LANES * vector)) for vector in self.vectors]
-        if self.kind.is_scaled:
-            self.scales = [load(self.builder, place, FLOATS, 4) for place in places]
-        if self.kind.has_zeros:
-            width = number(4 * LANES * len(self.vectors))
-            self.zeros = [load(self.builder, self.builder.add(place, width), FLOATS, 4) for place in places]
+        add, width = self.builder.add, 4 * LANES * len(self.vectors)
+        places = [add(scales, number(4 * LANES * vector)) for vector in self.vectors]
+        self.of_groups = [self.kind.of_group(self.builder, place, add(place, number(width))) for place in places]
 
     def places(self, address: Any, stride: Any) -> list[Any]:
         add, mul = self.builder.add, self.builder.mul
@@ -234,7 +247,7 @@ class Sums:
         builder, kind, count = self.builder, self.kind, len(self.vectors)
         line = builder.add(panel, builder.mul(step, number(kind.vector_bytes * count)))
         places = [builder.add(line, number(kind.vector_bytes * at)) for at in self.vectors]
-        factors = [kind.weights(builder, *place) for place in zip(places, self.scales, self.zeros, strict=True)]
+        factors = [kind.weights(builder, *place) for place in zip(places, self.of_groups, strict=True)]
         if ahead:
             wanted = builder.add(ahead[0], builder.mul(step, ahead[1]))
             # Not the first cache: it has so few misses under way that those who ask would wait for them.
@@ -305,9 +318,9 @@ def _widen(
         panel = Sums(builder, own, 0, num_vectors.literal_value)
         panel.scale(scales)
         line = 4 * LANES * num_vectors.literal_value
-        for vector, scale_and_zero in enumerate(zip(panel.scales, panel.zeros, strict=True)):
+        for vector, of_group in enumerate(panel.of_groups):
             place = builder.add(step, number(own.vector_bytes * vector))
-            for index, factors in enumerate(own.weights(builder, place, *scale_and_zero)):
+            for index, factors in enumerate(own.weights(builder, place, of_group)):
                 to = builder.add(out, number(line * index + 4 * LANES * vector))
                 builder.store(factors, builder.inttoptr(to, FLOATS.as_pointer())).align = 4 * LANES
         return context.get_dummy_value()

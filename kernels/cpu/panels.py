@@ -89,6 +89,8 @@ def pack(weight: Weight) -> Weight:
     width = panel_width(weight.shape[0])
     if isinstance(weight, Tensor):
         return Panels(shape=weight.shape, dtype=weight.dtype, numbers=_panels(weight, width))
+    if weight.zeros is not None and weight.scales.view(torch.int32).bitwise_and(15).any():
+        weight = weight.in_8_bits()  # times a zero point, of 4 bits, such scales would be rounded (multiply_add.Int4)
     beside = [weight.scales * WORTH[weight.numbers.dtype]]
     if weight.zeros is not None:
         beside.append(weight.zeros.float())
