@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 from runner.engine.sampling_params import SamplingParams
 from runner.frozen_heap import frozen_heap
 from tests.conftest import Engines
-
-
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """What the suite has frozen for itself (conftest.py)."""
-    was_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    yield
-    if was_frozen:
-        gc.freeze()
 
 
 def test_while_requests_run_what_was_there_before_is_not_looked_at(engines: Engines) -> None:
