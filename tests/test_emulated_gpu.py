@@ -251,7 +251,7 @@ def test_two_gpus_capture_their_exchanges_and_say_the_same_whatever_the_method()
     memory = torch.zeros(num_bytes(2), dtype=torch.uint8).share_memory_()
     results, ends = context.SimpleQueue(), context.Pipe()
     methods = [None, {"method": "eagle3", "num_speculative_tokens": 2}]
-    told = (results, methods, PROMPTS, [GREEDY, DRAWN], {**GPU, "batch_invariant": True})
+    told = (results, methods, PROMPTS, [GREEDY, DRAWN], {**GPU, "batch_invariant": True, "max_model_len": 64})
     processes = [context.Process(target=complete_in_rank, args=(rank, memory, ends[rank], *told)) for rank in (0, 1)]
     for process in processes:
         process.start()
