@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import linear_plan, quantized_weight
-from kernels.cpu import panels
 from kernels.cpu.panels import can_pack, pack, unpack
 from kernels.quantized_weight import (
     FLOAT8,
@@ -24,6 +23,7 @@ from kernels.quantized_weight import (
 )
 from kernels.reference.act_and_mul import act_and_mul
 from runner.engine.launch_shapes import _rows_agree
+from tests.product_bits import FEW, OF_AN_8B_MODEL, assert_a_row_keeps_its_bits, assert_panels_of_every_width_agree
 from tests.product_errors import assert_error_is_torchs
 
 KINDS = [FLOAT8, torch.int8]
@@ -122,19 +122,9 @@ def test_a_cpu_multiplies_by_what_the_numbers_stand_for(kind: torch.dtype, dtype
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_panels_of_every_width_give_the_same_bits(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernels.cpu.linear import linear
-
+def test_panels_of_every_width_give_the_same_bits(kind: torch.dtype) -> None:
     weight, x = random_weight(200, 96, kind, group_size=32, dtype=torch.float32), randn(9, 96, dtype=torch.float32)
-    if not can_pack(weight):
-        pytest.skip("this machine has no panels")
-    results = []
-    for width in (16, 32, 64):
-        monkeypatch.setattr(panels, "panel_width", lambda out_features, width=width: width)
-        packed = pack(weight)
-        assert packed.width == width and torch.equal(unpack(packed), weight.dense())
-        results.append(linear(x, packed))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert_panels_of_every_width_agree(weight, x)
 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
@@ -195,11 +185,7 @@ def test_a_row_keeps_its_bits_in_company(
     sizes = torch.tensor([2.0**10, 2.0**-10]).repeat_interleave(32).repeat(2)[:96]
     rows = (torch.randint(-7, 8, (131, 96), generator=generator) * sizes).to(kernel_device)
     for product in (kernel.linear, kernel.gated_linear):
-        alone = product(rows[-1:], weight)[0]
-        for count in (2, 5, 17, 33, 130):
-            launch = rows[:count].clone()
-            launch[[0, count // 2, count - 1]] = rows[-1]
-            assert all(torch.equal(row, alone) for row in product(launch, weight)[[0, count // 2, count - 1]]), count
+        assert_a_row_keeps_its_bits(product, weight, rows, FEW)
 
 
 @pytest.mark.parametrize("group_size", [None, 32, 128])
@@ -259,8 +245,4 @@ def test_rows_of_an_8b_model_keep_their_bits(
     weight = on(device, random_weight(out_features, in_features, kind, group_size=group_size, dtype=dtype))
     rows = torch.randn(1089, in_features, device=device).to(dtype)
     product = getattr(kernel, op)
-    alone = product(rows[-1:], weight)[0]
-    for count in (2, 8, 17, 33, 64, 65, 130, 520, 1088):
-        launch = rows[:count].clone()
-        launch[[0, count // 2, count - 1]] = rows[-1]
-        assert all(torch.equal(row, alone) for row in product(launch, weight)[[0, count // 2, count - 1]]), count
+    assert_a_row_keeps_its_bits(product, weight, rows, OF_AN_8B_MODEL)

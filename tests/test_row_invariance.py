@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kernels.cpu import linear as linear_on_cpu
-from kernels.cpu import linear_amx, multiply_add, panels
+from kernels.cpu import linear_amx, multiply_add
 from kernels.cpu.linear import linear as linear_from_panels
-from kernels.cpu.panels import can_pack, pack, unpack
+from kernels.cpu.panels import can_pack, pack
 from kernels.reference.act_and_mul import act_and_mul
 from kernels.reference.linear import linear, rows_keep_their_bits
 from kernels.reference.paged_attention import paged_attention, places_keep_their_bits
@@ -42,6 +42,7 @@ from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 from tests.conftest import Engines
 from tests.other_families import GEMMA
+from tests.product_bits import assert_panels_of_every_width_agree
 
 DTYPES = [torch.float32, torch.bfloat16]
 THREADS = [1, 2, 3]
@@ -120,18 +121,9 @@ def test_linear_from_panels(num_threads: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_panels_of_every_width_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """So that a number of threads, by which the width is chosen, is no part of a text."""
+def test_panels_of_every_width_give_the_same_bits(dtype: torch.dtype) -> None:
     weight, x = randn(200, 96, dtype=dtype), randn(9, 96, dtype=dtype, seed=1)
-    if not can_pack(weight):
-        pytest.skip("this machine has no panels")
-    results = []
-    for width in (16, 32, 64):
-        monkeypatch.setattr(panels, "panel_width", lambda out_features, width=width: width)
-        packed = pack(weight)
-        assert packed.width == width and torch.equal(unpack(packed), weight)
-        results.append(linear_from_panels(x, packed))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert_panels_of_every_width_agree(weight, x)
 
 
 def test_bfloat16_without_a_matrix_unit_is_the_product_too(monkeypatch: pytest.MonkeyPatch) -> None:

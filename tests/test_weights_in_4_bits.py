@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from kernels import linear_plan
-from kernels.cpu import panels
 from kernels.cpu.panels import can_pack, pack, tensors_of, unpack
 from kernels.quantized_weight import (
     FP4_NUMBERS,
@@ -23,6 +22,7 @@ from kernels.quantized_weight import (
     unpack_codes,
 )
 from kernels.reference.act_and_mul import act_and_mul
+from tests.product_bits import FEW, OF_AN_8B_MODEL, assert_a_row_keeps_its_bits, assert_panels_of_every_width_agree
 from tests.product_errors import assert_error_is_torchs
 from tests.test_quantized_weight import on, randn
 
@@ -115,19 +115,9 @@ def test_scales_that_times_a_zero_point_would_be_rounded_take_their_numbers_in_8
 
 
 @of_every_kind
-def test_panels_of_every_width_give_the_same_bits(code: Code, has_zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernels.cpu.linear import linear
-
+def test_panels_of_every_width_give_the_same_bits(code: Code, has_zeros: bool) -> None:
     weight, x = random_codes(200, 96, code, has_zeros=has_zeros, group_size=32), randn(9, 96, dtype=torch.float32)
-    if not can_pack(weight):
-        pytest.skip("this machine has no panels")
-    results = []
-    for width in (16, 32, 64):
-        monkeypatch.setattr(panels, "panel_width", lambda out_features, width=width: width)
-        packed = pack(weight)
-        assert packed.width == width and torch.equal(unpack(packed), weight.dense())
-        results.append(linear(x, packed))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert_panels_of_every_width_agree(weight, x)
 
 
 @of_every_kind
@@ -198,11 +188,7 @@ def test_a_row_keeps_its_bits_in_company(
     rows = torch.randint(-7, 8, (131, 96), generator=torch.Generator().manual_seed(1)) * sizes
     rows = rows.to(kernel_device)
     for product in (kernel.linear, kernel.gated_linear):
-        alone = product(rows[-1:], weight)[0]
-        for count in (2, 5, 17, 33, 130):
-            launch = rows[:count].clone()
-            launch[[0, count // 2, count - 1]] = rows[-1]
-            assert all(torch.equal(row, alone) for row in product(launch, weight)[[0, count // 2, count - 1]]), count
+        assert_a_row_keeps_its_bits(product, weight, rows, FEW)
 
 
 @of_every_kind
@@ -261,11 +247,7 @@ def test_rows_of_an_8b_model_keep_their_bits(
     weight = on(device, weight)
     rows = torch.randn(1089, in_features, device=device).to(dtype)
     product = getattr(kernel, op)
-    alone = product(rows[-1:], weight)[0]
-    for count in (2, 8, 17, 33, 64, 65, 130, 520, 1088):
-        launch = rows[:count].clone()
-        launch[[0, count // 2, count - 1]] = rows[-1]
-        assert all(torch.equal(row, alone) for row in product(launch, weight)[[0, count // 2, count - 1]]), count
+    assert_a_row_keeps_its_bits(product, weight, rows, OF_AN_8B_MODEL)
     if op == "linear":
         exact, by_torch = (F.linear(*(t.to(to) for t in (rows, weight.exact()))) for to in (torch.float64, dtype))
         assert_error_is_torchs(product(rows, weight), by_torch, exact)
