@@ -132,6 +132,8 @@ def quantized(request: pytest.FixtureRequest, engines: Engines) -> Quantized:
     llm = engines(**way, **ROOMY)
     held = llm.engine.target_info.held
     assert held is not None and held.startswith(request.param)
+    weight = decoder_of(llm).layers[0].attention.qkv_proj.weight
+    assert isinstance(weight, Panels) and weight.code == ("int4" if request.param == "int4" else None)
     return way, complete(llm, PROMPTS, PARAMS)[0]
 
 

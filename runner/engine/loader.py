@@ -248,12 +248,12 @@ STD = 0.02  # of random weights
 
 
 def _draw_codes(weight: QuantizedWeight, generator: torch.Generator) -> None:
-    """All are as likely."""
+    """All are as likely. Scales are of 16 bits, as published ones."""
     weight.numbers.random_(0, 256, generator=generator)
     if weight.zeros is not None:
         weight.zeros.fill_(ZERO)
     weight.scales.fill_(1.0)
-    weight.scales.fill_(STD / weight.rows(slice(64)).exact().std().item())
+    weight.scales.copy_((STD / weight.rows(slice(64)).exact().std()).bfloat16())
 
 
 def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, shard: Shard) -> None:
