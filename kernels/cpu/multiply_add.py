@@ -150,6 +150,8 @@ class Codes(Scaled):
 class Int4(Codes):
     """Scale times zero point is exact, so code * scale less that is rounded once, as scale * (code - zero point) is."""
 
+    widens_from = TURN_ROWS + 3
+
     def __init__(self, *, has_zeros: bool) -> None:
         self.has_zeros = has_zeros
 
