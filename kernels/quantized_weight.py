@@ -101,6 +101,11 @@ def unpack_codes(packed: Tensor) -> Tensor:
     return torch.stack((spans & 15, spans >> 4), dim=2).flatten(1)
 
 
+def codes_side_by_side(octets: Tensor) -> Tensor:
+    """[rows, ...] -> [rows, 2 * columns], both uint8: the codes in the lower and in the higher bits of each."""
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+
+
 def fits_codes(in_features: int, group_size: int) -> bool:
     """Whether a weight's codes can be held in 4 bits: no span is of two groups, or has an end."""
     return in_features % SPAN == 0 and (group_size % SPAN == 0 or group_size >= in_features)

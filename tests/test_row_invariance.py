@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kernels.cpu import linear as linear_on_cpu
-from kernels.cpu import linear_amx, multiply_add
+from kernels.cpu import linear_amx, number_kinds
 from kernels.cpu.linear import linear as linear_from_panels
 from kernels.cpu.panels import can_pack, pack
 from kernels.reference.act_and_mul import act_and_mul
@@ -133,7 +133,7 @@ def test_bfloat16_without_a_matrix_unit_is_the_product_too(monkeypatch: pytest.M
 
 def test_bfloat16_without_an_instruction_for_pairs_is_the_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_amx, "has_amx", lambda: False)
-    monkeypatch.setattr(multiply_add, "multiplies_pairs", lambda: False)
+    monkeypatch.setattr(number_kinds, "multiplies_pairs", lambda: False)
     monkeypatch.setattr(linear_on_cpu, "multiplies_pairs", lambda: False)
     test_linear_from_panels(2, torch.bfloat16)
 

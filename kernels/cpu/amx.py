@@ -18,8 +18,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.multiply_add import INT, WORD, number
 from kernels.cpu.native import BYTE, call_llvm, prefetch
+from kernels.cpu.number_kinds import INT, WORD, number
 from kernels.cpu.panels import LANES, has_feature
 
 ROWS, PAIRS = 16, 16  # of a tile: rows of a launch, or of their sums; pairs of inputs

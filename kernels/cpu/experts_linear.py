@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from kernels.cpu import linear, linear_amx
 from kernels.cpu.act_and_mul import act_and_mul
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.multiply_add import TURN_ROWS
 from kernels.cpu.native import call, integers
+from kernels.cpu.number_kinds import KINDS, TURN_ROWS
 from kernels.cpu.panels import Panels
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import take_rows
@@ -107,10 +107,12 @@ def linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing, bia
         arguments = linear_amx.arguments_for(rows, weight, biases, out, room)
         kernels, many_rows = [linear_amx.kernel_of(weight, out.dtype)] * 2, 0
     else:
-        rows, room, names = linear.readable(x, weight), linear.room_of(weight, most_rows), linear.Arguments.names
-        arguments, many_rows = linear.arguments_for(rows, weight, biases, out, room), linear.many_rows(weight)
-        ways = (False, most_rows >= many_rows)  # kernels are compiled when they are asked for
-        kernels = [linear.kernel_of(weight, out.dtype, widens=widens) for widens in ways]
+        kind = linear.kind_of_panels(weight)
+        many_rows = KINDS[kind].widens_from
+        widens = most_rows >= many_rows  # some expert may have as many
+        rows, room = linear.readable(x, weight), linear.room_of(weight, most_rows, widens=widens)
+        names, arguments = linear.Arguments.names, linear.arguments_for(rows, weight, biases, out, room)
+        kernels = [linear.kernel_of(weight, kind, out.dtype, widens=own) for own in (False, widens)]
     assert names is not None
     calls = empty(torch.get_num_threads() * len(names), dtype=torch.int64)
     num_panels, busy = len(weight.numbers), min(len(weights), num_places)  # experts with rows, at most

@@ -19,8 +19,9 @@ from torch import Tensor
 from kernels.cpu import linear_amx
 from kernels.cpu.elements import ELEMENTS, elements, write_rows
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.multiply_add import KINDS, TURN_ROWS, add_products, kind_of, kind_of_codes, widen
+from kernels.cpu.multiply_add import add_products, widen
 from kernels.cpu.native import floats
+from kernels.cpu.number_kinds import KINDS, TURN_ROWS, kind_of, kind_of_codes
 from kernels.cpu.panels import LANES, Panels, multiplies_pairs
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import widened
@@ -39,7 +40,7 @@ Arguments = arguments_of(
 
 @cache
 def products(kind: int, num_vectors: int, element: Any, out_element: Any, widens: bool) -> Kernel:
-    """Of multiply_add's kind with panels of so many vectors; elements of the bias, and of the results.
+    """Of a kind of number_kinds with panels of so many vectors; elements of the bias, and of the results.
 
     widens: a part's factors are made once, in float32; of kinds that may.
     """
@@ -114,9 +115,11 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
     if linear_amx.multiplies_tiles(weight):
         return linear_amx.linear(x, weight, bias, out_dtype)
     out = empty(num_rows, out_features, dtype=out_dtype)
-    rows, room = readable(x, weight), room_of(weight, num_rows)
+    kind = kind_of_panels(weight)
+    widens = num_rows >= KINDS[kind].widens_from
+    rows, room = readable(x, weight), room_of(weight, num_rows, widens=widens)
     work = (num_rows + TURN_ROWS) * out_features * in_features
-    multiply = kernel_of(weight, out.dtype, widens=num_rows >= many_rows(weight))
+    multiply = kernel_of(weight, kind, out_dtype, widens=widens)
     multiply(*arguments_for(rows, weight, bias, out, room), parts=parts_of(work, PART_WORK, len(weight.numbers)))
     return out
 
@@ -128,32 +131,28 @@ def readable(x: Tensor, weight: Panels) -> Tensor:
     return rows if x.dtype == torch.float32 or takes_pairs else widened(rows.contiguous())
 
 
-def room_of(weight: Panels, num_rows: int) -> Tensor:
-    """For the factors of a part and for sums on their way, of all threads."""
-    num_factors = PART_BYTES // 4 if num_rows >= many_rows(weight) else 0
+def kind_of_panels(weight: Panels) -> int:
+    """An index of KINDS."""
+    code = weight.code
+    return kind_of(weight.numbers.dtype) if code is None else kind_of_codes(code, has_zeros=weight.has_zeros)
+
+
+def room_of(weight: Panels, num_rows: int, *, widens: bool) -> Tensor:
+    """For sums on their way, and for the factors of a part, of all threads."""
+    num_factors = PART_BYTES // 4 if widens else 0
     return empty(torch.get_num_threads() * (num_factors + weight.width * max(num_rows, TURN_ROWS)))
 
 
-def kernel_of(weight: Panels, out_dtype: torch.dtype, *, widens: bool) -> Kernel:
-    """For products with such a weight; widens: of `many_rows` and more."""
-    return products(_kind(weight), weight.width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype], widens)
-
-
-def many_rows(weight: Panels) -> int:
-    """From which on factors are made once for all of them."""
-    return KINDS[_kind(weight)].widens_from
-
-
-def _kind(weight: Panels) -> int:
-    code, has_zeros = weight.code, weight.has_zeros
-    return kind_of(weight.numbers.dtype) if code is None else kind_of_codes(code, has_zeros=has_zeros)
+def kernel_of(weight: Panels, kind: int, out_dtype: torch.dtype, *, widens: bool) -> Kernel:
+    """For products with such a weight, of as many rows as its kind widens from, or of fewer."""
+    return products(kind, weight.width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype], widens)
 
 
 def arguments_for(rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor, room: Tensor) -> tuple[int, ...]:
     """What the kernel takes that computes `out` of `readable` rows."""
     numbers = weight.numbers
-    num_panels, steps, _, _ = numbers.shape
-    panel_bytes, step_inputs = numbers.stride(0) * numbers.element_size(), KINDS[_kind(weight)].step_inputs
+    num_panels, steps, _, inputs = numbers.shape
+    panel_bytes, step_inputs = numbers.stride(0) * numbers.element_size(), inputs if weight.code is None else 2
     row_bytes = rows.stride(0) * rows.element_size()
     group_steps = steps if weight.scales is None else min(weight.group_size // step_inputs, steps)
     return (

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.huge_pages import in_huge_pages
-from kernels.quantized_weight import FLOAT8, Code, QuantizedWeight, expand, numbers_of, unpack_codes
+from kernels.quantized_weight import FLOAT8, Code, QuantizedWeight, codes_side_by_side, expand, numbers_of, unpack_codes
 
 LANES = 16  # outputs of one vector: one register of AVX-512, two of AVX2, four of NEON
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,9 +64,7 @@ class Panels:
         scales = beside[0] / WORTH[weight.dtype]
         if self.code is not None:
             zeros = beside[1].to(torch.int8) if self.has_zeros else None
-            weight = numbers_of(
-                torch.stack((weight & 15, weight >> 4), 2).flatten(1), self.code, zeros, self.group_size
-            )
+            weight = numbers_of(codes_side_by_side(weight), self.code, zeros, self.group_size)
         return expand(weight, scales, self.group_size).to(self.dtype)
 
 
@@ -90,7 +88,7 @@ def pack(weight: Weight) -> Weight:
     if isinstance(weight, Tensor):
         return Panels(shape=weight.shape, dtype=weight.dtype, numbers=_panels(weight, width))
     if weight.zeros is not None and weight.scales.view(torch.int32).bitwise_and(15).any():
-        weight = weight.in_8_bits()  # times a zero point, of 4 bits, such scales would be rounded (multiply_add.Int4)
+        weight = weight.in_8_bits()  # times a zero point, of 4 bits, such scales would be rounded (number_kinds.Int4)
     beside = [weight.scales * WORTH[weight.numbers.dtype]]
     if weight.zeros is not None:
         beside.append(weight.zeros.float())

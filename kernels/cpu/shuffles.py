@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.elements import BFLOAT16, FLOAT16, SHORT
-from kernels.cpu.multiply_add import FLOATS, HALVES, INT, WORDS, load, number
+from kernels.cpu.number_kinds import FLOATS, HALVES, INT, WORDS, load, number
 from kernels.cpu.panels import LANES
 
 SHORTS = ir.VectorType(SHORT, LANES)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.cpu.panels import Change, Weight
 from kernels.quantized_weight import quantize
-from runner.engine.backend import multiplies_8_bits
+from runner.engine.backend import multiplies_quantized
 from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
 from runner.engine.quantization import NUMBERS
@@ -36,7 +36,7 @@ def quantize_head(head: Convertible, source: ModelSource, device: torch.device) 
     """Hold what a head multiplies by as its source asks."""
     if source.quantization is None:
         return
-    if not multiplies_8_bits(device):
+    if not multiplies_quantized(device):
         logger.warning("%s: no kernel here multiplies by weights of 8 bits; they stay dense", source.model)
         return
     dtype = NUMBERS[source.quantization]

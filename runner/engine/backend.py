@@ -17,7 +17,7 @@ def runs_kernels(where: torch.Tensor | torch.device) -> bool:
     return where.is_cuda or interprets_kernels
 
 
-def multiplies_8_bits(device: torch.device) -> bool:
+def multiplies_quantized(device: torch.device) -> bool:
     """Whether there are kernels for weights held so (kernels/quantized_weight.py)."""
     return runs_kernels(device) or multiplies_and_adds()
 

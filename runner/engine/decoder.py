@@ -1,6 +1,6 @@
 """A decoder over a paged KV cache, of the families that runner.engine.families lists.
 
-The same class serves targets and drafts. Weights are allocated empty; runner.engine.loader fills them through
+The same class serves targets and drafts. Weights are allocated empty; runner.engine.decoder_weights fills them through
 weight_targets().
 """
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.quantized_weight import codes_side_by_side
 from runner.engine.errors import UserError
 from runner.engine.quantization import MXFP4_GROUP, Storage
 from runner.engine.quantized_tensors import AGAIN, Numbers, QuantizedTensor, require_plain, require_scales
@@ -45,8 +46,7 @@ class Mxfp4Stack:
         def read() -> Numbers:
             blocks = self.blocks[expert : expert + 1][0][outputs]
             exponents = self.scales[expert : expert + 1][0][outputs].float() - (EXPONENT_BIAS + 1)
-            codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
-            return Numbers(numbers=codes, scales=require_scales(torch.exp2(exponents), self.of))
+            return Numbers(numbers=codes_side_by_side(blocks), scales=require_scales(torch.exp2(exponents), self.of))
 
         group_size = None if in_features == MXFP4_GROUP else MXFP4_GROUP
         return QuantizedTensor(

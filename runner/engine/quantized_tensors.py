@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.quantized_weight import expand, num_groups, numbers_of
+from kernels.quantized_weight import codes_side_by_side, expand, num_groups, numbers_of
 from runner.engine.errors import UserError
 from runner.engine.quantization import Scheme, Storage
 
@@ -260,7 +260,7 @@ def _of_fields(
 def _fields(words: Tensor, bits: int) -> Tensor:
     """[rows, columns] int32 -> [rows, columns * 32 / bits] uint8, the numbers in each word from its lowest bits up."""
     octets = torch.empty(words.shape, dtype=words.dtype).copy_(words).view(torch.uint8)  # with a row's side by side
-    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)
+    return octets if bits == 8 else codes_side_by_side(octets)
 
 
 def _awq_fields(words: Tensor) -> Tensor:

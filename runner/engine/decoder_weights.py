@@ -1,0 +1,141 @@
+"""Fills a decoder's weights: from a checkpoint, strictly, or at random.
+
+Strict means that every parameter is filled exactly once and every tensor of the checkpoint has a place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.quantized_weight import ZERO, QuantizedWeight, pack_codes, quantize
+from runner.engine.architecture import Architecture
+from runner.engine.checkpoint import ModelSource, read_tensors, require_finite
+from runner.engine.decoder import HEAD, Decoder
+from runner.engine.errors import UserError, first_of
+from runner.engine.expert_stacks import split_stacks
+from runner.engine.fused_tensors import split_fused
+from runner.engine.head_order import in_our_order
+from runner.engine.linear import WeightTarget
+from runner.engine.mtp_layout import is_mtp_tensor
+from runner.engine.quantized_tensors import QuantizedTensor, require_scales
+from runner.engine.shard import Shard
+
+STD = 0.02  # of random weights
+
+
+def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:
+    targets = decoder.weight_targets()
+    tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
+    block_names = decoder.layers[-1].weight_targets("")  # which a module's block is like
+    unknown = []
+    whole_matrices = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
+    for name, tensor in in_our_order(whole_matrices, arch.head_layout):
+        if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):
+            continue  # derived from the config; a copy of the embedding
+        target = targets.pop(name, None)
+        if target is None and name.endswith("_proj.bias") and not tensor[...].any():
+            continue  # AutoGPTQ gives a bias to every product
+        if target is None and is_mtp_tensor(name, config, block_names):
+            continue  # method=mtp reads them
+        if target is None:
+            unknown.append(name)
+        else:
+            _copy(target, tensor, name, source, shard)
+    if unknown or targets:
+        lines = [f"unexpected: {first_of(unknown)}"] if unknown else []
+        lines += [f"missing: {first_of(list(targets))}"] if targets else []
+        raise UserError(
+            f"{source.name}={source.model}: the tensors do not match its config ({arch.family}, {arch.num_layers} "
+            f"layers); {'; '.join(lines)}; download the checkpoint again or mend its config.json"
+        )
+    if tied_head is not None:
+        fill_quantized(tied_head, decoder.tied_rows)
+
+
+def fill_randomly(decoder: Decoder) -> None:
+    """Random weights of the scale that keeps activations finite, the same in every run with as many ranks."""
+    whole = torch.Generator(device=decoder.embed_tokens.device).manual_seed(0)  # of what all ranks have alike
+    own = torch.Generator(device=decoder.embed_tokens.device).manual_seed(1 + decoder.shard.rank)
+    for name, target in decoder.weight_targets().items():  # the embedding before the head
+        generator = whole if decoder.shard.size == 1 or target.shard_dim is None else own
+        if name == f"{HEAD}.weight" and decoder.is_tied:
+            fill_quantized(target, decoder.tied_rows)
+        elif "norm" in name:
+            target.view.fill_(1.0)
+        elif target.quantized is None:
+            target.view.normal_(std=STD, generator=generator)
+        elif target.quantized.code is not None:
+            _draw_codes(target.quantized, generator)
+        else:
+            dense = torch.empty(target.view.shape, device=target.view.device)
+            fill_quantized(target, dense.normal_(std=STD, generator=generator))
+
+
+def _draw_codes(weight: QuantizedWeight, generator: torch.Generator) -> None:
+    """All are as likely. Scales are of 16 bits, as published ones."""
+    weight.numbers.random_(0, 256, generator=generator)
+    if weight.zeros is not None:
+        weight.zeros.fill_(ZERO)
+    weight.scales.fill_(1.0)
+    weight.scales.copy_((STD / weight.rows(slice(64)).exact().std()).bfloat16())
+
+
+def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, shard: Shard) -> None:
+    shape, dim = list(tensor.get_shape()), target.shard_dim
+    expected = list(target.shape)
+    if dim is not None:
+        expected[dim] *= shard.size
+    if shape != expected:
+        raise UserError(
+            f"{source.name}={source.model}: {name} must have shape {expected} by its config.json, got {shape}; "
+            "the checkpoint and its config do not belong together"
+        )
+    part: Any = ...
+    if dim is not None and shard.size > 1:
+        rows = target.shape[dim]
+        own = slice(shard.rank * rows, (shard.rank + 1) * rows)
+        part = own if dim == 0 else (slice(None), own)
+    if target.quantized is None:
+        target.view.copy_(tensor[part])
+        if target.offset:
+            target.view.add_(target.offset)
+    elif isinstance(tensor, QuantizedTensor) and tensor.storage.is_multiplied:
+        _copy_numbers(target.quantized, tensor, part, dim, shard)
+    else:
+        weight = tensor[part].to(target.view.device)
+        require_finite(weight, name, source)
+        fill_quantized(target, weight)
+        require_scales(target.quantized.scales, f"{source.name}={source.model}: {name}")
+    require_finite(target.view, name, source)
+
+
+def _copy_numbers(target: QuantizedWeight, tensor: QuantizedTensor, part: Any, dim: int | None, shard: Shard) -> None:
+    """A rank's part of a quantized matrix, which is cut along dim, as the target holds it."""
+    found, is_packed = tensor.read(), target.code is not None
+    numbers = (found.numbers if is_packed else found.in_8_bits(tensor.storage))[part]
+    target.numbers.copy_(pack_codes(numbers) if is_packed else numbers)
+
+    def own(groups: torch.Tensor) -> torch.Tensor:
+        """[out_features, groups]"""
+        if dim != 1 or shard.size == 1:
+            return groups[part]
+        if groups.shape[1] == 1:
+            return groups
+        num_groups = target.scales.shape[1]
+        repeats = (tensor.storage.group_size or 1) * num_groups // target.shape[1]  # of groups that ranks halve
+        first = shard.rank * num_groups
+        return groups.repeat_interleave(repeats, dim=1)[:, first : first + num_groups]
+
+    target.scales.copy_(own(found.scales))
+    if target.zeros is not None:  # which matrices that are multiplied with this one may have alone
+        target.zeros.copy_(torch.tensor(ZERO) if found.zeros is None else own(found.zeros))
+
+
+def fill_quantized(target: WeightTarget, weight: torch.Tensor) -> None:
+    """Of a dense weight [out_features, in_features], quantized output by output."""
+    assert target.quantized is not None
+    found = quantize(weight, target.view.dtype)
+    target.view.copy_(found.numbers)
+    target.quantized.scales.copy_(found.scales)
