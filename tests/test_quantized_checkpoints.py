@@ -21,8 +21,8 @@ from runner.engine.checkpoint import ModelSource, read_tensors
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.experts import Experts
-from runner.engine.layers import MLP
 from runner.engine.loader import LoadedModel, load_model
+from runner.engine.mlp import MLP
 from runner.engine.quantization import read_scheme
 from runner.engine.quantized_tensors import unpack_tensors
 from runner.engine.shard import Shard
