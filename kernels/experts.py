@@ -1,7 +1,7 @@
 """kernels/reference/experts.py but for its products (kernels/experts_linear.py): routing in two launches, sums in one.
 
 Nothing is read back and every shape follows from the arguments' shapes. Among a row's experts the order is that of
-their probabilities as they come out here: of two that are a rounding apart the reference may take the other.
+their scores as they come out here: of two that are a rounding apart the reference may take the other.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,10 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
-from kernels.reference.experts import Routing
+from kernels.reference.experts import LEAST_TOTAL, Routing, RoutingRule
 
 CHUNK = 1024  # goings that a program looks at together
 BLOCK = 1024  # columns of a sum's program
+LEAST: tl.constexpr = tl.constexpr(LEAST_TOTAL)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -25,10 +27,13 @@ def choose_kernel(
     weights_ptr,  # [num_rows, NUM_CHOICES] float32
     experts_ptr,  # [num_rows, NUM_CHOICES] int32
     logits_ptr,  # [num_rows, NUM_EXPERTS] float32
+    corrections_ptr,  # [NUM_EXPERTS] float32; None: there are none
+    scale,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,  # >= NUM_EXPERTS
     NUM_CHOICES: tl.constexpr,
     CHOICES: tl.constexpr,  # >= NUM_CHOICES
+    IS_SOFTMAX: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
@@ -38,22 +43,29 @@ def choose_kernel(
     if OVERLAPS:
         await_input()
     logits = tl.load(logits_ptr + row * NUM_EXPERTS + numbers, mask=is_expert, other=-float("inf"))
-    powers = tl.exp(logits - tl.max(logits, axis=0))
-    probs = tl.div_rn(powers, tl.sum(powers, axis=0))
+    if IS_SOFTMAX:
+        powers = tl.exp(logits - tl.max(logits, axis=0))
+        scores = tl.div_rn(powers, tl.sum(powers, axis=0))
+    else:
+        scores = tl.div_rn(1.0, 1.0 + tl.exp2(logits * -LOG2_E))
+    order = scores
+    if corrections_ptr is not None:
+        order += tl.load(corrections_ptr + numbers, mask=is_expert, other=0.0)
     # A row that is not a number goes to as many experts as any other: none is found twice, and none behind the last.
-    left = tl.where(is_expert, tl.where(probs == probs, probs, 2.0), -1.0)
+    left = tl.where(is_expert, tl.where(order == order, order, float("inf")), -float("inf"))
     weights = tl.zeros((CHOICES,), dtype=tl.float32)
     experts = tl.zeros((CHOICES,), dtype=tl.int32)
     total = tl.zeros((), dtype=tl.float32)
     for choice in range(NUM_CHOICES):
         expert = tl.min(tl.where(left == tl.max(left, axis=0), numbers, EXPERTS), axis=0)
-        weight = tl.sum(tl.where(numbers == expert, probs, 0.0), axis=0)
-        left = tl.where(numbers == expert, -1.0, left)
+        weight = tl.sum(tl.where(numbers == expert, scores, 0.0), axis=0)
+        left = tl.where(numbers == expert, -float("inf"), left)
         weights = tl.where(choices == choice, weight, weights)
         experts = tl.where(choices == choice, expert, experts)
         total += weight
     if IS_NORMALIZED:
-        weights = tl.div_rn(weights, total)
+        weights = tl.div_rn(weights, total + LEAST)
+    weights *= scale
     is_choice = choices < NUM_CHOICES
     tl.store(weights_ptr + row * NUM_CHOICES + choices, weights, mask=is_choice)
     tl.store(experts_ptr + row * NUM_CHOICES + choices, experts, mask=is_choice)
@@ -98,6 +110,7 @@ def sum_of_experts_kernel(
     results_ptr,  # [num_places, width]
     weights_ptr,  # [num_rows, NUM_CHOICES] float32
     places_ptr,  # [num_rows, NUM_CHOICES] int64
+    shared_ptr,  # [num_rows, width]; None: there is none
     width,
     NUM_CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -115,17 +128,18 @@ def sum_of_experts_kernel(
         place, weight = tl.load(places_ptr + own + choice), tl.load(weights_ptr + own + choice)
         result = tl.load(results_ptr + place * width + columns, mask=is_column, other=0.0)
         total += result.to(tl.float32) * weight
+    if shared_ptr is not None:
+        total += tl.load(shared_ptr + row * width + columns, mask=is_column, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + columns, total.to(first.dtype), mask=is_column)
 
 
 def route(
     logits: Tensor,  # [num_rows, num_experts] float32, contiguous
-    choices: int,  # 1 .. num_experts
-    *,
-    is_normalized: bool,
+    rule: RoutingRule,
+    corrections: Tensor | None = None,  # [num_experts] float32
 ) -> Routing:
     """What kernels.reference.experts.route says."""
-    num_rows, num_experts = logits.shape
+    (num_rows, num_experts), choices = logits.shape, rule.choices
     assert logits.is_contiguous() and logits.dtype == torch.float32 and 1 <= choices <= num_experts
     device, overlaps = logits.device, can_overlap(logits.device)
     weights = torch.empty(num_rows, choices, device=device)
@@ -135,11 +149,14 @@ def route(
             weights,
             experts,
             logits,
+            corrections,
+            rule.scale,
             NUM_EXPERTS=num_experts,
             EXPERTS=triton.next_power_of_2(num_experts),
             NUM_CHOICES=choices,
             CHOICES=triton.next_power_of_2(choices),
-            IS_NORMALIZED=is_normalized,
+            IS_SOFTMAX=rule.scores == "softmax",
+            IS_NORMALIZED=rule.is_normalized,
             OVERLAPS=overlaps,
             num_warps=1,
             launch_pdl=overlaps,
@@ -176,10 +193,12 @@ def sort_by_expert(
 def sum_of_experts(
     results: Tensor,  # [num_places, width], contiguous
     routing: Routing,
+    shared: Tensor | None = None,  # [num_rows, width], contiguous
 ) -> Tensor:  # [num_rows, width]
     """What kernels.reference.experts.sum_of_experts says, bit by bit."""
     (num_rows, choices), width = routing.places.shape, results.shape[1]
     assert results.is_contiguous() and len(results) == num_rows * choices
+    assert shared is None or (shared.is_contiguous() and shared.shape == (num_rows, width))
     out = torch.empty(num_rows, width, dtype=results.dtype, device=results.device)
     overlaps = can_overlap(results.device)
     if out.numel() > 0:
@@ -188,6 +207,7 @@ def sum_of_experts(
             results,
             routing.weights,
             routing.places,
+            shared,
             width,
             NUM_CHOICES=choices,
             BLOCK=BLOCK,

@@ -383,12 +383,15 @@ KERNELS = [
         Kernel(
             module="kernels.experts",
             name="choose_kernel",
-            signature="*fp32:16 *i32:16 *fp32:16",
+            signature="*fp32:16 *i32:16 *fp32:16 *fp32:16 fp32",
             constants={"NUM_EXPERTS": num_experts, "EXPERTS": block, "NUM_CHOICES": choices, "CHOICES": 8}
-            | {"IS_NORMALIZED": is_normalized},
+            | {"IS_SOFTMAX": is_softmax, "IS_NORMALIZED": is_normalized},
             options={"num_warps": 1},
         )
-        for num_experts, block, choices, is_normalized in ((128, 128, 8, True), (60, 64, 6, False))
+        for num_experts, block, choices, is_softmax, is_normalized in (
+            (128, 128, 8, False, True),
+            (60, 64, 6, True, False),
+        )
     ),
     Kernel(
         module="kernels.experts",
@@ -401,11 +404,11 @@ KERNELS = [
         Kernel(
             module="kernels.experts",
             name="sum_of_experts_kernel",
-            signature=f"*{dtype}:16 *{dtype}:16 *fp32:16 *i64:16 i32:16",
-            constants={"NUM_CHOICES": choices, "BLOCK": 1024},
+            signature=f"*{dtype}:16 *{dtype}:16 *fp32:16 *i64:16 {f'*{dtype}:16 ' if has_shared else ''}i32:16",
+            constants={"NUM_CHOICES": choices, "BLOCK": 1024} | ({} if has_shared else {"shared_ptr": None}),
             options=NO_FUSION,
         )
-        for dtype, choices in (("bf16", 8), ("fp16", 2), ("fp32", 1))
+        for dtype, choices, has_shared in (("bf16", 8, True), ("fp16", 2, False), ("fp32", 1, False))
     ),
     Kernel(
         module="kernels.rms_norm",

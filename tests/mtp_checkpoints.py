@@ -21,6 +21,7 @@ from tests.transformers_reference import INITIALIZER_RANGE, in_float64, random_m
 VOCAB_SIZE = 96
 HIDDEN_SIZE = 64
 NUM_LAYERS = 2
+OF_TARGET = "the target's norm"
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
@@ -41,7 +42,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"head_dim": 16, "sliding_window": 8},
     "qwen3": {"head_dim": 16},
-    "ernie4_5": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -56,6 +57,15 @@ TARGETS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
+    },
+    # The last layer, which the module's block is taken from, has an MLP.
+    "ernie4_5_moe": {
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": NUM_LAYERS - 1,
     },
     "glm4_moe": {
         "head_dim": 16,
@@ -77,7 +87,7 @@ class Names:
     token_norm: str
     hidden_norm: str
     projection: str
-    final_norm: str
+    final_norm: str | None  # None: the target's
     hidden_first: bool = False
     feeds_back_normed: bool = True
 
@@ -112,6 +122,15 @@ LAYOUTS = {
         projection="fc",
         final_norm="norm",
     ),
+    # PaddlePaddle/ERNIE modeling of ernie4_5_moe: cat(embedding, state), and the model's own norm behind every depth
+    "ernie": Names(
+        module="model.",
+        block="model.mtp_block.0.",
+        token_norm="mtp_emb_norm.0",
+        hidden_norm="mtp_hidden_norm.0",
+        projection="mtp_linear_proj.0",
+        final_norm=None,
+    ),
     # speculators/models/mtp/model_definitions.py: cat(embedding, state)
     "speculators": Names(
         module="mtp_layers.0.",
@@ -127,6 +146,7 @@ PUBLISHED = (
     ("deepseek", "deepseek_v3"),
     ("deepseek", "glm4_moe"),
     ("deepseek", "llama"),
+    ("ernie", "ernie4_5_moe"),
     ("deepseek", "mistral"),
     ("mimo", "qwen2"),
     ("qwen3_next", "qwen3"),
@@ -162,6 +182,8 @@ class Reference:
         self.rotary, self.eps = decoder.rotary_emb, decoder.config.rms_norm_eps
         self.embedding, self.head = decoder.embed_tokens.weight, self.target.lm_head.weight
         self.tensors = {name: tensor.to(dtype) for name, tensor in written.tensors.items()}
+        if self.names.final_norm is None:
+            self.tensors[OF_TARGET] = decoder.norm.weight
 
     @torch.inference_mode()
     def states(self, token_ids: list[int]) -> torch.Tensor:
@@ -199,7 +221,7 @@ class Reference:
             position_embeddings=self.rotary(rows, positions[None]),
         )
         output = (output[0] if isinstance(output, tuple) else output)[0]
-        normed = self._norm(output, names.final_norm)
+        normed = self._norm(output, names.final_norm or OF_TARGET)
         return (normed if names.feeds_back_normed else output), normed
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -220,7 +242,7 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
         values["layer_types"] = values["layer_types"][:NUM_LAYERS]
     if layout == "mimo":
         values |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
-    if layout in ("mimo", "deepseek"):
+    if layout in ("mimo", "deepseek", "ernie"):
         values["num_nextn_predict_layers"] = 1
     values |= options
     (directory / "config.json").write_text(json.dumps(values))
@@ -251,6 +273,6 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
 def _random_tensors(names: Names) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     norms = (names.token_norm, names.hidden_norm, names.final_norm)
-    tensors = {name: 1 + 0.2 * torch.randn(HIDDEN_SIZE, generator=generator) for name in norms}
+    tensors = {name: 1 + 0.2 * torch.randn(HIDDEN_SIZE, generator=generator) for name in norms if name is not None}
     projection = torch.randn(HIDDEN_SIZE, 2 * HIDDEN_SIZE, generator=generator)
     return tensors | {names.projection: INITIALIZER_RANGE * projection}

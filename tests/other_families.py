@@ -23,6 +23,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4": {"model_type": "glm4", "pad_token_id": 0},  # half of a head turns, neighbours together
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},  # the second does not turn
+    # Behind a dense layer experts that are chosen by corrected scores, and one that all rows go to.
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
     # Sinks, biases everywhere, and a mixture of experts whose gates are cut off; the first layer sees a window.
     "gpt_oss": {
         "model_type": "gpt_oss",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
@@ -25,6 +26,8 @@ from runner.config import (
 )
 from runner.config.method_union import METHODS, AnyMethod
 from runner.config.problem import node_classes, union_tag
+from runner.engine.architecture import read_architecture
+from runner.engine.decoder import Decoder
 from runner.engine.sampling_params import SamplingParams
 from runner.tiny import DRAFTER_KEYS
 
@@ -33,6 +36,7 @@ OPTIONS = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in C
 MANDATORY = {"model/hf": ["model.model=x", "method=ngram"], "method/custom_class": ["method.model=a.B"]}
 MANDATORY["model/qwen3_0_6b"] = ["method=ngram"]  # no draft is smaller
 MANDATORY["model/gpt_oss_20b"] = ["method=eagle3"]  # nor of this vocabulary
+MANDATORY["model/glm4_5_air"] = MANDATORY["model/ernie4_5_21b_a3b"] = ["method=mtp"]
 MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
 EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
@@ -182,6 +186,21 @@ def test_a_preset_without_a_draft_has_the_published_number_of_parameters() -> No
     assert num_parameters(config.model.hf_config) == 20_914_757_184
 
 
+@pytest.mark.parametrize(("preset", "billions"), [("glm4_5_air", 106), ("ernie4_5_21b_a3b", 21)])
+def test_presets_with_mtp_have_as_many_parameters_as_their_model_cards_say(preset: str, billions: int) -> None:
+    from transformers import AutoConfig
+
+    with Composer() as composer:
+        values = composer.config([f"model={preset}", "method=mtp"]).model.hf_config
+    assert values is not None
+    config = AutoConfig.for_model(**values)
+    arch = read_architecture(config)
+    assert arch is not None
+    with torch.device("meta"):
+        decoder = Decoder(arch, config, max_model_len=64, dtype=torch.bfloat16)
+    assert sum(weights.numel() for weights in decoder.parameters()) // 10**9 == billions
+
+
 @pytest.mark.parametrize("preset", ["qwen3_8b", "qwen3_30b_a3b"])
 def test_the_small_preset_is_the_draft_of_a_large_one(preset: str) -> None:
     with Composer() as composer:
@@ -221,6 +240,8 @@ def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
         ("qwen3_30b_a3b", "default"),
         ("gemma3_1b", "default"),
         ("gpt_oss_20b", "yarn"),
+        ("glm4_5_air", "default"),
+        ("ernie4_5_21b_a3b", "default"),
     ],
 )
 def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) -> None:

@@ -12,7 +12,7 @@ from kernels import linear_plan
 from kernels.quantized_weight import FLOAT8, QuantizedWeight
 from kernels.reference import experts as reference
 from kernels.reference.act_and_mul import Activation
-from kernels.reference.experts import Routing
+from kernels.reference.experts import Routing, RoutingRule, Scores
 from tests.emulated_device import EmulatedDevice
 from tests.no_readback import NoReadback
 from tests.product_errors import assert_error_is_torchs
@@ -45,30 +45,42 @@ def to_experts(chosen: list[list[int]], num_experts: int) -> Routing:
     numbers, choices = torch.tensor(chosen), len(chosen[0])
     logits = torch.full((len(chosen), num_experts), -30.0)
     logits.scatter_(1, numbers, -0.3 * torch.arange(choices).expand_as(numbers))
-    return reference.route(logits, choices, is_normalized=True)
+    return reference.route(logits, RoutingRule(choices, is_normalized=True))
 
 
 @given(
     num_rows=st.integers(0, 20),
     num_experts=st.sampled_from([1, 2, 3, 5, 8, 13, 60]),
     choices=st.integers(1, 8),
+    scores=st.sampled_from(["softmax", "sigmoid"]),
     is_normalized=st.booleans(),
+    is_corrected=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_rows_go_where_the_reference_sends_them(
-    kernel_device: torch.device, num_rows: int, num_experts: int, choices: int, is_normalized: bool, seed: int
+    kernel_device: torch.device,
+    num_rows: int,
+    num_experts: int,
+    choices: int,
+    scores: Scores,
+    is_normalized: bool,
+    is_corrected: bool,
+    seed: int,
 ) -> None:
     """With many ties, and goings that are looked at in several chunks."""
-    choices = min(choices, num_experts)
+    rule = RoutingRule(min(choices, num_experts), is_normalized, scores, scale=2.5 if is_corrected else 1.0)
     logits = logits_of(num_rows, num_experts, seed=seed)
+    # Larger than any score, of either sign, and the same of some experts: scores decide among these.
+    corrections = 8 * logits_of(1, num_experts, seed=seed + 1)[0].round() if is_corrected else None
+    on_device = None if corrections is None else corrections.to(kernel_device)
     with pytest.MonkeyPatch.context() as patch, NoReadback():
         patch.setattr(ops, "CHUNK", 16)
-        found = to(torch.device("cpu"), ops.route(logits.to(kernel_device), choices, is_normalized=is_normalized))
-    wanted = reference.route(logits, choices, is_normalized=is_normalized)
+        found = to(torch.device("cpu"), ops.route(logits.to(kernel_device), rule, on_device))
+    wanted = reference.route(logits, rule, corrections)
     for name in ("places", "rows", "starts"):
         part, other = getattr(found, name), getattr(wanted, name)
         assert part.dtype == other.dtype and torch.equal(part, other), name
-    exact = reference.route(logits.double(), choices, is_normalized=is_normalized).weights
+    exact = reference.route(logits.double(), rule, corrections).weights
     if num_rows:
         assert_error_is_torchs(found.weights, wanted.weights, exact)
 
@@ -89,14 +101,24 @@ def test_rows_whose_experts_are_chosen_elsewhere_are_sorted_as_the_reference_sor
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of the interpreter
-def test_rows_of_no_numbers_go_to_as_many_experts_as_others(kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_rows_of_no_numbers_go_to_as_many_experts_as_others(kernel_device: torch.device, scores: Scores) -> None:
     """To other experts each, so that every place has a row: a place that nobody wrote would be read all the same."""
     logits = logits_of(5, 5)
-    logits[1], logits[2, 3], logits[3, 1] = float("nan"), float("inf"), float("nan")
-    found = ops.route(logits.to(kernel_device), 3, is_normalized=True)
+    logits[1], logits[2, :3], logits[3, :3] = float("nan"), float("nan"), float("nan")
+    corrections = torch.tensor([-7.0, -1e3, -5.0, -90.0, -3.0], device=kernel_device)
+    found = ops.route(logits.to(kernel_device), RoutingRule(3, True, scores), corrections)
     assert found.weights[1:4].isnan().all() and not found.weights[[0, 4]].isnan().any()
     assert torch.equal(experts_of(found)[1:4].cpu(), torch.arange(3).expand(3, 3))
     assert torch.equal(found.places.flatten().sort().values.cpu(), torch.arange(15))
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, of the interpreter
+def test_scores_too_small_for_a_number_are_weights_of_nothing(kernel_device: torch.device) -> None:
+    logits = torch.full((2, 4), -200.0)
+    logits[1, 2] = 1.0
+    found = ops.route(logits.to(kernel_device), RoutingRule(2, True, "sigmoid", scale=3.0)).weights.cpu()
+    assert found.tolist() == [[0.0, 0.0], [3.0, 0.0]]
 
 
 @given(
@@ -104,23 +126,32 @@ def test_rows_of_no_numbers_go_to_as_many_experts_as_others(kernel_device: torch
     width=st.integers(1, 40),
     choices=st.integers(1, 8),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    has_shared=st.booleans(),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=30)
-def test_results_are_added_in_the_order_of_the_choices(
-    kernel_device: torch.device, num_rows: int, width: int, choices: int, dtype: torch.dtype, seed: int
+def test_results_are_added_in_the_order_of_the_choices_and_a_shared_one_last(
+    kernel_device: torch.device,
+    num_rows: int,
+    width: int,
+    choices: int,
+    dtype: torch.dtype,
+    has_shared: bool,
+    seed: int,
 ) -> None:
     """In every bit, of numbers of very unlike size."""
     if dtype == torch.bfloat16 and kernel_device.type == "cpu":
         dtype = torch.float32  # Triton's interpreter knows no bfloat16
-    routing = reference.route(logits_of(num_rows, 9, seed=seed), choices, is_normalized=False)
+    routing = reference.route(logits_of(num_rows, 9, seed=seed), RoutingRule(choices, is_normalized=False))
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.randint(-4, 4, (num_rows * choices, width), generator=generator)
     results = (normal(num_rows * choices, width, dtype=torch.float32, seed=seed) * sizes).to(dtype)
+    shared = normal(num_rows, width, dtype=torch.float32, seed=seed + 1).to(dtype) if has_shared else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "BLOCK", 16)
-        found = ops.sum_of_experts(results.to(kernel_device), to(kernel_device, routing)).cpu()
-    assert found.dtype == dtype and torch.equal(found, reference.sum_of_experts(results, routing))
+        own = None if shared is None else shared.to(kernel_device)
+        found = ops.sum_of_experts(results.to(kernel_device), to(kernel_device, routing), own).cpu()
+    assert found.dtype == dtype and torch.equal(found, reference.sum_of_experts(results, routing, shared))
 
 
 def assert_is_references(
@@ -253,7 +284,7 @@ def test_an_expert_writes_to_its_own_places_alone(emulated_gpu: EmulatedDevice) 
 
 
 def mixture(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    routing = ops.route(linears.linear(x, router, out_dtype=torch.float32), 2, is_normalized=True)
+    routing = ops.route(linears.linear(x, router, out_dtype=torch.float32), RoutingRule(2, is_normalized=True))
     hidden = products.gated_linear_of_experts(x, up.unbind(), routing)
     results: Tensor = ops.sum_of_experts(products.linear_of_experts(hidden, down.unbind(), routing), routing)
     return results
@@ -321,12 +352,13 @@ def test_rows_of_large_experts_keep_their_bits(num_experts: int, dtype: torch.dt
     up = (torch.randn(num_experts, 2 * 768, 2048, device="cuda") / 2048**0.5).to(dtype).unbind()
     down = (torch.randn(num_experts, 2048, 768, device="cuda") / 768**0.5).to(dtype).unbind()
     rows, logits = torch.randn(4097, 2048, device="cuda").to(dtype), torch.randn(4097, num_experts, device="cuda")
-    own = experts_of(ops.route(logits[-1:], 8, is_normalized=True))[0].tolist()
+    rule = RoutingRule(8, is_normalized=True)
+    own = experts_of(ops.route(logits[-1:], rule))[0].tolist()
     hidden = torch.cat([linears.gated_linear(rows[-1:], up[expert]) for expert in own])
     results = torch.cat([linears.linear(hidden[i : i + 1], down[expert]) for i, expert in enumerate(own)])
     sums = []
     for num_rows in (1, 2, 8, 33, 130, 520, 4097):
-        routing = ops.route(logits[-num_rows:].contiguous(), 8, is_normalized=True)
+        routing = ops.route(logits[-num_rows:].contiguous(), rule)
         found = products.gated_linear_of_experts(rows[-num_rows:], up, routing)
         assert torch.equal(found[routing.places[-1]], hidden), num_rows
         found = products.linear_of_experts(found, down, routing)

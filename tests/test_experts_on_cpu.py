@@ -18,7 +18,7 @@ from kernels.cpu.recording import Pool, recording
 from kernels.quantized_weight import FLOAT8, num_groups, quantize
 from kernels.reference import experts as reference
 from kernels.reference.act_and_mul import Activation
-from kernels.reference.experts import Routing
+from kernels.reference.experts import Routing, RoutingRule, Scores
 from runner.engine.experts import split_rows
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(16, 16)), reason="this CPU has no products from panels")
@@ -41,21 +41,31 @@ def routing_of(num_rows: int, num_experts: int, choices: int, *, seed: int = 0) 
     logits = randn(num_rows, num_experts, seed=seed)
     logits[:, 0] += 2.0
     logits[:, -1] -= 99.0 * (num_experts > choices)
-    return reference.route(logits, choices, is_normalized=True)
+    return reference.route(logits, RoutingRule(choices, is_normalized=True))
 
 
 @given(data=st.data())
-def test_rows_go_to_their_likeliest_experts_of_equals_to_the_first(data: st.DataObject) -> None:
+def test_rows_go_to_the_experts_of_highest_scores_of_equals_to_the_first(data: st.DataObject) -> None:
     num_experts = data.draw(st.integers(1, 70))
     choices, num_rows = data.draw(st.integers(1, min(8, num_experts))), data.draw(st.integers(0, 9))
-    is_normalized = data.draw(st.booleans())
+    is_corrected, seed = data.draw(st.booleans()), data.draw(st.integers(0, 99))
+    scores: Scores = data.draw(st.sampled_from(["softmax", "sigmoid"]))
+    rule = RoutingRule(choices, data.draw(st.booleans()), scores, scale=2.5 if is_corrected else 1.0)
     coarse = data.draw(st.sampled_from([1.0, 2.0, 1000.0]))  # many logits are equal
-    logits = (coarse * randn(num_rows, num_experts, seed=data.draw(st.integers(0, 99)))).round() / coarse
-    expected = reference.route(logits, choices, is_normalized=is_normalized)
-    found = route(logits, choices, is_normalized=is_normalized)
+    logits = (coarse * randn(num_rows, num_experts, seed=seed)).round() / coarse
+    # Larger than any score, of either sign, and the same of some experts: scores decide among these.
+    corrections = (4 * randn(num_experts, seed=seed + 1)).round() if is_corrected else None
+    expected, found = reference.route(logits, rule, corrections), route(logits, rule, corrections)
     for own, theirs in zip(found[1:], expected[1:], strict=True):
         assert torch.equal(own, theirs)
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-7)
+
+
+def test_scores_too_small_for_a_number_are_weights_of_nothing() -> None:
+    logits = torch.full((2, 4), -200.0)
+    logits[1, 2] = 1.0
+    found = route(logits, RoutingRule(2, True, "sigmoid", scale=3.0)).weights
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.0], [3.0, 0.0]]), rtol=1e-6, atol=1e-9)
 
 
 def test_rows_whose_experts_are_chosen_elsewhere_are_sorted_as_the_reference_sorts_them() -> None:
@@ -66,11 +76,12 @@ def test_rows_whose_experts_are_chosen_elsewhere_are_sorted_as_the_reference_sor
         assert own.dtype == theirs.dtype and torch.equal(own, theirs)
 
 
-def test_rows_of_no_numbers_go_to_as_many_experts_as_others() -> None:
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_rows_of_no_numbers_go_to_as_many_experts_as_others(scores: Scores) -> None:
     """To other experts each: an expert has room for every row once."""
     logits = randn(5, 4)
     logits[1], logits[2, 3] = float("nan"), float("nan")
-    found = route(logits, 3, is_normalized=True)
+    found = route(logits, RoutingRule(3, True, scores), torch.tensor([-7.0, -1e3, -5.0, -90.0]))
     assert torch.equal(found.places.flatten().sort().values, torch.arange(15))
     assert found.starts.diff().max() <= 5
     for row in (1, 2):
@@ -107,7 +118,9 @@ def test_results_are_those_of_each_places_expert(
     assert_near(inner, expected, tolerance)
     expected = reference.linear_of_experts(inner.double(), exact[1], routing, None, exact_biases[1])
     assert_near(outer, expected, tolerance)
-    assert torch.equal(sum_of_experts(outer, routing), reference.sum_of_experts(outer, routing))
+    for shared in (None, randn(num_rows, HIDDEN, dtype=dtype, seed=6)):
+        sums = sum_of_experts(outer, routing, shared)
+        assert torch.equal(sums, reference.sum_of_experts(outer, routing, shared))
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -154,7 +167,7 @@ def test_a_recorded_step_follows_another_routing() -> None:
     logits, x = randn(9, num_experts), randn(9, HIDDEN)
 
     def compute() -> Tensor:
-        routing = route(logits, 2, is_normalized=True)
+        routing = route(logits, RoutingRule(2, is_normalized=True))
         inner = gated_linear_of_experts(x, gate_up, routing)
         return sum_of_experts(linear_of_experts(inner, down, routing), routing)
 

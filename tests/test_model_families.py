@@ -62,6 +62,25 @@ LONGROPE = {
 }
 GPT_OSS = {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 8, "pad_token_id": 0}
 EXPERTS = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2}
+ROUTED = {
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+ERNIE = {
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "pad_token_id": 0,
+}
 SLIDING_LAYER = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {"head_dim": 24, "pad_token_id": 0}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -81,8 +100,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "dots1": ("dots1", {**ROUTED, **SLIDING_LAYER}),
+    "dots1, not normalized, experts everywhere": (
+        "dots1",
+        {**ROUTED, "norm_topk_prob": False, "n_shared_experts": 1, "first_k_dense_replace": 0, "head_dim": 24},
+    ),
     "ernie4_5": ("ernie4_5", {"head_dim": 24}),
     "ernie4_5, biased, tied": ("ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
+    "ernie4_5_moe": ("ernie4_5_moe", ERNIE),
+    "ernie4_5_moe, untied, in some layers, none shared": (
+        "ernie4_5_moe",
+        {**ERNIE, "tie_word_embeddings": False, "moe_num_shared_experts": 0, "moe_layer_end_index": 0}
+        | {"moe_layer_start_index": 0},
+    ),
     "gemma": ("gemma", {**GEMMA, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {**GEMMA, **SLIDING_LAYER, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma2, untied, uncapped": (
@@ -111,6 +141,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": ("glm4", {"head_dim": 24, "pad_token_id": 0}),
     "glm4, tied": ("glm4", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": True, "attention_bias": False}),
+    "glm4_moe": ("glm4_moe", {**ROUTED, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe, tied, no norms of heads": (
+        "glm4_moe",
+        {**ROUTED, "n_shared_experts": 1, "tie_word_embeddings": True, "num_experts_per_tok": 1, "head_dim": 24},
+    ),
     "gpt_oss": ("gpt_oss", {**GPT_OSS, "rope_parameters": {**YARN, "truncate": False}}),
     "gpt_oss, tied, no biases": (
         "gpt_oss",
@@ -261,6 +296,8 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     assert read_architecture(AutoConfig.for_model("llama", hidden_act="gelu")) is None
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_limit=5.0)) is None
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_alpha=1.0)) is None
+    assert read_architecture(AutoConfig.for_model("glm4_moe", n_group=2, topk_group=1)) is None
+    assert read_architecture(AutoConfig.for_model("ernie4_5_moe", use_bias=True)) is None
     assert read_architecture(AutoConfig.for_model("qwen3", architectures=["Qwen3ForTokenClassification"])) is None
 
 
@@ -292,14 +329,24 @@ def test_the_gelu_of_gemmas_first_releases_is_the_tanh_one() -> None:
     assert found is not None and found.activation == "gelu_tanh"
 
 
-def test_more_experts_for_a_token_than_there_are_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("family", "options", "rule"),
+    [
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 7},
+            r"num_experts_per_tok of a qwen3_moe .* must lie in \[1, 6\], .*; mend",
+        ),
+        ("dots1", {"num_experts_per_tok": 2}, "n_routed_experts of a dots1 checkpoint must be given, got null; mend"),
+    ],
+    ids=["more for a token than there are", "none"],
+)
+def test_numbers_of_experts_that_cannot_be_are_refused(family: str, options: dict[str, Any], rule: str) -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("qwen3_moe", **{**SHAPE, **EXPERTS, "num_experts_per_tok": 7})
-    config.architectures = ["Qwen3MoeForCausalLM"]
-    with pytest.raises(
-        UserError, match=r"num_experts_per_tok of a qwen3_moe checkpoint must lie in \[1, 6\], .*; mend"
-    ):
+    config = AutoConfig.for_model(family, **{**SHAPE, **(EXPERTS if family == "qwen3_moe" else {}), **options})
+    config.architectures = ["SomeForCausalLM"]
+    with pytest.raises(UserError, match=rule):
         read_architecture(config)
 
 

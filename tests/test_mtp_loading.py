@@ -89,8 +89,8 @@ def test_a_further_layer_is_a_module_only_where_the_config_says_so(model_type: s
 
 def test_a_module_of_layers_that_none_is_built_of_here_is_refused(tmp_path: Path) -> None:
     """Taken for Llama's its drafts would be poor, and nobody would see why."""
-    write(tmp_path, "deepseek", "ernie4_5")
-    rule = "must have a layer like Llama's or Qwen3-MoE's, got model_type 'ernie4_5'; choose another method"
+    write(tmp_path, "deepseek", "glm4")
+    rule = "must have a layer like Llama's or Qwen3-MoE's, got model_type 'glm4'; choose another method"
     assert rule in refusal(tmp_path)
 
 

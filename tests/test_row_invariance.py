@@ -270,6 +270,14 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "norm_topk_prob": True,
 }
+ERNIE: dict[str, Any] = {
+    "model_type": "ernie4_5_moe",
+    "moe_num_experts": 6,
+    "moe_k": 2,
+    "moe_intermediate_size": 48,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped heads": {},
     "hidden size 48, a key head each": {
@@ -279,6 +287,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "sliding window": {"model_type": "mistral", "sliding_window": 20},
     "long context": {"max_position_embeddings": 1200, "num_hidden_layers": 1},
     "experts": EXPERTS,
+    "experts of a float32 router": ERNIE,
     "gemma2": GEMMA,
 }  # fmt: skip
 

@@ -275,8 +275,8 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
     ),
     "no layers": (dummy_source("olmo2", num_hidden_layers=0), r"has 0 layers; mend num_hidden_layers in its config"),
     "a config without what the model is built from": (
-        dummy_source("dots1"),
-        r"model\.model=a-dots1: transformers cannot build a 'dots1' model by its config\.json \(TypeError: .*\); mend",
+        dummy_source("hunyuan_v1_moe"),
+        r"transformers cannot build a 'hunyuan_v1_moe' model by its config\.json \(TypeError: .*\); mend",
     ),
     "an activation that there is not": (
         dummy_source("olmoe", hidden_act="swoosh"),

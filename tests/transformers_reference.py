@@ -55,7 +55,7 @@ def random_sequences(vocab_size: int, lengths: Sequence[tuple[int, int]]) -> lis
 
 
 def random_model(config: Any, auto_class: Any = None) -> Any:
-    """A float32 transformers model whose biases, norms and sinks are random too, not zeros and ones."""
+    """A float32 transformers model whose biases, norms, sinks and corrections are random too, not zeros and ones."""
     from transformers import AutoModelForCausalLM
 
     config.initializer_range = INITIALIZER_RANGE
@@ -67,6 +67,9 @@ def random_model(config: Any, auto_class: Any = None) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("_bias"):  # of all experts
                 parameter.data.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
     return model
 
 

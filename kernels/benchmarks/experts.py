@@ -1,7 +1,7 @@
 """A mixture of experts: where rows go, products with their experts' weights, and the sum.
 
-Of Qwen3-30B-A3B's shape, and products of gpt-oss 20B's, whose experts have biases and gates that are cut off, dense and
-as MXFP4 holds them.
+Of Qwen3-30B-A3B's shape; products of gpt-oss 20B's, whose experts have biases and gates that are cut off, dense and as
+MXFP4 holds them; and what is GLM-4.5-Air's own, scores that are corrected and an expert that all rows go to.
 
 What comes from memory are the weights of the experts that rows go to, each once. torch's own way is a product for each
 expert, of which the host must know who its rows are: it is not timed.
@@ -21,11 +21,12 @@ from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_erro
 from kernels.benchmarks.weights import copies_of, num_bytes_of, random_codes
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import experts as reference
-from kernels.reference.experts import Routing
+from kernels.reference.experts import Routing, RoutingRule
 
 ROWS = (1, 8, 64, 512)
 SHAPE = {"num_experts": 128, "choices": 8, "hidden": 2048, "inner": 768}
 BIASED_SHAPE = {"num_experts": 32, "choices": 4, "hidden": 2880, "inner": 2880}
+CORRECTED_SHAPE = {"num_experts": 128, "choices": 8, "hidden": 4096}
 SMALL_SHAPE = {"num_experts": 5, "choices": 2, "hidden": 70, "inner": 40}
 SMALL_PACKED_SHAPE = {**SMALL_SHAPE, "hidden": 96, "inner": 64}
 COMPANY = 17  # rows that one row is compared among
@@ -35,9 +36,9 @@ Product = Callable[..., Tensor]
 
 def cases(setting: Setting) -> list[Case]:
     sizes = (5,) if setting.is_small else ROWS
-    shape, biased, packed = (SHAPE, BIASED_SHAPE, BIASED_SHAPE)
+    shape, biased, packed, corrected = SHAPE, BIASED_SHAPE, BIASED_SHAPE, CORRECTED_SHAPE
     if setting.is_small:
-        shape, biased, packed = SMALL_SHAPE, SMALL_SHAPE, SMALL_PACKED_SHAPE
+        shape, biased, packed, corrected = SMALL_SHAPE, SMALL_SHAPE, SMALL_PACKED_SHAPE, SMALL_SHAPE
     prepares: dict[str, tuple[Callable[..., Work], dict[str, int]]] = {
         "gate_up": (partial(_prepare_products, gated=True), shape),
         "down": (partial(_prepare_products, gated=False), shape),
@@ -47,6 +48,8 @@ def cases(setting: Setting) -> list[Case]:
         "down in MXFP4": (partial(_prepare_products, gated=False, has_biases=True, group_size=32), packed),
         "route": (_prepare_route, shape),
         "sum": (_prepare_sum, shape),
+        "route, corrected": (partial(_prepare_route, is_corrected=True), corrected),
+        "sum, one shared": (partial(_prepare_sum, has_shared=True), corrected),
     }
     return [
         Case(
@@ -62,7 +65,7 @@ def cases(setting: Setting) -> list[Case]:
 
 def _routing(setting: Setting, num_rows: int, num_experts: int, choices: int) -> Routing:
     logits = setting.normal(num_rows, num_experts, seed=3, dtype=torch.float32)
-    return reference.route(logits, choices, is_normalized=True)
+    return reference.route(logits, RoutingRule(choices, is_normalized=True))
 
 
 def _prepare_products(
@@ -100,7 +103,7 @@ def _prepare_products(
     def of_row_slice(rows: slice) -> Tensor:
         """What becomes of some of COMPANY rows where there are no others, added up over their experts."""
         logits = setting.normal(COMPANY, num_experts, seed=3, dtype=torch.float32)[rows]
-        own = reference.route(logits, choices, is_normalized=True)
+        own = reference.route(logits, RoutingRule(choices, is_normalized=True))
         states = setting.normal(COMPANY, in_features, seed=4)[rows]
         states = states if gated else states.index_select(0, own.rows)
         return reference.sum_of_experts(ours(states, parts(whole), own), own)
@@ -127,41 +130,51 @@ def _prepare_products(
     )
 
 
-def _prepare_route(setting: Setting, num_rows: int, *, num_experts: int, choices: int, **_: int) -> Work:
+def _prepare_route(
+    setting: Setting, num_rows: int, *, num_experts: int, choices: int, is_corrected: bool = False, **_: int
+) -> Work:
     logits = setting.normal(num_rows, num_experts, seed=3, dtype=torch.float32)
-    call = partial(experts.route, logits, choices, is_normalized=True)
+    corrections = setting.normal(num_experts, seed=4, dtype=torch.float32) if is_corrected else None
+    rule = RoutingRule(choices, is_normalized=True, scores="sigmoid" if is_corrected else "softmax")
+    call = partial(experts.route, logits, rule, corrections)
 
     def check() -> list[str]:
-        found, wanted = call(), reference.route(logits, choices, is_normalized=True)
+        found, wanted = call(), reference.route(logits, rule, corrections)
         for what, own, theirs in zip(Routing._fields[1:], found[1:], wanted[1:], strict=True):
             check_equal(what, own, theirs)
-        exact = reference.route(logits.double(), choices, is_normalized=True)
+        exact = reference.route(logits.double(), rule, corrections)
         return ["equal", check_error(found.weights, wanted.weights, exact.weights)]
 
     num_bytes = logits.nbytes + num_rows * choices * (4 + 8 + 8) + 8 * (num_experts + 1)
     copies = setting.copies(num_bytes, logits)
     return Work(
         check=check,
-        calls=[partial(experts.route, own, choices, is_normalized=True) for (own,) in copies],
+        calls=[partial(experts.route, own, rule, corrections) for (own,) in copies],
         num_bytes=num_bytes,
         comes_from=setting.comes_from(num_bytes),
     )
 
 
-def _prepare_sum(setting: Setting, num_rows: int, *, num_experts: int, choices: int, hidden: int, **_: int) -> Work:
+def _prepare_sum(
+    setting: Setting, num_rows: int, *, num_experts: int, choices: int, hidden: int, has_shared: bool = False, **_: int
+) -> Work:
     routing = _routing(setting, num_rows, num_experts, choices)
     results = setting.normal(num_rows * choices, hidden, seed=0)
-    num_bytes = results.nbytes * (choices + 1) // choices
+    shared = setting.normal(num_rows, hidden, seed=1) if has_shared else None
+    num_bytes = results.nbytes * (choices + 1 + has_shared) // choices
     copies = setting.copies(num_bytes, results)
 
     def check() -> list[str]:
-        found, by_torch = experts.sum_of_experts(results, routing), reference.sum_of_experts(results, routing)
+        found, by_torch = (
+            sums(results, routing, shared) for sums in (experts.sum_of_experts, reference.sum_of_experts)
+        )
         exact = results.double().index_select(0, routing.places.flatten()).view(num_rows, choices, hidden)
-        return [check_error(found, by_torch, (exact * routing.weights.double().unsqueeze(2)).sum(dim=1))]
+        whole = (exact * routing.weights.double().unsqueeze(2)).sum(dim=1)
+        return [check_error(found, by_torch, whole if shared is None else whole + shared.double())]
 
     return Work(
         check=check,
-        calls=[partial(experts.sum_of_experts, own, routing) for (own,) in copies],
+        calls=[partial(experts.sum_of_experts, own, routing, shared) for (own,) in copies],
         num_bytes=num_bytes,
         comes_from=setting.comes_from(num_bytes),
     )

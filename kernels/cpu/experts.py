@@ -13,6 +13,7 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu.bits import float_of_bits
 from kernels.cpu.compiled import exact
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import LOG2_E, exp2
@@ -20,43 +21,56 @@ from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
-from kernels.reference.experts import Routing
+from kernels.reference.experts import LEAST_TOTAL, Routing, RoutingRule
 
-ZERO, TAKEN = np.float32(0.0), np.float32(-1.0)  # TAKEN: below every probability
+ZERO, ONE, TAKEN = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)  # TAKEN: below every score
+LEAST = np.float32(LEAST_TOTAL)
 PART_NUMBERS = 1 << 13  # of results, added up in some microseconds
 PART_EXPERTS = 1 << 11  # looked at in some microseconds, over all choices
-Choosing = arguments_of("weights", "chosen", "probs", "logits", "num_rows", "num_experts", "choices", "is_normalized")
+Choosing = arguments_of(
+    *("weights", "chosen", "scores", "order", "logits", "corrections"),  # the last: where has_corrections
+    *("num_rows", "num_experts", "choices", "is_softmax", "has_corrections", "is_normalized"),
+    "scale",  # the bits of a float32
+)
 Sorting = arguments_of("places", "rows", "starts", "next", "chosen", "num_rows", "num_experts", "choices")
-Summing = arguments_of("sums", "results", "places", "weights", "num_rows", "width", "choices")
+Summing = arguments_of("sums", "results", "places", "weights", "shared", "num_rows", "width", "choices", "has_shared")
 
 
 def choose_experts(arguments: Any, part: int, num_parts: int, thread: int) -> None:
     a = carray(arguments, 1, Choosing)[0]
-    logits, all_probs = floats(a.logits, a.num_rows, a.num_experts), floats(a.probs, a.num_rows, a.num_experts)
+    logits, all_scores = floats(a.logits, a.num_rows, a.num_experts), floats(a.scores, a.num_rows, a.num_experts)
     weights, chosen = floats(a.weights, a.num_rows, a.choices), integers(a.chosen, a.num_rows * a.choices)
+    orders, scale = floats(a.order, a.num_rows, a.num_experts), float_of_bits(np.int32(a.scale))
+    corrections = floats(a.corrections, 1, a.num_experts)[0]
     for row in range(a.num_rows * part // num_parts, a.num_rows * (part + 1) // num_parts):
-        own, probs = logits[row], all_probs[row]
-        largest = own[0]
-        for expert in range(1, a.num_experts):
-            largest = max(largest, own[expert])
-        total = ZERO
+        own, scores, order = logits[row], all_scores[row], orders[row]
+        if a.is_softmax:
+            largest = own[0]
+            for expert in range(1, a.num_experts):
+                largest = max(largest, own[expert])
+            total = ZERO
+            for expert in range(a.num_experts):
+                scores[expert] = exp2((own[expert] - largest) * LOG2_E)
+                total += scores[expert]
+            for expert in range(a.num_experts):
+                scores[expert] /= total
+        else:
+            for expert in range(a.num_experts):
+                scores[expert] = ONE / (ONE + exp2(own[expert] * -LOG2_E))
         for expert in range(a.num_experts):
-            probs[expert] = exp2((own[expert] - largest) * LOG2_E)
-            total += probs[expert]
-        for expert in range(a.num_experts):
-            probs[expert] /= total
+            order[expert] = scores[expert] + corrections[expert] if a.has_corrections else scores[expert]
         total = ZERO
         for choice in range(a.choices):
-            best = -1  # the first of those that are left, where no probability is a number
+            best = -1  # the first of those that are left, where no score is a number
             for expert in range(a.num_experts):
-                if probs[expert] != TAKEN and (best < 0 or probs[expert] > probs[best]):
+                if order[expert] != TAKEN and (best < 0 or order[expert] > order[best]):
                     best = expert
-            weights[row, choice], chosen[row * a.choices + choice] = probs[best], best
-            total += probs[best]
-            probs[best] = TAKEN
-        if a.is_normalized:
-            for choice in range(a.choices):
-                weights[row, choice] /= total
+            weights[row, choice], chosen[row * a.choices + choice] = scores[best], best
+            total += scores[best]
+            order[best] = TAKEN
+        for choice in range(a.choices):
+            weight = weights[row, choice] / (total + LEAST) if a.is_normalized else weights[row, choice]
+            weights[row, choice] = weight * scale
 
 
 def sort_goings(arguments: Any, part: int, num_parts: int, thread: int) -> None:
@@ -89,11 +103,13 @@ def sorting() -> Kernel:
 
 
 @exact
-def add_in_order(sums: Any, results: Any, places: Any, weights: Any) -> None:
+def add_in_order(sums: Any, results: Any, places: Any, weights: Any, shared: Any, has_shared: Any) -> None:
     for column in range(len(sums)):
         total = widen(results[places[0], column]) * weights[0]
         for choice in range(1, len(places)):
             total = total + widen(results[places[choice], column]) * weights[choice]
+        if has_shared:
+            total = total + widen(shared[column])
         sums[column] = narrow(total, sums[column])
 
 
@@ -106,21 +122,27 @@ def results_adding(element: Any) -> Kernel:
         count = a.num_rows * a.choices
         sums, results = elements(a.sums, a.num_rows, a.width, element), elements(a.results, count, a.width, element)
         places, weights = integers(a.places, count), floats(a.weights, a.num_rows, a.choices)
+        shared = elements(a.shared, a.num_rows, a.width, element)
         for row in range(a.num_rows * part // num_parts, a.num_rows * (part + 1) // num_parts):
-            add_in_order(sums[row], results, places[row * a.choices : (row + 1) * a.choices], weights[row])
+            own = places[row * a.choices : (row + 1) * a.choices]
+            add_in_order(sums[row], results, own, weights[row], shared[row], a.has_shared)
 
     return Kernel(add_results, Summing)
 
 
-def route(logits: Tensor, choices: int, *, is_normalized: bool) -> Routing:
+def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) -> Routing:
     """The experts of each row; logits: [num_rows, num_experts] float32."""
     assert logits.dtype == torch.float32 and logits.is_contiguous()
-    num_rows, num_experts = logits.shape
+    (num_rows, num_experts), choices = logits.shape, rule.choices
+    assert corrections is None or (corrections.dtype == torch.float32 and corrections.is_contiguous())
     weights, chosen = empty(num_rows, choices), empty(num_rows, choices, dtype=torch.int64)
-    probs = empty(num_rows, num_experts)
+    scores, order = empty(num_rows, num_experts), empty(num_rows, num_experts)
     choosing()(
-        *(weights.data_ptr(), chosen.data_ptr(), probs.data_ptr(), logits.data_ptr()),
-        *(num_rows, num_experts, choices, int(is_normalized)),
+        *(weights.data_ptr(), chosen.data_ptr(), scores.data_ptr(), order.data_ptr(), logits.data_ptr()),
+        logits.data_ptr() if corrections is None else corrections.data_ptr(),
+        *(num_rows, num_experts, choices),
+        *(rule.scores == "softmax", corrections is not None, rule.is_normalized),
+        int(np.float32(rule.scale).view(np.int32)),
         parts=parts_of(logits.numel() * (choices + 2), PART_EXPERTS, max(num_rows, 1)),
     )
     return sort_by_expert(chosen, weights, num_experts)
@@ -139,14 +161,15 @@ def sort_by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing
     return Routing(weights, places, rows, starts)
 
 
-def sum_of_experts(results: Tensor, routing: Routing) -> Tensor:
-    """[num_places, width] -> [num_rows, width]."""
-    assert results.is_contiguous()
+def sum_of_experts(results: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
+    """[num_places, width] -> [num_rows, width]; shared: [num_rows, width]."""
+    assert results.is_contiguous() and (shared is None or shared.is_contiguous())
     (num_rows, choices), width = routing.places.shape, results.shape[1]
     sums = empty(num_rows, width, dtype=results.dtype)
     results_adding(ELEMENTS[results.dtype])(
         *(sums.data_ptr(), results.data_ptr(), routing.places.data_ptr(), routing.weights.data_ptr()),
-        *(num_rows, width, choices),
+        (results if shared is None else shared).data_ptr(),
+        *(num_rows, width, choices, shared is not None),
         parts=parts_of(results.numel(), PART_NUMBERS, max(num_rows, 1)),
     )
     return sums

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,21 +29,43 @@ class Routing(NamedTuple):
     starts: Tensor  # [num_experts + 1] int64: the first place of each expert, and how many places there are
 
 
-def route(logits: Tensor, choices: int, *, is_normalized: bool) -> Routing:
-    """The likeliest experts of each row, the likeliest first; of equals the one with the lower number.
+Scores = Literal["softmax", "sigmoid"]
+LEAST_TOTAL = 1e-20  # added to a sum of scores, which may all be too small for a float32; lost in any other sum
+
+
+class RoutingRule(NamedTuple):
+    """How a router's logits send rows to experts."""
+
+    choices: int  # experts that a row goes to, 1 .. num_experts
+    is_normalized: bool  # the weights of a row's experts add up to 1, before they are scaled
+    scores: Scores = "softmax"  # over all experts; or each expert's own (DeepSeek-V3, arXiv 2412.19437)
+    scale: float = 1.0  # of the weights
+
+
+def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) -> Routing:
+    """The experts of each row with the highest scores, the highest first; of equals the one with the lower number.
 
     Args:
         logits: [num_rows, num_experts] float32.
-        is_normalized: the weights of a row's experts add up to 1; otherwise they are probabilities among all experts.
+        corrections: [num_experts] float32, added to the scores that experts are chosen by, not to those that their
+            results are weighted by (Wang et al., arXiv 2408.15664): they keep all experts busy in training.
     """
-    probs, experts = softmax(logits).sort(dim=1, descending=True, stable=True)
-    weights, experts = probs[:, :choices], experts[:, :choices]
-    if is_normalized:
+    scores = softmax(logits) if rule.scores == "softmax" else _sigmoid(logits)
+    order = scores if corrections is None else scores + corrections
+    experts = order.sort(dim=1, descending=True, stable=True).indices[:, : rule.choices]
+    weights = scores.gather(1, experts)
+    if rule.is_normalized:
         total = weights[:, :1]
-        for choice in range(1, choices):
+        for choice in range(1, rule.choices):
             total = total + weights[:, choice : choice + 1]
-        weights = weights / total
-    return sort_by_expert(experts, weights.contiguous(), logits.shape[1])
+        weights = weights / (total + LEAST_TOTAL)
+    return sort_by_expert(experts, (weights * rule.scale).contiguous(), logits.shape[1])
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    """A logit against 0: torch's own sigmoid has other bits where a loop over whole vectors ends."""
+    against_zero = torch.stack((logits, torch.zeros_like(logits)), dim=-1)
+    return softmax(against_zero.flatten(0, 1))[:, 0].view_as(logits)
 
 
 def sort_by_expert(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
@@ -96,14 +118,16 @@ def linear_of_experts(
     return torch.cat(parts) if parts else x.new_empty(0, weights[0].shape[0])
 
 
-def sum_of_experts(results: Tensor, routing: Routing) -> Tensor:
+def sum_of_experts(results: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
     """The results [num_places, width] of each row's experts times their weights, [num_rows, width].
 
     ((w0 y0) + w1 y1) + ..., in the order of the row's choices, in float32, each product rounded; the sum is rounded
-    once, to the dtype of the results.
+    once, to the dtype of the results. shared [num_rows, width], of an expert that all rows go to, is added last.
     """
     own = [
         results.index_select(0, places).float() * weights.unsqueeze(1)
         for places, weights in zip(routing.places.unbind(1), routing.weights.unbind(1), strict=True)
     ]
+    if shared is not None:
+        own.append(shared.float())
     return reduce(torch.add, own).to(results.dtype)

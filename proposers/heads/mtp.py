@@ -7,6 +7,8 @@ differ. Every row has its embedding, as in training; vLLM's modules see zeros fo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kernels.cpu.panels import Change, Weight, unpacked
@@ -17,6 +19,7 @@ from proposers.heads.mtp_block import MtpBlock, OwnBlock, TransformersBlock
 from proposers.heads.mtp_checkpoint import MtpTensors, describe_module, read_module
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource
+from runner.engine.decoder import Decoder
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head
 from runner.engine.hidden_states import NORMED
@@ -49,9 +52,13 @@ class MtpHead:
         self.token_norm = RMSNorm(size, rms_norm_eps, dtype)
         self.hidden_norm = RMSNorm(size, rms_norm_eps, dtype)
         self.projection = ColumnParallelLinear(
-            2 * size, {layout.projection: size}, bias=False, shard=Shard(), dtype=dtype
+            2 * size, {layout.projection.format(index=0): size}, bias=False, shard=Shard(), dtype=dtype
         )
-        self.final_norm = RMSNorm(size, rms_norm_eps, dtype)
+        if layout.final_norm is None:
+            assert isinstance(target.model, Decoder), "others were refused"
+            self.final_norm = target.model.norm
+        else:
+            self.final_norm = RMSNorm(size, rms_norm_eps, dtype)
         self.embed_tokens = torch.empty(vocab_size, size, dtype=dtype) if found.own_embedding else None
         self.lm_head: Weight | None = torch.empty(vocab_size, size, dtype=dtype) if found.own_head else None
         self._names = found
@@ -94,10 +101,13 @@ class MtpHead:
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         layout, prefix = self.layout, self._names.prefix
+        norms = {
+            layout.token_norm: self.token_norm,
+            layout.hidden_norm: self.hidden_norm,
+            layout.final_norm: self.final_norm,
+        }
         targets = {
-            f"{prefix}{layout.token_norm}.weight": WeightTarget(view=self.token_norm.weight),
-            f"{prefix}{layout.hidden_norm}.weight": WeightTarget(view=self.hidden_norm.weight),
-            f"{prefix}{layout.final_norm}.weight": WeightTarget(view=self.final_norm.weight),
+            f"{prefix}{name.format(index=0)}.weight": norm.target for name, norm in norms.items() if name is not None
         }
         if self.embed_tokens is not None:
             targets[self._names.own_embedding] = WeightTarget(view=self.embed_tokens)
@@ -121,7 +131,8 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
     with torch.device(context.device):
         block: MtpBlock
         if module.arch is not None:
-            block = OwnBlock(module.arch, module.config, max_model_len=length, dtype=context.dtype)
+            arch = replace(module.arch, experts=None) if found.layout.has_mlp else module.arch
+            block = OwnBlock(arch, module.config, max_model_len=length, dtype=context.dtype)
         else:
             assert isinstance(target.model, TransformersModel), "another target's block was refused"
             block = TransformersBlock(target.model, f"{source.name}={source.model}")

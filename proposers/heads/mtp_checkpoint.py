@@ -17,11 +17,14 @@ import torch
 from proposers.heads.head_sizes import require_target_sizes
 from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors
+from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import head_architecture, read_head_config
+from runner.engine.head_order import in_our_order
 from runner.engine.loader import LoadedModel
 from runner.engine.mtp_layout import (
     DEEPSEEK,
+    ERNIE,
     IN_TARGETS,
     MIMO,
     NUM_MODULES_KEYS,
@@ -37,6 +40,7 @@ logger = logging.getLogger(__name__)
 # A target's own tensors; the number is a layer's.
 _OF_A_TARGET = re.compile(r"(?:lm_head|model\.embed_tokens|model\.norm|model\.layers\.(\d+))\.")
 _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "embed_tokens.weight"), ("lm_head.weight",)
+_STATED = {"mimo": MIMO, "ernie4_5_moe": ERNIE}  # by a config's model_type
 _REMEDY = (
     "choose a target that was trained with one, name the directory of a module made for this target "
     "(method.model=<directory>), or choose another method"
@@ -105,7 +109,7 @@ def _layer(config: Any, source: ModelSource) -> Architecture | None:
         UserError: one that modules are not built of here.
     """
     arch = read_architecture(config)
-    if arch is not None and not arch.is_plain:
+    if arch is not None and not arch.has_plain_layers:
         raise UserError(
             f"{source.name}={source.model}: an MTP module must have a layer like Llama's or Qwen3-MoE's, got "
             f"model_type {arch.family!r}; choose another method"
@@ -124,6 +128,12 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
         return MtpTensors(layout=layout, prefix=layout.prefix_of(0, module.num_layers))
     is_targets = source.has_files_of(target.source)
     layout = _layout_of([_plain(name, module) for name, _ in read_tensors(source)], source, module)
+    if layout.final_norm is None and not isinstance(target.model, Decoder):
+        raise UserError(
+            f"{source.name}={source.model}: an MTP module in {layout.title} layout ends with the norm of its target, "
+            f"which must run on our own decoder; this {target.hf_config.model_type} runs through transformers' code; "
+            "choose another method"
+        )
     count = num_modules(module.config) if layout is not SPECULATORS else 1
     if count > 1:
         logger.info("%s: the first of %d MTP modules drafts every token", source.model, count)
@@ -140,7 +150,8 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
         of_a_target = own is not None and (own[1] is None or int(own[1]) < module.num_layers)
         return not of_a_target or name in (*_EMBEDDINGS, *_HEADS)
 
-    tensors = {plain: tensor[:] for name, tensor in read_tensors(source) if belongs(plain := _plain(name, module))}
+    found = read_tensors(source) if module.arch is None else in_our_order(read_tensors(source), module.arch.head_layout)
+    tensors = {plain: tensor[:] for name, tensor in found if belongs(plain := _plain(name, module))}
     prefix = layout.prefix_of(0, module.num_layers)
     copies = [f"{prefix}{name}.weight" for name in (layout.embedding, layout.head) if name is not None]
     return MtpTensors(
@@ -177,9 +188,9 @@ def _layout_of(names: list[str], source: ModelSource, module: MtpModule) -> MtpL
     looked_for = []
     for layout in module.layouts:
         prefix = layout.prefix_of(0, module.num_layers)
-        if any(name.startswith(prefix) and name.removeprefix(prefix) in layout.own_names for name in names):
+        if any(name.startswith(prefix) and name.removeprefix(prefix) in layout.own_names(0) for name in names):
             return layout
-        looked_for.append(f"{prefix}{layout.projection}.weight")
+        looked_for.append(f"{prefix}{layout.projection.format(index=0)}.weight")
     raise UserError(
         f"{source.name}={source.model}: method=mtp needs a multi-token-prediction module, and the checkpoint holds "
         f"none: looked for {', '.join(looked_for)}; {_REMEDY}"
@@ -195,8 +206,8 @@ def _stated_layout(source: ModelSource, module: MtpModule) -> MtpLayout:
             f"{source.name}={source.model}: method=mtp needs a multi-token-prediction module, and the config states "
             f"none: looked for {' and '.join(NUM_MODULES_KEYS)}; {_REMEDY}"
         )
-    if module.config.model_type == "mimo":
-        return MIMO
+    if module.config.model_type in _STATED:
+        return _STATED[module.config.model_type]
     return QWEN3_NEXT if getattr(module.config, "mtp_num_hidden_layers", None) else DEEPSEEK
 
 

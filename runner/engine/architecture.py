@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from kernels.reference.act_and_mul import Activation
+from kernels.reference.experts import RoutingRule
 from runner.engine.errors import UserError
 from runner.engine.families import FAMILIES, Family, Mixture, NormNames
 from runner.engine.rope import ONE_ROPE, HeadLayout
@@ -23,9 +24,9 @@ class ExpertShapes:
 
     mixture: Mixture
     num_experts: int
-    choices: int  # experts that a row goes to
+    rule: RoutingRule
     intermediate_size: int  # of an expert
-    is_normalized: bool  # the weights of a row's experts add up to 1
+    shared_size: int  # intermediate, of the MLP beside them; 0: there is none
     in_layers: tuple[bool, ...]  # of each layer; the others have an MLP
 
     @property
@@ -37,6 +38,16 @@ class ExpertShapes:
     def prefix(self) -> str:
         """Of the names of experts' tensors, within a layer."""
         return f"{self.mixture.block}.experts."
+
+    @property
+    def corrections_name(self) -> str | None:
+        """Of the tensor that scores are corrected by, within a layer."""
+        return None if self.mixture.corrections is None else f"{self.mixture.block}.{self.mixture.corrections}"
+
+    @property
+    def shared_name(self) -> str:
+        """Of the MLP beside them, within a layer."""
+        return f"{self.mixture.block}.{self.mixture.shared}"
 
     def names_of(self, expert: int) -> tuple[str, str, str]:
         """Of its gate, up and down projections."""
@@ -78,9 +89,14 @@ class Architecture:
     experts: ExpertShapes | None = None
 
     @property
+    def has_plain_layers(self) -> bool:
+        """As Family.has_plain_layers."""
+        return FAMILIES[self.family].has_plain_layers
+
+    @property
     def is_plain(self) -> bool:
-        """Whether its layers are Family.has_plain_layers, whose heads turn whole."""
-        return FAMILIES[self.family].has_plain_layers and self.head_layout.order is None
+        """Whether its layers are plain, and heads turn whole: what other draft heads are built of."""
+        return self.has_plain_layers and self.head_layout.order is None
 
     @cached_property
     def qkv_rows(self) -> dict[str, int]:
@@ -88,15 +104,16 @@ class Architecture:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
 
-    @cached_property
-    def gate_up_rows(self) -> dict[str, int]:
-        return {"mlp.gate_proj": self.intermediate_size, "mlp.up_proj": self.intermediate_size}
-
     @property
     def fused_tensors(self) -> Mapping[str, Mapping[str, int]]:
         """Names, within a layer, of checkpoints' tensors that hold several matrices, and the rows of these."""
-        parts = {"self_attn.qkv_proj": self.qkv_rows, "mlp.gate_up_proj": self.gate_up_rows}
+        parts = {"self_attn.qkv_proj": self.qkv_rows, "mlp.gate_up_proj": gate_up_rows("mlp", self.intermediate_size)}
         return {name: rows for name, rows in parts.items() if any(f".{own}_proj" in name for own in self.fused)}
+
+
+def gate_up_rows(name: str, intermediate_size: int) -> dict[str, int]:
+    """Rows of the matrices that an MLP of this name within a layer begins with, by name."""
+    return {f"{name}.gate_proj": intermediate_size, f"{name}.up_proj": intermediate_size}
 
 
 def read_architecture(config: Any) -> Architecture | None:
@@ -110,8 +127,7 @@ def read_architecture(config: Any) -> Architecture | None:
     if name not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
         return None
     family = FAMILIES[name]
-    numbers = family.activation_numbers
-    is_ours = all(getattr(config, key, number) == number for key, number in numbers.items())
+    is_ours = all(getattr(config, key, number) == number for key, number in family.numbers.items())
     if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
         return None
     _require_own(config)
@@ -131,7 +147,7 @@ def read_architecture(config: Any) -> Architecture | None:
         qkv_bias=_is_told(config, family.qkv_bias),
         output_bias=_is_told(config, family.output_bias),
         mlp_bias=_is_told(config, family.mlp_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=_is_told(config, family.qk_norm),
         sliding_windows=_sliding_windows(config, family),
         ropes=_ropes(config, family),
         head_layout=_head_layout(config, family, head_dim),
@@ -161,20 +177,39 @@ def _is_told(config: Any, told: bool | str) -> bool:
 def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
     """Raises UserError for numbers of experts that cannot be."""
     num_experts, choices = getattr(config, mixture.count_key), config.num_experts_per_tok
+    for key, number in {mixture.count_key: num_experts, "num_experts_per_tok": choices}.items():
+        if number is None:
+            raise UserError(f"{key} of a {config.model_type} checkpoint must be given, got null; mend its config")
     if not 1 <= choices <= num_experts:
         raise UserError(
             f"num_experts_per_tok of a {config.model_type} checkpoint must lie in [1, {num_experts}], as many as "
             f"there are experts, got {choices}; mend its config"
         )
-    dense, step = ((), 1) if mixture.is_in_all_layers else (config.mlp_only_layers or (), config.decoder_sparse_step)
+    size = getattr(config, mixture.size_key)
     return ExpertShapes(
         mixture=mixture,
         num_experts=num_experts,
-        choices=choices,
-        intermediate_size=getattr(config, mixture.size_key),
-        is_normalized=_is_told(config, mixture.is_normalized),
-        in_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers)),
+        rule=RoutingRule(
+            choices=choices,
+            is_normalized=_is_told(config, mixture.is_normalized),
+            scores=mixture.scores,
+            scale=1.0 if mixture.scale_key is None else float(getattr(config, mixture.scale_key)),
+        ),
+        intermediate_size=size,
+        shared_size=0 if mixture.shared is None else size * (getattr(config, mixture.shared_count_key) or 0),
+        in_layers=tuple(_has_experts(config, mixture, layer) for layer in range(config.num_hidden_layers)),
     )
+
+
+def _has_experts(config: Any, mixture: Mixture, layer: int) -> bool:
+    if mixture.layers == "behind_first":
+        return layer >= int(config.first_k_dense_replace)
+    if mixture.layers == "in_range":
+        span = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
+        return layer in span and (layer + 1) % int(config.moe_layer_interval) == 0
+    if mixture.layers == "by_step":
+        return layer not in (config.mlp_only_layers or ()) and (layer + 1) % config.decoder_sparse_step == 0
+    return True
 
 
 def _require_own(config: Any) -> None:

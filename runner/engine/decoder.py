@@ -13,7 +13,6 @@ import torch
 
 from kernels.cpu.panels import Change, Weight, unpack
 from runner.engine.architecture import Architecture
-from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import Attention, DecoderLayer, RMSNorm
@@ -78,9 +77,17 @@ class Decoder:
         return [f"{LAYER.format(at)}{name}" for at, layer in enumerate(self.layers) for name in layer.product_names]
 
     @property
-    def sample_layer(self) -> DecoderLayer:
-        """One of the layers, with experts if any has them."""
-        return next((layer for layer in self.layers if isinstance(layer.mlp, Experts)), self.layers[0])
+    def sample_layers(self) -> list[DecoderLayer]:
+        """One of each kind: with a mixture of experts, and with an MLP."""
+        kinds: dict[type, DecoderLayer] = {}
+        for layer in self.layers:
+            kinds.setdefault(type(layer.mlp), layer)
+        return list(kinds.values())
+
+    @property
+    def product_weights(self) -> list[Weight]:
+        """[out_features, in_features] each: of all shapes that there are."""
+        return [*(weight for layer in self.sample_layers for weight in layer.product_weights), self.lm_head]
 
     @property
     def attention(self) -> Attention:

@@ -28,7 +28,8 @@ STD = 0.02  # of random weights
 def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:
     targets = decoder.weight_targets()
     tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
-    block_names = decoder.layers[-1].weight_targets("")  # which a module's block is like
+    # A module's block is like one of the layers.
+    block_names = {name for layer in decoder.sample_layers for name in layer.weight_targets("")}
     unknown = []
     whole_matrices = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
     for name, tensor in in_our_order(whole_matrices, arch.head_layout):

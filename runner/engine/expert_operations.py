@@ -10,7 +10,7 @@ import torch
 from kernels.cpu.panels import Panels, Weight, unpack
 from kernels.reference import experts as in_torch
 from kernels.reference.act_and_mul import Activation
-from kernels.reference.experts import Routing
+from kernels.reference.experts import Routing, RoutingRule
 from runner.engine.backend import is_compiled, runs_kernels
 
 if TYPE_CHECKING:
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from kernels.experts_linear import ExpertsInMemory
 
 
-def route(logits: torch.Tensor, choices: int, *, is_normalized: bool) -> Routing:
-    """Which experts each row goes to; logits: [num_rows, num_experts] float32."""
+def route(logits: torch.Tensor, rule: RoutingRule, corrections: torch.Tensor | None = None) -> Routing:
+    """Which experts each row goes to; logits: [num_rows, num_experts] float32, corrections: [num_experts] float32."""
     if is_compiled(logits):
         from kernels.cpu.experts import route as on_cpu
 
-        return on_cpu(logits, choices, is_normalized=is_normalized)
+        return on_cpu(logits, rule, corrections)
     if not runs_kernels(logits):
-        return in_torch.route(logits, choices, is_normalized=is_normalized)
+        return in_torch.route(logits, rule, corrections)
     from kernels.experts import route as kernel
 
-    return kernel(logits, choices, is_normalized=is_normalized)
+    return kernel(logits, rule, corrections)
 
 
 def sort_by_expert(chosen: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:
@@ -106,14 +106,14 @@ def linear_of_experts(
     return kernel(x, weights.in_memory, routing, biases)
 
 
-def sum_of_experts(results: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """[num_places, width] -> [num_rows, width], each result times its weight."""
+def sum_of_experts(results: torch.Tensor, routing: Routing, shared: torch.Tensor | None = None) -> torch.Tensor:
+    """[num_places, width] -> [num_rows, width], each result times its weight; and shared, [num_rows, width]."""
     if is_compiled(results):
         from kernels.cpu.experts import sum_of_experts as on_cpu
 
-        return on_cpu(results, routing)
+        return on_cpu(results, routing, shared)
     if not runs_kernels(results):
-        return in_torch.sum_of_experts(results, routing)
+        return in_torch.sum_of_experts(results, routing, shared)
     from kernels.experts import sum_of_experts as kernel
 
-    return kernel(results, routing)
+    return kernel(results, routing, shared)

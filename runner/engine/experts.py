@@ -1,6 +1,7 @@
-"""A mixture of experts in place of a layer's MLP: Mixtral, Qwen3-MoE, gpt-oss.
+"""A mixture of experts in place of a layer's MLP: Mixtral, Qwen3-MoE, gpt-oss, GLM-4.5.
 
 Every rank has a part of every expert, as of an MLP, and the whole router: all of them send a row to the same experts.
+Some families have an MLP beside the experts, which all rows go to: shared experts (DeepSeekMoE, arXiv 2401.06066).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from runner.engine.expert_operations import (
     sum_of_experts,
 )
 from runner.engine.linear import WeightTarget, empty_weight, shared_storage, split_inputs, weight_target
-from runner.engine.operations import head_logits
+from runner.engine.mlp import MLP
+from runner.engine.operations import head_logits, widen
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -39,7 +41,10 @@ class Experts:
         quantization: Quantization | None = None,  # of their products, by names within the layer
     ) -> None:
         self.shapes, self.shard, self._activation = shapes, shard, activation
-        self.router: Weight = torch.empty(shapes.num_experts, hidden_size, dtype=dtype)
+        router_dtype = torch.float32 if shapes.mixture.is_router_float32 else dtype
+        self.router: Weight = torch.empty(shapes.num_experts, hidden_size, dtype=router_dtype)
+        # Added to scores, which are float32.
+        self.corrections = None if shapes.corrections_name is None else torch.empty(shapes.num_experts)
         names = [shapes.names_of(expert) for expert in range(shapes.num_experts)]
         gated_names = [name for gate, up, _ in names for name in (gate, up)]
         down_names = [down for *_, down in names]
@@ -61,29 +66,46 @@ class Experts:
                 (shapes.num_experts, hidden_size),
             )
         )
+        self.shared = (  # beside the experts
+            MLP(
+                hidden_size,
+                shapes.shared_size,
+                shard,
+                dtype,
+                name=shapes.shared_name,
+                bias=False,
+                activation=activation,
+                quantization=quantization,
+            )
+            if shapes.shared_size
+            else None
+        )
 
     def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         return self.shard.sum(self.own_part(hidden, tile))
 
     def own_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """This rank's part of the result [num_rows, hidden], num_rows a multiple of tile."""
-        logits = head_logits(hidden, self.router, tile, bias=self._router_bias)
-        routing = route(logits, self.shapes.choices, is_normalized=self.shapes.is_normalized)
+        rows = hidden if hidden.dtype == self.router.dtype else widen(hidden)
+        logits = head_logits(rows, self.router, tile, bias=self._router_bias)
+        routing = route(logits, self.shapes.rule, self.corrections)
         inner = gated_linear_of_experts(
             hidden, self.gate_up_projs, routing, tile, self._gate_up_biases, self._activation
         )
         down_biases = self._down_biases if self.shard.rank == 0 else None  # which are added once
-        return sum_of_experts(linear_of_experts(inner, self.down_projs, routing, tile, down_biases), routing)
+        results = linear_of_experts(inner, self.down_projs, routing, tile, down_biases)
+        return sum_of_experts(results, routing, None if self.shared is None else self.shared.own_part(hidden, tile))
 
     @property
     def rows_for_one(self) -> int:
         """Of a launch, of which an expert has one on average."""
-        return -(-self.shapes.num_experts // self.shapes.choices)
+        return -(-self.shapes.num_experts // self.shapes.rule.choices)
 
     @property
     def products_per_row(self) -> int:
         own = self.gate_up_projs[0].shape.numel() + self.down_projs[0].shape.numel()
-        return self.router.shape.numel() + self.shapes.choices * own
+        shared = 0 if self.shared is None else self.shared.products_per_row
+        return self.router.shape.numel() + self.shapes.rule.choices * own + shared
 
     @property
     def product_weights(self) -> list[Weight]:
@@ -92,7 +114,8 @@ class Experts:
 
     @property
     def product_names(self) -> list[str]:
-        return [f"{name}.weight" for expert in range(self.shapes.num_experts) for name in self.shapes.names_of(expert)]
+        names = [name for expert in range(self.shapes.num_experts) for name in self.shapes.names_of(expert)]
+        return [*(f"{name}.weight" for name in names), *([] if self.shared is None else self.shared.product_names)]
 
     def convert(self, change: Change) -> None:
         """As Decoder.convert."""
@@ -100,6 +123,8 @@ class Experts:
         self.gate_up_projs, self.down_projs = (
             converted(weights, change) for weights in (self.gate_up_projs, self.down_projs)
         )
+        if self.shared is not None:
+            self.shared.convert(change)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets = {f"{prefix}{self.shapes.router_name}.weight": WeightTarget(view=unpacked(self.router))}
@@ -109,6 +134,11 @@ class Experts:
             targets[f"{prefix}{gate_name}.weight"] = weight_target(gate_up, slice(num_parts), 0)
             targets[f"{prefix}{up_name}.weight"] = weight_target(gate_up, slice(num_parts, None), 0)
             targets[f"{prefix}{down_name}.weight"] = weight_target(down, slice(None), 1)
+        if self.corrections is not None:
+            view = self.corrections.unsqueeze(0) if self.shapes.mixture.corrections_have_rows else self.corrections
+            targets[f"{prefix}{self.shapes.corrections_name}"] = WeightTarget(view=view)
+        if self.shared is not None:
+            targets |= self.shared.weight_targets(prefix)
         if self._router_bias is not None and self._gate_up_biases is not None and self._down_biases is not None:
             targets[f"{prefix}{self.shapes.router_name}.bias"] = WeightTarget(view=self._router_bias)
             gates, ups = self._gate_up_biases.split_with_sizes((num_parts, num_parts), dim=1)

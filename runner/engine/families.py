@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kernels.reference.act_and_mul import ALPHA, LIMIT, Activation
+from kernels.reference.experts import Scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +36,17 @@ class Mixture:
     block: str
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # gate, up, down
     router: str = "gate"
+    is_router_float32: bool = False  # whatever dtype rows have: so it is published
     count_key: str = "num_experts"
     size_key: str = "moe_intermediate_size"  # of an expert
+    scores: Scores = "softmax"
     is_normalized: bool | str = True  # the weights of a row's experts add up to 1, or: the config's key says so
-    is_in_all_layers: bool = True  # else the config says in which
+    scale_key: str | None = None  # of those weights; None: they are not scaled
+    corrections: str | None = None  # name in the checkpoint, within the block, of what scores are corrected by
+    corrections_have_rows: bool = False  # in the checkpoint [1, num_experts]
+    shared: str | None = None  # name of the MLP beside the experts, within the block, which all rows go to
+    shared_count_key: str = ""  # how many experts' size it has
+    layers: Literal["all", "behind_first", "by_step", "in_range"] = "all"  # that have a mixture, as the config says it
     has_biases: bool = False
     is_stacked: bool = False  # as gpt-oss's: one tensor of the checkpoint holds all experts' (expert_stacks.py)
 
@@ -50,14 +58,14 @@ class Family:
     qkv_bias: bool | str = "attention_bias"
     output_bias: bool | str = False  # of the attention's output projection
     mlp_bias: bool | str = False
-    qk_norm: bool = False  # RMSNorm over each query and key head, before rope
+    qk_norm: bool | str = False  # RMSNorm over each query and key head, before rope
     windows: Literal["none", "one", "by_layer"] = "none"  # one: the config's for all layers
     norms: NormNames = PRE_NORMS
     norms_add_one: bool = False  # to their weights
     activation: Activation = "silu"
     activation_key: str = "hidden_act"  # of the config
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
-    activation_numbers: Mapping[str, float] = field(default_factory=dict)  # by keys of the config; the same holds
+    numbers: Mapping[str, float] = field(default_factory=dict)  # by keys of the config; the same holds
     is_embedding_scaled: bool = False  # by the root of the hidden size
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool = False  # neighbours turn together, not the halves of what is rotated
@@ -68,8 +76,8 @@ class Family:
 
     @property
     def has_plain_layers(self) -> bool:
-        """Llama's but for biases, norms of heads, windows and experts: what draft heads are built of."""
-        is_other = self.norms_add_one or self.is_embedding_scaled or self.is_rope_interleaved or self.has_sinks
+        """Llama's but for biases, norms and rotations of heads, windows and experts: what MTP modules are built of."""
+        is_other = self.norms_add_one or self.is_embedding_scaled or self.has_sinks
         return self.norms is PRE_NORMS and not (is_other or self.reads) and self.activation == "silu"
 
 
@@ -87,8 +95,38 @@ _LATER_GEMMA: dict[str, Any] = {
     "windows": "by_layer",
 }
 
+# DeepSeek-V3's mixture (arXiv 2412.19437), whose experts lie in one group.
+_ONE_GROUP = {"n_group": 1}
+_DEEPSEEK_MIXTURE = Mixture(
+    block="mlp",
+    count_key="n_routed_experts",
+    scores="sigmoid",
+    is_normalized="norm_topk_prob",
+    scale_key="routed_scaling_factor",
+    corrections="gate.e_score_correction_bias",
+    shared="shared_experts",
+    shared_count_key="n_shared_experts",
+    layers="behind_first",
+)
+
 FAMILIES = {
+    "dots1": Family(qk_norm=True, windows="by_layer", numbers=_ONE_GROUP, experts=_DEEPSEEK_MIXTURE),
     "ernie4_5": Family(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_rope_interleaved=True),
+    "ernie4_5_moe": Family(
+        qkv_bias=False,
+        is_rope_interleaved=True,
+        numbers={"use_bias": False, "moe_norm_min": 1e-12},  # the latter: no sum of scores is as small
+        experts=Mixture(
+            block="mlp",
+            is_router_float32=True,
+            count_key="moe_num_experts",
+            corrections="moe_statics.e_score_correction_bias",
+            corrections_have_rows=True,
+            shared="shared_experts",
+            shared_count_key="moe_num_shared_experts",
+            layers="in_range",
+        ),
+    ),
     "gemma": Family(**_GEMMA),
     "gemma2": Family(
         **_LATER_GEMMA, reads=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
@@ -96,12 +134,13 @@ FAMILIES = {
     "gemma3_text": Family(**_LATER_GEMMA, qk_norm=True, reads=("query_pre_attn_scalar", "final_logit_softcapping")),
     "glm": Family(is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "glm4": Family(norms=GLM_NORMS, is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
+    "glm4_moe": Family(qk_norm="use_qk_norm", is_rope_partial=True, numbers=_ONE_GROUP, experts=_DEEPSEEK_MIXTURE),
     "gpt_oss": Family(
         output_bias="attention_bias",
         windows="by_layer",
         has_sinks=True,
         activation="clamped_swiglu",
-        activation_numbers={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
+        numbers={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
         experts=Mixture(
             block="mlp",
             router="router",
@@ -132,7 +171,7 @@ FAMILIES = {
         output_bias="attention_bias",
         qk_norm=True,
         windows="one",
-        experts=Mixture(block="mlp", is_normalized="norm_topk_prob", is_in_all_layers=False),
+        experts=Mixture(block="mlp", is_normalized="norm_topk_prob", layers="by_step"),
     ),
     "qwen3_vl_text": Family(output_bias="attention_bias", qk_norm=True),
     "seed_oss": Family(output_bias="attention_out_bias", mlp_bias="mlp_bias"),
@@ -143,4 +182,9 @@ FAMILIES = {
         reads=("no_rope_layers", "use_sliding_window"),
     ),
 }
-HEAD_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.has_plain_layers and family.experts is None)
+# Of other draft heads.
+HEAD_FAMILIES = tuple(
+    name
+    for name, family in FAMILIES.items()
+    if family.has_plain_layers and not family.is_rope_interleaved and family.experts is None
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def product_tile(device: torch.device, *, batch_invariant: bool) -> int | None:
 
 def row_invariant_shapes(
     shapes: Shapes,
-    layer: DecoderLayer,
+    layers: Sequence[DecoderLayer],  # one of each kind
     lm_head: Weight,
     *,
     softcap: torch.Tensor | None = None,  # of the logits
@@ -117,33 +118,34 @@ def row_invariant_shapes(
 ) -> Shapes | None:
     """`shapes`, or others in which this machine keeps a row's bits, in all ranks; None when none do.
 
-    Asked of the machine at the start, with a layer of the model and its head: what a BLAS or a compiler does with a row
+    Asked of the machine at the start, with layers of the model and its head: what a BLAS or a compiler does with a row
     cannot be read off its documentation. Ranks ask in step, since some of the products are all of theirs.
     """
     if runs_kernels(lm_head.device):
-        keep = [_kernels_keep_bits(shape, layer, lm_head, softcap) for shape in shapes.values()]
+        keep = [_kernels_keep_bits(shape, layers, lm_head, softcap) for shape in shapes.values()]
         return shapes if shard.all(all(keep)) else None
     decode = shapes["decode"]
     is_bucketed = isinstance(decode, PagedShape) and decode.is_bucketed
-    candidates = (_decoder_shapes_on_cpu(layer.attention, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
+    candidates = (_decoder_shapes_on_cpu(layers[0].attention, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
     return next(
         (
             tried
             for tried in candidates
-            if shard.all(all(_keeps_bits_on_cpu(shape, layer, lm_head) for shape in tried.values()))
+            if shard.all(all(_keeps_bits_on_cpu(shape, layers, lm_head) for shape in tried.values()))
         ),
         None,
     )
 
 
-def _keeps_bits_on_cpu(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight) -> bool:
-    attention, tile = layer.attention, shape.linear
+def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], lm_head: Weight) -> bool:
+    attention, tile = layers[0].attention, shape.linear
     if tile is not None and not all(
         _panels_keep_bits(weight) if isinstance(weight, Panels) else rows_keep_their_bits(unpack(weight), tile)
-        for weight in [*layer.product_weights, lm_head]
+        for weight in [*(weight for layer in layers for weight in layer.product_weights), lm_head]
     ):
         return False
-    if tile is not None and isinstance(layer.mlp, Experts) and not _experts_keep_bits(layer.mlp, tile):
+    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Experts)]
+    if tile is not None and not all(_experts_keep_bits(mixture, tile) for mixture in mixtures):
         return False
     if isinstance(shape, PagedShape):
         return _attentions_agree(shape, attention)
@@ -178,16 +180,20 @@ def _experts_keep_bits(experts: Experts, tile: int) -> bool:
     return all(torch.equal(experts.own_part(rows[own], tile), together[own]) for own in some)
 
 
-def _kernels_keep_bits(shape: LaunchShape, layer: DecoderLayer, lm_head: Weight, softcap: torch.Tensor | None) -> bool:
+def _kernels_keep_bits(
+    shape: LaunchShape, layers: Sequence[DecoderLayer], lm_head: Weight, softcap: torch.Tensor | None
+) -> bool:
     """A row alone against the same row in company, in every product and over a context of two splits."""
     assert isinstance(shape, PagedShape)
-    attention, mlp, tile = layer.attention, layer.mlp, shape.linear
-    asked = (  # what multiplies, its weights in the order in which rows meet them, and of how many rows they meet one
+    attention, tile = layers[0].attention, shape.linear
+    mlps = [part for layer in layers for part in (layer.mlp, layer.mlp.shared) if part is not None]
+    asked: list[tuple[Callable[[torch.Tensor], torch.Tensor], list[Weight], int]] = [
+        # What multiplies, its weights in the order in which rows meet them, and of how many rows they meet one.
         (lambda x: attention.qkv_proj(x, tile), [attention.qkv_proj.weight], 1),
         (lambda x: attention.o_proj(x, tile), [attention.o_proj.weight], 1),
-        (lambda x: mlp(x, tile), mlp.product_weights, mlp.rows_for_one),
+        *((partial(mlp, tile=tile), mlp.product_weights, mlp.rows_for_one) for mlp in mlps),
         (lambda x: head_logits(x, lm_head, tile, softcap), [lm_head], 1),
-    )
+    ]
     agree = [_rows_agree(product, weights, of_rows) for product, weights, of_rows in asked]
     return all(agree) and _attentions_agree(shape, attention)
 

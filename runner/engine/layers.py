@@ -196,7 +196,15 @@ class DecoderLayer:
         self.mlp: MLP | Experts = (
             Experts(arch.experts, arch.hidden_size, shard, dtype, activation=arch.activation, quantization=quantization)
             if arch.experts is not None and arch.experts.in_layers[layer]
-            else MLP(arch, shard, dtype, quantization=quantization)
+            else MLP(
+                arch.hidden_size,
+                arch.intermediate_size,
+                shard,
+                dtype,
+                bias=arch.mlp_bias,
+                activation=arch.activation,
+                quantization=quantization,
+            )
         )
 
     def __call__(
@@ -237,8 +245,9 @@ class DecoderLayer:
 
     @property
     def product_weights(self) -> list[Weight]:
-        """[out_features, in_features] each; of a mixture of experts those of one."""
-        return [self.attention.qkv_proj.weight, self.attention.o_proj.weight, *self.mlp.product_weights]
+        """[out_features, in_features] each; of experts those of one."""
+        weights = [self.attention.qkv_proj.weight, self.attention.o_proj.weight, *self.mlp.product_weights]
+        return weights if self.mlp.shared is None else [*weights, *self.mlp.shared.product_weights]
 
     @property
     def products_per_row(self) -> int:

@@ -156,7 +156,11 @@ class RowParallelLinear:
         self.weight = change(self.weight)
 
     def __call__(self, x: torch.Tensor, tile: int | None) -> torch.Tensor:
-        return self.shard.sum(linear(x, self.weight, self.bias if self.shard.rank == 0 else None, tile))
+        return self.shard.sum(self.own_part(x, tile))
+
+    def own_part(self, x: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """This rank's part of the sum [num_rows, out_features]."""
+        return linear(x, self.weight, self.bias if self.shard.rank == 0 else None, tile)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets = {f"{prefix}{self.name}.weight": weight_target(self.weight, slice(None), 1)}

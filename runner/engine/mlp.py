@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.panels import Change, Weight
-from runner.engine.architecture import Architecture
+from kernels.reference.act_and_mul import Activation
+from runner.engine.architecture import gate_up_rows
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
 from runner.engine.operations import gated_linear
 from runner.engine.quantization import Quantization
@@ -14,26 +15,42 @@ from runner.engine.shard import Shard
 
 class MLP:
     def __init__(
-        self, arch: Architecture, shard: Shard, dtype: torch.dtype, *, quantization: Quantization | None = None
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        *,
+        name: str = "mlp",  # within the layer
+        bias: bool,
+        activation: Activation,
+        quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
-        self._activation = arch.activation
+        self._shard, self._activation = shard, activation
+        rows = gate_up_rows(name, intermediate_size)
         self.gate_up_proj = ColumnParallelLinear(
-            arch.hidden_size, arch.gate_up_rows, bias=arch.mlp_bias, shard=shard, dtype=dtype, quantization=quantization
+            hidden_size, rows, bias=bias, shard=shard, dtype=dtype, quantization=quantization
         )
         self.down_proj = RowParallelLinear(
-            arch.intermediate_size,
-            arch.hidden_size,
-            "mlp.down_proj",
-            bias=arch.mlp_bias,
+            intermediate_size,
+            hidden_size,
+            f"{name}.down_proj",
+            bias=bias,
             shard=shard,
             dtype=dtype,
             quantization=quantization,
         )
 
     def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
-        fused = self.gate_up_proj
-        return self.down_proj(gated_linear(hidden, fused.weight, fused.bias, tile, self._activation), tile)
+        return self._shard.sum(self.own_part(hidden, tile))
 
+    def own_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """This rank's part of the result [num_rows, hidden]."""
+        fused = self.gate_up_proj
+        inner = gated_linear(hidden, fused.weight, fused.bias, tile, self._activation)
+        return self.down_proj.own_part(inner, tile)
+
+    shared: MLP | None = None  # as Experts.shared
     rows_for_one = 1  # as Experts.rows_for_one
 
     @property

@@ -52,7 +52,7 @@ class ModelRunner(PagedRunner):
             dtype=dtype,
             batch_invariant=batch_invariant,
             captures_graphs=captures_graphs,
-            products=[*model.sample_layer.product_weights, model.lm_head] if isinstance(model, Decoder) else (),
+            products=model.product_weights if isinstance(model, Decoder) else (),
         )
         self.model, self.token_map = model, token_map
         # Multiplications of a row by weights; 0: not known.
@@ -61,7 +61,7 @@ class ModelRunner(PagedRunner):
         if isinstance(model, Decoder) and batch_invariant:
             kept = row_invariant_shapes(
                 self.shapes,
-                model.sample_layer,
+                model.sample_layers,
                 model.lm_head,
                 softcap=model.logits_softcap,
                 max_model_len=model.max_model_len,

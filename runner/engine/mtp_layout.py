@@ -17,15 +17,17 @@ NUM_MODULES_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 @dataclass(frozen=True, kw_only=True)
 class MtpLayout:
-    """Names of one layout's tensors, without their `.weight`, and the two choices that layouts differ in."""
+    """Names of one layout's tensors, without their `.weight`, and the choices that layouts differ in."""
 
     title: str  # as errors call it
-    prefix: str  # of a module; {index} counts modules, {layer} goes on counting the target's layers
+    # Of a module. In this and in names {index} counts modules; here {layer} goes on counting the target's layers.
+    prefix: str
     token_norm: str
     hidden_norm: str
     projection: str
-    final_norm: str
+    final_norm: str | None  # None: the target's own
     block: str = ""  # of the decoder block's tensors, behind the prefix
+    has_mlp: bool = False  # the block has one, where layers of the target have experts
     embedding: str | None = None  # copies that a module may bring with it
     head: str | None = None
     is_hidden_first: bool = False  # of the two halves that are projected
@@ -34,11 +36,10 @@ class MtpLayout:
     def prefix_of(self, index: int, num_layers: int) -> str:
         return self.prefix.format(index=index, layer=num_layers + index)
 
-    @property
-    def own_names(self) -> frozenset[str]:
-        """Behind the prefix: every tensor but the block's."""
+    def own_names(self, index: int) -> frozenset[str]:
+        """Behind the prefix: every tensor of module `index` but the block's."""
         names = (self.token_norm, self.hidden_norm, self.projection, self.final_norm, self.embedding, self.head)
-        return frozenset(f"{name}.weight" for name in names if name is not None)
+        return frozenset(f"{name.format(index=index)}.weight" for name in names if name is not None)
 
     def holds(self, name: str, index: int, num_layers: int, block_names: Collection[str] | None) -> bool:
         """Whether a tensor is one of module `index`; block_names None takes any for the block's."""
@@ -47,7 +48,7 @@ class MtpLayout:
         if rest == name:
             return False
         in_block = rest.removeprefix(block)
-        return rest in self.own_names or (
+        return rest in self.own_names(index) or (
             (not block or in_block != rest) and (block_names is None or in_block in block_names)
         )
 
@@ -84,6 +85,18 @@ QWEN3_NEXT = MtpLayout(
     final_norm="norm",
     block="layers.{index}.",
 )
+# ERNIE 4.5. Baidu's training code norms what the target and what its modules yield by the same weights; vLLM leaves it
+# out of a module.
+ERNIE = MtpLayout(
+    title="ERNIE 4.5's",
+    prefix="model.",
+    token_norm="mtp_emb_norm.{index}",
+    hidden_norm="mtp_hidden_norm.{index}",
+    projection="mtp_linear_proj.{index}",
+    final_norm=None,
+    block="mtp_block.{index}.",
+    has_mlp=True,
+)
 # The `speculators` format: MiMo's names in a directory of their own, and Qwen3-Next's wiring.
 SPECULATORS = MtpLayout(
     title="the speculators format's",
@@ -93,7 +106,7 @@ SPECULATORS = MtpLayout(
     projection="input_proj",
     final_norm="final_layernorm",
 )
-IN_TARGETS = (QWEN3_NEXT, MIMO, DEEPSEEK)
+IN_TARGETS = (QWEN3_NEXT, MIMO, ERNIE, DEEPSEEK)
 
 
 def num_modules(config: Any) -> int:
