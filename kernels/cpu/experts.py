@@ -33,7 +33,10 @@ Choosing = arguments_of(
     "scale",  # the bits of a float32
 )
 Sorting = arguments_of("places", "rows", "starts", "next", "chosen", "num_rows", "num_experts", "choices")
-Summing = arguments_of("sums", "results", "places", "weights", "shared", "num_rows", "width", "choices", "has_shared")
+Summing = arguments_of(
+    *("sums", "results", "places", "weights", "shared", "room"),  # shared: 0, there is nothing
+    *("num_rows", "width", "choices"),
+)
 
 
 def choose_experts(arguments: Any, part: int, num_parts: int, thread: int) -> None:
@@ -103,29 +106,44 @@ def sorting() -> Kernel:
 
 
 @exact
-def add_in_order(sums: Any, results: Any, places: Any, weights: Any, shared: Any, has_shared: Any) -> None:
+def weigh(sums: Any, result: Any, weight: Any) -> None:
     for column in range(len(sums)):
-        total = widen(results[places[0], column]) * weights[0]
-        for choice in range(1, len(places)):
-            total = total + widen(results[places[choice], column]) * weights[choice]
-        if has_shared:
-            total = total + widen(shared[column])
-        sums[column] = narrow(total, sums[column])
+        sums[column] = widen(result[column]) * weight
+
+
+@exact
+def add_weighed(sums: Any, result: Any, weight: Any) -> None:
+    for column in range(len(sums)):
+        sums[column] = sums[column] + widen(result[column]) * weight
+
+
+@exact
+def add_and_round(rounded: Any, sums: Any, shared: Any) -> None:
+    if len(shared) > 0:
+        for column in range(len(sums)):
+            rounded[column] = narrow(sums[column] + widen(shared[column]), rounded[column])
+    else:
+        for column in range(len(sums)):
+            rounded[column] = narrow(sums[column], rounded[column])
 
 
 @cache
 def results_adding(element: Any) -> Kernel:
-    """Of tensors of these elements."""
+    """Of tensors of these elements. One choice after another, in vector lanes."""
 
     def add_results(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Summing)[0]
         count = a.num_rows * a.choices
         sums, results = elements(a.sums, a.num_rows, a.width, element), elements(a.results, count, a.width, element)
         places, weights = integers(a.places, count), floats(a.weights, a.num_rows, a.choices)
-        shared = elements(a.shared, a.num_rows, a.width, element)
+        shared = elements(a.shared, a.num_rows, a.width if a.shared else 0, element)
+        total = floats(a.room, thread + 1, a.width)[thread]
         for row in range(a.num_rows * part // num_parts, a.num_rows * (part + 1) // num_parts):
             own = places[row * a.choices : (row + 1) * a.choices]
-            add_in_order(sums[row], results, own, weights[row], shared[row], a.has_shared)
+            weigh(total, results[own[0]], weights[row, 0])
+            for choice in range(1, a.choices):
+                add_weighed(total, results[own[choice]], weights[row, choice])
+            add_and_round(sums[row], total, shared[row])
 
     return Kernel(add_results, Summing)
 
@@ -165,11 +183,11 @@ def sum_of_experts(results: Tensor, routing: Routing, shared: Tensor | None = No
     """[num_places, width] -> [num_rows, width]; shared: [num_rows, width]."""
     assert results.is_contiguous() and (shared is None or shared.is_contiguous())
     (num_rows, choices), width = routing.places.shape, results.shape[1]
-    sums = empty(num_rows, width, dtype=results.dtype)
+    sums, room = empty(num_rows, width, dtype=results.dtype), empty(torch.get_num_threads() * width)
     results_adding(ELEMENTS[results.dtype])(
         *(sums.data_ptr(), results.data_ptr(), routing.places.data_ptr(), routing.weights.data_ptr()),
-        (results if shared is None else shared).data_ptr(),
-        *(num_rows, width, choices, shared is not None),
+        *(0 if shared is None else shared.data_ptr(), room.data_ptr()),
+        *(num_rows, width, choices),
         parts=parts_of(results.numel(), PART_NUMBERS, max(num_rows, 1)),
     )
     return sums
