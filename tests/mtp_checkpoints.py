@@ -80,7 +80,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """A layout as its makers describe it: names of tensors, order of the halves, what is fed back."""
+    """A layout as its makers describe it: names of tensors, order of the halves."""
 
     module: str
     block: str
@@ -89,7 +89,6 @@ class Names:
     projection: str
     final_norm: str | None  # None: the target's
     hidden_first: bool = False
-    feeds_back_normed: bool = True
 
 
 LAYOUTS = {
@@ -101,7 +100,6 @@ LAYOUTS = {
         hidden_norm="hnorm",
         projection="eh_proj",
         final_norm="shared_head.norm",
-        feeds_back_normed=False,
     ),
     # vllm/model_executor/models/mimo_mtp.py and XiaomiMiMo/MiMo modeling_mimo.py: cat(state, embedding)
     "mimo": Names(
@@ -197,13 +195,13 @@ class Reference:
         tokens, hidden = list(token_ids[1:]), states[: len(token_ids) - 1].to(self.dtype)
         logits: list[torch.Tensor] = []
         for _ in range(num_steps):
-            fed_back, normed = self._forward(torch.tensor(tokens), hidden)
+            normed = self._forward(torch.tensor(tokens), hidden)
             logits.append(F.linear(normed[-1], self.head))
             tokens.append(int(logits[-1].argmax()))
-            hidden = torch.cat((hidden, fed_back[-1:]))
+            hidden = torch.cat((hidden, normed[-1:]))
         return tokens[len(token_ids) - 1 :], torch.stack(logits)
 
-    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         names, num_rows = self.names, len(token_ids)
         token = self._norm(F.embedding(token_ids, self.embedding), names.token_norm)
         state = self._norm(hidden, names.hidden_norm)
@@ -222,7 +220,7 @@ class Reference:
         )
         output = (output[0] if isinstance(output, tuple) else output)[0]
         normed = self._norm(output, names.final_norm or OF_TARGET)
-        return (normed if names.feeds_back_normed else output), normed
+        return normed
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.tensors[name]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kernels.cpu.panels import unpack
+from kernels.reference.act_and_mul import act_and_mul
 from kernels.reference.linear import linear
 from runner.engine.architecture import read_architecture
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
+from runner.engine.experts import Experts
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear
 from runner.engine.loader import load_model
 from runner.engine.shard import Shard
@@ -327,6 +331,30 @@ def test_the_gelu_of_gemmas_first_releases_is_the_tanh_one() -> None:
     config.hidden_act = "gelu"  # as releases of transformers before 5.24 read it
     found = read_architecture(config)
     assert found is not None and found.activation == "gelu_tanh"
+
+
+@pytest.mark.usefixtures("unpacked_weights")
+def test_what_chooses_experts_stays_float32_beside_16_bits(tmp_path: Path) -> None:
+    """ERNIE's router is published so: bfloat16 has no digits for what its scores differ by."""
+    model = random_model(make_config("ernie4_5_moe"))
+    loaded = load(save(model, tmp_path), dtype=torch.bfloat16)
+    assert isinstance(loaded.model, Decoder)
+    mlp, theirs = loaded.model.layers[1].mlp, model.model.layers[1].mlp
+    assert isinstance(mlp, Experts) and mlp.corrections is not None
+    assert torch.equal(unpack(mlp.router), theirs.gate.weight)
+    assert torch.equal(mlp.corrections, theirs.gate.moe_statics.e_score_correction_bias[0])
+    assert unpack(mlp.gate_up_projs[0]).dtype == torch.bfloat16
+
+    # Of two experts alone: a difference of logits that bfloat16 would round away decides.
+    hidden = torch.zeros(16, SHAPE["hidden_size"], dtype=torch.bfloat16)
+    hidden[:, 0] = 1.0
+    mlp.router = torch.zeros_like(unpack(mlp.router))
+    mlp.router[:, 0] = torch.tensor([-9.0, 1.0, 1.001, -9.0, -9.0, -9.0])
+    mlp.corrections.zero_()
+    mlp.shapes = replace(mlp.shapes, rule=mlp.shapes.rule._replace(choices=1))
+    mlp.shared = None
+    gate_up, down = unpack(mlp.gate_up_projs[2]), unpack(mlp.down_projs[2])
+    assert torch.equal(mlp(hidden, 1), linear(act_and_mul(linear(hidden, gate_up, None, 1)), down, None, 1))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,14 @@ import pytest
 import torch
 
 from proposers.heads.mtp import MtpHead
+from proposers.heads.mtp_block import OwnBlock
 from proposers.heads.mtp_checkpoint import describe_module
 from runner.engine.architecture import read_architecture
 from runner.engine.checkpoint import ModelSource
+from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
+from runner.engine.experts import Experts
+from runner.engine.mlp import MLP
 from runner.llm import LLM, SamplingParams
 from tests.edit_tensors import edit_tensors
 from tests.mtp_checkpoints import HIDDEN_SIZE, NUM_LAYERS, SHAPE, VOCAB_SIZE, write
@@ -280,3 +284,21 @@ def test_dummy_weights_take_the_layout_that_the_config_states(keys: dict[str, in
     assert len(out.outputs[0].token_ids) == 5
     assert head_of(llm).layout.projection == ("fc" if "mtp_num_hidden_layers" in keys else "eh_proj")
     assert "the config states none" in refusal("dummy", load_format="dummy", hf_config=target)
+
+
+def test_ernies_module_ends_with_its_targets_norm_and_has_an_mlp(tmp_path: Path) -> None:
+    """Whether its weights are read or are dummies."""
+    written = write(tmp_path, "ernie", "ernie4_5_moe")
+    values = json.loads((written.directory / "config.json").read_text())
+    for llm in (start(tmp_path), start("dummy", load_format="dummy", hf_config=values)):
+        head, target = head_of(llm), llm.engine.target.model
+        assert isinstance(head.block, OwnBlock) and isinstance(head.block.layer.mlp, MLP)
+        assert (
+            isinstance(target, Decoder) and head.final_norm is target.norm and isinstance(target.layers[1].mlp, Experts)
+        )
+
+
+def test_ernies_module_is_refused_where_its_targets_norm_is_out_of_reach(tmp_path: Path) -> None:
+    write(tmp_path, "ernie", "ernie4_5_moe", moe_norm_min=0.5)
+    message = refusal(tmp_path)
+    assert "an MTP module in ERNIE 4.5's layout ends with the norm of its target, which must run on our own" in message

@@ -158,12 +158,16 @@ def test_queries_and_keys_in_another_order_are_expanded_with_their_values(name: 
 
 
 @holds_8_bits
-def test_experts_are_held_as_their_checkpoint_holds_them(tmp_path: Path) -> None:
-    """The published FP8 checkpoints of Qwen3-MoE, whose routers stay dense."""
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen3_moe", {"num_experts": 3}), ("glm4_moe", {"n_routed_experts": 3, "first_k_dense_replace": 0})],
+)
+def test_experts_are_held_as_their_checkpoint_holds_them(family: str, options: dict[str, int], tmp_path: Path) -> None:
+    """The published FP8 checkpoints, whose routers stay dense."""
     from transformers import AutoConfig
 
-    shape = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 3, "num_experts_per_tok": 2}
-    save(random_model(AutoConfig.for_model("qwen3_moe", **SHAPE, **shape)), tmp_path)
+    shape = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts_per_tok": 2, **options}
+    save(random_model(AutoConfig.for_model(family, **SHAPE, **shape)), tmp_path)
     layout = LAYOUTS["DeepSeek's and Qwen's FP8"]
     expected = quantize_checkpoint(tmp_path, layout)
     loaded = load(ModelSource(model=str(tmp_path)))
@@ -178,6 +182,11 @@ def test_experts_are_held_as_their_checkpoint_holds_them(tmp_path: Path) -> None
             )
             assert not isinstance(gate_up, torch.Tensor) and not isinstance(down, torch.Tensor)
             assert torch.equal(unpack(gate_up), torch.cat((gate, up))) and torch.equal(unpack(down), own_down)
+        if layer.mlp.shared is not None:
+            down = layer.mlp.shared.down_proj.weight
+            assert not isinstance(down, torch.Tensor)
+            assert torch.equal(unpack(down), expected[f"model.layers.{index}.mlp.shared_experts.down_proj.weight"])
+    assert (loaded.model.layers[0].mlp.shared is not None) == (family == "glm4_moe")
 
 
 def test_read_one_by_one_a_quantized_tensor_is_dense(checkpoint: Path) -> None:

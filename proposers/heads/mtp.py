@@ -77,21 +77,19 @@ class MtpHead:
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         both = rms_norm_pair(
             *embeddings_of(batch.token_ids, self.embed_tokens, self.target),
-            hidden[:, : self.hidden_size],
+            hidden,
             embedding_weight=self.token_norm.weight,
             state_weight=self.hidden_norm.weight,
             eps=self.hidden_norm.eps,
             states_first=self.layout.is_hidden_first,
         )
         output, residual = self.block(self.projection(both, batch.linear_tile), batch, cache)
-        norm = self.final_norm
-        return norm.add(output, residual)[0] if self.layout.feeds_back_normed else norm.beside_sum(output, residual)
+        return self.final_norm.add(output, residual)[0]
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
-        normed = output[:, -self.hidden_size :]
         if self.lm_head is None:
-            return self.target.logits(normed, tile)
-        return head_logits(normed, self.lm_head, tile)
+            return self.target.logits(output, tile)
+        return head_logits(output, self.lm_head, tile)
 
     def convert(self, change: Change) -> None:
         self.projection.convert(change)

@@ -1,8 +1,10 @@
 """How checkpoints name and wire their multi-token-prediction (MTP) modules: the layouts that are published.
 
 A module norms the embedding of a token and the target's state of the position before it, projects both side by side
-to one hidden state, runs a decoder block and a final norm; the target's head reads the result. Targets carry modules
-beside their layers, so the loader must know their tensors whatever the method.
+to one hidden state, runs a decoder block and a final norm; the target's head reads the result, and so does the next
+step, as the first one reads the target's behind its norm: vLLM fed back what is before it, and of GLM-5 and DeepSeek-R1
+later tokens were accepted less often (vllm-project/vllm#47448, ROCm/ATOM#1764). Targets carry modules beside their
+layers, so the loader must know their tensors whatever the method.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ class MtpLayout:
     embedding: str | None = None  # copies that a module may bring with it
     head: str | None = None
     is_hidden_first: bool = False  # of the two halves that are projected
-    feeds_back_normed: bool = True  # the next step gets the state behind the final norm, not before it
 
     def prefix_of(self, index: int, num_layers: int) -> str:
         return self.prefix.format(index=index, layer=num_layers + index)
@@ -63,7 +64,6 @@ DEEPSEEK = MtpLayout(
     final_norm="shared_head.norm",
     embedding="embed_tokens",
     head="shared_head.head",
-    feeds_back_normed=False,
 )
 # arXiv 2505.07608.
 MIMO = MtpLayout(
