@@ -199,6 +199,7 @@ def sum_of_experts(
     (num_rows, choices), width = routing.places.shape, results.shape[1]
     assert results.is_contiguous() and len(results) == num_rows * choices
     assert shared is None or (shared.is_contiguous() and shared.shape == (num_rows, width))
+    assert shared is None or shared.dtype == results.dtype
     out = torch.empty(num_rows, width, dtype=results.dtype, device=results.device)
     overlaps = can_overlap(results.device)
     if out.numel() > 0:

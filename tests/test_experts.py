@@ -20,6 +20,7 @@ from runner.llm import LLM
 from runner.ranks.ranks import Ranks
 from tests.conftest import TARGET_CONFIG, Engines, complete
 from tests.emulated_device import EmulatedDevice
+from tests.other_families import FAMILIES
 from tests.rank_threads import in_ranks
 from tests.test_emulated_gpu import DRAFT_MODEL, DRAWN, GPU, GREEDY, SMALL
 from tests.test_emulated_gpu import PROMPTS as SHORT_PROMPTS
@@ -34,9 +35,10 @@ from tests.test_losslessness import (
     method_config,
     tell_test_proposers,
 )
-from tests.test_row_invariance import EXPERTS
+from tests.test_row_invariance import ERNIE, EXPERTS
 
 MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
+GLM = FAMILIES["glm4_moe"]
 TREE = {"speculative_token_tree": "dynamic"}
 
 
@@ -89,6 +91,21 @@ def test_an_engine_over_the_same_weights_leaves_another_ones_recorded_steps_alon
     assert answers(complete(first, PROMPTS, PARAMS)[0]) == expected
 
 
+@pytest.mark.parametrize("architecture", [ERNIE, GLM], ids=lambda own: own["model_type"])
+def test_in_bfloat16_neither_methods_nor_schedules_change_a_token(
+    engines: Engines, architecture: dict[str, Any]
+) -> None:
+    """ERNIE's router is float32: rows are widened for it, in recorded steps too."""
+    args: dict[str, Any] = {"architecture": architecture, "dtype": "bfloat16"}
+    llm = engines(**args, **ROOMY)
+    requests, metrics = complete(llm, PROMPTS, PARAMS)
+    assert llm.engine.target.is_row_invariant and metrics.steps_in_parts.total() < metrics.num_decoding_steps / 2
+    assert (experts_of(llm)[0].router.dtype == torch.float32) == (architecture is ERNIE)
+    for method, schedule in (("draft_model", "few blocks"), ("mtp", "three at a time")):
+        found, _ = complete(engines(method_config(method, 3), **args, **SCHEDULES[schedule]), PROMPTS, PARAMS)
+        assert answers(found) == answers(requests)
+
+
 @pytest.mark.parametrize("numbers", ["int8", "fp8"])
 def test_experts_in_8_bits_change_no_token_of_a_method_and_the_router_stays_dense(
     engines: Engines, numbers: str
@@ -126,8 +143,11 @@ def test_captured_steps_say_what_the_cpu_says(
     assert metrics.steps_in_parts.total() < metrics.num_decoding_steps
 
 
-def test_two_ranks_hold_parts_of_every_expert_and_draft_as_plain_decoding_says_there() -> None:
-    shape = {**EXPERTS, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+@pytest.mark.parametrize("architecture", [EXPERTS, ERNIE, GLM], ids=lambda own: own["model_type"])
+def test_two_ranks_hold_parts_of_every_expert_and_draft_as_plain_decoding_says_there(
+    architecture: dict[str, Any],
+) -> None:
+    shape = {**architecture, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
 
     def run(ranks: Ranks) -> list[list[tuple[Any, ...]]]:
@@ -139,9 +159,10 @@ def test_two_ranks_hold_parts_of_every_expert_and_draft_as_plain_decoding_says_t
             )  # fmt: skip
             llm = LLM.from_config(config, ranks=ranks)
             assert llm.engine.target.is_row_invariant
-            first = experts_of(llm)[0]
+            first = experts_of(llm)[-1]
             assert first.gate_up_projs[0].shape == (48, 64) and first.down_projs[0].shape == (64, 24)
             assert first.router.shape == (6, 64)
+            assert (first.shared is None) == (architecture is EXPERTS)
             found.append(answers(complete(llm, PROMPTS[:5], PARAMS[:5])[0]))
         return found
 

@@ -84,9 +84,10 @@ def test_rows_of_no_numbers_go_to_as_many_experts_as_others(scores: Scores) -> N
     found = route(logits, RoutingRule(3, True, scores), torch.tensor([-7.0, -1e3, -5.0, -90.0]))
     assert torch.equal(found.places.flatten().sort().values, torch.arange(15))
     assert found.starts.diff().max() <= 5
-    for row in (1, 2):
+    assert found.weights[[1, 2]].isnan().all(dim=1).all() and not found.weights[[0, 3, 4]].isnan().any()
+    for row, first in ((1, 0), (2, 3)) if scores == "sigmoid" else ((1, 0), (2, 0)):
         experts = torch.searchsorted(found.starts, found.places[row], right=True) - 1
-        assert len(set(experts.tolist())) == 3
+        assert len(set(experts.tolist())) == 3 and experts[0] == first
 
 
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])  # of experts without biases, and with
@@ -164,12 +165,12 @@ def test_a_recorded_step_follows_another_routing() -> None:
     num_experts = 6
     gate_up = panels(randn(num_experts * 2 * INNER, HIDDEN) / 8, num_experts)
     down = panels(randn(num_experts * HIDDEN, INNER) / 8, num_experts)
-    logits, x = randn(9, num_experts), randn(9, HIDDEN)
+    logits, x, corrections = randn(9, num_experts), randn(9, HIDDEN), randn(num_experts, seed=1)
 
     def compute() -> Tensor:
-        routing = route(logits, RoutingRule(2, is_normalized=True))
+        routing = route(logits, RoutingRule(2, is_normalized=True, scores="sigmoid"), corrections)
         inner = gated_linear_of_experts(x, gate_up, routing)
-        return sum_of_experts(linear_of_experts(inner, down, routing), routing)
+        return sum_of_experts(linear_of_experts(inner, down, routing), routing, x)
 
     with recording(Pool()) as recorded:
         out = compute()

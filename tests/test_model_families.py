@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kernels.cpu.panels import unpack
-from kernels.reference.act_and_mul import act_and_mul
+from kernels.cpu.panels import pack, unpack
 from kernels.reference.linear import linear
 from runner.engine.architecture import read_architecture
 from runner.engine.decoder import Decoder
@@ -105,9 +103,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     "dots1": ("dots1", {**ROUTED, **SLIDING_LAYER}),
-    "dots1, not normalized, experts everywhere": (
+    "dots1, biased, not normalized, experts everywhere": (
         "dots1",
-        {**ROUTED, "norm_topk_prob": False, "n_shared_experts": 1, "first_k_dense_replace": 0, "head_dim": 24},
+        {**ROUTED, "attention_bias": True, "norm_topk_prob": False, "n_shared_experts": 1, "first_k_dense_replace": 0},
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 24}),
     "ernie4_5, biased, tied": ("ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
@@ -236,7 +234,7 @@ def test_logits_are_as_accurate_as_those_of_transformers(variant: str, tmp_path:
     assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2, sliding layer", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2, sliding layer", "qwen3", "qwen3_moe", "glm4_moe"])
 def test_logits_are_accurate_without_fixed_tiles(variant: str, tmp_path: Path) -> None:
     model = random_model(make_config(variant))
     sequences = random_sequences(VOCAB_SIZE, LENGTHS)
@@ -333,28 +331,41 @@ def test_the_gelu_of_gemmas_first_releases_is_the_tanh_one() -> None:
     assert found is not None and found.activation == "gelu_tanh"
 
 
-@pytest.mark.usefixtures("unpacked_weights")
-def test_what_chooses_experts_stays_float32_beside_16_bits(tmp_path: Path) -> None:
-    """ERNIE's router is published so: bfloat16 has no digits for what its scores differ by."""
-    model = random_model(make_config("ernie4_5_moe"))
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize(
+    ("family", "stored", "held"),
+    [
+        ("ernie4_5_moe", torch.bfloat16, torch.float32),
+        ("glm4_moe", torch.float32, torch.float32),
+        ("glm4_moe", torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_a_router_keeps_its_digits_beside_16_bits(
+    family: str,
+    stored: torch.dtype,
+    held: torch.dtype,
+    is_packed: bool,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """ERNIE's is published in float32; GLM's is taken as it is stored. Either way logits are not rounded."""
+    if not is_packed:
+        request.getfixturevalue("unpacked_weights")
+    model = random_model(make_config(family)).to(stored)
     loaded = load(save(model, tmp_path), dtype=torch.bfloat16)
     assert isinstance(loaded.model, Decoder)
-    mlp, theirs = loaded.model.layers[1].mlp, model.model.layers[1].mlp
+    loaded.model.convert(pack if is_packed else lambda weight: weight)
+    mlp, gate = loaded.model.layers[1].mlp, model.model.layers[1].mlp.gate
     assert isinstance(mlp, Experts) and mlp.corrections is not None
-    assert torch.equal(unpack(mlp.router), theirs.gate.weight)
-    assert torch.equal(mlp.corrections, theirs.gate.moe_statics.e_score_correction_bias[0])
-    assert unpack(mlp.gate_up_projs[0]).dtype == torch.bfloat16
+    assert mlp.router.dtype == held and torch.equal(unpack(mlp.router), gate.weight.to(held))
+    statics = gate.moe_statics if family == "ernie4_5_moe" else gate
+    assert torch.equal(mlp.corrections, statics.e_score_correction_bias.float().flatten())
+    assert mlp.gate_up_projs[0].dtype == torch.bfloat16
 
-    # Of two experts alone: a difference of logits that bfloat16 would round away decides.
-    hidden = torch.zeros(16, SHAPE["hidden_size"], dtype=torch.bfloat16)
-    hidden[:, 0] = 1.0
-    mlp.router = torch.zeros_like(unpack(mlp.router))
-    mlp.router[:, 0] = torch.tensor([-9.0, 1.0, 1.001, -9.0, -9.0, -9.0])
-    mlp.corrections.zero_()
-    mlp.shapes = replace(mlp.shapes, rule=mlp.shapes.rule._replace(choices=1))
-    mlp.shared = None
-    gate_up, down = unpack(mlp.gate_up_projs[2]), unpack(mlp.down_projs[2])
-    assert torch.equal(mlp(hidden, 1), linear(act_and_mul(linear(hidden, gate_up, None, 1)), down, None, 1))
+    rows = torch.randn(16, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = rows.double() @ gate.weight.double().t()
+    assert (mlp.router_logits(rows, 1) - exact).abs().max() < 1e-6 * exact.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -366,8 +377,9 @@ def test_what_chooses_experts_stays_float32_beside_16_bits(tmp_path: Path) -> No
             r"num_experts_per_tok of a qwen3_moe .* must lie in \[1, 6\], .*; mend",
         ),
         ("dots1", {"num_experts_per_tok": 2}, "n_routed_experts of a dots1 checkpoint must be given, got null; mend"),
+        ("ernie4_5_moe", {"moe_layer_start_index": None}, "moe_layer_start_index of a ernie4_5_moe checkpoint must be"),
     ],
-    ids=["more for a token than there are", "none"],
+    ids=["more for a token than there are", "how many is not said", "which layers is not said"],
 )
 def test_numbers_of_experts_that_cannot_be_are_refused(family: str, options: dict[str, Any], rule: str) -> None:
     from transformers import AutoConfig

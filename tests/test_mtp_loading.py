@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from proposers.heads import mtp_block
 from proposers.heads.mtp import MtpHead
 from proposers.heads.mtp_block import OwnBlock
 from proposers.heads.mtp_checkpoint import describe_module
@@ -20,6 +21,7 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.experts import Experts
+from runner.engine.memory import require_memory
 from runner.engine.mlp import MLP
 from runner.llm import LLM, SamplingParams
 from tests.edit_tensors import edit_tensors
@@ -300,5 +302,12 @@ def test_ernies_module_ends_with_its_targets_norm_and_has_an_mlp(tmp_path: Path)
 
 def test_ernies_module_is_refused_where_its_targets_norm_is_out_of_reach(tmp_path: Path) -> None:
     write(tmp_path, "ernie", "ernie4_5_moe", moe_norm_min=0.5)
-    message = refusal(tmp_path)
-    assert "an MTP module in ERNIE 4.5's layout ends with the norm of its target, which must run on our own" in message
+    values = json.loads((tmp_path / "config.json").read_text())
+    for message in (refusal(tmp_path), refusal("dummy", load_format="dummy", hf_config=values)):
+        assert "an MTP module in ERNIE 4.5's layout ends with the norm of its target, which must run on our" in message
+
+
+def test_a_module_that_does_not_fit_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "deepseek", "glm4_moe")
+    monkeypatch.setattr(mtp_block, "require_memory", lambda needed, *rest: require_memory(needed << 40, *rest))
+    assert f"the MTP module of model={tmp_path} needs" in refusal(tmp_path)

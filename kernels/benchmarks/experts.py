@@ -162,7 +162,7 @@ def _prepare_sum(
     results = setting.normal(num_rows * choices, hidden, seed=0)
     shared = setting.normal(num_rows, hidden, seed=1) if has_shared else None
     num_bytes = results.nbytes * (choices + 1 + has_shared) // choices
-    copies = setting.copies(num_bytes, results)
+    copies = setting.copies(num_bytes, results, *([] if shared is None else [shared]))
 
     def check() -> list[str]:
         found, by_torch = (
@@ -174,7 +174,7 @@ def _prepare_sum(
 
     return Work(
         check=check,
-        calls=[partial(experts.sum_of_experts, own, routing, shared) for (own,) in copies],
+        calls=[partial(experts.sum_of_experts, own, routing, *beside) for own, *beside in copies],
         num_bytes=num_bytes,
         comes_from=setting.comes_from(num_bytes),
     )

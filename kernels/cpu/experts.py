@@ -23,7 +23,8 @@ from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
 from kernels.reference.experts import LEAST_TOTAL, Routing, RoutingRule
 
-ZERO, ONE, TAKEN = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)  # TAKEN: below every score
+ZERO, ONE, NO_NUMBER = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
+FIRST, TAKEN = np.float32(np.inf), np.float32(-np.inf)  # above every score, and below
 LEAST = np.float32(LEAST_TOTAL)
 PART_NUMBERS = 1 << 13  # of results, added up in some microseconds
 PART_EXPERTS = 1 << 11  # looked at in some microseconds, over all choices
@@ -56,17 +57,24 @@ def choose_experts(arguments: Any, part: int, num_parts: int, thread: int) -> No
                 scores[expert] = exp2((own[expert] - largest) * LOG2_E)
                 total += scores[expert]
             for expert in range(a.num_experts):
+                if own[expert] - largest != own[expert] - largest:  # exp2 makes a number of what is none
+                    total = NO_NUMBER
+            for expert in range(a.num_experts):
                 scores[expert] /= total
         else:
             for expert in range(a.num_experts):
-                scores[expert] = ONE / (ONE + exp2(own[expert] * -LOG2_E))
+                score = ONE / (ONE + exp2(own[expert] * -LOG2_E))
+                scores[expert] = score if own[expert] == own[expert] else NO_NUMBER
         for expert in range(a.num_experts):
-            order[expert] = scores[expert] + corrections[expert] if a.has_corrections else scores[expert]
+            corrected = scores[expert] + corrections[expert] if a.has_corrections else scores[expert]
+            order[expert] = corrected if corrected == corrected else FIRST
         total = ZERO
         for choice in range(a.choices):
-            best = -1  # the first of those that are left, where no score is a number
-            for expert in range(a.num_experts):
-                if order[expert] != TAKEN and (best < 0 or order[expert] > order[best]):
+            best = 0
+            while order[best] == TAKEN:
+                best += 1
+            for expert in range(best + 1, a.num_experts):
+                if order[expert] > order[best]:
                     best = expert
             weights[row, choice], chosen[row * a.choices + choice] = scores[best], best
             total += scores[best]
@@ -181,8 +189,9 @@ def sort_by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing
 
 def sum_of_experts(results: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
     """[num_places, width] -> [num_rows, width]; shared: [num_rows, width]."""
-    assert results.is_contiguous() and (shared is None or shared.is_contiguous())
     (num_rows, choices), width = routing.places.shape, results.shape[1]
+    assert results.is_contiguous() and (shared is None or shared.is_contiguous())
+    assert shared is None or (shared.shape == (num_rows, width) and shared.dtype == results.dtype)
     sums, room = empty(num_rows, width, dtype=results.dtype), empty(torch.get_num_threads() * width)
     results_adding(ELEMENTS[results.dtype])(
         *(sums.data_ptr(), results.data_ptr(), routing.places.data_ptr(), routing.weights.data_ptr()),

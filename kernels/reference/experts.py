@@ -30,6 +30,7 @@ class Routing(NamedTuple):
 
 
 Scores = Literal["softmax", "sigmoid"]
+ENOUGH = 64.0
 LEAST_TOTAL = 1e-20  # added to a sum of scores, which may all be too small for a float32; lost in any other sum
 
 
@@ -63,8 +64,11 @@ def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) 
 
 
 def _sigmoid(logits: Tensor) -> Tensor:
-    """A logit against 0: torch's own sigmoid has other bits where a loop over whole vectors ends."""
-    against_zero = torch.stack((logits, torch.zeros_like(logits)), dim=-1)
+    """A logit against 0: torch's own sigmoid has other bits where a loop over whole vectors ends.
+
+    Of what is above ENOUGH no float32 is less than 1, and of an infinity softmax makes no number.
+    """
+    against_zero = torch.stack((logits.clamp(max=ENOUGH), torch.zeros_like(logits)), dim=-1)
     return softmax(against_zero.flatten(0, 1))[:, 0].view_as(logits)
 
 

@@ -8,6 +8,7 @@ differ. Every row has its embedding, as in training; vLLM's modules see zeros fo
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -126,14 +127,17 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
     module = describe_module(source, target)
     found = read_module(source, module, target)
     length = longest_text(source, module.config, max_model_len, context.max_model_len)
+    name = f"{source.name}={source.model}"
+    block: MtpBlock
+    if module.arch is not None:
+        arch = replace(module.arch, experts=None) if found.layout.has_mlp else module.arch
+        sizes: dict[str, Any] = {"max_model_len": length, "dtype": context.dtype, "device": context.device}
+        block = OwnBlock(arch, module.config, name=name, **sizes)
+    else:
+        assert isinstance(target.model, TransformersModel), "another target's block was refused"
+        with torch.device(context.device):
+            block = TransformersBlock(target.model, name)
     with torch.device(context.device):
-        block: MtpBlock
-        if module.arch is not None:
-            arch = replace(module.arch, experts=None) if found.layout.has_mlp else module.arch
-            block = OwnBlock(arch, module.config, max_model_len=length, dtype=context.dtype)
-        else:
-            assert isinstance(target.model, TransformersModel), "another target's block was refused"
-            block = TransformersBlock(target.model, f"{source.name}={source.model}")
         eps = float(module.config.rms_norm_eps)
         head = MtpHead(found, block, target, rms_norm_eps=eps, max_model_len=length, dtype=context.dtype)
     fill_head(head.weight_targets(), found.tensors, source, f"an MTP module in {found.layout.title} layout")

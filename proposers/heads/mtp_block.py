@@ -43,12 +43,31 @@ class MtpBlock(Protocol):
 class OwnBlock:
     """A layer of the families that we build ourselves."""
 
-    def __init__(self, arch: Architecture, hf_config: Any, *, max_model_len: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        hf_config: Any,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        name: str,
+    ) -> None:
+        """name: the module's, for errors.
+
+        Raises:
+            UserError: the layer does not fit memory.
+        """
         # Where layers differ, modules are trained with the kind that sees everything.
         window = None if None in arch.sliding_windows else arch.sliding_windows[-1]
         experts = None if arch.experts is None else replace(arch.experts, in_layers=arch.experts.in_layers[-1:])
         alone = replace(arch, num_layers=1, sliding_windows=(window,), experts=experts)
-        self.layer = DecoderLayer(alone, 0, Shard(), dtype)
+        with torch.device("meta"):
+            like = DecoderLayer(alone, 0, Shard(), dtype)
+        needed = sum(target.view.nbytes for target in like.weight_targets("").values())
+        require_memory(needed, device, f"the MTP module of {name}", "choose a smaller model")
+        with torch.device(device):
+            self.layer = DecoderLayer(alone, 0, Shard(), dtype)
         self.attention: Attention | None = self.layer.attention
         self.kv_width = self.layer.attention.kv_width
         self._rope = self.layer.attention.rope(hf_config, max_model_len)

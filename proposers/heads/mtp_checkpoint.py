@@ -123,17 +123,20 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
     Raises:
         UserError: there is no module.
     """
-    if source.is_dummy:
-        layout = _stated_layout(source, module)
-        return MtpTensors(layout=layout, prefix=layout.prefix_of(0, module.num_layers))
-    is_targets = source.has_files_of(target.source)
-    layout = _layout_of([_plain(name, module) for name, _ in read_tensors(source)], source, module)
+    layout = (
+        _stated_layout(source, module)
+        if source.is_dummy
+        else _layout_of([_plain(name, module) for name, _ in read_tensors(source)], source, module)
+    )
     if layout.final_norm is None and not isinstance(target.model, Decoder):
         raise UserError(
             f"{source.name}={source.model}: an MTP module in {layout.title} layout ends with the norm of its target, "
             f"which must run on our own decoder; this {target.hf_config.model_type} runs through transformers' code; "
             "choose another method"
         )
+    if source.is_dummy:
+        return MtpTensors(layout=layout, prefix=layout.prefix_of(0, module.num_layers))
+    is_targets = source.has_files_of(target.source)
     count = num_modules(module.config) if layout is not SPECULATORS else 1
     if count > 1:
         logger.info("%s: the first of %d MTP modules drafts every token", source.model, count)

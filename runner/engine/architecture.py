@@ -25,6 +25,7 @@ class ExpertShapes:
     mixture: Mixture
     num_experts: int
     rule: RoutingRule
+    is_router_float32: bool  # whatever dtype rows have
     intermediate_size: int  # of an expert
     shared_size: int  # intermediate, of the MLP beside them; 0: there is none
     in_layers: tuple[bool, ...]  # of each layer; the others have an MLP
@@ -117,7 +118,7 @@ def gate_up_rows(name: str, intermediate_size: int) -> dict[str, int]:
 
 
 def read_architecture(config: Any) -> Architecture | None:
-    """Shapes from a transformers config; None when the family is not one of ours, or has another activation.
+    """Shapes from a transformers config; None when the family is not one of ours, or its layers do more than ours.
 
     Raises:
         UserError: one of our families, with an option that our decoder does not have.
@@ -127,7 +128,7 @@ def read_architecture(config: Any) -> Architecture | None:
     if name not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
         return None
     family = FAMILIES[name]
-    is_ours = all(getattr(config, key, number) == number for key, number in family.numbers.items())
+    is_ours = all(getattr(config, key, number) == number for key, number in family.fixed_numbers.items())
     if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
         return None
     _require_own(config)
@@ -176,13 +177,13 @@ def _is_told(config: Any, told: bool | str) -> bool:
 
 def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
     """Raises UserError for numbers of experts that cannot be."""
-    num_experts, choices = getattr(config, mixture.count_key), config.num_experts_per_tok
-    for key, number in {mixture.count_key: num_experts, "num_experts_per_tok": choices}.items():
-        if number is None:
+    for key in (mixture.count_key, mixture.choices_key, *_LAYER_KEYS[mixture.layers]):
+        if getattr(config, key) is None:
             raise UserError(f"{key} of a {config.model_type} checkpoint must be given, got null; mend its config")
+    num_experts, choices = getattr(config, mixture.count_key), getattr(config, mixture.choices_key)
     if not 1 <= choices <= num_experts:
         raise UserError(
-            f"num_experts_per_tok of a {config.model_type} checkpoint must lie in [1, {num_experts}], as many as "
+            f"{mixture.choices_key} of a {config.model_type} checkpoint must lie in [1, {num_experts}], as many as "
             f"there are experts, got {choices}; mend its config"
         )
     size = getattr(config, mixture.size_key)
@@ -195,10 +196,20 @@ def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
             scores=mixture.scores,
             scale=1.0 if mixture.scale_key is None else float(getattr(config, mixture.scale_key)),
         ),
+        is_router_float32=mixture.router_digits == "float32",
         intermediate_size=size,
         shared_size=0 if mixture.shared is None else size * (getattr(config, mixture.shared_count_key) or 0),
         in_layers=tuple(_has_experts(config, mixture, layer) for layer in range(config.num_hidden_layers)),
     )
+
+
+# Of a config, which say by Mixture.layers what layers have experts.
+_LAYER_KEYS = {
+    "all": (),
+    "behind_first": ("first_k_dense_replace",),
+    "by_step": ("decoder_sparse_step",),
+    "in_range": ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+}
 
 
 def _has_experts(config: Any, mixture: Mixture, layer: int) -> bool:
@@ -206,7 +217,7 @@ def _has_experts(config: Any, mixture: Mixture, layer: int) -> bool:
         return layer >= int(config.first_k_dense_replace)
     if mixture.layers == "in_range":
         span = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
-        return layer in span and (layer + 1) % int(config.moe_layer_interval) == 0
+        return layer in span and (layer + 1) % max(1, int(config.moe_layer_interval)) == 0
     if mixture.layers == "by_step":
         return layer not in (config.mlp_only_layers or ()) and (layer + 1) % config.decoder_sparse_step == 0
     return True

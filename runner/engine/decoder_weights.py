@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kernels.quantized_weight import ZERO, QuantizedWeight, pack_codes, quantize
-from runner.engine.architecture import Architecture
+from runner.engine.architecture import Architecture, gate_up_rows
 from runner.engine.checkpoint import ModelSource, read_tensors, require_finite
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.errors import UserError, first_of
@@ -28,8 +28,9 @@ STD = 0.02  # of random weights
 def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:
     targets = decoder.weight_targets()
     tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
-    # A module's block is like one of the layers.
+    # A module's block is like one of the layers, or has an MLP where all of these have experts.
     block_names = {name for layer in decoder.sample_layers for name in layer.weight_targets("")}
+    block_names |= {f"{name}.weight" for name in (*gate_up_rows("mlp", arch.intermediate_size), "mlp.down_proj")}
     unknown = []
     whole_matrices = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
     for name, tensor in in_our_order(whole_matrices, arch.head_layout):

@@ -11,11 +11,33 @@ from kernels.cpu.panels import Panels, Weight, unpack
 from kernels.reference import experts as in_torch
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing, RoutingRule
+from kernels.reference.linear import linear as linear_in_tiles
 from runner.engine.backend import is_compiled, runs_kernels
+from runner.engine.operations import head_logits
 
 if TYPE_CHECKING:
     from kernels.cpu.experts_linear import PanelsOfExperts
     from kernels.experts_linear import ExpertsInMemory
+
+
+def router_logits(
+    rows: torch.Tensor, router: Weight, tile: int | None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[num_rows, hidden] x [num_experts, hidden] -> [num_rows, num_experts] float32, whose products nothing rounds.
+
+    The router may be float32 beside rows of 16 bits. bias: [num_experts].
+    """
+    if isinstance(router, Panels) or runs_kernels(rows):
+        return head_logits(rows if rows.dtype == router.dtype else _widened(rows), router, tile or 1, bias=bias)
+    return linear_in_tiles(rows.float(), unpack(router).float(), None if bias is None else bias.float(), tile)
+
+
+def _widened(rows: torch.Tensor) -> torch.Tensor:
+    if not is_compiled(rows):
+        return rows.float()
+    from kernels.cpu.rows import widened
+
+    return widened(rows)
 
 
 def route(logits: torch.Tensor, rule: RoutingRule, corrections: torch.Tensor | None = None) -> Routing:

@@ -20,11 +20,11 @@ from runner.engine.expert_operations import (
     gated_linear_of_experts,
     linear_of_experts,
     route,
+    router_logits,
     sum_of_experts,
 )
 from runner.engine.linear import WeightTarget, empty_weight, shared_storage, split_inputs, weight_target
 from runner.engine.mlp import MLP
-from runner.engine.operations import head_logits, widen
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -41,7 +41,7 @@ class Experts:
         quantization: Quantization | None = None,  # of their products, by names within the layer
     ) -> None:
         self.shapes, self.shard, self._activation = shapes, shard, activation
-        router_dtype = torch.float32 if shapes.mixture.is_router_float32 else dtype
+        router_dtype = torch.float32 if shapes.is_router_float32 else dtype
         self.router: Weight = torch.empty(shapes.num_experts, hidden_size, dtype=router_dtype)
         # Added to scores, which are float32.
         self.corrections = None if shapes.corrections_name is None else torch.empty(shapes.num_experts)
@@ -86,15 +86,17 @@ class Experts:
 
     def own_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """This rank's part of the result [num_rows, hidden], num_rows a multiple of tile."""
-        rows = hidden if hidden.dtype == self.router.dtype else widen(hidden)
-        logits = head_logits(rows, self.router, tile, bias=self._router_bias)
-        routing = route(logits, self.shapes.rule, self.corrections)
+        routing = route(self.router_logits(hidden, tile), self.shapes.rule, self.corrections)
         inner = gated_linear_of_experts(
             hidden, self.gate_up_projs, routing, tile, self._gate_up_biases, self._activation
         )
         down_biases = self._down_biases if self.shard.rank == 0 else None  # which are added once
         results = linear_of_experts(inner, self.down_projs, routing, tile, down_biases)
         return sum_of_experts(results, routing, None if self.shared is None else self.shared.own_part(hidden, tile))
+
+    def router_logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """[num_rows, num_experts] float32."""
+        return router_logits(hidden, self.router, tile, self._router_bias)
 
     @property
     def rows_for_one(self) -> int:
@@ -118,8 +120,9 @@ class Experts:
         return [*(f"{name}.weight" for name in names), *([] if self.shared is None else self.shared.product_names)]
 
     def convert(self, change: Change) -> None:
-        """As Decoder.convert."""
-        self.router = change(self.router)
+        """As Decoder.convert; but the router stays dense, whose scores are a rounding apart."""
+        router = change(self.router)
+        self.router = self.router if isinstance(router, QuantizedWeight) else router
         self.gate_up_projs, self.down_projs = (
             converted(weights, change) for weights in (self.gate_up_projs, self.down_projs)
         )

@@ -36,8 +36,9 @@ class Mixture:
     block: str
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # gate, up, down
     router: str = "gate"
-    is_router_float32: bool = False  # whatever dtype rows have: so it is published
+    router_digits: Literal["of rows", "of checkpoint", "float32"] = "of rows"  # the last: so it is published
     count_key: str = "num_experts"
+    choices_key: str = "num_experts_per_tok"  # experts that a row goes to
     size_key: str = "moe_intermediate_size"  # of an expert
     scores: Scores = "softmax"
     is_normalized: bool | str = True  # the weights of a row's experts add up to 1, or: the config's key says so
@@ -65,7 +66,7 @@ class Family:
     activation: Activation = "silu"
     activation_key: str = "hidden_act"  # of the config
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
-    numbers: Mapping[str, float] = field(default_factory=dict)  # by keys of the config; the same holds
+    fixed_numbers: Mapping[str, float] = field(default_factory=dict)  # by keys; with others layers are not ours
     is_embedding_scaled: bool = False  # by the root of the hidden size
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool = False  # neighbours turn together, not the halves of what is rotated
@@ -99,6 +100,7 @@ _LATER_GEMMA: dict[str, Any] = {
 _ONE_GROUP = {"n_group": 1}
 _DEEPSEEK_MIXTURE = Mixture(
     block="mlp",
+    router_digits="of checkpoint",
     count_key="n_routed_experts",
     scores="sigmoid",
     is_normalized="norm_topk_prob",
@@ -110,16 +112,23 @@ _DEEPSEEK_MIXTURE = Mixture(
 )
 
 FAMILIES = {
-    "dots1": Family(qk_norm=True, windows="by_layer", numbers=_ONE_GROUP, experts=_DEEPSEEK_MIXTURE),
+    "dots1": Family(
+        output_bias="attention_bias",
+        qk_norm=True,
+        windows="by_layer",
+        fixed_numbers=_ONE_GROUP,
+        experts=_DEEPSEEK_MIXTURE,
+    ),
     "ernie4_5": Family(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_rope_interleaved=True),
     "ernie4_5_moe": Family(
         qkv_bias=False,
         is_rope_interleaved=True,
-        numbers={"use_bias": False, "moe_norm_min": 1e-12},  # the latter: no sum of scores is as small
+        fixed_numbers={"use_bias": False, "moe_norm_min": 1e-12},  # the latter: lost in sums of published scores
         experts=Mixture(
             block="mlp",
-            is_router_float32=True,
+            router_digits="float32",
             count_key="moe_num_experts",
+            choices_key="moe_k",
             corrections="moe_statics.e_score_correction_bias",
             corrections_have_rows=True,
             shared="shared_experts",
@@ -134,13 +143,15 @@ FAMILIES = {
     "gemma3_text": Family(**_LATER_GEMMA, qk_norm=True, reads=("query_pre_attn_scalar", "final_logit_softcapping")),
     "glm": Family(is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "glm4": Family(norms=GLM_NORMS, is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
-    "glm4_moe": Family(qk_norm="use_qk_norm", is_rope_partial=True, numbers=_ONE_GROUP, experts=_DEEPSEEK_MIXTURE),
+    "glm4_moe": Family(
+        qk_norm="use_qk_norm", is_rope_partial=True, fixed_numbers=_ONE_GROUP, experts=_DEEPSEEK_MIXTURE
+    ),
     "gpt_oss": Family(
         output_bias="attention_bias",
         windows="by_layer",
         has_sinks=True,
         activation="clamped_swiglu",
-        numbers={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
+        fixed_numbers={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
         experts=Mixture(
             block="mlp",
             router="router",

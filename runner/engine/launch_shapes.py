@@ -139,12 +139,15 @@ def row_invariant_shapes(
 
 def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], lm_head: Weight) -> bool:
     attention, tile = layers[0].attention, shape.linear
+    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Experts)]
+    weights = [lm_head, *(weight for layer in layers for weight in layer.product_weights)]
+    routers = [mixture.router for mixture in mixtures]
+    weights += [router if isinstance(router, Panels) else unpack(router).float() for router in routers]
     if tile is not None and not all(
         _panels_keep_bits(weight) if isinstance(weight, Panels) else rows_keep_their_bits(unpack(weight), tile)
-        for weight in [*(weight for layer in layers for weight in layer.product_weights), lm_head]
+        for weight in weights
     ):
         return False
-    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Experts)]
     if tile is not None and not all(_experts_keep_bits(mixture, tile) for mixture in mixtures):
         return False
     if isinstance(shape, PagedShape):
@@ -185,24 +188,29 @@ def _kernels_keep_bits(
 ) -> bool:
     """A row alone against the same row in company, in every product and over a context of two splits."""
     assert isinstance(shape, PagedShape)
-    attention, tile = layers[0].attention, shape.linear
+    tile, dtype = shape.linear, layers[0].attention.o_proj.weight.dtype
     mlps = [part for layer in layers for part in (layer.mlp, layer.mlp.shared) if part is not None]
+    # What multiplies, its weights in the order in which rows meet them, and of how many rows they meet one.
     asked: list[tuple[Callable[[torch.Tensor], torch.Tensor], list[Weight], int]] = [
-        # What multiplies, its weights in the order in which rows meet them, and of how many rows they meet one.
-        (lambda x: attention.qkv_proj(x, tile), [attention.qkv_proj.weight], 1),
-        (lambda x: attention.o_proj(x, tile), [attention.o_proj.weight], 1),
         *((partial(mlp, tile=tile), mlp.product_weights, mlp.rows_for_one) for mlp in mlps),
+        *((partial(mlp.router_logits, tile=tile), [mlp.router], 1) for mlp in mlps if isinstance(mlp, Experts)),
         (lambda x: head_logits(x, lm_head, tile, softcap), [lm_head], 1),
     ]
-    agree = [_rows_agree(product, weights, of_rows) for product, weights, of_rows in asked]
-    return all(agree) and _attentions_agree(shape, attention)
+    for layer in layers:
+        products = (layer.attention.qkv_proj, layer.attention.o_proj)
+        asked += [(partial(product, tile=tile), [product.weight], 1) for product in products]
+    agree = [_rows_agree(product, weights, dtype, of_rows) for product, weights, of_rows in asked]
+    return all(agree) and _attentions_agree(shape, layers[0].attention)
 
 
-def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], weights: Sequence[Weight], of_rows: int = 1) -> bool:
+def _rows_agree(
+    product: Callable[[torch.Tensor], torch.Tensor], weights: Sequence[Weight], dtype: torch.dtype, of_rows: int = 1
+) -> bool:
     """In every kind of program that may compute the product, of experts' as far as there are rows for it.
 
     Args:
         weights: as rows meet them; of two the first is gated.
+        dtype: of the rows.
         of_rows: a weight meets one of so many rows.
     """
     counts = set[int]()
@@ -218,7 +226,7 @@ def _rows_agree(product: Callable[[torch.Tensor], torch.Tensor], weights: Sequen
     counts = {min(count * of_rows, max(count, MOST_ROWS_OF_EXPERTS)) for count in counts}
     first = weights[0]
     generator = torch.Generator(first.device).manual_seed(0)
-    rows = torch.randn(max(counts), first.shape[1], generator=generator, device=first.device).to(first.dtype)
+    rows = torch.randn(max(counts), first.shape[1], generator=generator, device=first.device).to(dtype)
     alone = product(rows[-1:].contiguous())
     agree = [torch.equal(product(rows[-count:])[-1:], alone) for count in sorted(counts)]
     return all(agree)

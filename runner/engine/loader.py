@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,7 @@ def load_model(
     if arch is None:
         return _load_through_transformers(source, config, device=device, dtype=dtype, max_model_len=length, shard=shard)
     require_static_rope(config)
+    arch = _with_router_of(source, arch)
     logger.info("%s: %s runs on our own decoder", source.model, arch.family)
     shape = partial(Decoder, arch, config, max_model_len=length, dtype=dtype, shard=shard)
     with torch.device("meta"), _naming(source):
@@ -93,6 +94,16 @@ def load_model(
         num_weight_bytes=num_bytes,
         held=_how_held(decoder),
     )
+
+
+def _with_router_of(source: ModelSource, arch: Architecture) -> Architecture:
+    """With a router in float32 where the family takes it as the checkpoint stores it, and it does so."""
+    experts = arch.experts
+    if experts is None or experts.mixture.router_digits != "of checkpoint" or source.is_dummy:
+        return arch
+    routers = (tensor for name, tensor in read_tensors(source) if name.endswith(f".{experts.router_name}.weight"))
+    is_float32 = any(not isinstance(tensor, QuantizedTensor) and tensor.get_dtype() == "F32" for tensor in routers)
+    return replace(arch, experts=replace(experts, is_router_float32=is_float32))
 
 
 def _how_held(decoder: Decoder) -> str | None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Config keys that state how many modules there are, as DeepSeek, GLM and MiMo name it and as Qwen3.5 does.
+# Config keys that state how many modules there are, as DeepSeek, GLM, MiMo and ERNIE name it and as Qwen3.5 does.
 NUM_MODULES_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
@@ -85,8 +85,8 @@ QWEN3_NEXT = MtpLayout(
     final_norm="norm",
     block="layers.{index}.",
 )
-# ERNIE 4.5. Baidu's training code norms what the target and what its modules yield by the same weights; vLLM leaves it
-# out of a module.
+# ERNIE 4.5, as Baidu's FastDeploy runs it: the norm of the target is its modules' too, and they take what is behind it.
+# vLLM norms nothing behind a module.
 ERNIE = MtpLayout(
     title="ERNIE 4.5's",
     prefix="model.",

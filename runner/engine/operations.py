@@ -50,15 +50,6 @@ def beside(*parts: torch.Tensor) -> torch.Tensor:
     return on_cpu(*parts)
 
 
-def widen(rows: torch.Tensor) -> torch.Tensor:
-    """[num_rows, width] of 16 bits, contiguous -> float32."""
-    if not is_compiled(rows):
-        return rows.float()
-    from kernels.cpu.rows import widened as on_cpu
-
-    return on_cpu(rows)
-
-
 def sum_of_ranks(parts: torch.Tensor) -> torch.Tensor:
     """[num_ranks, num_rows, width] -> [num_rows, width], in the order of the ranks."""
     if is_compiled(parts):
