@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Families beside those of tests/test_transformers_model.py, by what else their code has: model_type -> options
 MORE: dict[str, dict[str, Any]] = {
     "cohere": {},  # no residual between attention and MLP
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_norm_min": 1e-6},
     "exaone4": {"sliding_window": 8},  # norms behind what they norm
     "glm4_moe": {
         "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2,
