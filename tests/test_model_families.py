@@ -377,9 +377,14 @@ def test_a_router_keeps_its_digits_beside_16_bits(
             r"num_experts_per_tok of a qwen3_moe .* must lie in \[1, 6\], .*; mend",
         ),
         ("dots1", {"num_experts_per_tok": 2}, "n_routed_experts of a dots1 checkpoint must be given, got null; mend"),
+        (
+            "ernie4_5_moe",
+            {"moe_layer_interval": 0},
+            "moe_layer_interval of a ernie4_5_moe checkpoint must be >= 1, got 0",
+        ),
         ("ernie4_5_moe", {"moe_layer_start_index": None}, "moe_layer_start_index of a ernie4_5_moe checkpoint must be"),
     ],
-    ids=["more for a token than there are", "how many is not said", "which layers is not said"],
+    ids=["more for a token than there are", "how many is not said", "no step", "which layers is not said"],
 )
 def test_numbers_of_experts_that_cannot_be_are_refused(family: str, options: dict[str, Any], rule: str) -> None:
     from transformers import AutoConfig

@@ -8,7 +8,6 @@ differ. Every row has its embedding, as in training; vLLM's modules see zeros fo
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -131,8 +130,9 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
     block: MtpBlock
     if module.arch is not None:
         arch = replace(module.arch, experts=None) if found.layout.has_mlp else module.arch
-        sizes: dict[str, Any] = {"max_model_len": length, "dtype": context.dtype, "device": context.device}
-        block = OwnBlock(arch, module.config, name=name, **sizes)
+        block = OwnBlock(
+            arch, module.config, max_model_len=length, dtype=context.dtype, device=context.device, name=name
+        )
     else:
         assert isinstance(target.model, TransformersModel), "another target's block was refused"
         with torch.device(context.device):

@@ -178,8 +178,11 @@ def _is_told(config: Any, told: bool | str) -> bool:
 def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
     """Raises UserError for numbers of experts that cannot be."""
     for key in (mixture.count_key, mixture.choices_key, *_LAYER_KEYS[mixture.layers]):
-        if getattr(config, key) is None:
-            raise UserError(f"{key} of a {config.model_type} checkpoint must be given, got null; mend its config")
+        number, of = getattr(config, key), f"{key} of a {config.model_type} checkpoint must be"
+        if number is None:
+            raise UserError(f"{of} given, got null; mend its config")
+        if key in _STEPS and number < 1:
+            raise UserError(f"{of} >= 1, got {number}; mend its config")
     num_experts, choices = getattr(config, mixture.count_key), getattr(config, mixture.choices_key)
     if not 1 <= choices <= num_experts:
         raise UserError(
@@ -204,6 +207,7 @@ def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
 
 
 # Of a config, which say by Mixture.layers what layers have experts.
+_STEPS = ("decoder_sparse_step", "moe_layer_interval")
 _LAYER_KEYS = {
     "all": (),
     "behind_first": ("first_k_dense_replace",),
@@ -217,7 +221,7 @@ def _has_experts(config: Any, mixture: Mixture, layer: int) -> bool:
         return layer >= int(config.first_k_dense_replace)
     if mixture.layers == "in_range":
         span = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
-        return layer in span and (layer + 1) % max(1, int(config.moe_layer_interval)) == 0
+        return layer in span and (layer + 1) % int(config.moe_layer_interval) == 0
     if mixture.layers == "by_step":
         return layer not in (config.mlp_only_layers or ()) and (layer + 1) % config.decoder_sparse_step == 0
     return True

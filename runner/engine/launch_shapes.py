@@ -199,19 +199,22 @@ def _kernels_keep_bits(
     for layer in layers:
         products = (layer.attention.qkv_proj, layer.attention.o_proj)
         asked += [(partial(product, tile=tile), [product.weight], 1) for product in products]
-    agree = [_rows_agree(product, weights, dtype, of_rows) for product, weights, of_rows in asked]
+    agree = [_rows_agree(product, weights, of_rows, dtype) for product, weights, of_rows in asked]
     return all(agree) and _attentions_agree(shape, layers[0].attention)
 
 
 def _rows_agree(
-    product: Callable[[torch.Tensor], torch.Tensor], weights: Sequence[Weight], dtype: torch.dtype, of_rows: int = 1
+    product: Callable[[torch.Tensor], torch.Tensor],
+    weights: Sequence[Weight],
+    of_rows: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> bool:
     """In every kind of program that may compute the product, of experts' as far as there are rows for it.
 
     Args:
         weights: as rows meet them; of two the first is gated.
-        dtype: of the rows.
         of_rows: a weight meets one of so many rows.
+        dtype: of the rows; None: of the weights.
     """
     counts = set[int]()
     for index, weight in enumerate(weights):
@@ -226,7 +229,7 @@ def _rows_agree(
     counts = {min(count * of_rows, max(count, MOST_ROWS_OF_EXPERTS)) for count in counts}
     first = weights[0]
     generator = torch.Generator(first.device).manual_seed(0)
-    rows = torch.randn(max(counts), first.shape[1], generator=generator, device=first.device).to(dtype)
+    rows = torch.randn(max(counts), first.shape[1], generator=generator, device=first.device).to(dtype or first.dtype)
     alone = product(rows[-1:].contiguous())
     agree = [torch.equal(product(rows[-count:])[-1:], alone) for count in sorted(counts)]
     return all(agree)

@@ -14,6 +14,9 @@ from runner.engine.shard import Shard
 
 
 class MLP:
+    shared: MLP | None = None  # as Experts.shared
+    rows_for_one = 1  # as Experts.rows_for_one
+
     def __init__(
         self,
         hidden_size: int,
@@ -49,9 +52,6 @@ class MLP:
         fused = self.gate_up_proj
         inner = gated_linear(hidden, fused.weight, fused.bias, tile, self._activation)
         return self.down_proj.own_part(inner, tile)
-
-    shared: MLP | None = None  # as Experts.shared
-    rows_for_one = 1  # as Experts.rows_for_one
 
     @property
     def products_per_row(self) -> int:
