@@ -3,8 +3,8 @@
 A module norms the embedding of a token and the target's state of the position before it, projects both side by side
 to one hidden state, runs a decoder block and a final norm; the target's head reads the result, and so does the next
 step, as the first one reads the target's behind its norm: later tokens of GLM-5 and DeepSeek-R1 were accepted less
-often where the state before it was fed back (vllm-project/vllm#46075, ROCm/ATOM#1764). Targets carry modules beside their
-layers, so the loader must know their tensors whatever the method.
+often where the state before it was fed back (vllm-project/vllm#46075, ROCm/ATOM#1764). Targets carry modules beside
+their layers, so the loader must know their tensors whatever the method.
 """
 
 from __future__ import annotations
