@@ -256,7 +256,7 @@ def test_two_gpus_capture_their_exchanges_and_say_the_same_whatever_the_method()
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=120)
+        process.join(timeout=600)
         process.kill()  # one that waits for the other would keep this process from ending
     assert [process.exitcode for process in processes] == [0, 0]
     first, second = sorted(results.get() for _ in processes)

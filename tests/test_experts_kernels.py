@@ -57,6 +57,7 @@ def to_experts(chosen: list[list[int]], num_experts: int) -> Routing:
     is_corrected=st.booleans(),
     seed=st.integers(0, 99),
 )
+@settings(max_examples=30)
 def test_rows_go_where_the_reference_sends_them(
     kernel_device: torch.device,
     num_rows: int,

@@ -419,7 +419,7 @@ def test_whatever_requests_ask_their_steps_are_whole_and_what_they_are_in_parts(
 ) -> None:
     """Each by itself, and in company that asks for something else; the bits of logprobs too."""
     llm = build(method)
-    params = tuple(replace(asked, max_tokens=12) for asked in ASKED.values())
+    params = tuple(replace(asked, max_tokens=10) for asked in ASKED.values())
     traffic = Traffic(
         arrivals=tuple((0, 3 + index) for index in range(len(params))),
         params=params,
