@@ -19,7 +19,6 @@ from kernels.reference.experts import LEAST_TOTAL, Routing, RoutingRule
 CHUNK = 1024  # goings that a program looks at together
 BLOCK = 1024  # columns of a sum's program
 LEAST: tl.constexpr = tl.constexpr(LEAST_TOTAL)
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -47,7 +46,7 @@ def choose_kernel(
         powers = tl.exp(logits - tl.max(logits, axis=0))
         scores = tl.div_rn(powers, tl.sum(powers, axis=0))
     else:
-        scores = tl.div_rn(1.0, 1.0 + tl.exp2(logits * -LOG2_E))
+        scores = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
     order = scores
     if corrections_ptr is not None:
         order += tl.load(corrections_ptr + numbers, mask=is_expert, other=0.0)

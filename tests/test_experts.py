@@ -13,8 +13,11 @@ import torch
 from kernels.cpu.panels import Panels
 from kernels.quantized_weight import QuantizedWeight
 from runner.config import SpeculativeConfig
+from runner.engine import launch_shapes
 from runner.engine.decoder import Decoder
 from runner.engine.experts import Experts
+from runner.engine.mlp import MLP
+from runner.engine.paged_shape import PagedShape
 from runner.engine.request import Request
 from runner.llm import LLM
 from runner.ranks.ranks import Ranks
@@ -104,6 +107,28 @@ def test_in_bfloat16_neither_methods_nor_schedules_change_a_token(
     for method, schedule in (("draft_model", "few blocks"), ("mtp", "three at a time")):
         found, _ = complete(engines(method_config(method, 3), **args, **SCHEDULES[schedule]), PROMPTS, PARAMS)
         assert answers(found) == answers(requests)
+
+
+def test_a_gpu_is_asked_at_the_start_for_every_product_of_both_kinds_of_layers(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense first layer's, a router's and a shared expert's too."""
+    model = engines(architecture=GLM, **ROOMY).engine.target.model
+    assert isinstance(model, Decoder)
+    asked: list[int] = []
+
+    def note(_product: Any, weights: list[Any], *_: Any) -> bool:
+        asked.extend(map(id, weights))
+        return True
+
+    monkeypatch.setattr(launch_shapes, "_rows_agree", note)
+    monkeypatch.setattr(launch_shapes, "_attentions_agree", lambda *_: True)
+    shape = PagedShape(rows_per_tile=1, split_keys=None, max_context=64, linear=1, is_bucketed=False)
+    assert launch_shapes._kernels_keep_bits(shape, model.sample_layers, model.lm_head, None)
+    dense, mixed = model.layers
+    assert isinstance(dense.mlp, MLP) and isinstance(mixed.mlp, Experts) and mixed.mlp.shared is not None
+    weights = [model.lm_head, mixed.mlp.router, *dense.product_weights, *mixed.product_weights]
+    assert len(weights) == 12 and sorted(asked) == sorted(map(id, weights))
 
 
 @pytest.mark.parametrize("numbers", ["int8", "fp8"])

@@ -48,7 +48,6 @@ class MtpHead:
     ) -> None:
         layout, size, vocab_size = found.layout, target.model.hidden_size, target.model.vocab_size
         self.layout, self.block, self.target, self.max_model_len = layout, block, target.model, max_model_len
-        self.hidden_size = size
         self.token_norm = RMSNorm(size, rms_norm_eps, dtype)
         self.hidden_norm = RMSNorm(size, rms_norm_eps, dtype)
         self.projection = ColumnParallelLinear(
