@@ -25,9 +25,10 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer, RMSNorm
+from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.norms import RMSNorm
 from runner.engine.operations import rms_norm_pair
 from runner.engine.shard import Shard
 

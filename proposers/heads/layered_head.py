@@ -14,8 +14,9 @@ from kernels.cpu.panels import Change, Weight, unpacked
 from proposers.heads.draft_vocabulary import target_ids
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.architecture import Architecture
+from runner.engine.attention import Attention
 from runner.engine.checkpoint import ModelSource
-from runner.engine.layers import Attention, DecoderLayer
+from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.operations import head_logits

@@ -20,9 +20,9 @@ from proposers.heads.head_sizes import head_size, require_target_sizes
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
-from runner.engine.layers import RMSNorm
 from runner.engine.linear import WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.norms import RMSNorm
 from runner.engine.operations import head_logits, linear
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"

@@ -18,15 +18,16 @@ from proposers.heads.head_sizes import longest_text
 from proposers.heads.mtp_block import MtpBlock, OwnBlock, TransformersBlock
 from proposers.heads.mtp_checkpoint import MtpTensors, describe_module, read_module
 from proposers.vocabularies.partial import KnownTokens
+from runner.engine.attention import Attention
 from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import Attention, RMSNorm
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.norms import RMSNorm
 from runner.engine.operations import head_logits, rms_norm_pair
 from runner.engine.shard import Shard
 from runner.engine.transformers_model import TransformersModel

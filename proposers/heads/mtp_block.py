@@ -14,10 +14,11 @@ import torch
 
 from kernels.cpu.panels import Change
 from runner.engine.architecture import Architecture
+from runner.engine.attention import Attention
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import Attention, DecoderLayer
+from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget
 from runner.engine.memory import require_memory
 from runner.engine.shard import Shard

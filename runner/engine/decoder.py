@@ -13,10 +13,12 @@ import torch
 
 from kernels.cpu.panels import Change, Weight, unpack
 from runner.engine.architecture import Architecture
+from runner.engine.attention import Attention
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import Attention, DecoderLayer, RMSNorm
+from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget, empty_weight, weight_target
+from runner.engine.norms import RMSNorm
 from runner.engine.operations import head_logits, scale_rows, take_rows
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard

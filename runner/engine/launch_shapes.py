@@ -15,10 +15,11 @@ from kernels.linear_plan import rows_of_each_kind
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
+from runner.engine.attention import Attention
 from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
-from runner.engine.layers import Attention, DecoderLayer
+from runner.engine.layers import DecoderLayer
 from runner.engine.operations import head_logits, paged_attention
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Family, Segment

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.panels import Change, Weight, pack
+from runner.engine.attention import Attention
 from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes
-from runner.engine.layers import Attention
 from runner.engine.paged_shape import PagedShape
 from runner.engine.programs import can_record, graph_store
 from runner.engine.tile_shape import ANY_SHAPE_TILES

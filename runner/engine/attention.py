@@ -1,0 +1,129 @@
+"""Attention over the paged cache: its products, norms of heads and rotations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runner.engine.architecture import Architecture
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
+from runner.engine.norms import RMSNorm
+from runner.engine.operations import linear, paged_attention, rotate_and_store
+from runner.engine.quantization import Quantization
+from runner.engine.rope import Rope, RopeRows
+from runner.engine.shard import Shard
+
+
+class Attention:
+    def __init__(
+        self,
+        arch: Architecture,
+        layer: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        *,
+        in_features: int | None = None,  # None: the hidden size; EAGLE-3 attends from twice as many
+        quantization: Quantization | None = None,  # by names within the layer
+    ) -> None:
+        self.layer, self.head_dim = layer, arch.head_dim
+        self.is_causal = True  # False: rows see all of their segment, in launches built for that (DFlash's blocks)
+        self.num_heads = shard.split(arch.num_heads, "num_attention_heads")
+        self.num_kv_heads = shard.split(arch.num_kv_heads, "num_key_value_heads")
+        self.sliding_window = arch.sliding_windows[layer]
+        self.scale, self.softcap = arch.attention_scale, arch.attention_softcap
+        # Logits, which are float32.
+        self.sinks = torch.empty(self.num_heads, dtype=torch.float32) if arch.has_sinks else None
+        self.rope_key, self._head_layout = arch.ropes[layer], arch.head_layout
+        in_features = arch.hidden_size if in_features is None else in_features
+        self.qkv_proj = ColumnParallelLinear(
+            in_features, arch.qkv_rows, bias=arch.qkv_bias, shard=shard, dtype=dtype, quantization=quantization
+        )
+        self.o_proj = RowParallelLinear(
+            arch.num_heads * arch.head_dim,
+            arch.hidden_size,
+            "self_attn.o_proj",
+            bias=arch.output_bias,
+            shard=shard,
+            dtype=dtype,
+            quantization=quantization,
+        )
+        self.q_norm, self.k_norm = (
+            RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype, adds_one=arch.norms_add_one) if arch.qk_norm else None
+            for _ in range(2)
+        )
+        self._norms = [None if norm is None else (norm.weight, norm.eps) for norm in (self.q_norm, self.k_norm)]
+
+    def __call__(self, hidden: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+        query = rotate_and_store(
+            self.qkv_proj(hidden, batch.linear_tile),
+            rope,
+            batch.slot_mapping,
+            cache,
+            self.layer,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            q_norm=self._norms[0],
+            k_norm=self._norms[1],
+        )
+        out = paged_attention(
+            query,
+            cache.layers[self.layer],
+            batch.attention,
+            num_kv_heads=self.num_kv_heads,
+            value_dim=self.head_dim,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            is_causal=self.is_causal,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+        return self.o_proj(out, batch.linear_tile)
+
+    def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
+        """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""
+        queries, fused = self.num_heads * self.head_dim, self.qkv_proj
+        if isinstance(fused.weight, torch.Tensor):
+            bias = None if fused.bias is None else fused.bias[queries:]
+            keys_and_values = linear(states, fused.weight[queries:], bias, batch.linear_tile)
+        else:  # which cannot be cut
+            keys_and_values = fused(states, batch.linear_tile)[:, queries:].contiguous()
+        rotate_and_store(
+            keys_and_values,
+            rope,
+            batch.slot_mapping,
+            cache,
+            self.layer,
+            num_heads=0,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            k_norm=self._norms[1],
+        )
+
+    def rope(self, hf_config: Any, max_model_len: int) -> Rope:
+        """The rotations of this and of every layer of a model that has the same rope_key."""
+        return Rope(
+            hf_config,
+            self.rope_key,
+            self._head_layout,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            max_model_len=max_model_len,
+        )
+
+    @property
+    def kv_width(self) -> int:
+        """Elements a token takes in the cache."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        targets = self.qkv_proj.weight_targets(prefix) | self.o_proj.weight_targets(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            targets[f"{prefix}self_attn.q_norm.weight"] = self.q_norm.target
+            targets[f"{prefix}self_attn.k_norm.weight"] = self.k_norm.target
+        if self.sinks is not None:
+            targets[f"{prefix}self_attn.sinks"] = WeightTarget(view=self.sinks, shard_dim=0)
+        return targets

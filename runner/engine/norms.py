@@ -1,0 +1,33 @@
+"""Root mean square norms of a decoder: their weights, and where these come from."""
+
+from __future__ import annotations
+
+import torch
+
+from runner.engine.linear import WeightTarget
+from runner.engine.operations import add_rms_norm, rms_norm, sum_beside_rms_norm
+
+
+class RMSNorm:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, *, adds_one: bool = False) -> None:
+        """adds_one: the checkpoint's weight lacks a 1 (Gemma); with it, 16 bits do not hold it."""
+        self.eps = torch.tensor(eps, dtype=torch.float32)
+        self.weight = torch.empty(size, dtype=torch.float32 if adds_one else dtype)
+        self._offset = 1.0 if adds_one else 0.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, x_norm: RMSNorm | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum, the sum); of what x_norm makes of x, where there is one."""
+        return add_rms_norm(x, residual, self.weight, self.eps, None if x_norm is None else x_norm.weight)
+
+    def beside_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The sum, and behind it its norm: [num_rows, 2 * size]."""
+        return sum_beside_rms_norm(x, residual, self.weight, self.eps)
+
+    @property
+    def target(self) -> WeightTarget:
+        return WeightTarget(view=self.weight, offset=self._offset)
