@@ -51,6 +51,8 @@ OPS = (  # modules of kernels.benchmarks
     "match_in_tree",
     "remember_candidates",
     "sum_of_ranks",
+    "gated_delta",
+    "sigmoid_gate",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
 

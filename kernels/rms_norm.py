@@ -149,7 +149,7 @@ def rms_norm_pair(
     embeddings: Tensor,  # [vocab, hidden], contiguous; [num_rows, hidden] without token_ids
     token_ids: Tensor | None,  # [num_rows] int64
     states: Tensor,  # [num_rows, hidden], rows may lie further apart
-    embedding_weight: Tensor,  # [hidden]
+    embedding_weight: Tensor,  # [hidden], of the rows' dtype or of float32, as the next
     state_weight: Tensor,  # [hidden]
     eps: Tensor,  # [] float32
     *,
@@ -160,8 +160,9 @@ def rms_norm_pair(
     assert embeddings.is_contiguous() and embeddings.shape[1] == hidden and states.stride(1) == 1
     assert token_ids is None or (token_ids.shape == (num_rows,) and token_ids.is_contiguous())
     assert token_ids is not None or len(embeddings) == num_rows
+    assert states.dtype == embeddings.dtype
     for weight in (embedding_weight, state_weight):
-        assert weight.shape == (hidden,) and weight.is_contiguous() and weight.dtype == states.dtype == embeddings.dtype
+        assert weight.shape == (hidden,) and weight.is_contiguous() and weight.dtype in (states.dtype, torch.float32)
     assert eps.shape == () and eps.dtype == torch.float32 and eps.device == states.device
     out = torch.empty(num_rows, 2 * hidden, dtype=states.dtype, device=states.device)
     if out.numel() > 0:

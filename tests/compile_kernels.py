@@ -206,6 +206,39 @@ KERNELS = [
         )
         for dtype, num_ranks in (("bf16", 2), ("fp16", 4), ("fp32", 8))
     ),
+    # Qwen3.5-9B's heads: in steps of equal rows, and as a launch of prompts counts them.
+    *(
+        Kernel(
+            module="kernels.gated_delta",
+            name="gated_delta_kernel",
+            signature=f"*{dtype}:16 *{dtype}:16 *{dtype}:16{' *i64' * (5 if counted else 3)} "
+            f"*fp32:16 *{dtype}:16 *i64:16 *{dtype}:16{' *fp32:16' * 4} i32:16 i32:16 i32 i32 i32",
+            constants={
+                **dict.fromkeys(() if counted else ("first_rows_ptr", "counts_ptr")),
+                "NUM_KEY_HEADS": 16,
+                "NUM_VALUE_HEADS": 32,
+                "KEY_DIM": 128,
+                "VALUE_DIM": 128,
+                "KEY_BLOCK": 128,
+                "VALUE_BLOCK": 128,
+                "TAPS": 4,
+                "ROW": 392,
+                OVERLAPS: True,
+            },
+            options={"num_warps": 8},
+            max_shared=16384,
+        )
+        for dtype, counted in (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", True))
+    ),
+    *(
+        Kernel(
+            module="kernels.sigmoid_gate",
+            name="sigmoid_gate_kernel",
+            signature=f"*{dtype}:16 *{dtype}:16 *{dtype}:16 i32:16 i32{':16' if not is_one else ''}",
+            constants={"WIDTH": 4096, "IS_ONE": is_one, "BLOCK": 1024, OVERLAPS: True},
+        )
+        for dtype, is_one in (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", False))
+    ),
     Kernel(
         module="kernels.chain_rows",
         name="chain_rows_kernel",

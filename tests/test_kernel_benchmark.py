@@ -232,6 +232,8 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("match_in_tree", "match_in_tree", "match_in_tree", lambda tree: tree._replace(parents=tree.parents + 1)),
     ("remember_candidates", "remember_candidates", "remember_candidates", None),
     ("sum_of_ranks", "sum_of_ranks", "sum_of_ranks", _scaled),
+    ("gated_delta", "gated_delta", "gated_delta", _scaled),
+    ("sigmoid_gate", "sigmoid_gate", "sigmoid_gate", _scaled),
 ]
 
 

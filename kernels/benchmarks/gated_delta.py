@@ -1,0 +1,120 @@
+"""Gated delta nets at Qwen3.5-9B's heads: plain steps, verification behind accepted drafts, and a prompt.
+
+What a call must move are the memories, read and written once. A call begins by setting the states back to where they
+were, so that all do the same; of a prompt's rows all are certain, of a verification's the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import gated_delta as kernel
+from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_error, name_of
+from kernels.recurrent_segments import RecurrentSegments
+from kernels.reference import gated_delta as reference
+from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+
+HEADS = DeltaHeads(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, taps=4)
+SMALL_HEADS = DeltaHeads(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=8, taps=4)
+CONTEXT = 12  # tokens that the states hold, accepted drafts aside
+# what -> requests, rows of each, drafts that the step before had accepted, and whether all rows are certain
+SHAPES = {
+    "1 request, 1 row": (1, 1, 0, False),
+    "1 request, 8 rows behind 3 drafts": (1, 8, 3, False),
+    "64 requests, 1 row": (64, 1, 0, False),
+    "64 requests, 4 rows behind 2 drafts": (64, 4, 2, False),
+    "1 request, a prompt of 512": (1, 512, 0, True),
+}
+SMALL_SHAPES = {"2 requests, 3 rows behind 2 drafts": (2, 3, 2, False)}
+
+
+def cases(setting: Setting) -> list[Case]:
+    shapes, heads = (SMALL_SHAPES, SMALL_HEADS) if setting.is_small else (SHAPES, HEADS)
+    return [
+        Case(
+            op="gated_delta",
+            label=label,
+            dtype=name_of(setting.dtype),
+            prepare=partial(_prepare, setting, heads, *shape),
+        )
+        for label, shape in shapes.items()
+    ]
+
+
+def _weights(setting: Setting, heads: DeltaHeads) -> DeltaWeights:
+    normal = partial(setting.normal, dtype=torch.float32)
+    return DeltaWeights(
+        convolution=setting.normal(heads.taps, heads.convolved, seed=10),
+        a_log=normal(heads.num_value_heads, seed=11),
+        dt_bias=normal(heads.num_value_heads, seed=12),
+        norm=1 + 0.1 * normal(heads.value_dim, seed=13),
+        eps=torch.tensor(1e-6, device=setting.device),
+    )
+
+
+def _prepare(
+    setting: Setting, heads: DeltaHeads, num_requests: int, num_rows: int, num_accepted: int, all_certain: bool
+) -> Work:
+    weights, start = _weights(setting, heads), CONTEXT + num_accepted
+    mixed = setting.normal(num_requests * num_rows, heads.convolved + heads.values, seed=0)
+    gates = setting.normal(num_requests * num_rows, 2 * heads.num_value_heads, seed=1)
+    context = setting.normal(num_requests * start, heads.convolved + heads.values, seed=2)
+    context_gates = setting.normal(num_requests * start, 2 * heads.num_value_heads, seed=3)
+    num_uncertain = max(num_accepted, 0 if all_certain else num_rows - 1)
+
+    def numbers(value: int) -> Tensor:
+        return torch.full((num_requests,), value, dtype=torch.int64, device=setting.device)
+
+    def segments(first: int, count: int, end: int) -> RecurrentSegments:
+        slots = torch.arange(1, num_requests + 1, device=setting.device)
+        return RecurrentSegments(starts=numbers(first), ends=numbers(end), slots=slots, num_rows=count)
+
+    def begun(op: Callable[..., Tensor], dtype: torch.dtype) -> DeltaStates:
+        """The context is in the states, its last tokens as drafts that were accepted since."""
+        states = DeltaStates.empty(heads, num_requests + 1, num_uncertain, dtype, setting.device)
+        op(context.to(dtype), context_gates.to(dtype), segments(0, start, CONTEXT), states, own(dtype), heads)
+        return states
+
+    def own(dtype: torch.dtype) -> DeltaWeights:
+        wide = torch.promote_types(dtype, torch.float32)
+        fields = {name: tensor.to(wide) for name, tensor in vars(weights).items()}
+        return DeltaWeights(**{**fields, "convolution": weights.convolution.to(dtype)})
+
+    launched = segments(start, num_rows, start + (num_rows if all_certain else 1))
+
+    def computed(op: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        states = begun(op, dtype)
+        return op(mixed.to(dtype), gates.to(dtype), launched, states, own(dtype), heads)
+
+    def check() -> list[str]:
+        found = computed(kernel.gated_delta, setting.dtype)
+        by_torch, exact = (computed(reference.gated_delta, dtype) for dtype in (setting.dtype, torch.float64))
+        passed = [check_error(found, by_torch, exact)]
+        states = begun(kernel.gated_delta, setting.dtype)
+        for row in range(min(num_rows, 8)):
+            rows = slice(row, None, num_rows)
+            one = segments(start + row, 1, start + row + 1)
+            alone = kernel.gated_delta(mixed[rows].contiguous(), gates[rows].contiguous(), one, states, weights, heads)
+            check_equal(f"row {row} alone", alone, found[rows])
+        return [*passed, "row bits"]
+
+    before = begun(kernel.gated_delta, setting.dtype)
+    memory_bytes = 2 * num_requests * before.memory[0].nbytes
+    num_bytes = memory_bytes + mixed.nbytes + gates.nbytes + mixed.nbytes * heads.values // mixed.shape[1]
+    copies = setting.copies(num_bytes, before.memory, before.recent, before.reached)
+
+    def call(memory: Tensor, recent: Tensor, reached: Tensor) -> None:
+        reached.fill_(CONTEXT)
+        states = DeltaStates(memory=memory, recent=recent, reached=reached)
+        kernel.gated_delta(mixed, gates, launched, states, weights, heads)
+
+    return Work(
+        check=check,
+        calls=[partial(call, *tensors) for tensors in copies],
+        num_bytes=num_bytes,
+        comes_from=setting.comes_from(num_bytes),
+    )

@@ -1,0 +1,232 @@
+"""kernels/reference/gated_delta.py, a request's head at a time; a token walks once over the memory, row by row.
+
+A thread that computes drafts works on them in memory of its own: the state's keeps what is certain.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray  # type: ignore[attr-defined]
+from torch import Tensor
+
+from kernels.cpu.compiled import vectorized
+from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
+from kernels.cpu.exp2 import LOG2_E, exp2
+from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.native import floats, integers
+from kernels.cpu.recording import empty
+from kernels.recurrent_segments import RecurrentSegments
+from kernels.reference import gated_delta as reference
+from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+
+NOTHING, ONE, MUCH = np.float32(0.0), np.float32(1.0), np.float32(20.0)  # the last: softplus is its argument
+LENGTH_EPS = np.float32(reference.LENGTH_EPS)
+NUM_BYTES = 4  # of a float32
+Arguments = arguments_of(
+    *("out", "mixed", "gates"),  # addresses, as those that follow: of a launch's rows
+    *("starts", "ends", "slots", "first_rows", "counts"),  # of its segments; the last two 0: rows_each says it
+    *("memory", "recent", "reached"),  # of the states
+    *("convolution", "a_log", "dt_bias", "norm", "eps"),  # of the weights
+    "room",  # [num_threads, room_size] float32
+    *("num_rows", "mixed_stride", "gates_stride"),
+    *("num_segments", "rows_each", "offset", "ring", "element_size"),
+    *("num_key_heads", "num_value_heads", "key_dim", "value_dim", "taps", "row", "room_size"),
+)
+
+
+@vectorized
+def add_tap(sums: Any, row: Any, column: Any, tap: Any, channel: Any) -> None:
+    """A token's part in what a convolution gives another one."""
+    for index in range(len(sums)):
+        sums[index] += widen(row[column + index]) * widen(tap[channel + index])
+
+
+@vectorized
+def activate(numbers: Any) -> None:
+    """SiLU, in place."""
+    for index in range(len(numbers)):
+        numbers[index] = numbers[index] / (ONE + exp2(-numbers[index] * LOG2_E))
+
+
+@vectorized
+def inverse_length(numbers: Any) -> Any:
+    squares = NOTHING
+    for index in range(len(numbers)):
+        squares += numbers[index] * numbers[index]
+    return ONE / np.sqrt(squares + LENGTH_EPS)
+
+
+@vectorized
+def move_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, written: Any) -> None:
+    """A token's step: value [value_dim] becomes what its query finds in the memory behind it."""
+    agreement = NOTHING
+    for index in range(len(key)):
+        agreement += query[index] * key[index]
+    for row in range(len(value)):
+        own, known, found = memory[row], NOTHING, NOTHING
+        for index in range(len(key)):
+            known += own[index] * key[index]
+            found += own[index] * query[index]
+        change = (value[row] - kept * known) * written
+        for index in range(len(key)):
+            own[index] = kept * own[index] + change * key[index]
+        value[row] = kept * found + change * agreement
+
+
+@vectorized
+def write_result(to: Any, found: Any, norm: Any, eps: Any, gate: Any) -> None:
+    squares = NOTHING
+    for index in range(len(found)):
+        squares += found[index] * found[index]
+    scale = ONE / np.sqrt(squares / np.float32(len(found)) + eps)
+    for index in range(len(found)):
+        own = widen(gate[index])
+        to[index] = narrow(found[index] * scale * norm[index] * (own / (ONE + exp2(-own * LOG2_E))), gate[index])
+
+
+@cache
+def heads_go_on(element: Any) -> Kernel:
+    """Of rows of these elements."""
+
+    def go_on(arguments: Any, part: int, num_parts: int, thread: int) -> None:
+        a = carray(arguments, 1, Arguments)[0]
+        heads, key_dim, value_dim, ring = a.num_value_heads, a.key_dim, a.value_dim, a.ring
+        keys, values = a.num_key_heads * key_dim, heads * value_dim
+        convolved, width, own = 2 * keys + values, a.row, 2 * key_dim + value_dim
+        to = elements(a.out, a.num_rows, values, element)
+        mixed = elements(a.mixed, a.num_rows, a.mixed_stride, element)
+        gates = elements(a.gates, a.num_rows, a.gates_stride, element)
+        taps = elements(a.convolution, a.taps, convolved, element)
+        a_log, dt_bias = floats(a.a_log, 1, heads)[0], floats(a.dt_bias, 1, heads)[0]
+        norm, eps = floats(a.norm, 1, value_dim)[0], floats(a.eps, 1, 1)[0, 0]
+        starts, ends = integers(a.starts, a.num_segments), integers(a.ends, a.num_segments)
+        slots = integers(a.slots, a.num_segments)
+        first_rows = integers(a.first_rows if a.first_rows else a.starts, a.num_segments)
+        counts = integers(a.counts if a.counts else a.starts, a.num_segments)
+        own_room = a.room + NUM_BYTES * a.room_size * thread
+        room, own_memory = floats(own_room, 1, own)[0], floats(own_room + NUM_BYTES * own, value_dim, key_dim)
+        query, key = room[:key_dim], room[key_dim : 2 * key_dim]
+        value = room[2 * key_dim :]
+        for unit in range(part, a.num_segments * heads, num_parts):
+            segment, head = unit // heads, unit % heads
+            first, count = segment * a.rows_each, a.rows_each
+            if a.counts:
+                first, count = first_rows[segment], counts[segment]
+            slot, start = slots[segment], max(starts[segment] + a.offset, 0)
+            if slot == 0:
+                for row in range(first, first + count):
+                    nothing = to[row, head * value_dim : (head + 1) * value_dim]
+                    for index in range(value_dim):
+                        nothing[index] = narrow(NOTHING, nothing[index])
+                continue
+            if count == 0:
+                continue
+            stop, at = start + count, slot * heads + head
+            memory = floats(a.memory + NUM_BYTES * at * key_dim * value_dim, value_dim, key_dim)
+            recent = elements(a.recent + a.element_size * at * ring * width, ring, width, element)
+            reached = integers(a.reached + 8 * at, 1)
+            begin = reached[0] if start > 0 else 0
+            certain = min(max(ends[segment], begin), stop)
+            current = memory
+            if start == 0:
+                for row in range(value_dim):
+                    for index in range(key_dim):
+                        memory[row, index] = NOTHING
+            shared = head // (heads // a.num_key_heads)
+            of_query, of_key = shared * key_dim, keys + shared * key_dim
+            of_value = 2 * keys + head * value_dim
+            for position in range(begin, stop):
+                if position == certain:
+                    for row in range(value_dim):
+                        for index in range(key_dim):
+                            own_memory[row, index] = memory[row, index]
+                    current = own_memory
+                for index in range(own):
+                    room[index] = NOTHING
+                for tap in range(a.taps):
+                    place = position - a.taps + 1 + tap
+                    if place >= start:
+                        row = mixed[first + place - start]
+                        add_tap(query, row, of_query, taps[tap], of_query)
+                        add_tap(key, row, of_key, taps[tap], of_key)
+                        add_tap(value, row, of_value, taps[tap], of_value)
+                    elif place >= 0:
+                        row = recent[place % ring]
+                        add_tap(query, row, 0, taps[tap], of_query)
+                        add_tap(key, row, key_dim, taps[tap], of_key)
+                        add_tap(value, row, 2 * key_dim, taps[tap], of_value)
+                activate(room)
+                query_scale = inverse_length(query) / np.sqrt(np.float32(key_dim))
+                key_scale = inverse_length(key)
+                for index in range(key_dim):
+                    query[index] *= query_scale
+                    key[index] *= key_scale
+                if position >= start:
+                    row = gates[first + position - start]
+                    written, forgotten = widen(row[head]), widen(row[heads + head])
+                else:
+                    row = recent[position % ring]
+                    written, forgotten = widen(row[own]), widen(row[own + 1])
+                x = forgotten + dt_bias[head]
+                rate = x if x > MUCH else np.log1p(exp2(x * LOG2_E))
+                kept = exp2(-exp2(a_log[head] * LOG2_E) * rate * LOG2_E)
+                move_on(current, query, key, value, kept, ONE / (ONE + exp2(-written * LOG2_E)))
+                if position >= start:
+                    place = first + position - start
+                    result = to[place, head * value_dim : (head + 1) * value_dim]
+                    gate = mixed[place, convolved + head * value_dim : convolved + (head + 1) * value_dim]
+                    write_result(result, value, norm, eps, gate)
+            reached[0] = certain
+            for position in range(max(start, stop - ring), stop):
+                kept_row, place = recent[position % ring], first + position - start
+                row = mixed[place]
+                for index in range(key_dim):
+                    kept_row[index] = row[of_query + index]
+                    kept_row[key_dim + index] = row[of_key + index]
+                for index in range(value_dim):
+                    kept_row[2 * key_dim + index] = row[of_value + index]
+                kept_row[own], kept_row[own + 1] = gates[place, head], gates[place, heads + head]
+
+    return Kernel(go_on, Arguments)
+
+
+def gated_delta(
+    mixed: Tensor,
+    gates: Tensor,
+    segments: RecurrentSegments,
+    states: DeltaStates,
+    weights: DeltaWeights,
+    heads: DeltaHeads,
+) -> Tensor:
+    """As the reference, but rows of no segment hold whatever was there."""
+    num_rows, num_segments = len(mixed), len(segments.starts)
+    ring, threads = states.recent.shape[2], torch.get_num_threads()
+    rows = (segments.first_rows, segments.counts)
+    for numbers in (segments.starts, segments.ends, segments.slots, *(own for own in rows if own is not None)):
+        assert numbers.dtype == torch.int64 and numbers.shape == (num_segments,) and numbers.stride(0) == 1
+    for own in (mixed, gates, weights.convolution, states.recent):
+        assert own.dtype == mixed.dtype and own.stride(-1) == 1
+    assert mixed.shape[1] == heads.convolved + heads.values and gates.shape == (num_rows, 2 * heads.num_value_heads)
+    assert states.memory.is_contiguous() and states.recent.is_contiguous() and weights.convolution.is_contiguous()
+    for own in (weights.a_log, weights.dt_bias, weights.norm, weights.eps, states.memory):
+        assert own.dtype == torch.float32 and own.is_contiguous()
+    out = empty(num_rows, heads.values, dtype=mixed.dtype)
+    room_size = heads.own + heads.key_dim * heads.value_dim
+    room = empty(threads, room_size)
+    units = num_segments * heads.num_value_heads
+    heads_go_on(ELEMENTS[mixed.dtype])(
+        *(own.data_ptr() for own in (out, mixed, gates, segments.starts, segments.ends, segments.slots)),
+        *(0 if own is None else own.data_ptr() for own in rows),
+        *(own.data_ptr() for own in (states.memory, states.recent, states.reached)),
+        *(own.data_ptr() for own in (weights.convolution, weights.a_log, weights.dt_bias, weights.norm, weights.eps)),
+        room.data_ptr(),
+        *(num_rows, mixed.stride(0), gates.stride(0)),
+        *(num_segments, segments.num_rows or 0, segments.offset, ring, mixed.element_size()),
+        *(heads.num_key_heads, heads.num_value_heads, heads.key_dim, heads.value_dim, heads.taps, heads.row, room_size),
+        parts=max(1, min(4 * threads, units)) if threads > 1 else 1,
+    )
+    return out

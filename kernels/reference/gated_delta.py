@@ -1,0 +1,187 @@
+"""Gated delta rule: attention whose memory of the past is one matrix a head (Yang et al., arXiv 2412.06464).
+
+Follows Qwen3-Next and Qwen3.5: a short causal convolution and SiLU over queries, keys and values, queries and keys of
+unit length, and behind it a norm gated by SiLU. Everything between the projections and the result is float32.
+
+A head's state after the tokens before a position is (memory, that position, the rows of the tokens from a few before
+it on). Rows are computed one after another from the last position that the memory has come to, those that are kept
+and are still valid first: so a row's bits depend on the tokens before it and on nothing else, and rows that turn out to
+be drafts in vain cost nothing to take back. The memory itself moves up to what is certain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.recurrent_segments import RecurrentSegments
+
+LENGTH_EPS = 1e-6  # of the unit lengths of queries and keys
+ROW_NUMBERS = 8  # that what is kept of a token is a multiple of: 16 bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaHeads:
+    """Shapes; value heads share key heads, neighbours the same one."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    taps: int  # tokens that a convolution sees, the row's own included
+
+    @property
+    def keys(self) -> int:
+        """Columns of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def convolved(self) -> int:
+        """Columns of queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def own(self) -> int:
+        """Numbers of a token's query, key and value of one value head."""
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def row(self) -> int:
+        """Numbers of a token that a value head keeps: these, behind them its two gates, and up to whole vectors."""
+        return -(-(self.own + 2) // ROW_NUMBERS) * ROW_NUMBERS
+
+    def first_columns(self, head: int) -> tuple[int, int, int]:
+        """Of a value head's query, key and value."""
+        shared = head // (self.num_value_heads // self.num_key_heads)
+        return shared * self.key_dim, self.keys + shared * self.key_dim, 2 * self.keys + head * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaWeights:
+    """Of one layer. A head forgets by exp(-exp(a_log) * softplus(a + dt_bias)) a token."""
+
+    convolution: Tensor  # [taps, convolved], of the rows' dtype, the row's own tap last
+    a_log: Tensor  # [num_value_heads] float32
+    dt_bias: Tensor  # [num_value_heads] float32
+    norm: Tensor  # [value_dim] float32
+    eps: Tensor  # [] float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaStates:
+    """Of one layer, by slot and value head; slot 0 is nobody's."""
+
+    memory: Tensor  # [num_slots, num_value_heads, value_dim, key_dim] float32
+    recent: Tensor  # [num_slots, num_value_heads, ring, row], of the rows' dtype: of position p at p % ring
+    reached: Tensor  # [num_slots, num_value_heads] int64: tokens that are in the memory
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.nbytes + self.recent.nbytes + self.reached.nbytes
+
+    @classmethod
+    def empty(
+        cls, heads: DeltaHeads, num_slots: int, num_uncertain: int, dtype: torch.dtype, device: torch.device
+    ) -> DeltaStates:
+        """num_uncertain: the most tokens of a launch that may be taken back."""
+        ring, count = num_uncertain + heads.taps - 1, heads.num_value_heads
+        return cls(
+            memory=torch.zeros(num_slots, count, heads.value_dim, heads.key_dim, dtype=_wide(dtype), device=device),
+            recent=torch.zeros(num_slots, count, max(ring, 1), heads.row, dtype=dtype, device=device),
+            reached=torch.zeros(num_slots, count, dtype=torch.int64, device=device),
+        )
+
+
+def gated_delta(
+    mixed: Tensor,
+    gates: Tensor,
+    segments: RecurrentSegments,
+    states: DeltaStates,
+    weights: DeltaWeights,
+    heads: DeltaHeads,
+) -> Tensor:
+    """Compute a launch's rows and move the states on.
+
+    Args:
+        mixed: [num_rows, convolved + values]: queries, keys and values as they are projected, and what gates the norm.
+        gates: [num_rows, 2 * num_value_heads], of mixed's dtype: how much of a token is written, how much is forgotten.
+
+    Returns:
+        [num_rows, values], of mixed's dtype; rows that are nobody's, or of no segment, hold zeros.
+    """
+    out = torch.zeros(len(mixed), heads.values, dtype=mixed.dtype, device=mixed.device)
+    first_rows, counts = segments.rows()
+    columns = (first_rows, counts, segments.starts + segments.offset, segments.ends, segments.slots)
+    for first, count, start, end, slot in zip(*(column.tolist() for column in columns), strict=True):
+        for head in range(heads.num_value_heads if count and slot else 0):
+            own = slice(first, first + count)
+            rows = torch.cat([mixed[own, columns] for columns in _columns(heads, head)], dim=1)
+            both = gates[own, [head, heads.num_value_heads + head]]
+            gate = mixed[own, heads.convolved + head * heads.value_dim :][:, : heads.value_dim]
+            result = _go_on(
+                torch.cat((rows, both), dim=1), gate, max(start, 0), end, slot, head, states, weights, heads
+            )
+            out[own, head * heads.value_dim : (head + 1) * heads.value_dim] = result
+    return out
+
+
+def _columns(heads: DeltaHeads, head: int) -> list[slice]:
+    sizes = (heads.key_dim, heads.key_dim, heads.value_dim)
+    return [slice(first, first + size) for first, size in zip(heads.first_columns(head), sizes, strict=True)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What is computed in; float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _go_on(
+    rows: Tensor,  # [count, own + 2]
+    gate: Tensor,  # [count, value_dim]
+    start: int,
+    end: int,
+    slot: int,
+    head: int,
+    states: DeltaStates,
+    weights: DeltaWeights,
+    heads: DeltaHeads,
+) -> Tensor:  # [count, value_dim]
+    memory, recent, reached = states.memory[slot, head], states.recent[slot, head], states.reached[slot, head]
+    begin = int(reached) if start > 0 else 0
+    current = memory.clone() if start > 0 else torch.zeros_like(memory)
+    stop = start + len(rows)
+    certain, ring = min(max(end, begin), stop), len(recent)
+    number = _wide(rows.dtype)
+    taps = torch.cat([weights.convolution[:, columns] for columns in _columns(heads, head)], dim=1).to(number)
+    out = torch.zeros(len(rows), heads.value_dim, dtype=number, device=rows.device)
+    for position in range(begin, stop):
+        if position == certain:
+            memory.copy_(current)
+        total = torch.zeros(heads.own, dtype=number, device=rows.device)
+        for tap in range(heads.taps):
+            place = position - heads.taps + 1 + tap
+            if place >= 0:
+                row = rows[place - start] if place >= start else recent[place % ring]
+                total += row[: heads.own].to(number) * taps[tap]
+        own = rows[position - start] if position >= start else recent[position % ring]
+        query, key, value = F.silu(total).split_with_sizes((heads.key_dim, heads.key_dim, heads.value_dim))
+        query, key = (part * torch.rsqrt(part.square().sum() + LENGTH_EPS) for part in (query, key))
+        written, forgotten = own[heads.own : heads.own + 2].to(number).unbind()
+        current *= torch.exp(-weights.a_log[head].exp() * F.softplus(forgotten + weights.dt_bias[head]))
+        current += torch.outer((value - current @ key) * torch.sigmoid(written), key)
+        if position >= start:
+            out[position - start] = current @ query * heads.key_dim**-0.5
+    if certain == stop:
+        memory.copy_(current)
+    reached.fill_(certain)
+    for position in range(max(start, stop - ring), stop):
+        recent[position % ring, : heads.own + 2] = rows[position - start]
+    scale = torch.rsqrt(out.square().mean(dim=1, keepdim=True) + weights.eps)
+    return (out * scale * weights.norm * F.silu(gate.to(number))).to(rows.dtype)

@@ -1,0 +1,198 @@
+"""The gated delta rule over states: kernels against the reference, and every schedule of tokens against one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.cpu.gated_delta import gated_delta as on_cpu
+from kernels.recurrent_segments import RecurrentSegments
+from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+from kernels.reference.gated_delta import gated_delta as reference
+
+triton_ops = pytest.importorskip("kernels.gated_delta")
+HEADS = DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, taps=4)
+FEW = DeltaHeads(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=4, taps=3)
+UNCERTAIN = 4  # tokens of a launch that may be taken back
+NUM_SLOTS = 3
+Op = Callable[..., Tensor]
+
+
+def random_weights(heads: DeltaHeads, dtype: torch.dtype, device: torch.device) -> DeltaWeights:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return DeltaWeights(
+        convolution=normal(heads.taps, heads.convolved).to(device, dtype),
+        a_log=(0.5 * normal(heads.num_value_heads)).to(device),
+        dt_bias=normal(heads.num_value_heads).to(device),
+        norm=(1 + 0.1 * normal(heads.value_dim)).to(device),
+        eps=torch.tensor(1e-6, device=device),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """What a request's tokens are projected to."""
+
+    mixed: Tensor
+    gates: Tensor
+
+    @classmethod
+    def random(cls, length: int, seed: int, dtype: torch.dtype, device: torch.device, heads: DeltaHeads = FEW) -> Text:
+        generator = torch.Generator().manual_seed(seed)
+        mixed = torch.randn(length, heads.convolved + heads.values, generator=generator)
+        gates = torch.randn(length, 2 * heads.num_value_heads, generator=generator)
+        return cls(mixed=mixed.to(device, dtype), gates=gates.to(device, dtype))
+
+
+def launch(
+    op: Op, states: DeltaStates, weights: DeltaWeights, *parts: tuple[Text, int, int, int, int], heads: DeltaHeads = FEW
+) -> list[Tensor]:
+    """Each (text, start, stop, end of what is certain, slot) -> its rows; one more row is nobody's."""
+    device = weights.norm.device
+    mixed = [text.mixed[start:stop] for text, start, stop, _, _ in parts]
+    gates = [text.gates[start:stop] for text, start, stop, _, _ in parts]
+    mixed.append(torch.ones(1, mixed[0].shape[1], dtype=mixed[0].dtype, device=device))
+    gates.append(torch.ones(1, gates[0].shape[1], dtype=gates[0].dtype, device=device))
+    counts = [len(own) for own in mixed]
+
+    def numbers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    segments = RecurrentSegments(
+        starts=numbers([*(start for _, start, *_ in parts), 0]),
+        ends=numbers([*(end for *_, end, _ in parts), 0]),
+        slots=numbers([*(slot for *_, slot in parts), 0]),
+        first_rows=numbers([sum(counts[:index]) for index in range(len(counts))]),
+        counts=numbers(counts),
+    )
+    out = op(torch.cat(mixed), torch.cat(gates), segments, states, weights, heads)
+    assert not out[-1:].any()
+    return list(out.split_with_sizes(counts))[:-1]
+
+
+def empty_states(
+    dtype: torch.dtype, device: torch.device, num_uncertain: int = UNCERTAIN, heads: DeltaHeads = FEW
+) -> DeltaStates:
+    return DeltaStates.empty(heads, NUM_SLOTS, num_uncertain, dtype, device)
+
+
+def ops(device: torch.device, dtype: torch.dtype) -> list[tuple[Op, torch.device]]:
+    cpu = torch.device("cpu")
+    found: list[tuple[Op, torch.device]] = [(reference, cpu), (on_cpu, cpu)]
+    if dtype != torch.bfloat16 or device.type == "cuda":  # Triton's interpreter knows no bfloat16
+        found.append((triton_ops.gated_delta, device))
+    return found
+
+
+@settings(max_examples=12)
+@given(data=st.data(), dtype=st.sampled_from((torch.float32, torch.bfloat16)))
+def test_rows_are_the_same_however_tokens_come(
+    kernel_device: torch.device, data: st.DataObject, dtype: torch.dtype
+) -> None:
+    """Two requests, prompts in chunks, then tokens with drafts behind them, some of them taken back; bit for bit."""
+    lengths = [data.draw(st.integers(2, 14)) for _ in range(2)]
+    schedules = []
+    for length in lengths:
+        steps, place = [], 0
+        prompt = data.draw(st.integers(1, length))
+        while place < prompt:  # all certain
+            stop = data.draw(st.integers(place + 1, prompt))
+            steps.append((place, stop, stop, 0))
+            place = stop
+        while place < length:  # one is certain, and drafts behind it, the first ones right
+            num_drafts = data.draw(st.integers(0, UNCERTAIN))
+            right = data.draw(st.integers(0, min(num_drafts, length - place - 1)))
+            steps.append((place, place + 1 + right, place + 1, num_drafts - right))
+            place += 1 + right
+        schedules.append(steps)
+    for op, device in ops(kernel_device, dtype):
+        weights = random_weights(FEW, dtype, device)
+        texts = [Text.random(length, seed, dtype, device) for seed, length in enumerate(lengths)]
+        wrong = Text.random(UNCERTAIN, 9, dtype, device)
+        one_by_one = []
+        for text, length in zip(texts, lengths, strict=True):
+            states = empty_states(dtype, device, num_uncertain=0)
+            rows = [launch(op, states, weights, (text, at, at + 1, at + 1, 1))[0] for at in range(length)]
+            one_by_one.append(torch.cat(rows))
+        states, found = empty_states(dtype, device), [[], []]  # type: ignore[var-annotated]
+        for turn in range(max(map(len, schedules))):
+            parts, whose = [], []
+            for index, steps in enumerate(schedules):
+                if turn < len(steps):
+                    start, stop, end, num_wrong = steps[turn]
+                    tokens = Text(
+                        mixed=torch.cat((texts[index].mixed[:stop], wrong.mixed[:num_wrong])),
+                        gates=torch.cat((texts[index].gates[:stop], wrong.gates[:num_wrong])),
+                    )
+                    parts.append((tokens, start, stop + num_wrong, end, index + 1))
+                    whose.append((index, stop - start))
+            for (index, count), rows in zip(whose, launch(op, states, weights, *parts), strict=True):
+                found[index].append(rows[:count])
+        for own, expected in zip(found, one_by_one, strict=True):
+            assert torch.equal(torch.cat(own), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_agree_with_the_reference(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    text = Text.random(40, 3, torch.float32, torch.device("cpu"), HEADS)
+    exact, *found = (
+        torch.cat(
+            [
+                *launch(op, states, weights, (own, 0, 30, 30, 2), heads=HEADS),
+                *launch(op, states, weights, (own, 30, 34, 31, 2), heads=HEADS),
+                *launch(op, states, weights, (own, 33, 37, 34, 2), heads=HEADS),
+                *launch(op, states, weights, (own, 37, 40, 38, 2), heads=HEADS),
+            ]
+        ).cpu()
+        for op, device in ops(kernel_device, dtype)
+        for own in [Text(mixed=text.mixed.to(device, dtype), gates=text.gates.to(device, dtype))]
+        for weights in [random_weights(HEADS, dtype, device)]
+        for states in [empty_states(dtype, device, heads=HEADS)]
+    )
+    assert found and exact.abs().max() > 0.5
+    for rows in found:
+        bound = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 2e-5
+        assert (rows.float() - exact.float()).abs().max() <= bound * exact.abs().max()
+
+
+def test_a_launch_of_equal_segments_is_told_by_two_numbers(kernel_device: torch.device) -> None:
+    """As whole steps lay it out: so many rows of each request, absent ones included."""
+    for op, device in ops(kernel_device, torch.float32):
+        weights, texts = random_weights(FEW, torch.float32, device), []
+        told, counted = (empty_states(torch.float32, device) for _ in range(2))
+        for slot in (1, 2):
+            texts.append(Text.random(9, slot, torch.float32, device))
+            for states in (told, counted):
+                launch(op, states, weights, (texts[-1], 0, 4 + slot, 4 + slot, slot))
+        lengths = torch.tensor([6, 0, 7], device=device)
+        segments = RecurrentSegments(
+            starts=lengths, ends=lengths, slots=torch.tensor([1, 0, 2], device=device), offset=-1, num_rows=2
+        )
+        rows = [texts[0].mixed[5:7], torch.ones_like(texts[0].mixed[:2]), texts[1].mixed[6:8]]
+        gates = [texts[0].gates[5:7], torch.ones_like(texts[0].gates[:2]), texts[1].gates[6:8]]
+        found = op(torch.cat(rows), torch.cat(gates), segments, told, weights, FEW)
+        expected = launch(op, counted, weights, (texts[0], 5, 7, 6, 1), (texts[1], 6, 8, 7, 2))
+        assert torch.equal(found[:2], expected[0]) and torch.equal(found[4:], expected[1])
+        assert not found[2:4].any() and torch.equal(told.reached[1:], counted.reached[1:])
+        assert told.reached[1:].unique().tolist() == [6, 7]
+
+
+def test_a_slot_begins_anew_with_its_next_request(kernel_device: torch.device) -> None:
+    for op, device in ops(kernel_device, torch.float32):
+        weights = random_weights(FEW, torch.float32, device)
+        before, text = (Text.random(8, seed, torch.float32, device) for seed in (5, 6))
+        used, fresh = (empty_states(torch.float32, device) for _ in range(2))
+        launch(op, used, weights, (before, 0, 8, 5, 1))
+        assert torch.equal(
+            launch(op, used, weights, (text, 0, 8, 8, 1))[0], launch(op, fresh, weights, (text, 0, 8, 8, 1))[0]
+        )
