@@ -233,6 +233,12 @@ def test_a_tree_may_be_written_as_older_releases_wrote_it() -> None:
     assert "must be null, dynamic or paths" in refusal(method="eagle", speculative_token_tree="[(0,")
 
 
+@pytest.mark.parametrize("method", ["token_recycling", "eagle3"])
+def test_null_in_place_of_a_tree_asks_for_a_chain(method: str) -> None:
+    found, notes = parse_method({"method": method, "num_speculative_tokens": 3, "speculative_token_tree": None})
+    assert getattr(found, "speculative_token_tree", "none") is None and notes == ()
+
+
 def test_an_available_method_is_not_called_unavailable() -> None:
     assert not set(METHODS) & set(UNAVAILABLE_METHODS)
 

@@ -62,7 +62,8 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
     _drop_refused(values, problems)
     _take_whole_drafter(values, notes)
     known = frozenset().union(*fields.values())
-    values = {key: value for key, value in values.items() if value is not None or key not in known}
+    unsaid = known - {TREE_KEY}  # with null; a tree's asks for a chain
+    values = {key: value for key, value in values.items() if value is not None or key not in unsaid}
     if (quantization := values.get("quantization")) in OF_CHECKPOINTS:
         del values["quantization"]
         notes.append(f"speculative_config.quantization={quantization!r} is read from the checkpoint's config.json")
@@ -198,6 +199,8 @@ def _take_tree(values: dict[str, Any], method: str, fields: Fields, problems: li
     """The tree of releases that had one: a list of paths, written as Python writes it."""
     tree = values.get(TREE_KEY)
     if tree is None:
+        if TREE_KEY not in fields[method]:
+            values.pop(TREE_KEY, None)
         return
     if TREE_KEY not in fields[method]:
         with_trees = ", ".join(name for name, keys in fields.items() if TREE_KEY in keys)
