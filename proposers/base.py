@@ -15,6 +15,7 @@ import torch
 
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.captured.host_drafts import HostDrafts
+from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
 from runner.engine.hidden_states import NORMED
@@ -45,6 +46,11 @@ class ProposerContext:
     captures_graphs: bool = False  # passes over generated tokens are captured as graphs
     grammars: GrammarStore = field(default_factory=GrammarStore)  # a drafter with logits walks them
     target: LoadedModel | None = None  # draft heads share its embedding and its head
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers of the target have states, which follow one path of tokens: drafts are chains."""
+        return self.target is not None and isinstance(self.target.model, Decoder) and self.target.model.is_recurrent
 
 
 class Proposer(ABC):
@@ -207,6 +213,9 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
             raise UserError(f"{refused} {rule}, got {found}; mend the proposer")
     if drafts.parent_indices is not None:
         _check_parents(drafts, refused)
+    if context.has_states and drafts.has_branches:
+        rule = "draft chains, for the target's linear attention follows one path of tokens"
+        raise UserError(f"{refused} {rule}, got {drafts.parent_indices}; mend the proposer")
     if not is_known:
         return
     if int(ids.min()) < (-1 if drafts.is_padded else 0) or int(ids.max()) >= context.vocab_size:

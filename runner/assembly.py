@@ -5,6 +5,7 @@ The one place where names of the configuration become classes and keyword argume
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,6 +32,8 @@ from runner.target import load_target, resolve_device, resolve_dtype
 from runner.whole_steps import WholeSteps
 from verifier.rejection_sampler import RejectionSampler
 from verifier.verifier import Verifier
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,9 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
         )
     tokenizer = load_tokenizer(config.model, source)
     eos_token_ids = find_eos_token_ids(source, info, tokenizer)
+    if target.is_recurrent:
+        _require_chains(config)
+        logger.info("%s: layers with states: prompts that begin alike are computed each", source.model)
     rejection_sampler = _rejection_sampler(config)
     vocab_size = info.model.vocab_size
     compiler = GrammarCompiler(tokenizer.backend, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
@@ -119,7 +125,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
         max_model_len=info.max_model_len,
         shard=shard,
     )
-    target.allocate_cache(blocks)
+    target.allocate_cache(blocks, max_num_seqs=hardware.max_num_seqs, num_uncertain=proposer.num_speculative_tokens)
     proposer.allocate_cache(blocks)
     plain_proposer = proposer_class("none")(num_speculative_tokens=0, context=context)
 
@@ -146,6 +152,18 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
         grammars=grammars,
         eos_token_ids=eos_token_ids,
         whole_steps={each: cache(partial(whole_steps, each)) for each in (proposer, plain_proposer)},
+    )
+
+
+def _require_chains(config: SpeculativeConfig) -> None:
+    """Raises UserError for a method that drafts trees: states follow one path of tokens."""
+    tree, name = getattr(config.method, "speculative_token_tree", None), config.method.method
+    if tree is None and name != "suffix_recycling":
+        return
+    remedy = "set method.speculative_token_tree=null" if tree is not None else "choose method=suffix"
+    raise UserError(
+        f"method={name} must draft chains for {config.model.model}, whose linear attention follows one path of tokens; "
+        f"{remedy}"
     )
 
 

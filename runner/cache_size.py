@@ -46,10 +46,11 @@ def num_cache_blocks(
     """
     device = target.device
     per_block = target.cache_bytes_per_block + proposer.cache_bytes_per_block
+    state_bytes = target.num_state_bytes(hardware.max_num_seqs, proposer.num_speculative_tokens)
     if hardware.num_gpu_blocks_override is not None:
         blocks = hardware.num_gpu_blocks_override + 1
         what = f"a KV cache of hardware.num_gpu_blocks_override={hardware.num_gpu_blocks_override} blocks"
-        needed = shard.num_beside(device) * blocks * per_block
+        needed = shard.num_beside(device) * (blocks * per_block + state_bytes)
         require_memory(needed, device, what, "lower it, or leave it out to have as many as fit")
         return blocks
     per_request = -(-max_model_len // hardware.block_size)
@@ -58,12 +59,18 @@ def num_cache_blocks(
         budget = _gpu_budget(hardware, target, proposer, rejection_sampler, max_model_len)
     else:
         budget = int(available_memory(device) * hardware.gpu_memory_utilization) // shard.num_beside(device)
-        budget = min(budget, max(CPU_CACHE_BYTES, (per_request + 1) * per_block))
+        budget = min(budget, max(CPU_CACHE_BYTES, (per_request + 1) * per_block) + state_bytes)
+    budget -= state_bytes
     blocks = shard.least(min(wanted, max(0, budget) // per_block))
     if blocks < per_request + 1:
+        beside = fewer = ""
+        if state_bytes:
+            beside = f" beside {as_size(state_bytes)} of states for hardware.max_num_seqs={hardware.max_num_seqs}"
+            fewer = ", or lower hardware.max_num_seqs"
         raise UserError(
             f"the KV cache of one request of max_model_len={max_model_len} needs "
-            f"{as_size((per_request + 1) * per_block)} on {device}, available are {as_size(max(0, budget))}; {REMEDY}"
+            f"{as_size((per_request + 1) * per_block)} on {device}, available are {as_size(max(0, budget))}{beside}; "
+            f"{REMEDY}{fewer}"
         )
     return blocks
 
@@ -128,7 +135,7 @@ class LargestSteps:
         self._over_one_block(verify)
 
     def _over_one_block(self, work: Callable[[], object]) -> None:
-        self.target.allocate_cache(2)
+        self.target.allocate_cache(2, num_uncertain=self.num_speculative_tokens)
         try:
             work()
         finally:

@@ -214,6 +214,12 @@ class LLM:
         """
         if self.ranks.shard.size > 1 and proposer not in (self.engine.proposer, self.engine.plain_proposer):
             raise UserError("with hardware.tensor_parallel_size > 1 the proposer must be one of the engine's own")
+        most = self.engine.proposer.num_speculative_tokens
+        if self.engine.target.is_recurrent and proposer.num_speculative_tokens > most:
+            raise UserError(
+                f"num_speculative_tokens of a proposer must be <= {most}, the engine's own, which its layers' "
+                f"states are made for, got {proposer.num_speculative_tokens}; build the engine with as many"
+            )
         call = Run(
             requests=requests,
             is_plain=proposer is self.engine.plain_proposer,
@@ -299,7 +305,10 @@ class LLM:
             max_num_batched_tokens=hardware.max_num_batched_tokens,
             enable_chunked_prefill=hardware.enable_chunked_prefill,
             draft_budget=self._budgets.budget(proposer, max_draft_tokens),
-            fills_blocks=proposer.fills_blocks if hardware.enable_prefix_caching else None,
+            # A state is of the text up to one place, and prompts end at others.
+            fills_blocks=proposer.fills_blocks
+            if hardware.enable_prefix_caching and not engine.target.is_recurrent
+            else None,
         )
 
     def _check_speculative_model(self, name: str | None) -> None:

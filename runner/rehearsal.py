@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from proposers.base import Proposer
+from runner.engine.bucket import bucket
 from runner.engine.graphs import GraphStore
-from runner.engine.paged_shape import bucket
 from runner.engine.request import Request
 from runner.llm import LLM
 from runner.metrics import InParts, MetricsCollector

@@ -17,13 +17,14 @@ from kernels.reference.top_logprobs import num_columns
 from proposers.base import Proposer
 from proposers.captured.drafter import CapturedDrafter, GoingOn
 from runner.engine.backend import runs_kernels
+from runner.engine.bucket import bucket
 from runner.engine.device_requests import DeviceBatch, DeviceRequests
 from runner.engine.download import Download
 from runner.engine.draft_trees import tree_shape
+from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
 from runner.engine.logprobs import TokenLogprobs, unpack
 from runner.engine.model_runner import ModelRunner
-from runner.engine.paged_shape import bucket
 from runner.engine.programs import step_graph_store
 from runner.engine.request import DraftTokens, Request, StepOutcome
 from runner.engine.sampling_flags import SamplingFlags
@@ -141,6 +142,11 @@ class WholeSteps:
         drafter = proposer.captured_drafter(max_draft_tokens)
         if drafter is None:
             return InParts.HOST_DRAFTS
+        if target.is_recurrent and drafter.drafts_trees:
+            raise UserError(
+                f"{proposer.name}.captured_drafter must draft chains, for the target's linear attention follows "
+                "one path of tokens; mend the proposer"
+            )
         verifier = captured_verifier(
             target,
             rule,

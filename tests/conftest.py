@@ -72,6 +72,7 @@ class Engines:
         speculative_config: Mapping[str, Any] | None = None,
         *,
         architecture: Mapping[str, Any] | None = None,  # changes to TARGET_CONFIG
+        of_drafters: Mapping[str, Any] | None = None,  # the same of draft and heads; None: the target's
         weight_scale: float = 8.0,
         **engine_args: Any,
     ) -> LLM:
@@ -80,14 +81,15 @@ class Engines:
         The scale brings random weights to where texts wander and the draft is right about half of the time: upper
         layers get half of it, so that the first layer alone is a fair guess.
         """
-        key = repr((speculative_config, architecture, weight_scale, sorted(engine_args.items())))
+        key = repr((speculative_config, architecture, of_drafters, weight_scale, sorted(engine_args.items())))
         llm = self._built.pop(key, None)
         if llm is None:
             hf_config = {**TARGET_CONFIG, **(architecture or {})}
             engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": hf_config, **engine_args}
-            draft = {"model": "first-layer", "hf_config": {**hf_config, "num_hidden_layers": 1}}
+            drafting = hf_config if of_drafters is None else {**TARGET_CONFIG, **of_drafters}
+            draft = {"model": "first-layer", "hf_config": {**drafting, "num_hidden_layers": 1}}
             heads = {
-                method: {"model": f"dummy-{method}", "hf_config": make(hf_config)} for method, make in HEADS.items()
+                method: {"model": f"dummy-{method}", "hf_config": make(drafting)} for method, make in HEADS.items()
             }
 
             def scale(model: Any) -> None:

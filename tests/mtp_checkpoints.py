@@ -58,6 +58,15 @@ TARGETS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
     },
+    # The module's block attends, behind a layer that does not.
+    "qwen3_5_text": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+    },
     # The last layer, which the module's block is taken from, has an MLP.
     "ernie4_5_moe": {
         "head_dim": 16,
@@ -148,6 +157,7 @@ PUBLISHED = (
     ("deepseek", "mistral"),
     ("mimo", "qwen2"),
     ("qwen3_next", "qwen3"),
+    ("qwen3_next", "qwen3_5_text"),
     ("qwen3_next", "qwen3_moe"),
     ("speculators", "qwen3"),
 )
@@ -180,6 +190,7 @@ class Reference:
         self.rotary, self.eps = decoder.rotary_emb, decoder.config.rms_norm_eps
         self.embedding, self.head = decoder.embed_tokens.weight, self.target.lm_head.weight
         self.tensors = {name: tensor.to(dtype) for name, tensor in written.tensors.items()}
+        self.added = _added_to_norms(decoder.config.model_type)
         if self.names.final_norm is None:
             self.tensors[OF_TARGET] = decoder.norm.weight
 
@@ -223,7 +234,7 @@ class Reference:
         return normed
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.tensors[name]
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.tensors[name] + self.added)
 
 
 def write(directory: Path, layout: str, model_type: str, **options: Any) -> Written:
@@ -248,7 +259,7 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
     saved = load_file(directory / "model.safetensors")
     last = f"model.layers.{NUM_LAYERS}."
     block = {names.block + name.removeprefix(last): saved.pop(name) for name in list(saved) if name.startswith(last)}
-    own = _random_tensors(names)
+    own = _random_tensors(names, _added_to_norms(model_type))
     module = block | {f"{names.module}{name}.weight": tensor for name, tensor in own.items()}
     head = None
     if layout == "speculators":
@@ -268,9 +279,16 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
     return Written(directory=directory, head=head, names=names, model=model, tensors=own)
 
 
-def _random_tensors(names: Names) -> dict[str, torch.Tensor]:
+def _added_to_norms(model_type: str) -> float:
+    """To their weights, as its makers write them."""
+    return 1.0 if model_type.startswith("qwen3_5") else 0.0
+
+
+def _random_tensors(names: Names, added: float) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     norms = (names.token_norm, names.hidden_norm, names.final_norm)
-    tensors = {name: 1 + 0.2 * torch.randn(HIDDEN_SIZE, generator=generator) for name in norms if name is not None}
+    tensors = {
+        name: 1 - added + 0.2 * torch.randn(HIDDEN_SIZE, generator=generator) for name in norms if name is not None
+    }
     projection = torch.randn(HIDDEN_SIZE, 2 * HIDDEN_SIZE, generator=generator)
     return tensors | {names.projection: INITIALIZER_RANGE * projection}

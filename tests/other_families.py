@@ -13,6 +13,8 @@ GEMMA: dict[str, Any] = {
     "final_logit_softcapping": 8.0,
     "pad_token_id": 0,
 }
+# A state follows one path of tokens, forwards: drafts are chains, and drafters attend in all layers.
+WITH_STATES = ("qwen3_5_text",)
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": GEMMA,
     # The first layer sees a window and turns by other angles than the second.
@@ -35,6 +37,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "attention_bias": True,
     },
+    # A layer of linear attention below one of gated attention.
+    "qwen3_5_text": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+    },
     # Sinks, biases everywhere, and a mixture of experts whose gates are cut off; the first layer sees a window.
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -45,3 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
 }
+
+
+def keys_of(family: str) -> dict[str, Any]:
+    """Arguments of conftest's engines."""
+    return {"architecture": FAMILIES[family]} | ({"of_drafters": {}} if family in WITH_STATES else {})

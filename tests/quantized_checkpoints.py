@@ -7,6 +7,7 @@ without unpacking anything.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,7 +268,7 @@ def quantize_checkpoint(directory: Path, layout: Layout) -> dict[str, Tensor]:
     tensors, dense = dict[str, Tensor](), load_file(file)
     for name, tensor in list(dense.items()):
         module, _, kind = name.rpartition(".")
-        if kind != "weight" or not module.endswith("_proj"):
+        if kind != "weight" or not re.search(r"_proj(_qkvz?|_z)?$", module):
             tensors[name] = tensor
             continue
         packed, dense[name] = layout.pack(tensor.float(), generator)

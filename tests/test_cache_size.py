@@ -19,6 +19,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.engine.shard import Shard
 from runner.step_loop import StepLoop
 from tests.conftest import Engines
+from tests.other_families import keys_of
 from verifier.rejection_sampler import RejectionSampler
 
 CUDA = torch.device("cuda", 0)
@@ -34,16 +35,20 @@ class NotingSampler(RejectionSampler):
         return super().__call__(logits, drafts, rows)
 
 
-@pytest.mark.parametrize(("num_speculative_tokens", "rule"), [(0, "strict"), (3, "strict"), (3, "probabilistic")])
+@pytest.mark.parametrize(
+    ("num_speculative_tokens", "rule", "keys"),
+    [(0, "strict", {}), (3, "strict", {}), (3, "probabilistic", {}), (3, "strict", keys_of("qwen3_5_text"))],
+    ids=["plain", "strict", "probabilistic", "states"],
+)
 def test_the_largest_steps_fill_both_budgets(
-    num_speculative_tokens: int, rule: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    num_speculative_tokens: int, rule: str, keys: dict[str, Any], engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step of all the prompt tokens that a step may have, one of all the requests, each with all its drafts.
 
     Those are at the end of the longest text: at short ones the partial results of split attention went unseen. Drafts
     have distributions where the rule reads them.
     """
-    engine = engines(num_gpu_blocks_override=320).engine
+    engine = engines(num_gpu_blocks_override=320, **keys).engine
     rejection_sampler = NotingSampler(rejection_sample_method=rule)
     target, cache = engine.target, engine.target.cache
     launches: list[tuple[str, int, int, int]] = []

@@ -36,7 +36,8 @@ OPTIONS = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in C
 MANDATORY = {"model/hf": ["model.model=x", "method=ngram"], "method/custom_class": ["method.model=a.B"]}
 MANDATORY["model/qwen3_0_6b"] = ["method=ngram"]  # no draft is smaller
 MANDATORY["model/gpt_oss_20b"] = ["method=eagle3"]  # nor of this vocabulary
-MANDATORY["model/glm4_5_air"] = MANDATORY["model/ernie4_5_21b_a3b"] = ["method=mtp"]
+WITH_MTP = {"glm4_5_air": 106, "ernie4_5_21b_a3b": 21, "qwen3_5_27b": 26, "qwen3_5_35b_a3b": 34}  # billions of weights
+MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_MTP}
 MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
 EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
@@ -186,7 +187,7 @@ def test_a_preset_without_a_draft_has_the_published_number_of_parameters() -> No
     assert num_parameters(config.model.hf_config) == 20_914_757_184
 
 
-@pytest.mark.parametrize(("preset", "billions"), [("glm4_5_air", 106), ("ernie4_5_21b_a3b", 21)])
+@pytest.mark.parametrize(("preset", "billions"), WITH_MTP.items())
 def test_presets_with_mtp_have_as_many_parameters_as_their_model_cards_say(preset: str, billions: int) -> None:
     from transformers import AutoConfig
 
@@ -242,6 +243,8 @@ def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
         ("gpt_oss_20b", "yarn"),
         ("glm4_5_air", "default"),
         ("ernie4_5_21b_a3b", "default"),
+        ("qwen3_5_27b", "default"),
+        ("qwen3_5_35b_a3b", "default"),
     ],
 )
 def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) -> None:
@@ -255,7 +258,7 @@ def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) ->
         assert parameters["sliding_attention"]["rope_theta"] == values["rope_local_base_freq"]
         parameters = parameters["full_attention"]
     assert parameters["rope_type"] == rope_type
-    assert parameters["rope_theta"] == values["rope_theta"]
+    assert parameters["rope_theta"] == values.get("rope_parameters", values)["rope_theta"]
 
 
 # --- types and ranges ---------------------------------------------------------------------------------------------

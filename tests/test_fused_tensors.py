@@ -12,11 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from runner.engine.errors import UserError
-from runner.engine.fused_tensors import split_fused
+from runner.engine.fused_tensors import Fused, split_fused
 from tests.test_model_families import make_config
 from tests.transformers_reference import load, random_model, save
 
-FUSED = {"self_attn.qkv_proj": {"self_attn.q_proj": 4, "self_attn.k_proj": 2, "self_attn.v_proj": 2}}
+PARTS = {"self_attn.q_proj": 4, "self_attn.k_proj": 2, "self_attn.v_proj": 2}
+FUSED = {"self_attn.qkv_proj": Fused(parts=PARTS)}
 NAME = "model.layers.1.self_attn.qkv_proj"
 
 
@@ -30,7 +31,7 @@ def test_parts_are_the_rows_of_the_whole_however_they_are_cut(tmp_path: Path) ->
     weight = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     given = slices_of({f"{NAME}.weight": weight, f"{NAME}.bias": weight[:, 0].clone()}, tmp_path / "t.safetensors")
     found = dict(split_fused(given, FUSED))
-    expected = dict(zip(FUSED["self_attn.qkv_proj"], weight.split([4, 2, 2]), strict=True))
+    expected = dict(zip(PARTS, weight.split([4, 2, 2]), strict=True))
     assert len(found) == 6
     for name, rows in expected.items():
         own = found[f"model.layers.1.{name}.weight"]
@@ -39,6 +40,16 @@ def test_parts_are_the_rows_of_the_whole_however_they_are_cut(tmp_path: Path) ->
         assert torch.equal(own[1:, 2:], rows[1:, 2:])
         bias = found[f"model.layers.1.{name}.bias"]
         assert bias.get_shape() == [len(rows)] and torch.equal(bias[...], rows[:, 0])
+
+
+def test_parts_that_take_turns_are_put_together(tmp_path: Path) -> None:
+    weight = torch.arange(8.0).unsqueeze(1).repeat(1, 3)
+    given = slices_of({f"{NAME}.weight": weight}, tmp_path / "t.safetensors")
+    found = dict(split_fused(given, {"self_attn.qkv_proj": Fused(parts=PARTS, num_groups=2)}))
+    rows = {name: found[f"model.layers.1.{name}.weight"] for name in PARTS}
+    assert [own[...][:, 0].tolist() for own in rows.values()] == [[0, 1, 4, 5], [2, 6], [3, 7]]
+    assert [own.get_shape() for own in rows.values()] == [[4, 3], [2, 3], [2, 3]]
+    assert torch.equal(rows["self_attn.q_proj"][1:3], weight[[1, 4]])
 
 
 def test_what_is_not_fused_or_has_other_rows_comes_as_it_is(tmp_path: Path) -> None:

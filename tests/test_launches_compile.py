@@ -39,6 +39,15 @@ TYPES = {
     torch.int8: "i8",
 }
 SHORT_CUT = replace(CUT, max_tokens=3)  # a step in parts, one that is captured and one that is replayed
+WITH_STATES_AND_EXPERTS = {
+    **OTHER_FAMILIES["qwen3_5_text"],
+    "model_type": "qwen3_5_moe_text",
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
 METHODS = ("none", "probabilistic", "block", "eagle3 tree", "ngram_gpu", "suffix_recycling")
 
 
@@ -84,6 +93,8 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(emulated_gpu: Emu
     for quantization in (None, "fp8"):
         experts = {**GPU, "architecture": {**EXPERTS, "num_hidden_layers": 1}, "quantization": quantization}
         complete(Engines()(None, **experts), PROMPTS, [replace(CUT, max_tokens=4), SHORT_CUT])
+    states = {**GPU, "architecture": WITH_STATES_AND_EXPERTS}
+    complete(Engines()(CASES["ngram_gpu"][0], **states), PROMPTS, [replace(CUT, max_tokens=4), SHORT_CUT])
     mxfp4 = {**OTHER_FAMILIES["gpt_oss"], "num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}}
     complete(Engines()(None, **{**GPU, "architecture": mxfp4}), PROMPTS, [replace(CUT, max_tokens=4), SHORT_CUT])
     found = {str(kernel): kernel for kernel in map(kernel_of, emulated_gpu.variants)}

@@ -83,6 +83,15 @@ ERNIE = {
     "moe_layer_start_index": 1,
     "pad_token_id": 0,
 }
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 SLIDING_LAYER = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {"head_dim": 24, "pad_token_id": 0}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -175,6 +184,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
+    "qwen3_5_text": ("qwen3_5_text", DELTA_NET),
+    "qwen3_5_text, tied, as many key heads, another convolution": (
+        "qwen3_5_text",
+        {**DELTA_NET, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3_next": ("qwen3_next", {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3_next, one dense layer, experts not normalized": (
+        "qwen3_next",
+        {**DELTA_NET, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False, "linear_num_value_heads": 2},
+    ),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen2_moe, every other layer": (
+        "qwen2_moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2, "norm_topk_prob": True},
+    ),
     "seed_oss": ("seed_oss", {"head_dim": 24}),
     "seed_oss, other biases": (
         "seed_oss",
@@ -234,7 +259,7 @@ def test_logits_are_as_accurate_as_those_of_transformers(variant: str, tmp_path:
     assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2, sliding layer", "qwen3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2, sliding layer", "qwen3", "qwen3_moe", "glm4_moe", "qwen3_5_text"])
 def test_logits_are_accurate_without_fixed_tiles(variant: str, tmp_path: Path) -> None:
     model = random_model(make_config(variant))
     sequences = random_sequences(VOCAB_SIZE, LENGTHS)
@@ -275,7 +300,8 @@ def longrope_config() -> Any:
 
 
 @pytest.mark.parametrize(
-    "variant", ["llama, tied", "mistral, sliding", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_oss"]
+    "variant",
+    ["llama, tied", "mistral, sliding", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_oss", "qwen3_5_text"],
 )
 def test_taps_are_the_hidden_states_of_transformers(variant: str, tmp_path: Path) -> None:
     model = random_model(make_config(variant))
@@ -294,7 +320,9 @@ def test_a_sharded_checkpoint_loads_as_the_whole_one_does(tmp_path: Path) -> Non
 def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     from transformers import AutoConfig
 
-    assert read_architecture(AutoConfig.for_model("qwen2_moe")) is None
+    assert read_architecture(AutoConfig.for_model("olmoe")) is None
+    only_states = ["linear_attention"] * 2
+    assert read_architecture(AutoConfig.for_model("qwen3_5_text", **{**SHAPE, "layer_types": only_states})) is None
     assert read_architecture(AutoConfig.for_model("llama", hidden_act="gelu")) is None
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_limit=5.0)) is None
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_alpha=1.0)) is None
@@ -382,11 +410,21 @@ def test_a_router_keeps_its_digits_beside_16_bits(
             {"moe_layer_interval": 0},
             "moe_layer_interval of a ernie4_5_moe checkpoint must be >= 1, got 0",
         ),
+        (
+            "qwen3_5_text",
+            {**DELTA_NET, "linear_num_value_heads": 3},
+            r"divisible by linear_num_key_heads \(2\), got 3; mend its",
+        ),
+        (
+            "qwen3_5_text",
+            {**DELTA_NET, "linear_key_head_dim": 0},
+            "linear_key_head_dim of a qwen3_5_text checkpoint must be >= 1",
+        ),
         ("ernie4_5_moe", {"moe_layer_start_index": None}, "moe_layer_start_index of a ernie4_5_moe checkpoint must be"),
     ],
-    ids=["more for a token than there are", "how many is not said", "no step", "which layers is not said"],
+    ids=["experts", "no number of them", "no step", "heads", "a head", "no layers"],
 )
-def test_numbers_of_experts_that_cannot_be_are_refused(family: str, options: dict[str, Any], rule: str) -> None:
+def test_numbers_that_cannot_be_are_refused(family: str, options: dict[str, Any], rule: str) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(family, **{**SHAPE, **(EXPERTS if family == "qwen3_moe" else {}), **options})
@@ -447,6 +485,9 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "glm4",
         "ernie4_5, biased, tied",
         "gpt_oss",
+        "qwen3_5_text",
+        "qwen3_next",
+        "qwen3_5_moe_text",
     ],
 )
 def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_path: Path) -> None:

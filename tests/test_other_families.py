@@ -9,16 +9,18 @@ import pytest
 from runner.engine.decoder import Decoder
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
-from tests.other_families import FAMILIES
+from tests.other_families import FAMILIES, WITH_STATES, keys_of
 from tests.test_emulated_gpu import DRAFT_MODEL, DRAWN, GPU, GREEDY, SMALL, texts
 from tests.test_losslessness import PARAMS, PROMPTS, ROOMY, SCHEDULES, answers, counts, method_config
 
 TREE = method_config("eagle3", 5, speculative_token_tree="dynamic")
+CHAIN = method_config("eagle3", 5)
+HEADS = {family: CHAIN if family in WITH_STATES else TREE for family in FAMILIES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_neither_methods_nor_schedules_change_a_token(engines: Engines, family: str) -> None:
-    args: dict[str, Any] = {"architecture": FAMILIES[family]}
+    args = keys_of(family)
     plain = engines(**args, **ROOMY)
     target = plain.engine.target
     assert isinstance(target.model, Decoder) and target.is_row_invariant
@@ -26,7 +28,7 @@ def test_neither_methods_nor_schedules_change_a_token(engines: Engines, family: 
     expected = answers(requests)
     assert metrics.steps_in_parts.total() < metrics.num_decoding_steps / 2
     assert len({tuple(request.output_token_ids) for request in requests}) > len(requests) // 2, "texts wander"
-    for method, schedule in ((method_config("draft_model", 4), "few blocks"), (TREE, "three at a time")):
+    for method, schedule in ((method_config("draft_model", 4), "few blocks"), (HEADS[family], "three at a time")):
         requests, metrics = complete(engines(method, **args, **SCHEDULES[schedule]), PROMPTS, PARAMS)
         assert answers(requests) == expected
         assert 0 < counts(metrics)[1] < counts(metrics)[0]
@@ -34,15 +36,16 @@ def test_neither_methods_nor_schedules_change_a_token(engines: Engines, family: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_in_8_bits_change_no_token_of_a_method(engines: Engines, family: str) -> None:
-    args: dict[str, Any] = {"architecture": FAMILIES[family], "quantization": "fp8", **ROOMY}
-    plain, drafting = (complete(engines(method, **args), PROMPTS, PARAMS)[0] for method in (None, TREE))
+    args: dict[str, Any] = {**keys_of(family), "quantization": "fp8", **ROOMY}
+    plain, drafting = (complete(engines(method, **args), PROMPTS, PARAMS)[0] for method in (None, HEADS[family]))
     assert answers(drafting) == answers(plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps_say_what_the_cpu_says(family: str, engines: Engines, emulated_gpu: EmulatedDevice) -> None:
-    architecture = {**FAMILIES[family], "num_hidden_layers": 2}
-    on_cpu = engines(DRAFT_MODEL, **{**SMALL, "architecture": architecture})
-    on_gpu = Engines()(DRAFT_MODEL, **{**GPU, "architecture": architecture})
+    args = keys_of(family)
+    args["architecture"] = {**args["architecture"], "num_hidden_layers": 2}
+    on_cpu = engines(DRAFT_MODEL, **{**SMALL, **args})
+    on_gpu = Engines()(DRAFT_MODEL, **{**GPU, **args})
     assert texts(on_gpu, [GREEDY, DRAWN]) == texts(on_cpu, [GREEDY, DRAWN])
     assert emulated_gpu.num_replays > 0

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.reference.tree_rows import NO_BRANCH
+from runner.engine.bucket import bucket
 from runner.engine.forward_batch import PackedLaunch
-from runner.engine.paged_shape import PagedShape, bucket
+from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Segment
 
 pytest.importorskip("triton")

@@ -19,6 +19,7 @@ from kernels.quantized_weight import QuantizedWeight, quantize
 from runner.engine import backend
 from runner.engine.checkpoint import ModelSource, read_tensors
 from runner.engine.decoder import Decoder
+from runner.engine.delta_net import GatedDeltaNet
 from runner.engine.errors import UserError
 from runner.engine.experts import Experts
 from runner.engine.loader import LoadedModel, load_model
@@ -45,6 +46,7 @@ from tests.quantized_checkpoints import (
     quantize_checkpoint,
     state_config,
 )
+from tests.test_model_families import DELTA_NET
 from tests.transformers_reference import CPU, load, random_model, save, save_tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -123,20 +125,45 @@ def test_every_layout_gives_the_weights_that_it_stands_for(name: str, checkpoint
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_matrices_that_share_a_quantized_tensor_are_expanded(name: str, tmp_path: Path) -> None:
-    """Phi-3's, each to what it would be in a tensor of its own."""
+def test_matrices_that_share_a_quantized_tensor_are_held_as_it_is(name: str, tmp_path: Path) -> None:
+    """Phi-3's, each as it would be in a tensor of its own."""
     from transformers import AutoConfig
 
     save(random_model(AutoConfig.for_model("phi3", **{**SHAPE, "pad_token_id": 0})), tmp_path)
     expected = quantize_checkpoint(tmp_path, LAYOUTS[name])
     loaded = load(ModelSource(model=str(tmp_path)))
-    assert isinstance(loaded.model, Decoder)
+    assert isinstance(loaded.model, Decoder) and loaded.held == LAYOUTS[name].held
     for index, layer in enumerate(loaded.model.layers):
         for fused, weight in (
             ("self_attn.qkv_proj", layer.attention.qkv_proj.weight),
             ("mlp.gate_up_proj", layer.mlp.gate_up_proj.weight),
         ):
             assert torch.equal(unpack(weight), expected[f"model.layers.{index}.{fused}.weight"]), fused
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_a_delta_net_and_gated_attention_multiply_by_is_what_the_checkpoint_holds(
+    name: str, family: str, tmp_path: Path
+) -> None:
+    """In every bit, also where a key head's parts and a head's gate take turns with others in one tensor."""
+    from transformers import AutoConfig
+
+    experts = {"moe_intermediate_size": 32, "num_experts": 2, "shared_expert_intermediate_size": 32}
+    options = {**SHAPE, **DELTA_NET, "num_experts_per_tok": 1, **(experts if family == "qwen3_next" else {})}
+    save(random_model(AutoConfig.for_model(family, **options)), tmp_path)
+    twin = Path(shutil.copytree(tmp_path, tmp_path / "twin"))
+    save_file(quantize_checkpoint(tmp_path, LAYOUTS[name]), twin / "model.safetensors", metadata={"format": "pt"})
+    quantized, of_twin = load(ModelSource(model=str(tmp_path))), load(ModelSource(model=str(twin)))
+    assert isinstance(quantized.model, Decoder) and isinstance(of_twin.model, Decoder) and of_twin.held is None
+    for layer, other in zip(quantized.model.layers, of_twin.model.layers, strict=True):
+        for own, expected in zip(layer.mixer.products, other.mixer.products, strict=True):
+            assert torch.equal(unpack(own.weight), unpack(expected.weight))
+        is_dense = [torch.is_tensor(product.weight) for product in layer.mixer.products]
+        if LAYOUTS[name].held is not None:
+            # What is never quantized, and queries and keys, of whose heads a part turns.
+            has_state = isinstance(layer.mixer, GatedDeltaNet)
+            assert is_dense == ([False, True, False] if has_state else [True, False, False])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -48,6 +48,15 @@ CLIP = {**PATCHES, "model_type": "clip_vision_model", "projection_dim": 32}
 BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
 
 
+STATES: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
 def turning(sections: list[int]) -> dict[str, Any]:
     """Rotations by time, height and width, which are one position in a text."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}}
@@ -77,6 +86,26 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
         {**TEXT, "model_type": "qwen2_5_vl_text", **turning([2, 3, 3])},
         {**BLOCKS, "fullatt_block_indexes": [0]},
+        {},
+    ),
+    "qwen3_5": (
+        {**TEXT, "model_type": "qwen3_5_text", "head_dim": 32, **STATES, **turning([2, 1, 1])},
+        {**BLOCKS},
+        {"tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe": (
+        {
+            **{key: value for key, value in TEXT.items() if key != "intermediate_size"},
+            **STATES,
+            **turning([2, 1, 1]),
+            "model_type": "qwen3_5_moe_text",
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+        {**BLOCKS},
         {},
     ),
     "qwen3_vl": (

@@ -55,6 +55,7 @@ LONGROPE: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
+        "hidden_act": "gelu",  # with the published one its layers are ours
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
@@ -216,8 +217,8 @@ def dummy_source(model_type: str, **options: Any) -> ModelSource:
 # What is refused -> (source, words of the reason and the remedy)
 REFUSALS: dict[str, tuple[ModelSource, str]] = {
     "linear attention": (
-        dummy_source("qwen3_next", head_dim=16),
-        r"model\.model=a-qwen3_next: model_type 'qwen3_next' has layers of type linear_attention, whose state is no "
+        dummy_source("olmo_hybrid"),
+        r"model\.model=a-olmo_hybrid: model_type 'olmo_hybrid' has layers of type linear_attention, whose state is no "
         r"key-value cache and cannot roll back yet what rejected drafts, MTP's or any other's, left in it; "
         r"choose a model of attention layers only",
     ),

@@ -51,8 +51,8 @@ MORE: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi": {},  # attention beside the MLP
     "qwen2_moe, odd widths": {
-        "model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-        "shared_expert_intermediate_size": 50, "intermediate_size": 102,
+        "model_type": "qwen2_moe", "hidden_act": "gelu", "num_experts": 5, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "shared_expert_intermediate_size": 50, "intermediate_size": 102,
     },
     "starcoder2": {"sliding_window": 8},
 }  # fmt: skip

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from runner.engine.block_manager import BlockManager
 from runner.engine.checkpoint import ModelSource
+from runner.engine.decoder import Decoder
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch import Part
@@ -140,10 +141,14 @@ def hidden_states(model: Any, token_ids: list[int]) -> dict[int | str, torch.Ten
 
 def assert_taps_are_hidden_states(loaded: LoadedModel, model: Any, tiles: TileShape) -> None:
     token_ids = random_sequences(model.config.vocab_size, ((20, 0),))[0].prompt
-    segment = Segment(start=0, num_tokens=len(token_ids), block_table=[1, 2])
-    batch = ForwardBatch.build("prefill", [segment], token_ids, shape=tiles, block_size=BLOCK_SIZE, device=CPU)
+    segment = Segment(start=0, num_tokens=len(token_ids), block_table=[1, 2], state_slot=1)
+    has_states = isinstance(loaded.model, Decoder) and loaded.model.is_recurrent
+    batch = ForwardBatch.build(
+        "prefill", [segment], token_ids, shape=tiles, block_size=BLOCK_SIZE, device=CPU, has_states=has_states
+    )
     with torch.inference_mode():
-        cache = PagedKVCache(loaded.model.kv_widths, 4, BLOCK_SIZE, torch.float32, CPU)
+        states = loaded.model.empty_states(2, 0, torch.float32, CPU) if isinstance(loaded.model, Decoder) else ()
+        cache = PagedKVCache(loaded.model.kv_widths, 4, BLOCK_SIZE, torch.float32, CPU, states=states)
         normed, taps = loaded.model(batch, cache, (2, 0, 1))
         untapped, none = loaded.model(batch, cache)
     assert none == [] and torch.equal(normed, untapped), "tapping changes nothing"
@@ -184,9 +189,15 @@ def engine_logits(
     dtype = next(loaded.model.parameters()).dtype
     runner = ModelRunner(loaded.model, block_size=BLOCK_SIZE, device=CPU, dtype=dtype, batch_invariant=batch_invariant)
     blocks = BlockManager(64, BLOCK_SIZE)
-    runner.allocate_cache(blocks.num_blocks)
+    runner.allocate_cache(blocks.num_blocks, max_num_seqs=len(sequences), num_uncertain=4)
     requests = [
-        Request(request_id=str(index), prompt_token_ids=s.prompt, sampling_params=SamplingParams(), seed=0)
+        Request(
+            request_id=str(index),
+            prompt_token_ids=s.prompt,
+            sampling_params=SamplingParams(),
+            seed=0,
+            state_slot=index + 1,
+        )
         for index, s in enumerate(sequences)
     ]
     rows: list[dict[int, torch.Tensor]] = [{} for _ in requests]  # by position

@@ -8,6 +8,7 @@ differ. Every row has its embedding, as in training; vLLM's modules see zeros fo
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -44,13 +45,14 @@ class MtpHead:
         target: LoadedModel,
         *,
         rms_norm_eps: float,
+        norms_add_one: bool,  # to their weights
         max_model_len: int,
         dtype: torch.dtype,
     ) -> None:
         layout, size, vocab_size = found.layout, target.model.hidden_size, target.model.vocab_size
         self.layout, self.block, self.target, self.max_model_len = layout, block, target.model, max_model_len
-        self.token_norm = RMSNorm(size, rms_norm_eps, dtype)
-        self.hidden_norm = RMSNorm(size, rms_norm_eps, dtype)
+        norm = partial(RMSNorm, size, rms_norm_eps, dtype, adds_one=norms_add_one)
+        self.token_norm, self.hidden_norm = norm(), norm()
         self.projection = ColumnParallelLinear(
             2 * size, {layout.projection.format(index=0): size}, bias=False, shard=Shard(), dtype=dtype
         )
@@ -58,7 +60,7 @@ class MtpHead:
             assert isinstance(target.model, Decoder), "others were refused"
             self.final_norm = target.model.norm
         else:
-            self.final_norm = RMSNorm(size, rms_norm_eps, dtype)
+            self.final_norm = norm()
         self.embed_tokens = torch.empty(vocab_size, size, dtype=dtype) if found.own_embedding else None
         self.lm_head: Weight | None = torch.empty(vocab_size, size, dtype=dtype) if found.own_head else None
         self._names = found
@@ -139,6 +141,14 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
             block = TransformersBlock(target.model, name)
     with torch.device(context.device):
         eps = float(module.config.rms_norm_eps)
-        head = MtpHead(found, block, target, rms_norm_eps=eps, max_model_len=length, dtype=context.dtype)
+        head = MtpHead(
+            found,
+            block,
+            target,
+            rms_norm_eps=eps,
+            norms_add_one=module.arch is not None and module.arch.norms_add_one,
+            max_model_len=length,
+            dtype=context.dtype,
+        )
     fill_head(head.weight_targets(), found.tensors, source, f"an MTP module in {found.layout.title} layout")
     return head

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
+from runner.engine.expert_stacks import split_stacks
+from runner.engine.fused_tensors import split_fused
 from runner.engine.head_checkpoint import head_architecture, read_head_config
 from runner.engine.head_order import in_our_order
 from runner.engine.loader import LoadedModel
@@ -153,7 +155,10 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
         of_a_target = own is not None and (own[1] is None or int(own[1]) < module.num_layers)
         return not of_a_target or name in (*_EMBEDDINGS, *_HEADS)
 
-    found = read_tensors(source) if module.arch is None else in_our_order(read_tensors(source), module.arch.head_layout)
+    found: Iterable[tuple[str, Any]] = read_tensors(source)
+    if module.arch is not None:
+        found = split_fused(split_stacks(found, module.arch.experts), module.arch.fused_tensors)
+        found = in_our_order(found, module.arch.head_layout)
     tensors = {plain: tensor[:] for name, tensor in found if belongs(plain := _plain(name, module))}
     prefix = layout.prefix_of(0, module.num_layers)
     copies = [f"{prefix}{name}.weight" for name in (layout.embedding, layout.head) if name is not None]

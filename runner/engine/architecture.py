@@ -13,8 +13,10 @@ from typing import Any
 
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import RoutingRule
+from kernels.reference.gated_delta import DeltaHeads
 from runner.engine.errors import UserError
 from runner.engine.families import FAMILIES, Family, Mixture, NormNames
+from runner.engine.fused_tensors import Fused
 from runner.engine.rope import ONE_ROPE, HeadLayout
 
 
@@ -46,6 +48,11 @@ class ExpertShapes:
         return None if self.mixture.corrections is None else f"{self.mixture.block}.{self.mixture.corrections}"
 
     @property
+    def shared_gate_name(self) -> str | None:
+        """Of the tensor that gates the MLP beside them, within a layer."""
+        return None if self.mixture.shared_gate is None else f"{self.mixture.block}.{self.mixture.shared_gate}.weight"
+
+    @property
     def shared_name(self) -> str:
         """Of the MLP beside them, within a layer."""
         return f"{self.mixture.block}.{self.mixture.shared}"
@@ -54,6 +61,47 @@ class ExpertShapes:
         """Of its gate, up and down projections."""
         gate, up, down = (f"{self.prefix}{expert}.{name}" for name in self.mixture.projections)
         return gate, up, down
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaShapes:
+    """The gated delta nets that stand in place of layers' attention."""
+
+    is_by_key_head: bool  # how tensors hold projections together (Family.delta_nets)
+    heads: DeltaHeads  # of all ranks
+    in_layers: tuple[bool, ...]  # of each layer; the others attend
+
+    @property
+    def projected_rows(self) -> dict[str, int]:
+        """Rows of the matrices that give queries, keys, values and what gates the norm, by name."""
+        keys, values = self.heads.keys, self.heads.values
+        rows = {"q": keys, "k": keys, "v": values, "z": values}
+        return {f"linear_attn.in_proj_{name}": count for name, count in rows.items()}
+
+    @property
+    def gate_rows(self) -> dict[str, int]:
+        """Rows of the matrices that say how much is written and how much is forgotten."""
+        return {f"linear_attn.in_proj_{name}": self.heads.num_value_heads for name in "ba"}
+
+    @property
+    def convolved_rows(self) -> dict[str, int]:
+        """Channels of the convolution over queries, keys and values."""
+        keys, values = self.heads.keys, self.heads.values
+        return {"linear_attn.conv1d_q": keys, "linear_attn.conv1d_k": keys, "linear_attn.conv1d_v": values}
+
+    @property
+    def fused_tensors(self) -> Mapping[str, Fused]:
+        convolution = {"linear_attn.conv1d": Fused(parts=self.convolved_rows)}
+        projected = self.projected_rows
+        if not self.is_by_key_head:
+            del projected["linear_attn.in_proj_z"]
+            return {"linear_attn.in_proj_qkv": Fused(parts=projected), **convolution}
+        count = self.heads.num_key_heads
+        return {
+            "linear_attn.in_proj_qkvz": Fused(parts=projected, num_groups=count),
+            "linear_attn.in_proj_ba": Fused(parts=self.gate_rows, num_groups=count),
+            **convolution,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +136,8 @@ class Architecture:
     has_sinks: bool = False  # Family.has_sinks
     fused: tuple[str, ...] = ()  # Family.fused
     experts: ExpertShapes | None = None
+    has_output_gate: bool = False  # Family.has_output_gate
+    delta: DeltaShapes | None = None
 
     @property
     def has_plain_layers(self) -> bool:
@@ -97,7 +147,8 @@ class Architecture:
     @property
     def is_plain(self) -> bool:
         """Whether its layers are plain, and heads turn whole: what other draft heads are built of."""
-        return self.has_plain_layers and self.head_layout.order is None
+        is_other = self.has_output_gate or self.norms_add_one
+        return self.has_plain_layers and self.head_layout.order is None and not is_other
 
     @cached_property
     def qkv_rows(self) -> dict[str, int]:
@@ -106,10 +157,17 @@ class Architecture:
         return {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
 
     @property
-    def fused_tensors(self) -> Mapping[str, Mapping[str, int]]:
-        """Names, within a layer, of checkpoints' tensors that hold several matrices, and the rows of these."""
+    def fused_tensors(self) -> Mapping[str, Fused]:
+        """Names, within a layer, of checkpoints' tensors that hold several matrices."""
         parts = {"self_attn.qkv_proj": self.qkv_rows, "mlp.gate_up_proj": gate_up_rows("mlp", self.intermediate_size)}
-        return {name: rows for name, rows in parts.items() if any(f".{own}_proj" in name for own in self.fused)}
+        fused = {
+            name: Fused(parts=rows) for name, rows in parts.items() if any(f".{own}_proj" in name for own in self.fused)
+        }
+        if self.has_output_gate:
+            queries = self.num_heads * self.head_dim
+            both = {"self_attn.q_proj": queries, "self_attn.gate_proj": queries}
+            fused["self_attn.q_proj"] = Fused(parts=both, num_groups=self.num_heads)
+        return fused if self.delta is None else {**fused, **self.delta.fused_tensors}
 
 
 def gate_up_rows(name: str, intermediate_size: int) -> dict[str, int]:
@@ -129,6 +187,9 @@ def read_architecture(config: Any) -> Architecture | None:
         return None
     family = FAMILIES[name]
     is_ours = all(getattr(config, key, number) == number for key, number in family.fixed_numbers.items())
+    if family.delta_nets != "none":
+        is_ours = is_ours and set(config.layer_types) <= {"linear_attention", "full_attention"}
+        is_ours = is_ours and "full_attention" in config.layer_types
     if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
         return None
     _require_own(config)
@@ -137,7 +198,7 @@ def read_architecture(config: Any) -> Architecture | None:
         family=name,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=_intermediate_size(config, family),
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -162,6 +223,8 @@ def read_architecture(config: Any) -> Architecture | None:
         has_sinks=family.has_sinks,
         fused=family.fused,
         experts=None if family.experts is None else _experts(config, family.experts),
+        has_output_gate=family.has_output_gate,
+        delta=None if family.delta_nets == "none" else _delta(config, family),
     )
 
 
@@ -173,6 +236,41 @@ def _own(config: Any, family: Family, key: str, default: Any = None) -> Any:
 def _is_told(config: Any, told: bool | str) -> bool:
     """By the family, or by a key of the config."""
     return bool(getattr(config, told, False)) if isinstance(told, str) else told
+
+
+def _intermediate_size(config: Any, family: Family) -> int:
+    """Of layers' MLPs; where experts stand in all their places a config need not say it."""
+    if family.experts is not None and not hasattr(config, "intermediate_size"):
+        return int(getattr(config, family.experts.size_key))
+    return int(config.intermediate_size)
+
+
+def _delta(config: Any, family: Family) -> DeltaShapes:
+    """Raises UserError for numbers of heads that cannot be."""
+    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    found = {key: int(getattr(config, f"linear_{key}")) for key in keys}
+    for key, number in found.items():
+        if number < 1:
+            raise UserError(
+                f"linear_{key} of a {config.model_type} checkpoint must be >= 1, got {number}; mend its config"
+            )
+    num_key_heads, num_value_heads, key_dim, value_dim, taps = found.values()
+    if num_value_heads % num_key_heads:
+        raise UserError(
+            f"linear_num_value_heads of a {config.model_type} checkpoint must be divisible by linear_num_key_heads "
+            f"({num_key_heads}), got {num_value_heads}; mend its config"
+        )
+    return DeltaShapes(
+        is_by_key_head=family.delta_nets == "by_key_head",
+        heads=DeltaHeads(
+            num_key_heads=num_key_heads,
+            num_value_heads=num_value_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            taps=taps,
+        ),
+        in_layers=tuple(kind == "linear_attention" for kind in config.layer_types),
+    )
 
 
 def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
@@ -201,9 +299,18 @@ def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
         ),
         is_router_float32=mixture.router_digits == "float32",
         intermediate_size=size,
-        shared_size=0 if mixture.shared is None else size * (getattr(config, mixture.shared_count_key) or 0),
+        shared_size=_shared_size(config, mixture, size),
         in_layers=tuple(_has_experts(config, mixture, layer) for layer in range(config.num_hidden_layers)),
     )
+
+
+def _shared_size(config: Any, mixture: Mixture, size: int) -> int:
+    """size: of an expert."""
+    if mixture.shared is None:
+        return 0
+    if mixture.shared_size_key:
+        return int(getattr(config, mixture.shared_size_key) or 0)
+    return size * (getattr(config, mixture.shared_count_key) or 0)
 
 
 # Of a config, which say by Mixture.layers what layers have experts.
@@ -232,7 +339,7 @@ def _require_own(config: Any) -> None:
     name = config.model_type
     of = f"of a {name} checkpoint{f' ({config.name_or_path})' if config.name_or_path else ''}"  # none in hf_config
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-        if getattr(config, key) < 1:
+        if getattr(config, key, 1) < 1:
             raise UserError(f"{key} {of} must be >= 1, got {getattr(config, key)}; mend its config")
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(

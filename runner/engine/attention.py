@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from kernels.cpu.panels import Change
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import linear, paged_attention, rotate_and_store
+from runner.engine.operations import linear, paged_attention, rotate_and_store, sigmoid_gate
 from runner.engine.quantization import Quantization
 from runner.engine.rope import Rope, RopeRows
 from runner.engine.shard import Shard
@@ -54,9 +55,25 @@ class Attention:
             RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype, adds_one=arch.norms_add_one) if arch.qk_norm else None
             for _ in range(2)
         )
+        # Gates what each head finds, where a family does.
+        self.gate_proj = (
+            ColumnParallelLinear(
+                in_features,
+                {"self_attn.gate_proj": arch.num_heads * arch.head_dim},
+                bias=arch.qkv_bias,
+                shard=shard,
+                dtype=dtype,
+                quantization=quantization,
+            )
+            if arch.has_output_gate
+            else None
+        )
         self._norms = [None if norm is None else (norm.weight, norm.eps) for norm in (self.q_norm, self.k_norm)]
 
-    def __call__(self, hidden: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache
+    ) -> torch.Tensor:
+        assert rope is not None, "of rope_key"
         query = rotate_and_store(
             self.qkv_proj(hidden, batch.linear_tile),
             rope,
@@ -81,6 +98,8 @@ class Attention:
             softcap=self.softcap,
             sinks=self.sinks,
         )
+        if self.gate_proj is not None:
+            out = sigmoid_gate(out, self.gate_proj(hidden, batch.linear_tile))
         return self.o_proj(out, batch.linear_tile)
 
     def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
@@ -119,8 +138,25 @@ class Attention:
         """Elements a token takes in the cache."""
         return 2 * self.num_kv_heads * self.head_dim
 
+    @property
+    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
+        return [self.qkv_proj, *([] if self.gate_proj is None else [self.gate_proj]), self.o_proj]
+
+    @property
+    def product_names(self) -> list[str]:
+        """Of those that may be quantized: all."""
+        gate = () if self.gate_proj is None else self.gate_proj.part_rows
+        return [*self.qkv_proj.part_rows, *gate, self.o_proj.name]
+
+    def convert(self, change: Change) -> None:
+        """As Decoder.convert."""
+        for product in self.products:
+            product.convert(change)
+
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        targets = self.qkv_proj.weight_targets(prefix) | self.o_proj.weight_targets(prefix)
+        targets: dict[str, WeightTarget] = {}
+        for product in self.products:
+            targets |= product.weight_targets(prefix)
         if self.q_norm is not None and self.k_norm is not None:
             targets[f"{prefix}self_attn.q_norm.weight"] = self.q_norm.target
             targets[f"{prefix}self_attn.k_norm.weight"] = self.k_norm.target

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from kernels.cpu.panels import Change, Weight, unpack
+from kernels.reference.gated_delta import DeltaStates
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
+from runner.engine.delta_net import GatedDeltaNet
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
@@ -60,13 +62,15 @@ class Decoder:
             if self.is_tied and storage is None  # quantized it is a copy of what the embedding stays
             else empty_weight(num_rows, arch.hidden_size, dtype, storage)
         )
-        kinds = {layer.attention.rope_key: layer.attention for layer in self.layers}
+        self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaNet) for layer in self.layers)
+        attentions = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+        kinds = {attention.rope_key: attention for attention in attentions}
         self._ropes = {key: attention.rope(hf_config, max_model_len) for key, attention in kinds.items()}
 
     @property
     def kv_widths(self) -> list[int]:
         """Elements a token takes in each layer's cache."""
-        return [layer.attention.kv_width for layer in self.layers]
+        return [layer.mixer.kv_width for layer in self.layers]
 
     @property
     def products_per_row(self) -> int:
@@ -80,10 +84,10 @@ class Decoder:
 
     @property
     def sample_layers(self) -> list[DecoderLayer]:
-        """One of each kind: with a mixture of experts, and with an MLP."""
-        kinds: dict[type, DecoderLayer] = {}
+        """One of each kind: that attends or has a state, with a mixture of experts or with an MLP."""
+        kinds: dict[tuple[type, type], DecoderLayer] = {}
         for layer in self.layers:
-            kinds.setdefault(type(layer.mlp), layer)
+            kinds.setdefault((type(layer.mixer), type(layer.mlp)), layer)
         return list(kinds.values())
 
     @property
@@ -93,8 +97,19 @@ class Decoder:
 
     @property
     def attention(self) -> Attention:
-        """Of one of the layers."""
-        return self.layers[0].attention
+        """Of one of the layers that attend."""
+        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    def empty_states(
+        self, num_slots: int, num_uncertain: int, dtype: torch.dtype, device: torch.device
+    ) -> list[DeltaStates | None]:
+        """Of each layer that has some; num_uncertain: the most tokens of a launch that may be taken back."""
+        return [
+            layer.mixer.empty_states(num_slots, num_uncertain, dtype, device)
+            if isinstance(layer.mixer, GatedDeltaNet)
+            else None
+            for layer in self.layers
+        ]
 
     def __call__(
         self, batch: ForwardBatch, cache: PagedKVCache, tap_layers: tuple[int, ...] = ()
@@ -114,7 +129,7 @@ class Decoder:
             normed, residual = layer.before_attention(hidden, residual, hidden_norm)
             if index in tap_layers:
                 taps[index] = residual
-            rope = ropes[layer.attention.rope_key]
+            rope = ropes[layer.mixer.rope_key] if isinstance(layer.mixer, Attention) else None
             hidden, residual = layer.after_input_norm(normed, residual, rope, batch, cache)
             hidden_norm = layer.after_mlp
         assert hidden is not None

@@ -27,6 +27,7 @@ STD = 0.02  # of random weights
 
 def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:
     targets = decoder.weight_targets()
+    names = frozenset(targets)
     tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
     # A module's block is like one of the layers, or has an MLP where all of these have experts.
     block_names = {name for layer in decoder.sample_layers for name in layer.weight_targets("")}
@@ -37,7 +38,8 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
         if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):
             continue  # derived from the config; a copy of the embedding
         target = targets.pop(name, None)
-        if target is None and name.endswith("_proj.bias") and not tensor[...].any():
+        of_product = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in names
+        if target is None and of_product and not tensor[...].any():
             continue  # AutoGPTQ gives a bias to every product
         if target is None and is_mtp_tensor(name, config, block_names):
             continue  # method=mtp reads them
@@ -100,9 +102,7 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
         own = slice(shard.rank * rows, (shard.rank + 1) * rows)
         part = own if dim == 0 else (slice(None), own)
     if target.quantized is None:
-        target.view.copy_(tensor[part])
-        if target.offset:
-            target.view.add_(target.offset)
+        target.fill(tensor[part])
     elif isinstance(tensor, QuantizedTensor) and tensor.storage.is_multiplied:
         _copy_numbers(target.quantized, tensor, part, dim, shard)
     else:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.paged_segments import PagedSegments
+from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference.philox import seed_to_int64
 from kernels.reference.tree_rows import NO_BRANCH, TreeRows
 from runner.engine.device_processors import DeviceProcessors, Processors
@@ -84,6 +85,7 @@ class DeviceBatch:
     caps: Tensor | None  # [count] int64: tokens that a step may bring a request; None: nobody asks for fewer
     num_prompt_tokens: Tensor  # [count] int64
     last_token_ids: Tensor  # [count, 2] int64: the last two committed tokens
+    state_slots: Tensor  # [count] int64: Request.state_slot
     block_tables: Tensor  # [count, max_blocks] of place_dtype, as the next two
     branch_starts: Tensor  # [count]
     branch_slots: Tensor  # [count, 0]
@@ -135,6 +137,13 @@ class DeviceBatch:
             positions=rows.positions,
             slot_mapping=rows.slots,
             attention=PagedAttention(segments=segments, split_keys=shape.split_keys),
+            recurrent=RecurrentSegments(
+                starts=self.lengths if lengths is None else lengths,
+                ends=self.lengths,
+                slots=self.state_slots,
+                offset=offset,
+                num_rows=num_rows,
+            ),
             linear_tile=shape.linear,
         )
         return batch, rows.predicted
@@ -152,6 +161,7 @@ class DeviceBatch:
             positions=rows.positions,
             slot_mapping=rows.slots,
             attention=shape.tree_attention(rows, self.block_tables, max_context=self.max_context),
+            recurrent=None,
             linear_tile=shape.linear,
         )
 
@@ -179,6 +189,7 @@ class DeviceRequests:
         self.caps = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.num_prompt_tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.last_token_ids = torch.zeros(capacity, 2, dtype=torch.int64, device=device)
+        self.state_slots = torch.zeros(capacity, dtype=torch.int64, device=device)
         max_blocks = -(-max_model_len // block_size)
         dtype = place_dtype(device)
         self.block_tables = torch.zeros(capacity, max_blocks, dtype=dtype, device=device)
@@ -199,6 +210,7 @@ class DeviceRequests:
             self.processors.load(requests, sampling_flags.processors)
         params = [request.sampling_params for request in requests]
         self.lengths.zero_()
+        self.state_slots.zero_()
         self.block_tables.zero_()
         self._num_blocks = [0] * len(requests)
         last = [request.tokens_between(request.num_tokens - 2, request.num_tokens) for request in requests]
@@ -213,6 +225,7 @@ class DeviceRequests:
                 [token_id for _, token_id in last],
                 [request.num_prompt_tokens for request in requests],
                 [self._most_tokens(p.max_draft_tokens) for p in params],
+                [request.state_slot for request in requests],
                 [seed_to_int64(request.seed) for request in requests],
                 [p.is_greedy for p in params],
                 [0 if p.is_greedy else max(p.top_k, 0) for p in params],
@@ -234,7 +247,8 @@ class DeviceRequests:
         self.last_token_ids[: len(requests)].copy_(numbers[2:4].t())
         self.num_prompt_tokens[: len(requests)].copy_(numbers[4])
         self.caps[: len(requests)].copy_(numbers[5])
-        self._loaded, self._unfilled = (numbers[6:], floats), set(self._of_rows)
+        self.state_slots[: len(requests)].copy_(numbers[6])
+        self._loaded, self._unfilled = (numbers[7:], floats), set(self._of_rows)
         self._of_requests.fill(*self._loaded, 1)
         self.extend_tables(range(len(requests)), requests)
 
@@ -246,6 +260,7 @@ class DeviceRequests:
         """Mark requests as absent, by their places in `load`; their blocks may belong to others now."""
         index = to_device(places, torch.int64, self.device)
         self.lengths.index_fill_(0, index, 0)
+        self.state_slots.index_fill_(0, index, 0)
         self.block_tables.index_fill_(0, index, 0)  # a drafter may have rows of theirs left to compute
 
     def extend_tables(self, places: Sequence[int], requests: Sequence[Request]) -> None:
@@ -281,6 +296,7 @@ class DeviceRequests:
             caps=self.caps[:count] if sampling_flags.caps else None,
             num_prompt_tokens=self.num_prompt_tokens[:count],
             last_token_ids=self.last_token_ids[:count],
+            state_slots=self.state_slots[:count],
             block_tables=self.block_tables[:count],
             branch_starts=self._branch_starts[:count],
             branch_slots=self._branch_slots[:count],

@@ -1,6 +1,7 @@
-"""Checkpoints that hold the weights of all experts of a layer in one tensor, as gpt-oss's do.
+"""Checkpoints that hold the weights of all experts of a layer in one tensor, as gpt-oss's and Qwen3.5's do.
 
-Gate and up rows take turns there, and a dense weight has a row for each input.
+In gpt-oss's gate and up rows take turns, and a dense weight has a row for each input. Qwen3.5's have a row for each
+output, up behind gate.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from runner.engine.mxfp4_tensors import Mxfp4Stack
 ALL = slice(None)
 # Of each stack its projections, by their places in Mixture.projections, and which of its outputs are theirs.
 PARTS = {"gate_up_proj": ((0, slice(0, None, 2)), (1, slice(1, None, 2))), "down_proj": ((2, ALL),)}
+STACKS = tuple(PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,23 @@ class WeightOfExpert:
     def __getitem__(self, index: Any) -> Any:
         own = self.tensor[self.expert : self.expert + 1][0]
         return own[:, self.outputs].contiguous().t()[index]  # twice as fast as every other row of the transpose
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsOfExpert:
+    """Of a safetensors slice [num_experts, all outputs, in_features], as one of its own: read where it is indexed."""
+
+    tensor: Any
+    expert: int
+    first: int
+    num_rows: int
+
+    def get_shape(self) -> list[int]:
+        return [self.num_rows, self.tensor.get_shape()[2]]
+
+    def __getitem__(self, index: Any) -> Any:
+        own = self.tensor[self.expert : self.expert + 1, self.first : self.first + self.num_rows]
+        return own[0][index]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +73,11 @@ def split_stacks(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes | Non
 
     One of another kind comes as it is, under a name that nobody waits for.
     """
-    if experts is None or not experts.mixture.is_stacked:
+    if experts is None or experts.mixture.stacks == "none":
         yield from tensors
+        return
+    if experts.mixture.stacks == "by_output":
+        yield from _split_by_output(tensors, experts)
         return
     prefix = f".{experts.prefix}"
     for name, tensor in tensors:
@@ -76,3 +98,19 @@ def split_stacks(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes | Non
                     if isinstance(tensor, Mxfp4Stack)
                     else WeightOfExpert(tensor=tensor, expert=expert, outputs=outputs),
                 )
+
+
+def _split_by_output(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes) -> Iterator[tuple[str, Any]]:
+    size, prefix = experts.intermediate_size, f".{experts.prefix}"
+    gate, up, down = experts.mixture.projections
+    for name, tensor in tensors:
+        layer, _, stack = name.rpartition(prefix)
+        shape = tensor.get_shape()
+        if not layer or stack not in STACKS or len(shape) != 3 or (stack == STACKS[0] and shape[1] != 2 * size):
+            yield name, tensor
+            continue
+        parts = ((gate, 0, size), (up, size, size)) if stack == STACKS[0] else ((down, 0, shape[1]),)
+        for expert in range(shape[0]):
+            for projection, first, num_rows in parts:
+                rows = RowsOfExpert(tensor=tensor, expert=expert, first=first, num_rows=num_rows)
+                yield f"{layer}{prefix}{expert}.{projection}.weight", rows

@@ -25,6 +25,7 @@ from runner.engine.expert_operations import (
 )
 from runner.engine.linear import WeightTarget, empty_weight, shared_storage, split_inputs, weight_target
 from runner.engine.mlp import MLP
+from runner.engine.operations import linear, sigmoid_gate
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -81,6 +82,10 @@ class Experts:
             else None
         )
 
+        # Whole in every rank, as the router is.
+        has_gate = self.shared is not None and shapes.shared_gate_name is not None
+        self.shared_gate: Weight | None = torch.empty(1, hidden_size, dtype=dtype) if has_gate else None
+
     def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         return self.shard.sum(self.own_part(hidden, tile))
 
@@ -92,7 +97,13 @@ class Experts:
         )
         down_biases = self._down_biases if self.shard.rank == 0 else None  # which are added once
         results = linear_of_experts(inner, self.down_projs, routing, tile, down_biases)
-        return sum_of_experts(results, routing, None if self.shared is None else self.shared.own_part(hidden, tile))
+        return sum_of_experts(results, routing, self._shared_part(hidden, tile))
+
+    def _shared_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor | None:
+        if self.shared is None:
+            return None
+        part = self.shared.own_part(hidden, tile)
+        return part if self.shared_gate is None else sigmoid_gate(part, linear(hidden, self.shared_gate, None, tile))
 
     def router_logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, num_experts] float32."""
@@ -120,9 +131,12 @@ class Experts:
         return [*(f"{name}.weight" for name in names), *([] if self.shared is None else self.shared.product_names)]
 
     def convert(self, change: Change) -> None:
-        """As Decoder.convert; but the router stays dense, whose scores are a rounding apart."""
+        """As Decoder.convert; but the router stays dense, whose scores are a rounding apart, and so does the gate."""
         router = change(self.router)
         self.router = self.router if isinstance(router, QuantizedWeight) else router
+        if self.shared_gate is not None:
+            gate = change(self.shared_gate)
+            self.shared_gate = self.shared_gate if isinstance(gate, QuantizedWeight) else gate
         self.gate_up_projs, self.down_projs = (
             converted(weights, change) for weights in (self.gate_up_projs, self.down_projs)
         )
@@ -142,6 +156,8 @@ class Experts:
             targets[f"{prefix}{self.shapes.corrections_name}"] = WeightTarget(view=view)
         if self.shared is not None:
             targets |= self.shared.weight_targets(prefix)
+        if self.shared_gate is not None:
+            targets[f"{prefix}{self.shapes.shared_gate_name}"] = WeightTarget(view=unpacked(self.shared_gate))
         if self._router_bias is not None and self._gate_up_biases is not None and self._down_biases is not None:
             targets[f"{prefix}{self.shapes.router_name}.bias"] = WeightTarget(view=self._router_bias)
             gates, ups = self._gate_up_biases.split_with_sizes((num_parts, num_parts), dim=1)

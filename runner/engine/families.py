@@ -46,10 +46,13 @@ class Mixture:
     corrections: str | None = None  # name in the checkpoint, within the block, of what scores are corrected by
     corrections_have_rows: bool = False  # in the checkpoint [1, num_experts]
     shared: str | None = None  # name of the MLP beside the experts, within the block, which all rows go to
-    shared_count_key: str = ""  # how many experts' size it has
+    shared_count_key: str = ""  # how many experts' size it has, or:
+    shared_size_key: str = ""  # its size
+    shared_gate: str | None = None  # name, within the block, of what it is gated by, one number a row
     layers: Literal["all", "behind_first", "by_step", "in_range"] = "all"  # that have a mixture, as the config says it
     has_biases: bool = False
-    is_stacked: bool = False  # as gpt-oss's: one tensor of the checkpoint holds all experts' (expert_stacks.py)
+    # One tensor may hold all experts' weights, each with a row for every output (Qwen3.5) or input (gpt-oss).
+    stacks: Literal["none", "by_output", "by_input"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +76,17 @@ class Family:
     reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()  # of what one tensor of the checkpoint holds all
     has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
+    has_output_gate: bool = False  # beside each query head stands what gates its attention (arXiv 2505.06708)
+    # Of layers of type linear_attention, and how tensors hold projections together: matrix by matrix (Qwen3.5), or a
+    # key head and its value heads at a time (Qwen3-Next).
+    delta_nets: Literal["none", "by_matrix", "by_key_head"] = "none"
     experts: Mixture | None = None
 
     @property
     def has_plain_layers(self) -> bool:
-        """Llama's but for biases, norms and rotations of heads, windows and experts: what MTP modules are built of."""
-        is_other = self.norms_add_one or self.is_embedding_scaled or self.has_sinks
-        return self.norms is PRE_NORMS and not (is_other or self.reads) and self.activation == "silu"
+        """Llama's but for biases, norms, gates and rotations of heads, windows and experts: MTP modules' are such."""
+        is_other = self.is_embedding_scaled or self.has_sinks or self.activation != "silu"
+        return self.norms is PRE_NORMS and not (is_other or self.reads)
 
 
 _GEMMA: dict[str, Any] = {
@@ -88,6 +95,14 @@ _GEMMA: dict[str, Any] = {
     "activation": "gelu_tanh",
     "activation_names": ("gelu_pytorch_tanh", "gelu"),  # the latter, of the first releases, means the former
     "is_embedding_scaled": True,
+}
+_QWEN3_NEXT: dict[str, Any] = {
+    "output_bias": "attention_bias",
+    "qk_norm": True,
+    "norms_add_one": True,
+    "is_rope_partial": True,
+    "has_output_gate": True,
+    "fixed_numbers": {"attn_output_gate": True},
 }
 _LATER_GEMMA: dict[str, Any] = {
     **_GEMMA,
@@ -110,6 +125,15 @@ _DEEPSEEK_MIXTURE = Mixture(
     shared_count_key="n_shared_experts",
     layers="behind_first",
 )
+
+# Qwen2-MoE's, whose shared expert is gated.
+_QWEN_MIXTURE: dict[str, Any] = {
+    "block": "mlp",
+    "shared": "shared_expert",
+    "shared_size_key": "shared_expert_intermediate_size",
+    "shared_gate": "shared_expert_gate",
+}
+_SPARSE_QWEN_MIXTURE = Mixture(**_QWEN_MIXTURE, is_normalized="norm_topk_prob", layers="by_step")
 
 FAMILIES = {
     "dots1": Family(
@@ -158,7 +182,7 @@ FAMILIES = {
             count_key="num_local_experts",
             size_key="intermediate_size",
             has_biases=True,
-            is_stacked=True,
+            stacks="by_input",
         ),
     ),
     "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
@@ -176,14 +200,20 @@ FAMILIES = {
     ),
     "phi3": Family(qkv_bias=False, windows="one", is_rope_partial=True, fused=("qkv", "gate_up")),
     "qwen2": Family(qkv_bias=True, windows="by_layer"),
+    "qwen2_moe": Family(qkv_bias="qkv_bias", windows="by_layer", experts=_SPARSE_QWEN_MIXTURE),
     "qwen2_5_vl_text": Family(qkv_bias=True, windows="by_layer"),
     "qwen3": Family(output_bias="attention_bias", qk_norm=True, windows="by_layer"),
+    "qwen3_5_moe_text": Family(
+        **_QWEN3_NEXT, delta_nets="by_matrix", experts=Mixture(**_QWEN_MIXTURE, stacks="by_output")
+    ),
+    "qwen3_5_text": Family(**_QWEN3_NEXT, delta_nets="by_matrix"),
     "qwen3_moe": Family(
         output_bias="attention_bias",
         qk_norm=True,
         windows="one",
         experts=Mixture(block="mlp", is_normalized="norm_topk_prob", layers="by_step"),
     ),
+    "qwen3_next": Family(**_QWEN3_NEXT, delta_nets="by_key_head", experts=_SPARSE_QWEN_MIXTURE),
     "qwen3_vl_text": Family(output_bias="attention_bias", qk_norm=True),
     "seed_oss": Family(output_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "smollm3": Family(
@@ -197,5 +227,7 @@ FAMILIES = {
 HEAD_FAMILIES = tuple(
     name
     for name, family in FAMILIES.items()
-    if family.has_plain_layers and not family.is_rope_interleaved and family.experts is None
+    if family.has_plain_layers
+    and not (family.is_rope_interleaved or family.norms_add_one or family.has_output_gate)
+    and family.experts is None
 )

@@ -13,7 +13,10 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from kernels.recurrent_segments import RecurrentSegments
+from runner.engine.bucket import bucket
 from runner.engine.segment import Family, Segment
 from runner.engine.upload import to_device
 
@@ -58,6 +61,7 @@ class ForwardBatch:
     positions: torch.Tensor  # [num_rows] int64
     slot_mapping: torch.Tensor  # [num_rows] int64: cache slot each row's KV is written to
     attention: Any  # what the attention of the launch's shape takes: runner/engine/operations.py
+    recurrent: RecurrentSegments | None  # what layers with states go on from; None: there are no such layers
     linear_tile: int | None
 
     @classmethod
@@ -71,9 +75,18 @@ class ForwardBatch:
         block_size: int,
         device: torch.device,
         is_causal: bool = True,
+        has_states: bool = False,
     ) -> ForwardBatch:
         """The launch on the device; arguments as in PackedLaunch.of."""
-        packed = PackedLaunch.of(family, segments, token_ids, shape=shape, block_size=block_size, is_causal=is_causal)
+        packed = PackedLaunch.of(
+            family,
+            segments,
+            token_ids,
+            shape=shape,
+            block_size=block_size,
+            is_causal=is_causal,
+            has_states=has_states,
+        )
         return packed.unpack(to_device(packed.numbers, torch.int64, device))
 
 
@@ -96,6 +109,7 @@ class PackedLaunch:
         shape: LaunchShape,
         block_size: int,
         is_causal: bool = True,  # False: rows see their whole segment in layers that are not causal (DFlash's blocks)
+        has_states: bool = False,  # some layers have them
     ) -> PackedLaunch:
         num_rows = shape.padded_rows(len(token_ids))
         padding = [0] * (num_rows - len(token_ids))
@@ -106,17 +120,20 @@ class PackedLaunch:
             positions += range(segment.start, end)
             slots += segment.slots(segment.start, end, block_size)
         planned = shape.plan(family, segments, positions, num_rows=num_rows, block_size=block_size, is_causal=is_causal)
-        lists = [[*token_ids, *padding], positions + padding, slots + padding, *planned.lists]
+        recurrent = _recurrent_lists(segments, num_rows) if has_states else []
+        lists = [[*token_ids, *padding], positions + padding, slots + padding, *recurrent, *planned.lists]
         sizes = [len(part) for part in lists]
 
         def unpack(numbers: torch.Tensor) -> ForwardBatch:
-            ids, positions_, slots_, *of_attention = numbers.split_with_sizes(sizes)
+            ids, positions_, slots_, *others = numbers.split_with_sizes(sizes)
+            of_states, of_attention = others[: len(recurrent)], others[len(recurrent) :]
             return ForwardBatch(
                 family=family,
                 token_ids=ids,
                 positions=positions_,
                 slot_mapping=slots_,
                 attention=planned.assemble(of_attention),
+                recurrent=_recurrent(*of_states) if has_states else None,
                 linear_tile=shape.linear,
             )
 
@@ -126,3 +143,20 @@ class PackedLaunch:
             num_rows=num_rows,
             key=None if planned.key is None else (family, is_causal, num_rows, planned.key),
         )
+
+
+def _recurrent_lists(segments: Sequence[Segment], num_rows: int) -> list[list[int]]:
+    """Starts, ends, slots, first rows and counts; rows of nobody are the last segment's. As many for a bucket."""
+    columns: list[tuple[int, ...]] = []
+    row = 0
+    for own in segments:
+        stop = own.start + own.num_tokens
+        columns.append((own.start, stop - own.num_uncertain, own.state_slot, row, own.num_tokens))
+        row += own.num_tokens
+    columns += [(0, 0, 0, row, 0)] * (bucket(len(segments)) - len(segments))
+    columns.append((0, 0, 0, row, num_rows - row))
+    return [list(column) for column in zip(*columns, strict=True)]
+
+
+def _recurrent(starts: Tensor, ends: Tensor, slots: Tensor, first_rows: Tensor, counts: Tensor) -> RecurrentSegments:
+    return RecurrentSegments(starts=starts, ends=ends, slots=slots, first_rows=first_rows, counts=counts)

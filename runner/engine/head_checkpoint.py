@@ -137,7 +137,7 @@ def fill_head(
             f"{'; '.join(found)}; download it again, or name the method that it was made for"
         )
     for name, target in targets.items():
-        target.view.copy_(tensors[name])
+        target.fill(tensors[name])
         require_finite(target.view, name, source)
 
 

@@ -8,12 +8,13 @@ zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from kernels.cpu.huge_pages import in_huge_pages
+from kernels.reference.gated_delta import DeltaStates
 from runner.engine.backend import runs_kernels
 
 
@@ -24,8 +25,17 @@ class PagedKVCache:
     """
 
     def __init__(
-        self, layer_widths: list[int], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layer_widths: list[int],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        states: Sequence[DeltaStates | None] = (),
     ) -> None:
+        """states: of each layer that has one in place of keys and values, whose width is 0."""
+        self.states = states
         # Zeroed: a masked key contributes 0 * value, which is 0 for every finite value and NaN for garbage.
         sizes = [num_blocks * block_size * width for width in layer_widths]
         self._kv = in_huge_pages(torch.empty(sum(sizes), dtype=dtype, device=device)).zero_()

@@ -104,7 +104,13 @@ def _segments(part: Part, first: int, last: int, num_drafts: int) -> Iterator[Se
     """
     num_committed, table = last - first, part.request.block_table
     if num_drafts == 0 or part.parent_indices is None:
-        yield Segment(start=first, num_tokens=num_committed + num_drafts, block_table=table)
+        yield Segment(
+            start=first,
+            num_tokens=num_committed + num_drafts,
+            block_table=table,
+            state_slot=part.request.state_slot,
+            num_uncertain=num_drafts,
+        )
         return
     shape = tree_shape(part.parent_indices)
     num_cached = len(part.parent_indices) - num_drafts

@@ -20,7 +20,7 @@ from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
 from runner.engine.layers import DecoderLayer
-from runner.engine.operations import head_logits, paged_attention
+from runner.engine.operations import head_logits, linear, paged_attention
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Family, Segment
 from runner.engine.shard import Shard
@@ -127,7 +127,8 @@ def row_invariant_shapes(
         return shapes if shard.all(all(keep)) else None
     decode = shapes["decode"]
     is_bucketed = isinstance(decode, PagedShape) and decode.is_bucketed
-    candidates = (_decoder_shapes_on_cpu(layers[0].attention, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
+    attention = _attention(layers)
+    candidates = (_decoder_shapes_on_cpu(attention, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
     return next(
         (
             tried
@@ -138,12 +139,18 @@ def row_invariant_shapes(
     )
 
 
+def _attention(layers: Sequence[DecoderLayer]) -> Attention:
+    """Of one that attends."""
+    return next(layer.mixer for layer in layers if isinstance(layer.mixer, Attention))
+
+
 def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], lm_head: Weight) -> bool:
-    attention, tile = layers[0].attention, shape.linear
+    attention, tile = _attention(layers), shape.linear
     mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Experts)]
     weights = [lm_head, *(weight for layer in layers for weight in layer.product_weights)]
     routers = [mixture.router for mixture in mixtures]
     weights += [router if isinstance(router, Panels) else unpack(router).float() for router in routers]
+    weights += [mixture.shared_gate for mixture in mixtures if mixture.shared_gate is not None]
     if tile is not None and not all(
         _panels_keep_bits(weight) if isinstance(weight, Panels) else rows_keep_their_bits(unpack(weight), tile)
         for weight in weights
@@ -189,7 +196,8 @@ def _kernels_keep_bits(
 ) -> bool:
     """A row alone against the same row in company, in every product and over a context of two splits."""
     assert isinstance(shape, PagedShape)
-    tile, dtype = shape.linear, layers[0].attention.o_proj.weight.dtype
+    attention = _attention(layers)
+    tile, dtype = shape.linear, attention.o_proj.weight.dtype
     mlps = [part for layer in layers for part in (layer.mlp, layer.mlp.shared) if part is not None]
     # What multiplies, its weights in the order in which rows meet them, and of how many rows they meet one.
     asked: list[tuple[Callable[[torch.Tensor], torch.Tensor], list[Weight], int]] = [
@@ -197,11 +205,12 @@ def _kernels_keep_bits(
         *((partial(mlp.router_logits, tile=tile), [mlp.router], 1) for mlp in mlps if isinstance(mlp, Experts)),
         (lambda x: head_logits(x, lm_head, tile, softcap), [lm_head], 1),
     ]
+    gates = [mlp.shared_gate for mlp in mlps if isinstance(mlp, Experts) and mlp.shared_gate is not None]
+    asked += [(partial(linear, weight=gate, bias=None, tile=tile), [gate], 1) for gate in gates]
     for layer in layers:
-        products = (layer.attention.qkv_proj, layer.attention.o_proj)
-        asked += [(partial(product, tile=tile), [product.weight], 1) for product in products]
+        asked += [(partial(product, tile=tile), [product.weight], 1) for product in layer.mixer.products]
     agree = [_rows_agree(product, weights, of_rows, dtype) for product, weights, of_rows in asked]
-    return all(agree) and _attentions_agree(shape, layers[0].attention)
+    return all(agree) and _attentions_agree(shape, attention)
 
 
 def _rows_agree(

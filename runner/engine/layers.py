@@ -1,4 +1,4 @@
-"""A layer of a pre-norm decoder: norm, attention, norm, MLP.
+"""A layer of a pre-norm decoder: norm, attention or what stands in its place, norm, MLP.
 
 Targets, drafts and draft heads (EAGLE, MTP, DFlash) are built from it. Objects hold one tensor-parallel shard;
 weights are allocated empty, and weight_targets() says which checkpoint tensor fills which.
@@ -13,6 +13,7 @@ import torch
 from kernels.cpu.panels import Change, Weight
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
+from runner.engine.delta_net import GatedDeltaNet
 from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -47,7 +48,11 @@ class DecoderLayer:
         self.after_attention, self.after_mlp = (
             None if name is None else norm() for name in (self._names.after_attention, self._names.after_mlp)
         )
-        self.attention = Attention(arch, layer, shard, dtype, in_features=in_features, quantization=quantization)
+        self.mixer: Attention | GatedDeltaNet = (
+            GatedDeltaNet(arch, layer, shard, dtype, quantization=quantization)
+            if arch.delta is not None and arch.delta.in_layers[layer]
+            else Attention(arch, layer, shard, dtype, in_features=in_features, quantization=quantization)
+        )
         self.before_mlp = norm()
         self.mlp: MLP | Experts = (
             Experts(arch.experts, arch.hidden_size, shard, dtype, activation=arch.activation, quantization=quantization)
@@ -67,7 +72,7 @@ class DecoderLayer:
         self,
         hidden: torch.Tensor | None,  # output of the layer below, not yet added; None for the first layer
         residual: torch.Tensor,
-        rope: RopeRows,
+        rope: RopeRows | None,  # None: the layer turns nothing
         batch: ForwardBatch,
         cache: PagedKVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,37 +95,42 @@ class DecoderLayer:
         self,
         normed: torch.Tensor,  # [num_rows, in_features]
         residual: torch.Tensor,  # [num_rows, hidden]
-        rope: RopeRows,
+        rope: RopeRows | None,
         batch: ForwardBatch,
         cache: PagedKVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output not yet normed by after_mlp and added, residual), both [num_rows, hidden]."""
-        attended = self.attention(normed, rope, batch, cache)
+        attended = self.mixer(normed, rope, batch, cache)
         normed, residual = self.before_mlp.add(attended, residual, self.after_attention)
         return self.mlp(normed, batch.linear_tile), residual
 
     @property
+    def attention(self) -> Attention:
+        """Of a layer that attends."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer
+
+    @property
     def product_weights(self) -> list[Weight]:
         """[out_features, in_features] each; of experts those of one."""
-        weights = [self.attention.qkv_proj.weight, self.attention.o_proj.weight, *self.mlp.product_weights]
+        weights = [*(product.weight for product in self.mixer.products), *self.mlp.product_weights]
         return weights if self.mlp.shared is None else [*weights, *self.mlp.shared.product_weights]
 
     @property
     def products_per_row(self) -> int:
         """Multiplications of a row by weights."""
-        attention = (self.attention.qkv_proj.weight, self.attention.o_proj.weight)
-        return self.mlp.products_per_row + sum(weight.shape.numel() for weight in attention)
+        mixed = sum(product.weight.shape.numel() for product in self.mixer.products)
+        return self.mlp.products_per_row + mixed
 
     @property
     def product_names(self) -> list[str]:
-        """Of the checkpoint's matrices that may be quantized: all but a router."""
-        names = (*self.attention.qkv_proj.part_rows, self.attention.o_proj.name)
-        return [*(f"{name}.weight" for name in names), *self.mlp.product_names]
+        """Of the checkpoint's matrices that may be quantized: all but routers and gates."""
+        return [*(f"{name}.weight" for name in self.mixer.product_names), *self.mlp.product_names]
 
     def convert(self, change: Change) -> None:
         """As Decoder.convert."""
-        for part in (self.attention.qkv_proj, self.attention.o_proj, self.mlp):
-            part.convert(change)
+        self.mixer.convert(change)
+        self.mlp.convert(change)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         names = self._names
@@ -131,4 +141,4 @@ class DecoderLayer:
             names.after_mlp: self.after_mlp,
         }
         own = {f"{prefix}{name}.weight": norm.target for name, norm in norms.items() if norm is not None}
-        return own | self.attention.weight_targets(prefix) | self.mlp.weight_targets(prefix)
+        return own | self.mixer.weight_targets(prefix) | self.mlp.weight_targets(prefix)

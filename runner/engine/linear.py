@@ -33,6 +33,12 @@ class WeightTarget:
     def shape(self) -> torch.Size:
         return self.view.shape if self.quantized is None else self.quantized.shape
 
+    def fill(self, tensor: torch.Tensor) -> None:
+        """With a dense tensor of the checkpoint, of the view's shape."""
+        self.view.copy_(tensor)
+        if self.offset:
+            self.view.add_(self.offset)
+
 
 def empty_weight(out_features: int, in_features: int, dtype: torch.dtype, storage: Storage | None) -> Weight:
     """To be filled; storage None: dense."""

@@ -18,6 +18,7 @@ from runner.engine.decoder import HEAD, Decoder
 from runner.engine.decoder_weights import fill_from_checkpoint, fill_randomly
 from runner.engine.errors import UserError, first_of
 from runner.engine.expert_stacks import split_stacks
+from runner.engine.fused_tensors import split_fused
 from runner.engine.memory import model_remedy, require_memory
 from runner.engine.quantization import NUMBERS, Quantization, Storage, held_weights, read_scheme
 from runner.engine.quantized_tensors import QuantizedTensor
@@ -184,7 +185,7 @@ def _find_quantization(
             packed = [name for name in products if of_experts in name]
             found = dict.fromkeys(packed, scheme.storage)
         else:
-            tensors = split_stacks(read_tensors(source), arch.experts)
+            tensors = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
             found = {name: kept.storage for name, kept in tensors if isinstance(kept, QuantizedTensor)}
             found = {name.removesuffix(".weight"): storage for name, storage in found.items()}
     if arch.head_layout.order is not None:  # queries and keys are expanded, and so is what is multiplied with them

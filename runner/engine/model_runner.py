@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from kernels.reference.gated_delta import DeltaStates
 from runner.engine.decoder import Decoder
+from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.hidden_states import NORMED
 from runner.engine.launch import Launch, Part, StepLaunches
@@ -53,7 +56,9 @@ class ModelRunner(PagedRunner):
             batch_invariant=batch_invariant,
             captures_graphs=captures_graphs,
             products=model.product_weights if isinstance(model, Decoder) else (),
+            is_recurrent=isinstance(model, Decoder) and model.is_recurrent,
         )
+        self._num_uncertain = 0
         self.model, self.token_map = model, token_map
         # Multiplications of a row by weights; 0: not known.
         self.products_per_row = model.products_per_row if isinstance(model, Decoder) else 0
@@ -70,6 +75,31 @@ class ModelRunner(PagedRunner):
         elif isinstance(model, TransformersModel) and model.keeps_rows:
             kept = shapes_that_keep_rows(model, block_size=block_size, device=device, dtype=dtype)
         self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
+
+    def allocate_cache(self, num_blocks: int, *, max_num_seqs: int = 0, num_uncertain: int = 0) -> None:
+        self._num_uncertain = num_uncertain
+        super().allocate_cache(num_blocks, max_num_seqs=max_num_seqs, num_uncertain=num_uncertain)
+
+    def empty_states(self, max_num_seqs: int, num_uncertain: int, device: torch.device) -> Sequence[DeltaStates | None]:
+        if not (isinstance(self.model, Decoder) and self.is_recurrent):
+            return ()
+        return self.model.empty_states(max_num_seqs + 1, num_uncertain, self.dtype, device)
+
+    def num_state_bytes(self, max_num_seqs: int, num_uncertain: int) -> int:
+        """Of recurrent layers; arguments as of allocate_cache."""
+        states = self.empty_states(max_num_seqs, num_uncertain, torch.device("meta"))
+        return sum(own.num_bytes for own in states if own is not None)
+
+    def decode_launch(
+        self, batch: DeviceBatch, token_ids: torch.Tensor, *, offset: int, num_rows: int, **others: Any
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        self._require_room(num_rows - 1)
+        return super().decode_launch(batch, token_ids, offset=offset, num_rows=num_rows, **others)
+
+    def _require_room(self, num_uncertain: int) -> None:
+        """States forget what lies further back."""
+        if self.is_recurrent and num_uncertain > self._num_uncertain:
+            raise ValueError(f"num_uncertain must be <= {self._num_uncertain}, as allocated, got {num_uncertain}")
 
     def run(
         self,
@@ -122,12 +152,14 @@ class ModelRunner(PagedRunner):
 
         Logits come along where a graph computes them: of a launch that wants those of every token.
         """
+        self._require_room(max(segment.num_uncertain for segment in launch.segments))
         packed = PackedLaunch.of(
             launch.family,
             launch.segments,
             launch.token_ids,
             shape=self.shapes[launch.family],
             block_size=self.block_size,
+            has_states=self.is_recurrent,
         )
         size, num_tokens = len(packed.numbers), len(launch.token_ids)
         uploaded = to_device(packed.numbers + launch.draft_rows, torch.int64, self.device)

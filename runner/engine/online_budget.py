@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from runner.engine.paged_shape import bucket
+from runner.engine.bucket import bucket
 from runner.engine.tokens_per_step import MEMORY, Mean, TokensPerStep
 
 if TYPE_CHECKING:

@@ -14,7 +14,10 @@ import torch
 
 from kernels.cpu.panels import Panels, Weight, unpack
 from kernels.quantized_weight import QuantizedWeight
+from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference.act_and_mul import Activation, act_and_mul
+from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+from kernels.reference.gated_delta import gated_delta as gated_delta_in_torch
 from kernels.reference.linear import linear as linear_in_tiles
 from kernels.reference.paged_attention import AttentionPlan
 from kernels.reference.paged_attention import paged_attention as attention_over_tiles
@@ -23,6 +26,7 @@ from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
 from kernels.reference.rms_norm import rms_norm_pair as rms_norm_pair_in_torch
 from kernels.reference.rms_norm import sum_beside_rms_norm as sum_beside_rms_norm_in_torch
 from kernels.reference.rope import apply_rope
+from kernels.reference.sigmoid_gate import sigmoid_gate as sigmoid_gate_in_torch
 from kernels.reference.softcap import softcap as softcap_in_torch
 from kernels.reference.sum_of_ranks import sum_of_ranks as sum_of_ranks_in_torch
 from runner.engine.backend import is_compiled, runs_kernels
@@ -259,6 +263,39 @@ def rotate_and_store(
     query, kv = turned.split_with_sizes((columns, 2 * num_kv_heads * head_dim), dim=1)
     cache.write(layer, slot_mapping, kv)
     return query.view(-1, num_heads, head_dim)
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x times the sigmoid of gate: [num_rows, width], and [num_rows, width] or [num_rows, 1]."""
+    if is_compiled(x):
+        from kernels.cpu.sigmoid_gate import sigmoid_gate as on_cpu
+
+        return on_cpu(x, gate)
+    if not runs_kernels(x):
+        return sigmoid_gate_in_torch(x, gate)
+    from kernels.sigmoid_gate import sigmoid_gate as kernel
+
+    return kernel(x, gate)
+
+
+def gated_delta(
+    mixed: torch.Tensor,  # [num_rows, convolved + values]
+    gates: torch.Tensor,  # [num_rows, 2 * num_value_heads]
+    segments: RecurrentSegments,
+    states: DeltaStates,
+    weights: DeltaWeights,
+    heads: DeltaHeads,
+) -> torch.Tensor:  # [num_rows, values]
+    """Compute rows of a gated delta net and move its states on (kernels/reference/gated_delta.py)."""
+    if is_compiled(mixed):
+        from kernels.cpu.gated_delta import gated_delta as on_cpu
+
+        return on_cpu(mixed, gates, segments, states, weights, heads)
+    if not runs_kernels(mixed):
+        return gated_delta_in_torch(mixed, gates, segments, states, weights, heads)
+    from kernels.gated_delta import gated_delta as kernel
+
+    return kernel(mixed, gates, segments, states, weights, heads)
 
 
 def paged_attention(

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.panels import Change, Weight, pack
+from kernels.reference.gated_delta import DeltaStates
 from runner.engine.attention import Attention
 from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
+from runner.engine.graphs import GraphStore
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes
 from runner.engine.paged_shape import PagedShape
-from runner.engine.programs import can_record, graph_store
+from runner.engine.programs import can_record, graph_store, step_graph_store
 from runner.engine.tile_shape import ANY_SHAPE_TILES
 from runner.engine.transformers_model import TransformersModel
 
@@ -52,12 +54,15 @@ class PagedRunner:
         batch_invariant: bool,
         captures_graphs: bool,
         products: Sequence[Weight] = (),
+        is_recurrent: bool = False,
     ) -> None:
         """
         Args:
             captures_graphs: passes over generated tokens become graphs; else each kernel is launched alone.
             products: weights that must be fit to be packed, as attention's must, or none is.
+            is_recurrent: some layers have states that a launch moves on.
         """
+        self.is_recurrent = is_recurrent
         self.block_size, self.device, self.dtype = block_size, device, dtype
         self.kv_widths = layers.kv_widths
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
@@ -66,7 +71,7 @@ class PagedRunner:
             if batch_invariant and not runs_kernels(device):
                 layers.keep_rows(pack)
         elif (attention := layers.attention) is not None:
-            if can_pack([attention.qkv_proj.weight, attention.o_proj.weight, *products]):
+            if can_pack([*(product.weight for product in attention.products), *products]):
                 layers.convert(pack)
             captures_graphs = captures_graphs and can_record(attention.o_proj.weight)
             self.shapes = decoder_shapes(
@@ -75,7 +80,7 @@ class PagedRunner:
                 max_model_len=layers.max_model_len,
                 is_bucketed=captures_graphs,
             )
-        self.graphs = graph_store(device) if captures_graphs else None
+        self.graphs = self._new_graphs() if captures_graphs else None
         self.cache: PagedKVCache | None = None
 
     @property
@@ -107,12 +112,25 @@ class PagedRunner:
     def cache_bytes_per_block(self) -> int:
         return sum(self.kv_widths) * self.block_size * self.dtype.itemsize
 
-    def allocate_cache(self, num_blocks: int) -> None:
-        if self.graphs is not None:
-            self.graphs = graph_store(self.device)  # graphs of another cache would write there
-        self.cache = PagedKVCache(self.kv_widths, num_blocks, self.block_size, self.dtype, self.device)
+    def allocate_cache(self, num_blocks: int, *, max_num_seqs: int = 0, num_uncertain: int = 0) -> None:
+        """
+        Args:
+            max_num_seqs: requests that run at the same time; of recurrent layers alone, as the next.
+            num_uncertain: tokens of a request in a launch that may be taken back, at most.
+        """
+        self.release_cache()  # graphs of another cache would write there
+        states = self.empty_states(max_num_seqs, num_uncertain, self.device)
+        self.cache = PagedKVCache(self.kv_widths, num_blocks, self.block_size, self.dtype, self.device, states=states)
+
+    def empty_states(self, max_num_seqs: int, num_uncertain: int, device: torch.device) -> Sequence[DeltaStates | None]:
+        """Of each layer, where some are recurrent."""
+        return ()
 
     def release_cache(self) -> None:
         if self.graphs is not None:
-            self.graphs = graph_store(self.device)
+            self.graphs = self._new_graphs()
         self.cache = None
+
+    def _new_graphs(self) -> GraphStore:
+        # A launch that was made twice, once to prepare and once recorded, would move states on twice.
+        return step_graph_store(self.device) if self.is_recurrent else graph_store(self.device)

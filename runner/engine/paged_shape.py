@@ -16,6 +16,7 @@ import torch
 from kernels.paged_segments import PagedSegments
 from kernels.reference.tree_rows import NO_BRANCH, TreeRows
 from runner.engine.backend import runs_kernels
+from runner.engine.bucket import bucket
 from runner.engine.forward_batch import PlannedAttention
 from runner.engine.segment import Family, Segment
 
@@ -150,14 +151,6 @@ class PagedShape:
 
         key: Hashable = (num_tiles, tile_size, num_segments, width, branch_width, context)
         return PlannedAttention(lists=lists, assemble=assemble, key=key if self.is_bucketed else None)
-
-
-def bucket(number: int) -> int:
-    """The next size up, at most a quarter above: 0 to 8, then four sizes to each doubling."""
-    if number <= 8:
-        return number
-    step = 1 << (number - 1).bit_length() - 3
-    return -(-number // step) * step
 
 
 def _padded(values: Sequence[int], length: int, filler: int = 0) -> list[int]:

@@ -37,6 +37,10 @@ class Numbers:
     scales: Tensor  # [out_features, groups] float32
     zeros: Tensor | None = None  # [out_features, groups] int8, of int4; None: all are the same
 
+    def rows(self, index: Tensor) -> Numbers:
+        zeros = None if self.zeros is None else self.zeros[index]
+        return Numbers(numbers=self.numbers[index], scales=self.scales[index], zeros=zeros)
+
     def expand(self, storage: Storage) -> Tensor:
         """[out_features, in_features] float32."""
         in_features = self.numbers.shape[1]
@@ -62,6 +66,11 @@ class QuantizedTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.read().expand(self.storage)[index]
+
+    def rows(self, index: Tensor) -> QuantizedTensor:
+        """Some of its outputs, [num_rows] int64, as a weight of their own."""
+        read = self.read
+        return replace(self, shape=(len(index), self.shape[1]), read=lambda: read().rows(index))
 
 
 def unpack_tensors(slices: Mapping[str, Any], scheme: Scheme, of: str) -> Iterator[tuple[str, Any]]:

@@ -46,6 +46,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # tokens whose KV is in the target's cache
     block_table: list[int] = field(default_factory=list)  # physical block of each block_size positions
+    state_slot: int = 0  # of recurrent layers' states, while it runs; 0: none
     prefix_keys: list[bytes] = field(default_factory=list, repr=False)  # what its prompt's blocks are known by
     num_known_blocks: int = 0  # of block_table, its first: requests whose prompts begin alike may find them
     # Of the prompt, that others had computed when it was first admitted; None: it was not looked for.

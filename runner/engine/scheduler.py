@@ -84,6 +84,7 @@ class Scheduler:
         self.prefixes = PrefixCache(block_manager, fills_blocks)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._free_slots = deque(range(1, max_num_seqs + 1))  # first in, first out, as blocks
 
     @property
     def num_unfinished(self) -> int:
@@ -237,6 +238,7 @@ class Scheduler:
             self.waiting.popleft()
             request.num_computed_tokens = item.start
             request.status = RequestStatus.RUNNING
+            request.state_slot = self._free_slots.popleft()
             self.running.append(request)
             under_way.update(self.prefixes.keys_to_come(request))
             admitted.append(item)
@@ -297,4 +299,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Give back what it holds on the device."""
         self.blocks.release(request.block_table)
+        if request.state_slot:
+            self._free_slots.append(request.state_slot)
+            request.state_slot = 0
         request.tensors = None

@@ -20,6 +20,8 @@ class Segment:
     num_tokens: int
     block_table: Sequence[int]
     branch_start: int = 0
+    state_slot: int = 0  # as Request.state_slot
+    num_uncertain: int = 0  # of the tokens the last ones, which may be taken back
     branch: Sequence[int] | None = None  # places of the positions branch_start, branch_start + 1, ... to the last token
 
     def slots(self, first: int, end: int, block_size: int) -> list[int]:

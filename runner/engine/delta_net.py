@@ -1,0 +1,113 @@
+"""A gated delta net in place of a layer's attention: Qwen3-Next, Qwen3.5 (Yang et al., arXiv 2412.06464).
+
+What it knows of a request's past is a state of fixed size in place of keys and values for every token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu.panels import Change
+from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+from runner.engine.architecture import Architecture
+from runner.engine.forward_batch import ForwardBatch
+from runner.engine.kv_cache import PagedKVCache
+from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
+from runner.engine.operations import gated_delta
+from runner.engine.quantization import Quantization
+from runner.engine.rope import RopeRows
+from runner.engine.shard import Shard
+
+
+class GatedDeltaNet:
+    kv_width = 0  # elements a token takes in the cache
+
+    def __init__(
+        self,
+        arch: Architecture,
+        layer: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        *,
+        quantization: Quantization | None = None,  # by names within the layer
+    ) -> None:
+        assert arch.delta is not None
+        self.layer, whole = layer, arch.delta.heads
+        self.heads = DeltaHeads(
+            num_key_heads=shard.split(whole.num_key_heads, "linear_num_key_heads"),
+            num_value_heads=shard.split(whole.num_value_heads, "linear_num_value_heads"),
+            key_dim=whole.key_dim,
+            value_dim=whole.value_dim,
+            taps=whole.taps,
+        )
+        self.in_proj = ColumnParallelLinear(
+            arch.hidden_size,
+            arch.delta.projected_rows,
+            bias=False,
+            shard=shard,
+            dtype=dtype,
+            quantization=quantization,
+        )
+        # Few rows, and what they say is taken to the power of e: never quantized.
+        self.gates_proj = ColumnParallelLinear(
+            arch.hidden_size, arch.delta.gate_rows, bias=False, shard=shard, dtype=dtype
+        )
+        self.out_proj = RowParallelLinear(
+            whole.values,
+            arch.hidden_size,
+            "linear_attn.out_proj",
+            bias=False,
+            shard=shard,
+            dtype=dtype,
+            quantization=quantization,
+        )
+        self._convolved_rows = {name: shard.split(rows, name) for name, rows in arch.delta.convolved_rows.items()}
+        self.weights = DeltaWeights(
+            convolution=torch.empty(whole.taps, self.heads.convolved, dtype=dtype),
+            a_log=torch.empty(self.heads.num_value_heads),
+            dt_bias=torch.empty(self.heads.num_value_heads),
+            norm=torch.empty(whole.value_dim),
+            eps=torch.tensor(arch.rms_norm_eps, dtype=torch.float32),
+        )
+
+    def __call__(
+        self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache
+    ) -> torch.Tensor:
+        states, segments = cache.states[self.layer], batch.recurrent
+        assert states is not None and segments is not None, "a launch of a tree has no states to go on from"
+        mixed, gates = self.in_proj(hidden, batch.linear_tile), self.gates_proj(hidden, batch.linear_tile)
+        out = gated_delta(mixed, gates, segments, states, self.weights, self.heads)
+        return self.out_proj(out, batch.linear_tile)
+
+    def empty_states(self, num_slots: int, num_uncertain: int, dtype: torch.dtype, device: torch.device) -> DeltaStates:
+        """As DeltaStates.empty."""
+        return DeltaStates.empty(self.heads, num_slots, num_uncertain, dtype, device)
+
+    @property
+    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
+        return [self.in_proj, self.gates_proj, self.out_proj]
+
+    @property
+    def product_names(self) -> list[str]:
+        """Of those that may be quantized."""
+        return [*self.in_proj.part_rows, self.out_proj.name]
+
+    def convert(self, change: Change) -> None:
+        """As Decoder.convert."""
+        for product in self.products:
+            product.convert(change)
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        weights, own = self.weights, f"{prefix}linear_attn."
+        targets = {
+            f"{own}A_log": WeightTarget(view=weights.a_log, shard_dim=0),
+            f"{own}dt_bias": WeightTarget(view=weights.dt_bias, shard_dim=0),
+            f"{own}norm.weight": WeightTarget(view=weights.norm),
+        }
+        channels = weights.convolution.t().unsqueeze(1)  # [convolved, 1, taps]
+        parts = channels.split_with_sizes(list(self._convolved_rows.values()))
+        for name, part in zip(self._convolved_rows, parts, strict=True):
+            targets[f"{prefix}{name}.weight"] = WeightTarget(view=part, shard_dim=0)
+        for product in self.products:
+            targets |= product.weight_targets(prefix)
+        return targets
