@@ -17,7 +17,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.whole_steps import WholeSteps
 from tests.conftest import Engines, complete
-from tests.other_families import FAMILIES
+from tests.other_families import FAMILIES, WITH_STATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -168,12 +168,16 @@ def test_logits_and_kv_keep_their_bits_whatever_the_method_and_the_schedule(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_that_do_more_than_llamas_keep_their_bits(family: str, engines: Engines) -> None:
-    own = {**GPU, "architecture": {**ARCHITECTURE, **FAMILIES[family]}}
+    own, of_head = {**GPU, "architecture": {**ARCHITECTURE, **FAMILIES[family]}}, METHODS[8]
+    if family in WITH_STATES:  # of the size that kernels take them at, and drafts in chains
+        sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        own |= {"architecture": {**own["architecture"], **sizes}, "of_drafters": ARCHITECTURE}
+        of_head = METHODS[9]
     plain = engines(None, **own)
     assert plain.engine.target.is_row_invariant, "this GPU's kernels do not keep a row's bits"
     expected = texts(plain, 16)
     assert texts(engines(METHODS[5], **{**own, **SCHEDULES["small chunks"]}), 16) == expected
-    assert texts(engines(METHODS[8], **{**own, **SCHEDULES["one at a time"]}), 16) == expected
+    assert texts(engines(of_head, **{**own, **SCHEDULES["one at a time"]}), 16) == expected
 
 
 def test_products_that_add_up_their_own_partial_sums_keep_bits(engines: Engines) -> None:
