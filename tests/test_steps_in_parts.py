@@ -10,6 +10,7 @@ import torch
 
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, NoDrafts
 from runner.engine.device_requests import DeviceBatch
+from runner.engine.errors import UserError
 from runner.engine.scheduler import Schedule, Scheduler
 from runner.metrics import InParts
 from runner.step_conditions import EmptyRows, StepConditions
@@ -196,7 +197,7 @@ def test_a_step_in_which_a_request_arrives_is_blamed_on_nothing_else() -> None:
 def test_an_engine_whose_steps_are_never_whole_says_why(
     target: dict[str, Any], drafter: CapturedDrafter | None, rule: Any, reason: InParts
 ) -> None:
-    captured = {"graphs": object(), "is_paged": True, "device": torch.device("cuda")}
+    captured = {"graphs": object(), "is_paged": True, "is_recurrent": False, "device": torch.device("cuda")}
     found = WholeSteps.of(
         SimpleNamespace(captured_drafter=lambda _: drafter),  # type: ignore[arg-type]
         target=SimpleNamespace(**(captured | target)),  # type: ignore[arg-type]
@@ -206,3 +207,15 @@ def test_an_engine_whose_steps_are_never_whole_says_why(
         max_model_len=128,
     )
     assert found is reason
+
+
+def test_captured_trees_are_refused_where_states_follow_one_path() -> None:
+    with pytest.raises(UserError, match=r"Mine.captured_drafter must draft chains, for the target's linear attention"):
+        WholeSteps.of(
+            SimpleNamespace(captured_drafter=lambda _: Drafter(4, tree_depth=2), name="Mine"),  # type: ignore[arg-type]
+            target=SimpleNamespace(graphs=object(), is_paged=True, is_recurrent=True),  # type: ignore[arg-type]
+            rule=Strict(),
+            max_draft_tokens=4,
+            max_num_seqs=8,
+            max_model_len=128,
+        )

@@ -380,9 +380,10 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(build: Build, metho
         expected = by_id[record.request_id]
         for name in ("token_ids", "tokens_per_step", "num_draft_tokens", "draft_depths", "num_accepted_tokens"):
             assert getattr(record, name) == getattr(expected, name), name
-    if "ngram" in method:
+    by_chance = ("ngram", "token_recycling_chain")  # a model that hashes says the same again so seldom that none may be
+    if any(name in method for name in by_chance):
         assert sum(count for record in whole for count in record.num_draft_tokens) > 0
-    if not method.startswith(("none", "ngram", "suffix")) and method not in (
+    if not method.startswith(("none", "suffix", *by_chance)) and method not in (
         "draft_model_greedy",
         "medusa_block_dynamic",
     ):
