@@ -15,7 +15,6 @@ import torch
 
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.captured.host_drafts import HostDrafts
-from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
 from runner.engine.hidden_states import NORMED
@@ -50,7 +49,7 @@ class ProposerContext:
     @property
     def has_states(self) -> bool:
         """Whether layers of the target have states, which follow one path of tokens: drafts are chains."""
-        return self.target is not None and isinstance(self.target.model, Decoder) and self.target.model.is_recurrent
+        return self.target is not None and self.target.model.is_recurrent
 
 
 class Proposer(ABC):

@@ -19,7 +19,6 @@ from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.vocabularies.spelling import Spelling
 from proposers.vocabularies.translation import translate
 from runner.engine.checkpoint import ModelSource
-from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.launch import Part
 from runner.engine.loader import load_model
@@ -52,7 +51,7 @@ class DraftModelProposer(TokenByTokenProposer):
             max_model_len=max_model_len,
             longest_useful_len=context.max_model_len,
         )
-        if isinstance(loaded.model, Decoder) and loaded.model.is_recurrent:
+        if loaded.model.is_recurrent:
             raise UserError(
                 f"method.model={source.model} must have attention in all layers: it goes back over "
                 f"tokens that the linear attention of {loaded.hf_config.model_type} took in; choose another draft, "

@@ -61,7 +61,7 @@ class ForwardBatch:
     positions: torch.Tensor  # [num_rows] int64
     slot_mapping: torch.Tensor  # [num_rows] int64: cache slot each row's KV is written to
     attention: Any  # what the attention of the launch's shape takes: runner/engine/operations.py
-    recurrent: RecurrentSegments | None  # what layers with states go on from; None: there are no such layers
+    recurrent: RecurrentSegments | None  # what layers with states go on from; None: no such layers, or a tree
     linear_tile: int | None
 
     @classmethod

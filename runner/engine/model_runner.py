@@ -56,7 +56,7 @@ class ModelRunner(PagedRunner):
             batch_invariant=batch_invariant,
             captures_graphs=captures_graphs,
             products=model.product_weights if isinstance(model, Decoder) else (),
-            is_recurrent=isinstance(model, Decoder) and model.is_recurrent,
+            is_recurrent=model.is_recurrent,
         )
         self._num_uncertain = 0
         self.model, self.token_map = model, token_map
@@ -152,7 +152,8 @@ class ModelRunner(PagedRunner):
 
         Logits come along where a graph computes them: of a launch that wants those of every token.
         """
-        self._require_room(max(segment.num_uncertain for segment in launch.segments))
+        if self.is_recurrent:
+            self._require_room(max(segment.num_uncertain for segment in launch.segments))
         packed = PackedLaunch.of(
             launch.family,
             launch.segments,

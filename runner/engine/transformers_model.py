@@ -33,6 +33,7 @@ class TransformersModel(nn.Module):
     """The interface of runner.engine.decoder.Decoder over a transformers model."""
 
     keeps_rows = False  # keep_rows
+    is_recurrent = False  # models of layers with states are refused
 
     def __init__(self, causal_model: Any, config: Any, name: str, *, max_model_len: int) -> None:
         """Take a loaded model apart into decoder and head.
