@@ -2,8 +2,9 @@
 
 It runs over float32's order-preserving integer image, and nothing is sorted. The vocabulary is cut among programs, a
 launch for each pass over it: a pass measures NUM_THRESHOLDS values between what is known to suffice and what is known
-not to, so that each leaves one part in NUM_THRESHOLDS + 1. Tokens are counted and mass is added up in integers, so no
-order of summation can move a cut.
+not to, so that each leaves one part in NUM_THRESHOLDS + 1. It looks at the tokens in between alone, for what lies above
+them is known: after two or three passes hardly a program has any. Tokens are counted and mass is added up in integers,
+so no order of summation can move a cut.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -43,31 +44,40 @@ def wanted_of(wanted_ptr, totals_ptr, maxima_ptr, cuts_ptr, vocab_size, row, BY_
 
 
 @triton.jit
-def thresholds_between(low, high):
-    """Images at equal distances: above low, which suffices, and below high, which does not."""
-    steps = tl.arange(0, NUM_THRESHOLDS) + 1
+def thresholds_between(low, high, steps):
+    """Images at equal distances: above low, which suffices, and below high, which does not; steps: from 1 on."""
     images = low + (high - low) * steps // (NUM_THRESHOLDS + 1)
     return tl.minimum(tl.maximum(images, low + 1), high - 1)
 
 
 @triton.jit
-def bounds_after(measured_ptr, num_passes, num_rows, row, needed, floor, maximum):
-    """(image that suffices, image that does not) after so many passes, which have left their counts in measured."""
+def bounds_after(bounds_ptr, measured_ptr, num_passes, num_rows, row, needed, floor, maximum):
+    """(image that suffices, image that does not, what lies from there on) after so many passes.
+
+    By what the last of them began with and measured.
+    """
     low, high = image_of(floor).to(tl.int64), image_of(maximum).to(tl.int64) + 1
-    for index in range(num_passes):
+    beyond = needed * 0
+    if num_passes > 0:
+        place = (num_passes - 1) * num_rows + row
+        low, high, beyond = tl.load(bounds_ptr + place * 3), tl.load(bounds_ptr + place * 3 + 1), tl.load(bounds_ptr + place * 3 + 2)
         if high - low > 1:
-            images = thresholds_between(low, high)
-            places = (index * num_rows + row) * NUM_THRESHOLDS + tl.arange(0, NUM_THRESHOLDS)
-            reaches = tl.load(measured_ptr + places) >= needed
+            steps = tl.arange(0, NUM_THRESHOLDS)
+            images = thresholds_between(low, high, steps + 1)
+            measured = beyond + tl.load(measured_ptr + place * NUM_THRESHOLDS + steps)
+            reaches = measured >= needed
             below, above = tl.where(reaches, images, low), tl.where(reaches, high, images)
+            # Of those that do not suffice the lowest has the most.
+            beyond = tl.maximum(beyond, tl.max(tl.where(reaches, 0, measured), axis=0))
             low, high = tl.maximum(low, tl.max(below, axis=0)), tl.minimum(high, tl.min(above, axis=0))
-    return low, high
+    return low, high, beyond
 
 
 @triton.jit(
     do_not_specialize=["num_passes"], do_not_specialize_on_alignment=["cuts_ptr", "positions_ptr", "totals_ptr"]
 )
 def measure_kernel(
+    bounds_ptr,  # [NUM_PASSES, num_rows, 3] int64: what each pass began with, see bounds_after
     measured_ptr,  # [NUM_PASSES, num_rows, NUM_THRESHOLDS] int64, zeros where no pass has been
     logits_ptr,
     positions_ptr,
@@ -83,27 +93,38 @@ def measure_kernel(
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One pass: how many of BLOCK tokens, or how much of their mass, lies at or above each threshold."""
+    """One pass: how many of BLOCK tokens, or how much of their mass, lies from each threshold on up to `high`."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if is_drawn(positions_ptr, is_greedy_ptr, row):
         is_searched, needed, floor = wanted_of(wanted_ptr, totals_ptr, maxima_ptr, cuts_ptr, vocab_size, row, BY_MASS)
         if is_searched:
             num_rows, maximum = tl.num_programs(0), tl.load(maxima_ptr + row)
-            low, high = bounds_after(measured_ptr, num_passes, num_rows, row, needed, floor, maximum)
+            low, high, beyond = bounds_after(
+                bounds_ptr, measured_ptr, num_passes, num_rows, row, needed, floor, maximum
+            )
+            place = num_passes * num_rows + row
+            if split == 0:
+                tl.store(bounds_ptr + place * 3, low)
+                tl.store(bounds_ptr + place * 3 + 1, high)
+                tl.store(bounds_ptr + place * 3 + 2, beyond)
             if high - low > 1:
                 tokens = split * BLOCK + tl.arange(0, BLOCK)
                 temperature = temperature_of(temperatures_ptr, row)
                 logits = load_scaled(logits_ptr + row * row_stride, tokens, vocab_size, temperature)
-                # Below all thresholds, as after the first passes nearly every part of a vocabulary is.
-                if tl.max(logits, axis=0) >= value_of(low + 1):
-                    thresholds = value_of(thresholds_between(low, high))
-                    is_above = (logits[:, None] >= thresholds[None, :]) & (tokens < vocab_size)[:, None]
+                images = image_of(logits)
+                is_between = (images > low.to(tl.int32)) & (images < high.to(tl.int32)) & (tokens < vocab_size)
+                if tl.max(is_between.to(tl.int32), axis=0) > 0:
+                    amounts = is_between.to(tl.int32)
                     if BY_MASS:
-                        weights = fixed_point_weights(maximum - logits)
-                        measured = tl.sum(tl.where(is_above, weights[:, None], 0), axis=0)
-                    else:
-                        measured = tl.sum(is_above.to(tl.int32), axis=0).to(tl.int64)
-                    places = (num_passes * num_rows + row) * NUM_THRESHOLDS + tl.arange(0, NUM_THRESHOLDS)
+                        amounts = tl.where(is_between, fixed_point_weights(maximum - logits), 0)
+                    steps = tl.arange(0, NUM_THRESHOLDS)
+                    measured = tl.zeros((NUM_THRESHOLDS,), dtype=tl.int64)
+                    # One after another: a table of tokens and thresholds would not fit registers.
+                    for step in tl.static_range(NUM_THRESHOLDS):
+                        threshold = thresholds_between(low, high, step + 1).to(tl.int32)
+                        amount = tl.sum(tl.where(images >= threshold, amounts, 0), axis=0)
+                        measured = tl.where(steps == step, amount.to(tl.int64), measured)
+                    places = place * NUM_THRESHOLDS + steps
                     tl.atomic_add(measured_ptr + places, measured, mask=measured > 0, sem="relaxed")
 
 
@@ -111,6 +132,7 @@ def measure_kernel(
     do_not_specialize=["num_passes"], do_not_specialize_on_alignment=["cuts_ptr", "positions_ptr", "totals_ptr"]
 )
 def settle_kernel(
+    bounds_ptr,
     measured_ptr,
     positions_ptr,
     is_greedy_ptr,
@@ -128,7 +150,8 @@ def settle_kernel(
         is_searched, needed, floor = wanted_of(wanted_ptr, totals_ptr, maxima_ptr, cuts_ptr, vocab_size, row, BY_MASS)
         if is_searched:
             maximum = tl.load(maxima_ptr + row)
-            low, _ = bounds_after(measured_ptr, num_passes, tl.num_programs(0), row, needed, floor, maximum)
+            num_rows = tl.num_programs(0)
+            low, _, _ = bounds_after(bounds_ptr, measured_ptr, num_passes, num_rows, row, needed, floor, maximum)
             # What a cut before this one has dropped lies below the rest, so it matters only where that one is higher.
             tl.store(cuts_ptr + row, tl.maximum(tl.load(cuts_ptr + row), value_of(low)))
 
@@ -151,8 +174,10 @@ def raise_cuts(
     by_mass = totals is not None
     shape = (NUM_PASSES, num_rows, NUM_THRESHOLDS.value)
     measured = torch.zeros(shape, dtype=torch.int64, device=logits.device)
+    bounds = torch.empty(NUM_PASSES, num_rows, 3, dtype=torch.int64, device=logits.device)
     for num_passes in range(NUM_PASSES):
         measure_kernel[(num_rows, triton.cdiv(vocab_size, block))](
+            bounds,
             measured,
             logits,
             positions,
@@ -170,6 +195,7 @@ def raise_cuts(
             **options,
         )
     settle_kernel[(num_rows,)](
+        bounds,
         measured,
         positions,
         is_greedy,

@@ -51,13 +51,18 @@ def load_scores(
             scores = tl.div_rn(scores, tl.load(temperatures_ptr + owner))
         if cuts_ptr is not None:
             scores = tl.where(scores >= tl.load(cuts_ptr + row), scores, float("-inf"))
+        # Of most programs a cut leaves nothing, and noise is what takes the time.
+        has_any = True
+        if cuts_ptr is not None:
+            has_any = tl.max(scores, axis=0) > float("-inf")
         if seeds_ptr is not None:
-            draft_step = tl.zeros((), dtype=tl.int64)
-            if draft_steps_ptr is not None:
-                draft_step = tl.load(draft_steps_ptr + owner)
-            seed = tl.load(seeds_ptr + owner)
-            if token_ids_ptr is None:
-                scores += gumbel_block(seed, position, stream, draft_step, start, BLOCK)
-            else:
-                scores += gumbel_of(seed, position, stream, draft_step, tokens)
+            if has_any:
+                draft_step = tl.zeros((), dtype=tl.int64)
+                if draft_steps_ptr is not None:
+                    draft_step = tl.load(draft_steps_ptr + owner)
+                seed = tl.load(seeds_ptr + owner)
+                if token_ids_ptr is None:
+                    scores += gumbel_block(seed, position, stream, draft_step, start, BLOCK)
+                else:
+                    scores += gumbel_of(seed, position, stream, draft_step, tokens)
     return scores, tokens, end

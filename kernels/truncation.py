@@ -29,7 +29,7 @@ from kernels.scores import (
     value_of,
 )
 
-BLOCK = 1024  # tokens of a program: a row of 128k tokens is a wave of an H200's SMs
+BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8
 
 

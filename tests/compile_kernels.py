@@ -582,7 +582,7 @@ KERNELS = [
         module="kernels.truncation",
         name="best_kernel",
         signature="*i64 *fp32 *i64 i32 i32",
-        constants={"BLOCK": 1024},
+        constants={"BLOCK": 4096},
         options=TRUNCATION,
         max_shared=1024,
     ),
@@ -590,7 +590,7 @@ KERNELS = [
         module="kernels.truncation",
         name="begin_kernel",
         signature="*i64 *fp32 *fp32 *i64 *i64 *i1 *fp32 *fp32 i32",
-        constants={"SPLITS": 128},
+        constants={"SPLITS": 32},
         options={"num_warps": 1, "enable_fp_fusion": False},
     ),
     *(
@@ -606,13 +606,13 @@ KERNELS = [
         for name, signature, constants, options in (
             (
                 "measure_kernel",
-                f"*i64 *fp32 *i64 *i1 *fp32 *fp32 *fp32 {wanted} i32 i32 i32",
-                {"BY_MASS": by_mass, "BLOCK": 1024, **absent},
+                f"*i64 *i64 *fp32 *i64 *i1 *fp32 *fp32 *fp32 {wanted} i32 i32 i32",
+                {"BY_MASS": by_mass, "BLOCK": 4096, **absent},
                 TRUNCATION,
             ),
             (
                 "settle_kernel",
-                f"*i64 *i64 *i1 *fp32 *fp32 {wanted} i32 i32",
+                f"*i64 *i64 *i64 *i1 *fp32 *fp32 {wanted} i32 i32",
                 {"BY_MASS": by_mass, **absent},
                 {"num_warps": 1, "enable_fp_fusion": False},
             ),
@@ -622,7 +622,7 @@ KERNELS = [
         module="kernels.truncation",
         name="mass_kernel",
         signature="*i64 *fp32 *i64 *i1 *fp32 *fp32 *fp32 i32 i32",
-        constants={"BLOCK": 1024},
+        constants={"BLOCK": 4096},
         options=TRUNCATION,
         max_shared=1024,
     ),

@@ -250,4 +250,4 @@ def test_rows_of_an_8b_model_keep_their_bits(
     assert_a_row_keeps_its_bits(product, weight, rows, OF_AN_8B_MODEL)
     if op == "linear":
         exact, by_torch = (F.linear(*(t.to(to) for t in (rows, weight.exact()))) for to in (torch.float64, dtype))
-        assert_error_is_torchs(product(rows, weight), by_torch, exact)
+        assert_error_is_torchs(product(rows, weight), by_torch.cpu(), exact.cpu())
