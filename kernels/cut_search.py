@@ -60,7 +60,11 @@ def bounds_after(bounds_ptr, measured_ptr, num_passes, num_rows, row, needed, fl
     beyond = needed * 0
     if num_passes > 0:
         place = (num_passes - 1) * num_rows + row
-        low, high, beyond = tl.load(bounds_ptr + place * 3), tl.load(bounds_ptr + place * 3 + 1), tl.load(bounds_ptr + place * 3 + 2)
+        low, high, beyond = (
+            tl.load(bounds_ptr + place * 3),
+            tl.load(bounds_ptr + place * 3 + 1),
+            tl.load(bounds_ptr + place * 3 + 2),
+        )
         if high - low > 1:
             steps = tl.arange(0, NUM_THRESHOLDS)
             images = thresholds_between(low, high, steps + 1)

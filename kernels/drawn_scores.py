@@ -51,11 +51,10 @@ def load_scores(
             scores = tl.div_rn(scores, tl.load(temperatures_ptr + owner))
         if cuts_ptr is not None:
             scores = tl.where(scores >= tl.load(cuts_ptr + row), scores, float("-inf"))
-        # Of most programs a cut leaves nothing, and noise is what takes the time.
-        has_any = True
-        if cuts_ptr is not None:
-            has_any = tl.max(scores, axis=0) > float("-inf")
         if seeds_ptr is not None:
+            has_any = True
+            if cuts_ptr is not None:  # it leaves nothing of most programs, and noise is what takes the time
+                has_any = tl.max(scores, axis=0) > float("-inf")
             if has_any:
                 draft_step = tl.zeros((), dtype=tl.int64)
                 if draft_steps_ptr is not None:

@@ -23,6 +23,7 @@ from kernels.linear_tile import finish_tile, sum_tile
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
+from kernels.shared_memory import shared_memory
 from kernels.weight_elements import Elements, columns_of_step, take_apart
 
 
@@ -235,6 +236,7 @@ def _launch(
         gated=gated,
         number_bits=bits,
         group_size=group_size,
+        capacity=shared_memory(x.device),
     )
     num_tiles = num_places // plan.tokens + num_experts
     overlaps = can_overlap(x.device)

@@ -25,15 +25,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.dependent_launch import await_input, can_overlap, prefetch
+from kernels.dependent_launch import await_input, can_overlap
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
-from kernels.linear_plan import LINE, PREFETCHED, plan_linear
+from kernels.linear_plan import plan_linear
 from kernels.linear_tile import finish_tile, sum_tile
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
-from kernels.weight_elements import columns_of_step, numbers_per_element, take_apart
+from kernels.shared_memory import shared_memory
+from kernels.weight_elements import columns_of_step, take_apart
 
-LINE_BYTES: tl.constexpr = tl.constexpr(LINE)
+
+@triton.jit
+def sum_of_partials(partial_ptrs, SPLITS: tl.constexpr, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
+    """((0 + p0) + p1) + ... of a tile; partial_ptrs: [FEATURES, TOKENS], of the first."""
+    total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+    if TOKENS > 128:  # all at once would not fit registers
+        for place in range(SPLITS):
+            total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
+    else:
+        for place in tl.static_range(SPLITS):
+            total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
+    return total
 
 
 # Not specialized on num_rows: Triton would compile other programs for 1 and for multiples of 16.
@@ -64,9 +76,9 @@ def linear_kernel(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PREFETCHED: tl.constexpr,  # 0: the launch does not overlap with the one before
     HAS_GROUPS: tl.constexpr,  # a weight row has several scales
     READING: tl.constexpr,  # as Elements.reading
+    OVERLAPS: tl.constexpr,  # with the launch before
 ):
     # Neighbours take the tokens of one weight tile, which so comes from memory once.
     num_token_tiles = tl.cdiv(num_rows, TOKENS)
@@ -94,15 +106,8 @@ def linear_kernel(
         up_zeros = row_zeros + up_groups
     up_distance = tl.cast(out_features, tl.int64) * weight_stride
 
-    if PREFETCHED > 0:
-        LINE: tl.constexpr = 8 * LINE_BYTES // weight_ptr.dtype.element_ty.primitive_bitwidth
-        starts = first_split * split_width // numbers_per_element(READING) + tl.arange(0, PREFETCHED)[None, :] * LINE
-        line_ptrs = row_ptrs + tl.minimum(starts, weight_stride - 1)
-        prefetch(line_ptrs)
-        if GATED:
-            prefetch(line_ptrs + up_distance)
+    if OVERLAPS:
         await_input()
-
     total, up_total = sum_tile(
         x_ptrs,
         columns,
@@ -134,11 +139,8 @@ def linear_kernel(
         partial_ptrs = partials_ptr + tile.to(tl.int64) * (SPLITS * FEATURES * TOKENS) + places
         tl.store(partial_ptrs + first_split * (FEATURES * TOKENS), total)
         if is_last_to_arrive(arrivals_ptr + tile, SPLITS):
-            total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
-            for place in tl.static_range(SPLITS):
-                total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
             finish_tile(
-                total,
+                sum_of_partials(partial_ptrs, SPLITS, FEATURES, TOKENS),
                 None,
                 end_scales,
                 bias_ptr,
@@ -221,6 +223,7 @@ def _launch(
         gated=gated,
         number_bits=bits,
         group_size=group_size,
+        capacity=shared_memory(x.device),
     )
     num_programs, partials, arrivals = plan.num_tiles, None, None
     if plan.is_spread:
@@ -255,9 +258,9 @@ def _launch(
         TOKENS=plan.tokens,
         FEATURES=plan.features,
         BLOCK_K=plan.block_k,
-        PREFETCHED=PREFETCHED if overlaps else 0,
         HAS_GROUPS=group_size is not None,
         READING=reading,
+        OVERLAPS=overlaps,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         launch_pdl=overlaps,

@@ -1,24 +1,28 @@
 """How kernels/linear.py cuts a product into steps, partial sums, tiles and programs.
 
-Nothing was measured on a GPU to choose these numbers. They follow from what an H100 or H200 holds, 132 SMs of 227 KB of
-shared memory, and from the few megabytes that must be on their way for its memory to be busy.
+Chosen by measuring products of an 8B model on an H200 (kernels/benchmarks.md). Up to 128 rows two programs share an
+SM, and the weight comes from memory as fast as it can; from there on products take the time, and a program owns more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.shared_memory import HOPPERS
+
 LINE = 128  # bytes of a row of tokens that a step reads, a cache line; of a weight in fewer bits it reads less
 FEATURES = 64  # weight rows of a tile: the M of wgmma
 PROGRAMS = 192  # a weight with fewer tiles is cut along in_features, until it has as many programs
 MIN_STEPS = 8  # steps of a partial sum, at least
+
+WIDE_ROWS, QUANTIZED_WIDE_ROWS = 128, 512  # of more rows a program has an SM to itself, and owns more of the product
+MOST_TOKENS = 256  # of a tile, so that up to as many rows a weight is read once
+WIDE_PROGRAMS = 128  # of such tiles are programs enough
 MOST_SPREAD_TILES = PROGRAMS - 1  # with more, the tiles are programs enough
 
-WIDE_ROWS = 512  # of more rows a program owns two feature tiles, to read the tokens half as often
-SHARED, WIDE_SHARED = 96 * 1024, 160 * 1024  # bytes of shared memory of a program: two or one to an SM
-MAX_STAGES = 8
+SHARED = 96 * 1024  # bytes of shared memory of a program, two to an SM
+MAX_STAGES, MAX_WIDE_STAGES = 8, 5
 MOST_ROWS = 8192  # of a launch, so far as rows_of_each_kind looks
-PREFETCHED = 8  # lines of each weight row that a program asks for while the launch before it runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,7 @@ def plan_linear(
     gated: bool,
     number_bits: int | None = None,  # of the weight; None: as a row's
     group_size: int | None = None,  # columns that share a scale; None: all do
+    capacity: int = HOPPERS,  # bytes of shared memory that a program may have
 ) -> LinearPlan:
     """For [num_rows, in_features] by [out_features, in_features], or twice as many weight rows if gated."""
     block_k = min(LINE // element_size, group_size or LINE)
@@ -54,22 +59,25 @@ def plan_linear(
     has_tensor_cores = element_size == 2  # float32 sums by plain multiply-adds, and would run out of registers
     # Of two weights with scales along the sum a large tile's sums, and those of a step, do not fit registers.
     is_crowded = gated and group_size is not None
-    is_wide = has_tensor_cores and num_rows > WIDE_ROWS and not is_crowded
+    row_bits = 8 * element_size
+    is_quantized = (number_bits or row_bits) < row_bits
+    is_wide = has_tensor_cores and not is_crowded and num_rows > (QUANTIZED_WIDE_ROWS if is_quantized else WIDE_ROWS)
     features = FEATURES * (1 + is_wide)
     tokens = min(max(1 << (num_rows - 1).bit_length(), 16), 128 if has_tensor_cores and not is_crowded else 64)
+    if is_wide and not is_quantized and num_rows <= MOST_TOKENS:
+        tokens, features = MOST_TOKENS, FEATURES if gated else features
     num_tiles = -(-out_features // features) * -(-num_rows // tokens)
-    row_bits = 8 * element_size
     step_bytes = block_k * (features * (1 + gated) * (number_bits or row_bits) + tokens * row_bits) // 8
     return LinearPlan(
         block_k=block_k,
         splits=splits,
         split_width=-(-steps // splits) * block_k,
-        is_spread=splits > 1 and num_tiles < PROGRAMS,
+        is_spread=splits > 1 and num_tiles < (min(WIDE_PROGRAMS, PROGRAMS) if is_wide else PROGRAMS),
         tokens=tokens,
         features=features,
         num_tiles=num_tiles,
         num_warps=4 * (1 + is_wide),
-        num_stages=min((WIDE_SHARED if is_wide else SHARED) // step_bytes, MAX_STAGES),
+        num_stages=min(capacity // step_bytes, MAX_WIDE_STAGES) if is_wide else min(SHARED // step_bytes, MAX_STAGES),
     )
 
 

@@ -16,9 +16,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kernels.linear_plan import PREFETCHED, plan_linear
+from kernels.linear_plan import plan_linear
+from kernels.shared_memory import HOPPERS
 
 COMPUTE_CAPABILITIES = (80, 90)
+SHARED_MEMORY = {80: 163 * 1024, 90: HOPPERS}  # bytes of a program
 OVERLAPS = "OVERLAPS"  # the constant of kernels that may begin while the launch before runs: on Hopper
 # Of interest in PTX.
 OPCODES = r"(?:wgmma\.mma_async|\bmma)\.sync[\w.]*|cp\.async\.c[ag]|griddepcontrol\.wait|prefetch\.global"
@@ -68,6 +70,7 @@ def linear_kernel(
         gated=gated,
         number_bits=BITS[held],
         group_size=group_size,
+        capacity=SHARED_MEMORY[capability],
     )
     takes_bits = held == "fp8e4nv" and capability < 89
     element = "u8" if is_code else "i8" if takes_bits else held
@@ -90,12 +93,11 @@ def linear_kernel(
             "TOKENS": plan.tokens,
             "FEATURES": plan.features,
             "BLOCK_K": plan.block_k,
-            "PREFETCHED": PREFETCHED if capability >= 90 else 0,
             "HAS_GROUPS": group_size is not None,
             "READING": held if is_code else "float8 bits" if takes_bits else "numbers",
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
-        max_shared=(227 if capability >= 90 else 163) * 1024,
+        max_shared=SHARED_MEMORY[capability],
         compute_capabilities=(capability,),
     )
 
@@ -124,6 +126,7 @@ def linear_of_experts_kernel(
         gated=gated,
         number_bits=BITS[held],
         group_size=group_size,
+        capacity=SHARED_MEMORY[capability],
     )
     takes_bits = held == "fp8e4nv" and capability < 89
     element = "u8" if is_code else "i8" if takes_bits else held
@@ -150,7 +153,7 @@ def linear_of_experts_kernel(
             "READING": held if is_code else "float8 bits" if takes_bits else "numbers",
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
-        max_shared=(227 if capability >= 90 else 163) * 1024,
+        max_shared=SHARED_MEMORY[capability],
         compute_capabilities=(capability,),
     )
 
@@ -319,8 +322,9 @@ KERNELS = [
     # Llama-3-8B's down projection for every tile of tokens, its gated one and its head.
     *(
         linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90)
-        for num_rows in (1, 32, 64, 128, 1088)
+        for num_rows in (1, 32, 64, 128, 256, 1088)
     ),
+    linear_kernel(256, 14336, 4096, gated=True, out="bf16", capability=90),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=90),
     linear_kernel(1088, 14336, 4096, gated=True, out="bf16", capability=90),
     linear_kernel(8, 128256, 4096, gated=False, out="fp32", capability=90),
@@ -367,7 +371,7 @@ KERNELS = [
         signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32",
         constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "partials_ptr", "arrivals_ptr"])
         | {"SPLITS": 1, "IS_SPREAD": False, "GATED": False, "EVEN_K": False, "HAS_GROUPS": False}
-        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "PREFETCHED": 0, "READING": "numbers"}
+        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "READING": "numbers"}
         | {"ACTIVATION": "silu", "SOFTCAP": 0.0},
         max_shared=96 * 1024,
         compute_capabilities=(90,),
@@ -375,7 +379,7 @@ KERNELS = [
     # Qwen3-30B-A3B's experts, for every tile of tokens; and its routing.
     *(
         linear_of_experts_kernel(num_places, *shape, gated=gated, capability=90)
-        for num_places in (8, 4096, 8192, 16384, 131072)
+        for num_places in (8, 4096, 8192, 16384, 32768, 131072)
         for shape, gated in (((768, 2048), True), ((2048, 768), False))
     ),
     *(

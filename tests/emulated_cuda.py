@@ -59,7 +59,7 @@ def _functions(device: EmulatedDevice) -> dict[str, Callable[..., Any]]:
     def set_sync_debug_mode(mode: str) -> None:
         device.forbids_waiting = mode == "error"
 
-    properties = SimpleNamespace(total_memory=TOTAL_BYTES, L2_cache_size=1 << 20)
+    properties = SimpleNamespace(total_memory=TOTAL_BYTES, L2_cache_size=1 << 20, shared_memory_per_block_optin=166912)
     return {
         "is_available": lambda: True,
         "current_device": lambda: 0,
