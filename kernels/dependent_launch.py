@@ -2,8 +2,7 @@
 
 What a kernel does before `await_input` overlaps with that launch, so it may touch nothing that another kernel writes
 and must write nothing; a kernel launched with `launch_pdl` awaits in every program, also where it has nothing to do.
-So a launch ends only after all before it, however early its programs were placed. (CUDA C++ Programming Guide,
-"Programmatic Dependent Launch and Synchronization".)
+(CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -25,9 +24,9 @@ def can_overlap(device: torch.device) -> bool:
 
 @triton.jit
 def await_input():
-    """Let the next launch place its programs, and wait until what launches before have written is there."""
-    tl.extra.cuda.gdc_launch_dependents()
+    """Wait until what launches before have written is there, and let the next launch place its programs."""
     tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -120,9 +120,9 @@ def attend_kernel(
         split = tl.where(own < 0, tile % num_splits, own % OWN_SPLITS)
         tile = tl.where(own < 0, tile // num_splits, num_shared_tiles + own // OWN_SPLITS)
         split += tl.load(first_keys_ptr + tile) // SPLIT_KEYS
-    size = tl.load(sizes_ptr + tile)
-    position = tl.load(positions_ptr + tile)
-    last_key = tl.load(last_keys_ptr + tile)
+    # All that a tile is known by at once: what is asked for behind a condition waits for it.
+    size, position, last_key = tl.load(sizes_ptr + tile), tl.load(positions_ptr + tile), tl.load(last_keys_ptr + tile)
+    segment, first_row = tl.load(segments_ptr + tile), tl.load(rows_ptr + tile)
     first_seen, _ = visible(position, last_key, WINDOW, IS_CAUSAL)
     _, last_seen = visible(position + size - 1, last_key, WINDOW, IS_CAUSAL)
     start, stop = first_seen // BLOCK_N * BLOCK_N, last_seen + 1
@@ -133,13 +133,12 @@ def attend_kernel(
     if size == 0 or start >= stop:
         return
 
-    segment = tl.load(segments_ptr + tile)
     table_ptr = tables_ptr + (segment // segments_per_table).to(tl.int64) * table_stride
     branch_start = tl.load(branch_starts_ptr + segment)
     branch_ptr = branch_slots_ptr + segment.to(tl.int64) * branch_stride
     packed = tl.arange(0, BLOCK_M)
     row_in_tile = packed // GROUP
-    row = (tl.load(rows_ptr + tile) + row_in_tile).to(tl.int64)
+    row = (first_row + row_in_tile).to(tl.int64)
     head = kv_head * GROUP + packed % GROUP
     is_row = row_in_tile < size
     # Places without a row see what the last row sees: if they saw no key, they would divide zero by zero.

@@ -133,7 +133,8 @@ def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: s
     for kernel in on_hopper:
         opcodes = compiled[f"{kernel} sm_90"]["opcodes"]
         products = [opcode for opcode in opcodes if "mma" in opcode]
-        instruction = f"wgmma.mma_async.sync.aligned.m64n{kernel.constants['TOKENS']}k16.f32.bf16.bf16"
+        sharing = kernel.options["num_warps"] // 4 * 64 // kernel.constants["FEATURES"]  # a tile's tokens among them
+        instruction = f"wgmma.mma_async.sync.aligned.m64n{kernel.constants['TOKENS'] // sharing}k16.f32.bf16.bf16"
         of_a_step = kernel.constants["BLOCK_K"] // 16
         assert products == [instruction] * of_a_step * (2 if kernel.constants["GATED"] else 1), str(kernel)
         assert opcodes[0] == "griddepcontrol.wait" and opcodes[1].startswith("cp.async.c"), str(kernel)

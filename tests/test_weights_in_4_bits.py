@@ -202,7 +202,8 @@ def test_experts_are_multiplied_by(
     routing = to_experts(CASES["many"], 5)
     whole = random_codes(5 * 70, 96, code, has_zeros=has_zeros, group_size=group_size)
     there, x = to(kernel_device, routing), randn(39, 96, dtype=torch.float32)
-    experts = [on(kernel_device, whole).rows(slice(70 * expert, 70 * (expert + 1))) for expert in range(5)]
+    together = on(kernel_device, whole)
+    experts = [together.rows(slice(70 * expert, 70 * (expert + 1))) for expert in range(5)]
     for op, rows in (("linear_of_experts", x[routing.rows]), ("gated_linear_of_experts", x)):
         found = getattr(products, op)(rows.to(kernel_device), experts, there)
         assert_is_references(found, op, rows, torch.stack(list(whole.exact().chunk(5))), routing)
