@@ -14,4 +14,5 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that a program may have at most; Hopper's where kernels are interpreted."""
     if device.type != "cuda":
         return HOPPERS
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined, unused-ignore]

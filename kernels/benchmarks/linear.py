@@ -21,7 +21,7 @@ from kernels.benchmarks.weights import copies_of, num_bytes_of, random_codes
 from kernels.quantized_weight import FLOAT8, Code, QuantizedWeight, fits_codes, num_groups, quantize
 from kernels.reference.act_and_mul import act_and_mul
 
-ROWS = (1, 8, 64, 512)
+ROWS = (1, 8, 64, 256, 512)
 WEIGHTS = {  # out_features, in_features
     "qkv": (6144, 4096),
     "o": (4096, 4096),
