@@ -16,9 +16,9 @@ PROGRAMS = 192  # a weight with fewer tiles is cut along in_features, until it h
 MIN_STEPS = 8  # steps of a partial sum, at least
 
 WIDE_ROWS, QUANTIZED_WIDE_ROWS = 128, 512  # of more rows a program has an SM to itself, and owns more of the product
-MOST_TOKENS = 256  # of a tile, so that up to as many rows a weight is read once
-WIDE_PROGRAMS = 128  # of such tiles are programs enough
-MOST_SPREAD_TILES = PROGRAMS - 1  # with more, the tiles are programs enough
+MOST_TOKENS = 256  # of a tile: up to as many rows read a weight once
+WIDE_PROGRAMS = 128  # tiles of that kind that are programs enough
+MOST_SPREAD_TILES = PROGRAMS - 1  # of the others
 
 SHARED = 96 * 1024  # bytes of shared memory of a program, two to an SM
 MAX_STAGES, MAX_WIDE_STAGES = 8, 5
@@ -82,7 +82,13 @@ def plan_linear(
 
 
 def rows_of_each_kind(
-    out_features: int, in_features: int, *, element_size: int, gated: bool, group_size: int | None = None
+    out_features: int,
+    in_features: int,
+    *,
+    element_size: int,
+    gated: bool,
+    number_bits: int | None = None,
+    group_size: int | None = None,
 ) -> set[int]:
     """Numbers of rows that have such a product computed by every kind of program there is for it.
 
@@ -92,7 +98,13 @@ def rows_of_each_kind(
     kinds: dict[tuple[int, bool, int], int] = {}
     for num_rows in (2, 17, 33, *range(65, MOST_ROWS, 64)):  # one token more than fits a tile, or the tiles before
         plan = plan_linear(
-            num_rows, out_features, in_features, element_size=element_size, gated=gated, group_size=group_size
+            num_rows,
+            out_features,
+            in_features,
+            element_size=element_size,
+            gated=gated,
+            number_bits=number_bits,
+            group_size=group_size,
         )
         kinds.setdefault((plan.tokens, plan.is_spread, plan.features), num_rows)
     return set(kinds.values())

@@ -194,6 +194,16 @@ def test_the_order_of_a_sum_is_a_matter_of_the_weight(
     assert all(plan.num_tiles <= linear_plan.MOST_SPREAD_TILES for plan in plans if plan.is_spread)
 
 
+@pytest.mark.parametrize("capacity", [99, 163, 227])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_program_fits_the_shared_memory_of_its_gpu(gated: bool, capacity: int) -> None:
+    """In KB: of a consumer's, an A100 and an H100; with loads on their way in each of them."""
+    for num_rows in (*range(1, 1200), 8192):
+        plan = linear_plan.plan_linear(num_rows, 14336, 4096, element_size=2, gated=gated, capacity=capacity * 1024)
+        step_bytes = 2 * plan.block_k * (plan.features * (1 + gated) + plan.tokens)
+        assert plan.num_stages >= 2 and plan.num_stages * step_bytes <= capacity * 1024
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -202,24 +203,27 @@ def test_the_order_of_a_sum_is_a_matter_of_the_weight(group_size: int | None) ->
     assert all((group_size or plan.block_k) % plan.block_k == 0 for plan in plans)
 
 
-def test_an_engine_asks_of_a_weight_in_8_bits_what_it_asks_of_a_dense_one() -> None:
-    """Each kind of program, whose tiles are those of the rows' dtype."""
-    asked: dict[bool, set[int]] = {False: set(), True: set()}
-    for is_quantized, counts in asked.items():
+def test_an_engine_asks_for_a_row_in_every_kind_of_program_of_a_weight_in_8_bits() -> None:
+    """Which are not a dense one's: its tiles grow later, and hold fewer tokens."""
+    asked = set[int]()
 
-        def product(rows: Tensor, counts: set[int] = counts) -> Tensor:
-            counts.add(len(rows))
-            return rows
+    def product(rows: Tensor) -> Tensor:
+        asked.add(len(rows))
+        return rows
 
-        dense = torch.ones(1, 1, dtype=torch.float16).expand(4096, 14336)
-        weight = QuantizedWeight(
-            numbers=torch.ones(1, 1, dtype=torch.int8).expand(4096, 14336),
-            scales=torch.ones(1, 1).expand(4096, 1),
-            group_size=14336,
-            dtype=torch.float16,
-        )
-        assert _rows_agree(product, [weight if is_quantized else dense])
-    assert asked[True] == asked[False]
+    def kinds(counts: Iterable[int]) -> set[tuple[int, bool, int]]:
+        plans = [linear_plan.plan_linear(n, 4096, 14336, element_size=2, gated=False, number_bits=8) for n in counts]
+        return {(plan.tokens, plan.is_spread, plan.features) for plan in plans}
+
+    weight = QuantizedWeight(
+        numbers=torch.ones(1, 1, dtype=torch.int8).expand(4096, 14336),
+        scales=torch.ones(1, 1).expand(4096, 1),
+        group_size=14336,
+        dtype=torch.float16,
+    )
+    assert _rows_agree(product, [weight])
+    assert kinds(asked) == kinds(range(1, 4097))
+    assert len(kinds(asked)) == 6
 
 
 @pytest.mark.gpu

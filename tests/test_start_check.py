@@ -79,15 +79,16 @@ def test_a_bit_that_depends_on_company_is_found(
 @given(
     st.integers(1, 40_000),
     st.integers(1, 20_000),
-    st.sampled_from([(2, None), (4, None), (2, 128)]),
+    st.sampled_from([(2, None, None), (4, None, None), (2, 8, None), (2, 8, 128), (2, 4, 128)]),
     st.booleans(),
     st.integers(1, 1_100),
 )
 def test_every_kind_of_program_is_asked(
-    out_features: int, in_features: int, numbers: tuple[int, int | None], gated: bool, num_rows: int
+    out_features: int, in_features: int, numbers: tuple[int, int | None, int | None], gated: bool, num_rows: int
 ) -> None:
     """Tiles of 32 and 64 tokens were not, which most batches have."""
-    kind: dict[str, Any] = {"element_size": numbers[0], "group_size": numbers[1], "gated": gated}
+    names = ("element_size", "number_bits", "group_size")
+    kind: dict[str, Any] = {**dict(zip(names, numbers, strict=True)), "gated": gated}
 
     def program(count: int) -> tuple[int, bool, int]:
         plan = plan_linear(count, out_features, in_features, **kind)

@@ -234,6 +234,7 @@ def _rows_agree(
             weight.shape[1],
             element_size=weight.dtype.itemsize,
             gated=gated,
+            number_bits=weight.number_bits if isinstance(weight, QuantizedWeight) else None,
             group_size=weight.shared_columns if isinstance(weight, QuantizedWeight) else None,
         )
     counts = {min(count * of_rows, max(count, MOST_ROWS_OF_EXPERTS)) for count in counts}
