@@ -3,8 +3,8 @@
 It runs over float32's order-preserving integer image, and nothing is sorted. The vocabulary is cut among programs, a
 launch for each pass over it: a pass measures NUM_THRESHOLDS values between what is known to suffice and what is known
 not to, so that each leaves one part in NUM_THRESHOLDS + 1. It looks at the tokens in between alone, for what lies above
-them is known: after two or three passes hardly a program has any. Tokens are counted and mass is added up in integers,
-so no order of summation can move a cut.
+them is known, and after half of the passes hardly a program has any. Tokens are counted and mass is added up in
+integers, so no order of summation can move a cut.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

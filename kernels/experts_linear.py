@@ -236,6 +236,7 @@ def _launch(
         gated=gated,
         number_bits=bits,
         group_size=group_size,
+        of_experts=True,
         capacity=shared_memory(x.device),
     )
     num_tiles = num_places // plan.tokens + num_experts

@@ -15,13 +15,16 @@ FEATURES = 64  # weight rows of a tile: the M of wgmma
 PROGRAMS = 192  # a weight with fewer tiles is cut along in_features, until it has as many programs
 MIN_STEPS = 8  # steps of a partial sum, at least
 
-WIDE_ROWS, QUANTIZED_WIDE_ROWS = 128, 512  # of more rows a program has an SM to itself, and owns more of the product
-MOST_TOKENS = 256  # of a tile: up to as many rows read a weight once
+# Of more rows a program has an SM to itself, and owns more of the product: of one dense weight; of a quantized weight,
+# whose registers hold operands too, and of experts, none of whose partial sums have programs of their own.
+WIDE_ROWS, LATE_WIDE_ROWS = 128, 512
+MOST_TOKENS = 256  # of a tile: up to as many rows read one dense weight once
 WIDE_PROGRAMS = 128  # tiles of that kind that are programs enough
 MOST_SPREAD_TILES = PROGRAMS - 1  # of the others
 
-SHARED = 96 * 1024  # bytes of shared memory of a program, two to an SM
-MAX_STAGES, MAX_WIDE_STAGES = 8, 5
+# Bytes of shared memory of a program, so far as the GPU has them: two to an SM, one, and one with MOST_TOKENS.
+SHARED, WIDE_SHARED, WIDEST_SHARED = 96 * 1024, 160 * 1024, 200 * 1024
+MAX_STAGES = 8
 MOST_ROWS = 8192  # of a launch, so far as rows_of_each_kind looks
 
 
@@ -49,6 +52,7 @@ def plan_linear(
     gated: bool,
     number_bits: int | None = None,  # of the weight; None: as a row's
     group_size: int | None = None,  # columns that share a scale; None: all do
+    of_experts: bool = False,
     capacity: int = HOPPERS,  # bytes of shared memory that a program may have
 ) -> LinearPlan:
     """For [num_rows, in_features] by [out_features, in_features], or twice as many weight rows if gated."""
@@ -60,12 +64,14 @@ def plan_linear(
     # Of two weights with scales along the sum a large tile's sums, and those of a step, do not fit registers.
     is_crowded = gated and group_size is not None
     row_bits = 8 * element_size
-    is_quantized = (number_bits or row_bits) < row_bits
-    is_wide = has_tensor_cores and not is_crowded and num_rows > (QUANTIZED_WIDE_ROWS if is_quantized else WIDE_ROWS)
+    grows_late = of_experts or (number_bits or row_bits) < row_bits
+    is_wide = has_tensor_cores and not is_crowded and num_rows > (LATE_WIDE_ROWS if grows_late else WIDE_ROWS)
     features = FEATURES * (1 + is_wide)
     tokens = min(max(1 << (num_rows - 1).bit_length(), 16), 128 if has_tensor_cores and not is_crowded else 64)
-    if is_wide and not is_quantized and num_rows <= MOST_TOKENS:
+    is_widest = is_wide and not grows_late and num_rows <= MOST_TOKENS
+    if is_widest:
         tokens, features = MOST_TOKENS, FEATURES if gated else features
+    shared = min(WIDEST_SHARED if is_widest else WIDE_SHARED if is_wide else SHARED, capacity)
     num_tiles = -(-out_features // features) * -(-num_rows // tokens)
     step_bytes = block_k * (features * (1 + gated) * (number_bits or row_bits) + tokens * row_bits) // 8
     return LinearPlan(
@@ -77,7 +83,7 @@ def plan_linear(
         features=features,
         num_tiles=num_tiles,
         num_warps=4 * (1 + is_wide),
-        num_stages=min(capacity // step_bytes, MAX_WIDE_STAGES) if is_wide else min(SHARED // step_bytes, MAX_STAGES),
+        num_stages=min(shared // step_bytes, MAX_STAGES),
     )
 
 
@@ -89,6 +95,7 @@ def rows_of_each_kind(
     gated: bool,
     number_bits: int | None = None,
     group_size: int | None = None,
+    of_experts: bool = False,
 ) -> set[int]:
     """Numbers of rows that have such a product computed by every kind of program there is for it.
 
@@ -105,6 +112,7 @@ def rows_of_each_kind(
             gated=gated,
             number_bits=number_bits,
             group_size=group_size,
+            of_experts=of_experts,
         )
         kinds.setdefault((plan.tokens, plan.is_spread, plan.features), num_rows)
     return set(kinds.values())

@@ -126,6 +126,7 @@ def linear_of_experts_kernel(
         gated=gated,
         number_bits=BITS[held],
         group_size=group_size,
+        of_experts=True,
         capacity=SHARED_MEMORY[capability],
     )
     takes_bits = held == "fp8e4nv" and capability < 89
@@ -324,7 +325,8 @@ KERNELS = [
         linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90)
         for num_rows in (1, 32, 64, 128, 256, 1088)
     ),
-    linear_kernel(256, 14336, 4096, gated=True, out="bf16", capability=90),
+    *(linear_kernel(256, 14336, 4096, gated=True, out="bf16", capability=cc) for cc in COMPUTE_CAPABILITIES),
+    linear_kernel(256, 4096, 14336, gated=False, out="bf16", capability=80),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=90),
     linear_kernel(1088, 14336, 4096, gated=True, out="bf16", capability=90),
     linear_kernel(8, 128256, 4096, gated=False, out="fp32", capability=90),
@@ -379,8 +381,15 @@ KERNELS = [
     # Qwen3-30B-A3B's experts, for every tile of tokens; and its routing.
     *(
         linear_of_experts_kernel(num_places, *shape, gated=gated, capability=90)
-        for num_places in (8, 4096, 8192, 16384, 32768, 131072)
+        for num_places in (8, 4096, 8192, 16384, 131072)
         for shape, gated in (((768, 2048), True), ((2048, 768), False))
+    ),
+    # Mixtral's down projections, whose partial sums one program finds.
+    *(
+        linear_of_experts_kernel(
+            256 * num_experts * times, 4096, 14336, gated=False, capability=90, num_experts=num_experts
+        )
+        for num_experts, times in ((8, 1), (8, 4))
     ),
     *(
         linear_of_experts_kernel(8, *shape, gated=gated, capability=capability, held=held, group_size=group_size)

@@ -263,7 +263,7 @@ def test_a_product_has_the_bits_of_the_row_alone_with_the_weight_alone(
     gate = "clamped_swiglu"
     routing = to(kernel_device, to_experts(chosen, 3))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("MIN_STEPS", 1), ("PROGRAMS", 4), ("WIDE_ROWS", wide_rows)):
+        for name, value in (("MIN_STEPS", 1), ("PROGRAMS", 4), ("LATE_WIDE_ROWS", wide_rows)):
             patch.setattr(linear_plan, name, value)
         found = products.linear_of_experts(rows[routing.rows], weights, routing, biases)
         gated = products.gated_linear_of_experts(rows, weights, routing, biases, gate)

@@ -129,7 +129,8 @@ def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: s
     """
     linears = [kernel for kernel in KERNELS if kernel.name == product and kernel.constants["EVEN_K"]]
     on_hopper = [kernel for kernel in linears if kernel.compute_capabilities == (90,)]
-    assert {kernel.constants["TOKENS"] for kernel in on_hopper} == {16, 32, 64, 128, 256}
+    of_one_weight = {256} if product == "linear_kernel" else set()
+    assert {kernel.constants["TOKENS"] for kernel in on_hopper} == {16, 32, 64, 128} | of_one_weight
     for kernel in on_hopper:
         opcodes = compiled[f"{kernel} sm_90"]["opcodes"]
         products = [opcode for opcode in opcodes if "mma" in opcode]

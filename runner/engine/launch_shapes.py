@@ -236,6 +236,7 @@ def _rows_agree(
             gated=gated,
             number_bits=weight.number_bits if isinstance(weight, QuantizedWeight) else None,
             group_size=weight.shared_columns if isinstance(weight, QuantizedWeight) else None,
+            of_experts=of_rows > 1,
         )
     counts = {min(count * of_rows, max(count, MOST_ROWS_OF_EXPERTS)) for count in counts}
     first = weights[0]
