@@ -1,7 +1,8 @@
 """How kernels/linear.py cuts a product into steps, partial sums, tiles and programs.
 
-Chosen by measuring products of an 8B model on an H200 (kernels/benchmarks.md). Up to 128 rows two programs share an
-SM, and the weight comes from memory as fast as it can; from there on products take the time, and a program owns more.
+Up to 128 rows of a dense weight two programs share an SM and wait for memory; of more rows arithmetic takes the time,
+and a program owns more. These numbers were compared with others on an H200 at an 8B model's shapes, those of quantized
+weights and experts were not (kernels/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ FEATURES = 64  # weight rows of a tile: the M of wgmma
 PROGRAMS = 192  # a weight with fewer tiles is cut along in_features, until it has as many programs
 MIN_STEPS = 8  # steps of a partial sum, at least
 
-# Of more rows a program has an SM to itself, and owns more of the product: of one dense weight; of a quantized weight,
-# whose registers hold operands too, and of experts, none of whose partial sums have programs of their own.
+# Of more rows a program has an SM to itself, and owns more of the product: first of a dense weight, second of a
+# quantized one and of experts, whose partial sums have no programs of their own and would not fit beside MOST_TOKENS.
 WIDE_ROWS, LATE_WIDE_ROWS = 128, 512
 MOST_TOKENS = 256  # of a tile: up to as many rows read one dense weight once
 WIDE_PROGRAMS = 128  # tiles of that kind that are programs enough
@@ -52,7 +53,7 @@ def plan_linear(
     gated: bool,
     number_bits: int | None = None,  # of the weight; None: as a row's
     group_size: int | None = None,  # columns that share a scale; None: all do
-    of_experts: bool = False,
+    of_experts: bool = False,  # kernels/experts_linear.py; rows are those of an expert
     capacity: int = HOPPERS,  # bytes of shared memory that a program may have
 ) -> LinearPlan:
     """For [num_rows, in_features] by [out_features, in_features], or twice as many weight rows if gated."""
@@ -78,7 +79,7 @@ def plan_linear(
         block_k=block_k,
         splits=splits,
         split_width=-(-steps // splits) * block_k,
-        is_spread=splits > 1 and num_tiles < (min(WIDE_PROGRAMS, PROGRAMS) if is_wide else PROGRAMS),
+        is_spread=splits > 1 and num_tiles < (WIDE_PROGRAMS if is_wide else PROGRAMS),
         tokens=tokens,
         features=features,
         num_tiles=num_tiles,

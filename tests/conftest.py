@@ -207,7 +207,8 @@ def small_cuts() -> Iterator[None]:
     """Of up to 64 features the sums are cut in two, which are spread while there is one tile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_plan, "MIN_STEPS", 1)
-        patch.setattr(linear_plan, "PROGRAMS", 2)
+        for programs in ("PROGRAMS", "WIDE_PROGRAMS"):
+            patch.setattr(linear_plan, programs, 2)
         yield
 
 
