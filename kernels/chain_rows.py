@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.reference.chain_rows import ChainRows
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["offset", "max_blocks", "table_stride"],
     do_not_specialize_on_alignment=["rows_ptr", "tables_ptr"],

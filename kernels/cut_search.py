@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.scores import fixed_point_weights, image_of, is_drawn, load_scaled, temperature_of, value_of
 
 # A pass over part of a row. Reading it once more costs little, comparing it with one more value costs all its threads.
@@ -77,6 +78,7 @@ def bounds_after(bounds_ptr, measured_ptr, num_passes, num_rows, row, needed, fl
     return low, high, beyond
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["num_passes"], do_not_specialize_on_alignment=["cuts_ptr", "positions_ptr", "totals_ptr"]
 )
@@ -132,6 +134,7 @@ def measure_kernel(
                     tl.atomic_add(measured_ptr + places, measured, mask=measured > 0, sem="relaxed")
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["num_passes"], do_not_specialize_on_alignment=["cuts_ptr", "positions_ptr", "totals_ptr"]
 )

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.kernel import Kernel
 from kernels.reference.experts import LEAST_TOTAL, Routing, RoutingRule
 
 CHUNK = 1024  # goings that a program looks at together
@@ -21,6 +22,7 @@ BLOCK = 1024  # columns of a sum's program
 LEAST: tl.constexpr = tl.constexpr(LEAST_TOTAL)
 
 
+@Kernel
 @triton.jit
 def choose_kernel(
     weights_ptr,  # [num_rows, NUM_CHOICES] float32
@@ -71,6 +73,7 @@ def choose_kernel(
 
 
 # A program for each expert. Not specialized on num_places, which would make other programs for multiples of 16.
+@Kernel
 @triton.jit(do_not_specialize=["num_places"])
 def place_kernel(
     places_ptr,  # [num_places] int64, of each going in the order of the rows
@@ -103,6 +106,7 @@ def place_kernel(
         tl.store(starts_ptr + expert + 1, place.to(tl.int64))
 
 
+@Kernel
 @triton.jit
 def sum_of_experts_kernel(
     out_ptr,  # [num_rows, width]

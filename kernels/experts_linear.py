@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.kernel import Kernel
 from kernels.linear_plan import plan_linear
 from kernels.linear_tile import finish_tile, sum_tile
 from kernels.quantized_weight import QuantizedWeight
@@ -28,6 +29,7 @@ from kernels.weight_elements import Elements, columns_of_step, take_apart
 
 
 # Not specialized on num_places, which would make other programs for multiples of 16.
+@Kernel
 @triton.jit(do_not_specialize=["num_places"])
 def linear_of_experts_kernel(
     x_ptr,  # [num_rows, in_features], rows x_stride apart; without rows_ptr one for each place

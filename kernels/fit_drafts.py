@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 
+
+@Kernel
 @triton.jit(do_not_specialize=["last_stride", "num_drafts"])
 def fit_kernel(
     fitting_ptr,  # [num_requests, num_drafts] int64

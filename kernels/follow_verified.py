@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 
+
+@Kernel
 @triton.jit(do_not_specialize=["width", "vocab_size"], do_not_specialize_on_alignment=["num_draft_tokens_ptr"])
 def follow_kernel(
     packed_ptr,  # [num_requests, width + 2] int64

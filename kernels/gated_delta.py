@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.kernel import Kernel
 from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference import gated_delta as reference
 from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
@@ -31,6 +32,7 @@ def silu(x):
     return x / (1.0 + exp(-x))
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["offset", "rows_each"],
     do_not_specialize_on_alignment=["starts_ptr", "ends_ptr", "slots_ptr", "first_rows_ptr", "counts_ptr"],

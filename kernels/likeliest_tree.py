@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.reference.likeliest_tree import NextRows, Tree, TreeCandidates
 
 BLOCK = 64  # candidates of a program
@@ -45,6 +46,7 @@ def joint_scores(
     return tl.where(scores == scores, scores, float("-inf"))
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["level", "depth", "num_places", "num_rows", "width", "row_stride", "num_given", "num_next"],
     do_not_specialize_on_alignment=["next_token_ids_ptr", "next_rows_ptr"],
@@ -96,6 +98,7 @@ def add_level_kernel(
     tl.store(next_rows_ptr + request * num_next + place, request * num_rows + rows, mask=is_next)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["number", "num_nodes"])
 def likeliest_tree_kernel(
     nodes_ptr,  # [2, num_requests, num_nodes] int64: token ids, parents

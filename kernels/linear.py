@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.kernel import Kernel
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.linear_plan import plan_linear
 from kernels.linear_tile import finish_tile, sum_tile
@@ -49,6 +50,7 @@ def sum_of_partials(partial_ptrs, SPLITS: tl.constexpr, FEATURES: tl.constexpr, 
 
 
 # Not specialized on num_rows: Triton would compile other programs for 1 and for multiples of 16.
+@Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x_ptr,  # [num_rows, in_features], rows x_stride apart

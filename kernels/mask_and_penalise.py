@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.reference.mask_and_penalise import PROMPT as PROMPT_IN_TORCH
 from kernels.scores import check_rows, load_logits
 
@@ -16,6 +17,7 @@ BLOCK = 1024  # tokens of a program
 PROMPT: tl.constexpr = tl.constexpr(PROMPT_IN_TORCH)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows_per_request", "num_forbidden", "num_words", "depth"])
 def mask_and_penalise_kernel(
     changed_ptr,  # [num_rows, vocab_size] float32

@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.reference.likeliest_tree import Tree
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_nodes", "depth"], do_not_specialize_on_alignment=["parents_ptr"])
 def match_in_tree_kernel(
     nodes_ptr,  # [2, num_requests, num_nodes] int64: token ids, parents

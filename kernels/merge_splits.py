@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.kernel import Kernel
 
 MERGED_SPLITS = 16
 MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it merges before it waits for any
@@ -41,6 +42,7 @@ def visible(position, last_key, WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr):
     return first, last
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["num_splits"],
     do_not_specialize_on_alignment=["rows_ptr", "sizes_ptr", "positions_ptr", "last_keys_ptr"],

@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
+
 BLOCK = 1024  # elements of a slot that a program moves
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_moves"])
 def move_kernel(
     kv_ptr,

@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
+
 BLOCK = 1024  # positions a program compares
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def scan_kernel(
     token_ids_ptr,  # [num_slots, width] int32
@@ -51,6 +54,7 @@ def scan_kernel(
     tl.store(best_ptr + request * num_blocks + block, best)
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def finalize_kernel(
     token_ids_ptr,  # [num_slots, width] int32

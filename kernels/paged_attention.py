@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.kernel import Kernel
 from kernels.merge_splits import LOG2_E, merge_splits, visible, with_sink
 from kernels.paged_segments import PagedSegments
 from kernels.tanh import tanh
@@ -55,6 +56,7 @@ def slots_of(
     return slots
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["table_stride", "branch_stride", "num_splits", "num_shared_tiles", "segments_per_table"],
     do_not_specialize_on_alignment=[

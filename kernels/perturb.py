@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.philox import gumbel_block
 from kernels.scores import check_rows, load_logits
 
 BLOCK = 1024  # tokens of a program
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def perturb_kernel(
     perturbed_ptr,  # [num_rows, vocab_size] float32

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.philox import gumbel_block, log
 from kernels.reference.philox import Stream
@@ -65,6 +66,7 @@ def judge(
     return length_of_prefix(is_kept & (chances < p), places, PLACES)
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["width", "num_splits"],
     do_not_specialize_on_alignment=["num_drafts_ptr", "positions_ptr", "cuts_ptr", "masses_ptr"],

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.philox import random_words, words_to_uniform
 from kernels.reference.philox import Stream
 from kernels.reference.rejection import Verified
@@ -51,6 +52,7 @@ def store_tokens(token_ids_ptr, request, width, drafts, num_accepted, last_token
     tl.store(token_ids_ptr + request * width + places, tokens, mask=places < width)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["num_drafts_ptr", "positions_ptr"])
 def verify_sampled_kernel(
     token_ids_ptr,  # [num_requests, width] int64

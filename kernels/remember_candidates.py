@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
+
 CHUNK = 128  # rows that are looked at together
 
 
@@ -20,6 +22,7 @@ def sureness_of(log_probs_ptr, mask):
     return tl.where(log_prob == log_prob, log_prob, float("-inf"))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_rows", "width"])
 def remember_candidates_kernel(
     table_token_ids_ptr,  # [vocab + 1, width] int64

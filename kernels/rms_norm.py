@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap, prefetch
+from kernels.kernel import Kernel
 
 ELEMENTS_OF_A_WARP = 512
 LINE: tl.constexpr = tl.constexpr(32)  # elements of a cache line, at least: float32's
@@ -44,6 +45,7 @@ def norm_row(x, weight, eps, HIDDEN: tl.constexpr):
     return (normed * weight.to(tl.float32)).to(x.dtype)
 
 
+@Kernel
 @triton.jit
 def rms_norm_kernel(
     x_ptr,  # [num_rows, HIDDEN], rows x_stride apart
@@ -77,6 +79,7 @@ def rms_norm_kernel(
     tl.store(normed_ptr + row * out_stride + columns, norm_row(x, weight, eps, HIDDEN), mask=is_column)
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["token_ids_ptr"])
 def rms_norm_pair_kernel(
     embeddings_ptr,  # [vocab, HIDDEN]; [num_rows, HIDDEN] without token ids

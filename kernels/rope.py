@@ -14,11 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.kernel import Kernel
 
 MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it reads before it waits for any
 HEADS = 16  # of a program: with 4 warps a thread has 16 bytes of either half of a 128 wide head
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def rope_kernel(
     qkv_ptr,  # [num_rows, (num_heads + 2 * num_kv_heads) * HEAD_DIM], rows strided

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.drawn_scores import BLOCK_WITH_IDS, load_scores
+from kernels.kernel import Kernel
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.scores import best_of_splits, check_rows, ranks_of, token_of
 from kernels.truncation import TruncatedRows, truncate_rows
@@ -24,6 +25,7 @@ BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["positions_ptr", "cuts_ptr"])
 def draw_kernel(
     drawn_ptr,  # [num_rows] int64

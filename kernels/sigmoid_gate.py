@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.kernel import Kernel
 
 BLOCK = 1024  # columns of a program
 
 
+@Kernel
 @triton.jit
 def sigmoid_gate_kernel(
     x_ptr,  # [num_rows, WIDTH], rows x_stride apart

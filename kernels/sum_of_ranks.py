@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.kernel import Kernel
 
 BLOCK = 1024  # numbers of a program
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count"])
 def sum_of_ranks_kernel(
     parts_ptr,  # [NUM_RANKS, count]

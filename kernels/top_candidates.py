@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.drawn_scores import load_scores
+from kernels.kernel import Kernel
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.ranked_parts import (
     first_heads,
@@ -31,6 +32,7 @@ from kernels.scores import check_rows, ranks_of, token_of, value_of
 BLOCK = 1024  # columns of a program
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["rows_of_owner", "sharpness", "width", "num_splits", "listed"],
     do_not_specialize_on_alignment=["positions_ptr", "seeds_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr"],

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.ranked_parts import (
     first_heads,
@@ -29,6 +30,7 @@ from kernels.scores import check_rows, load_logits, ranks_of, token_of, value_of
 BLOCK = 1024  # columns of a program
 
 
+@Kernel
 @triton.jit(do_not_specialize=["width", "num_splits", "listed"], do_not_specialize_on_alignment=["own_ids_ptr"])
 def top_logprobs_kernel(
     packed_ptr,  # [num_rows, 3 + 2 * width] float64

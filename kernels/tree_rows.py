@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.reference.tree_rows import NO_BRANCH, TreeRows
 
 _NO_BRANCH: tl.constexpr = tl.constexpr(NO_BRANCH)
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["num_nodes", "slots_stride", "parents_stride", "first", "offset", "depth", "num_shared"],
     do_not_specialize_on_alignment=["branch_starts_ptr", "branch_slots_ptr", "lengths_ptr", "slots_ptr", "parents_ptr"],

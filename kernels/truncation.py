@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cut_search import raise_cuts
+from kernels.kernel import Kernel
 from kernels.scores import (
     check_rows,
     fixed_point_weights,
@@ -43,6 +44,7 @@ class TruncatedRows(NamedTuple):
 
 
 # Per-row values share one allocation, so whether a pointer is aligned depends on the number of rows.
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def best_kernel(
     ranks_ptr,  # [num_rows, num_splits] int64
@@ -60,6 +62,7 @@ def best_kernel(
         tl.store(ranks_ptr + row * tl.num_programs(1) + split, tl.max(ranks, axis=0))
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["cuts_ptr", "positions_ptr"])
 def begin_kernel(
     argmax_ptr,  # [num_rows] int64
@@ -92,6 +95,7 @@ def begin_kernel(
         tl.store(cuts_ptr + row, cut)
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["masses_ptr", "cuts_ptr", "positions_ptr"])
 def mass_kernel(
     masses_ptr,  # [num_rows] int64, zeros

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.philox import random_words, words_to_uniform
 
 
@@ -17,6 +18,7 @@ def store_lane(uniforms_ptr, words, entries, num_entries):
     tl.store(uniforms_ptr + entries, words_to_uniform(words), mask=entries < num_entries)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_entries"], do_not_specialize_on_alignment=["positions_ptr", "draft_steps_ptr"])
 def uniforms_kernel(
     uniforms_ptr,  # [num_rows, num_entries] float64

@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel import Kernel
 from kernels.reference.walk_tree import WalkedTree
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["num_nodes", "depth"],
     do_not_specialize_on_alignment=["drawn_ptr", "draft_token_ids_ptr", "parents_ptr", "slots_ptr"],

@@ -1,7 +1,8 @@
 """How many KV blocks a run gets: what is left of the memory when the largest steps have what they need.
 
-On a GPU the target's run once, over a cache of one block, and their peak memory is measured. By then the weights are
-loaded, the proposer's too; its passes come before and behind the target's, and are taken to need no more than these.
+On a GPU the target's run once, over a cache of one block, and their peak memory is measured, after their kernels have
+been compiled. By then the weights are loaded, the proposer's too; its passes come before and behind the target's, and
+are taken to need no more than these.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from proposers.base import Proposer
 from runner.config import HardwareConfig
+from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.graphs import MAX_OUTPUT_BYTES
 from runner.engine.launch import Part
@@ -170,8 +172,8 @@ def _gpu_budget(
         tap_layers=proposer.tap_layers,
     )
     try:
-        prompts = peak_bytes(target.device, steps.compute_prompts)
-        verified = peak_bytes(target.device, steps.verify_drafts)
+        prompts = _peak_bytes(target, steps.compute_prompts)
+        verified = _peak_bytes(target, steps.verify_drafts)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"a step of hardware.max_num_batched_tokens={hardware.max_num_batched_tokens} tokens does not fit "
@@ -184,3 +186,13 @@ def _gpu_budget(
         num_stores = 1 + (proposer.cache_bytes_per_block > 0)  # of the target's passes, and a drafter's own
         reserved += verified + num_stores * MAX_OUTPUT_BYTES
     return int(total * (hardware.gpu_memory_utilization - SPARE_SHARE)) - (total - free) - reserved
+
+
+def _peak_bytes(target: ModelRunner, step: Callable[[], None]) -> int:
+    """As peak_bytes; with kernels compiled before, where no code but ours sees what they have not computed."""
+    if isinstance(target.model, Decoder):
+        from kernels.kernel import compile_ahead  # Triton, which a CPU's engine can do without
+
+        compile_ahead(step)
+        release_unused()  # programs take memory beside torch's
+    return peak_bytes(target.device, step)

@@ -734,7 +734,7 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(importlib.import_module(kernel.module), kernel.name)
+    function = getattr(importlib.import_module(kernel.module), kernel.name).fn
     constants = dict(kernel.constants)
     if OVERLAPS in function.arg_names:
         constants[OVERLAPS] = compute_capability >= 90

@@ -34,6 +34,7 @@ class EmulatedDevice:
         self.recordings: WeakSet[Recording] = WeakSet()
         self.forbids_waiting = False
         self.variants: set[Hashable] = set()  # of kernels, as they were compiled
+        self.ahead: set[Hashable] = set()  # of these, what was not launched to be compiled
         self.graph_sizes: list[int] = []  # operations and launches of each captured graph
         self.num_replays = 0
 

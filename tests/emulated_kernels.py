@@ -22,6 +22,11 @@ def launcher(device: EmulatedDevice, run: Callable[..., None]) -> Callable[..., 
             if isinstance(value, torch.Tensor) and not device.holds(value):
                 raise ValueError(f"Pointer argument {name} of {kernel.__name__} cannot be accessed (cpu tensor?)")
         variant = _variant(kernel, args, kwargs)
+        if warmup:  # compiled ahead
+            device.refuse_capture("a compilation")
+            device.variants.add(variant)
+            device.ahead.add(variant)
+            return
         if device.recording is None:
             device.variants.add(variant)
             with plainly():

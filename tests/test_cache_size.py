@@ -102,7 +102,7 @@ def gpu_blocks(
     monkeypatch.setattr(engine.target, "graphs", graphs)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(cache_size, "peak_bytes", lambda device, work: peaks[work.__name__])
+    monkeypatch.setattr(cache_size, "_peak_bytes", lambda target, work: peaks[work.__name__])
     monkeypatch.setattr(engine.target, "device", CUDA)
     return num_cache_blocks(
         HardwareConfig(max_num_seqs=4096, max_num_batched_tokens=4096, **hardware),
@@ -156,7 +156,7 @@ def test_a_largest_step_that_does_not_fit_says_what_to_lower(
     monkeypatch.setattr(LargestSteps, "compute_prompts", lambda _: None)
     monkeypatch.setattr(LargestSteps, "verify_drafts", lambda _: None)
     monkeypatch.setattr(LargestSteps, step, out_of_memory)
-    monkeypatch.setattr(cache_size, "peak_bytes", lambda device, work: work() or 0)
+    monkeypatch.setattr(cache_size, "_peak_bytes", lambda target, work: work() or 0)
     engine = engines(num_gpu_blocks_override=320).engine
     monkeypatch.setattr(engine.target, "device", CUDA)
     with pytest.raises(UserError, match=r"max_num_batched_tokens=4096 tokens does not fit cuda:0 .*; lower it or"):

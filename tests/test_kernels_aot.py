@@ -78,7 +78,7 @@ def test_what_overlaps_with_the_launch_before_awaits_it_before_it_touches_memory
     """On Hopper; norms ask for their weights before. Elsewhere nothing overlaps."""
     found, norms = set[str](), {"rms_norm_kernel", "rms_norm_pair_kernel"}
     for kernel in KERNELS:
-        function = getattr(importlib.import_module(kernel.module), kernel.name)
+        function = getattr(importlib.import_module(kernel.module), kernel.name).fn
         if OVERLAPS in function.arg_names:
             for capability in kernel.compute_capabilities:
                 awaits = compiled[f"{kernel} sm_{capability}"]["first_access"] == "griddepcontrol.wait"

@@ -123,8 +123,14 @@ def row_invariant_shapes(
     cannot be read off its documentation. Ranks ask in step, since some of the products are all of theirs.
     """
     if runs_kernels(lm_head.device):
-        keep = [_kernels_keep_bits(shape, layers, lm_head, softcap) for shape in shapes.values()]
-        return shapes if shard.all(all(keep)) else None
+        from kernels.kernel import compile_ahead  # Triton, as everywhere here where kernels run
+
+        def ask() -> bool:
+            keep = [_kernels_keep_bits(shape, layers, lm_head, softcap) for shape in shapes.values()]
+            return all(keep)
+
+        compile_ahead(ask)
+        return shapes if shard.all(ask()) else None
     decode = shapes["decode"]
     is_bucketed = isinstance(decode, PagedShape) and decode.is_bucketed
     attention = _attention(layers)
@@ -194,7 +200,10 @@ def _experts_keep_bits(experts: Experts, tile: int) -> bool:
 def _kernels_keep_bits(
     shape: LaunchShape, layers: Sequence[DecoderLayer], lm_head: Weight, softcap: torch.Tensor | None
 ) -> bool:
-    """A row alone against the same row in company, in every product and over a context of two splits."""
+    """A row alone against the same row in company, in every product and over a context of two splits.
+
+    What is asked first does not decide what is asked next, so that all may be compiled ahead.
+    """
     assert isinstance(shape, PagedShape)
     attention = _attention(layers)
     tile, dtype = shape.linear, attention.o_proj.weight.dtype
@@ -210,7 +219,7 @@ def _kernels_keep_bits(
     for layer in layers:
         asked += [(partial(product, tile=tile), [product.weight], 1) for product in layer.mixer.products]
     agree = [_rows_agree(product, weights, of_rows, dtype) for product, weights, of_rows in asked]
-    return all(agree) and _attentions_agree(shape, attention)
+    return all([*agree, _attentions_agree(shape, attention)])
 
 
 def _rows_agree(
@@ -265,9 +274,9 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int =
     cache = random(len(table) + 1, block_size, attention.kv_width)
     queries = random(last + 1, attention.num_heads, attention.head_dim)
 
-    def attend(positions: torch.Tensor, plan: Any) -> torch.Tensor:
+    def attend(queries: torch.Tensor, plan: Any) -> torch.Tensor:
         return paged_attention(
-            queries[positions],
+            queries,
             cache,
             plan,
             num_kv_heads=attention.num_kv_heads,
@@ -282,7 +291,7 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int =
         segments = [Segment(start=span.start, num_tokens=len(span), block_table=table) for span in spans]
         ids = [0] * sum(map(len, spans))
         batch = ForwardBatch.build("decode", segments, ids, shape=shape, block_size=block_size, device=device)
-        return attend(batch.positions, batch.attention)[: len(ids)]
+        return attend(queries[batch.positions], batch.attention)[: len(ids)]
 
     def attend_as_tree(span: range) -> torch.Tensor:
         """A tree that does not branch: its pending token is the first of the span."""
@@ -291,14 +300,13 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int =
         parents = to_device([range(-1, depth - 1)], torch.int64, device).view(1, depth)
         rows = tree_rows(lengths, slots, parents, first=0, offset=-1, depth=depth, **shape.tree_tiles)
         tables = to_device([table], place_dtype(device), device)
-        return attend(rows.positions, shape.tree_attention(rows, tables, max_context=span.stop))
+        return attend(queries[span.start : span.stop], shape.tree_attention(rows, tables, max_context=span.stop))
 
     alone = [range(place, place + 1) for place in (first, last, short)]
     tile = range(first, last + 1)
     together = attend_to(tile, *alone)
     in_tile, beside = together[: len(tile)], together[len(tile) :]
-    return (
-        torch.equal(in_tile[[0, -1]], beside[:2])
-        and torch.equal(attend_to(alone[2]), beside[2:])
-        and torch.equal(attend_as_tree(tile), in_tile)
-    )
+    at_its_place = torch.equal(in_tile[[0, -1]], beside[:2])
+    without_others = torch.equal(attend_to(alone[2]), beside[2:])
+    as_tree = torch.equal(attend_as_tree(tile), in_tile)
+    return at_its_place and without_others and as_tree
