@@ -32,6 +32,7 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 import kernels.last_to_arrive
 import runner.engine.download
+import runner.engine.memory
 from tests.emulated_device import TOTAL_BYTES, EmulatedDevice
 from tests.emulated_graphs import Recording
 from tests.emulated_kernels import dot_in_any_company, launcher
@@ -48,6 +49,8 @@ def emulated_cuda() -> Iterator[EmulatedDevice]:
         for name, value in {**_functions(device), **_classes(device)}.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(runner.engine.download, "Event", torch.cuda.Event)
+        # Its memory is large enough for what nobody refers to; to look for that takes a quarter of a second here.
+        patch.setattr(runner.engine.memory, "gc", SimpleNamespace(collect=lambda: 0))
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(InterpretedFunction, "run", launcher(device, InterpretedFunction.run))
         patch.setattr(InterpreterBuilder, "create_dot", dot_in_any_company)
