@@ -29,7 +29,8 @@ def await_x(x_weight_ptr, weight_ptr, eps_ptr, HIDDEN: tl.constexpr, BLOCK: tl.c
     starts = tl.minimum(tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE, HIDDEN - 1)
     if x_weight_ptr is not None:
         prefetch(x_weight_ptr + starts)
-    prefetch(weight_ptr + starts)
+    if weight_ptr is not None:
+        prefetch(weight_ptr + starts)
     prefetch(eps_ptr)
     await_input()
 
@@ -51,9 +52,9 @@ def rms_norm_kernel(
     x_ptr,  # [num_rows, HIDDEN], rows x_stride apart
     residual_ptr,  # the same, rows residual_stride apart; or None
     x_weight_ptr,  # [HIDDEN], of the norm of x before the sum; or None
-    weight_ptr,  # [HIDDEN]
+    weight_ptr,  # [HIDDEN]; None: the sum is all
     eps_ptr,  # [] float32
-    normed_ptr,  # [num_rows, HIDDEN], rows out_stride apart
+    normed_ptr,  # [num_rows, HIDDEN], rows out_stride apart, x itself perhaps; None without a weight
     sum_ptr,  # the same, or None
     x_stride,
     residual_stride,
@@ -68,7 +69,9 @@ def rms_norm_kernel(
     if OVERLAPS:
         await_x(x_weight_ptr, weight_ptr, eps_ptr, HIDDEN, BLOCK)
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
-    weight, eps = tl.load(weight_ptr + columns, mask=is_column, other=0.0), tl.load(eps_ptr)
+    eps = tl.load(eps_ptr)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
     if x_weight_ptr is not None:
         x_weight = tl.load(x_weight_ptr + columns, mask=is_column, other=0.0)
         x = norm_row(x, x_weight, eps, HIDDEN)
@@ -76,7 +79,8 @@ def rms_norm_kernel(
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=is_column, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row * out_stride + columns, x, mask=is_column)
-    tl.store(normed_ptr + row * out_stride + columns, norm_row(x, weight, eps, HIDDEN), mask=is_column)
+    if weight_ptr is not None:
+        tl.store(normed_ptr + row * out_stride + columns, norm_row(x, weight, eps, HIDDEN), mask=is_column)
 
 
 @Kernel
@@ -140,6 +144,18 @@ def add_rms_norm(
     return normed, total
 
 
+def add_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """norm(x) + residual, contiguous; arguments as above."""
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, weight, residual, None, eps, None, total)
+    return total
+
+
+def norm_in_place(x: Tensor, weight: Tensor, eps: Tensor) -> None:
+    """rms_norm that overwrites x."""
+    _launch(x, None, None, weight, eps, x, None)
+
+
 def sum_beside_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """What add_rms_norm returns as one tensor [num_rows, 2 * hidden]: the sum, and behind it its norm."""
     out = torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device)
@@ -188,20 +204,21 @@ def _launch(
     x: Tensor,
     x_weight: Tensor | None,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: Tensor,
-    normed: Tensor,
+    normed: Tensor | None,
     total: Tensor | None,
 ) -> None:
-    """normed and total have equal strides."""
+    """normed and total, of which one may be missing, have equal strides."""
     num_rows, hidden = x.shape
-    assert x.stride(1) == 1 and weight.shape == (hidden,) and weight.is_contiguous()
-    assert weight.dtype in (x.dtype, torch.float32)
-    assert x_weight is None or (x_weight.shape == (hidden,) and x_weight.is_contiguous())
-    assert x_weight is None or x_weight.dtype == weight.dtype
+    out = total if normed is None else normed
+    assert x.stride(1) == 1 and out is not None and (weight is None) == (normed is None)
+    for own in (weight, x_weight):
+        assert own is None or (own.shape == (hidden,) and own.is_contiguous() and own.dtype in (x.dtype, torch.float32))
+    assert weight is None or x_weight is None or x_weight.dtype == weight.dtype
     assert eps.shape == () and eps.dtype == torch.float32 and eps.device == x.device
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1 and residual.dtype == x.dtype)
-    if normed.numel() == 0:
+    if out.numel() == 0:
         return
     rms_norm_kernel[(num_rows,)](
         x,
@@ -213,7 +230,7 @@ def _launch(
         total,
         x.stride(0),
         0 if residual is None else residual.stride(0),
-        normed.stride(0),
+        out.stride(0),
         **_shape_of_rows(hidden, x.device),
     )
 

@@ -472,6 +472,15 @@ KERNELS = [
         max_shared=1024,
         compute_capabilities=(90,),
     ),
+    Kernel(  # what is normed added to the residual, and no more (OLMo 2)
+        module="kernels.rms_norm",
+        name="rms_norm_kernel",
+        signature="*bf16:16 *bf16:16 *fp32:16 *fp32:16 *bf16:16 i32:16 i32:16 i32:16",
+        constants={"weight_ptr": None, "normed_ptr": None, "HIDDEN": 4096, "BLOCK": 4096},
+        options={"num_warps": 8},
+        max_shared=1024,
+        compute_capabilities=(90,),
+    ),
     Kernel(  # with a residual to which what is normed is added, and weights of float32 (Gemma)
         module="kernels.rms_norm",
         name="rms_norm_kernel",

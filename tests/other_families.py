@@ -46,6 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 8,
     },
+    # Norms behind attention and MLP alone, and over all heads together; layers see a window.
+    "olmo3": {"model_type": "olmo3", "sliding_window": 12, "pad_token_id": 0},
     # Sinks, biases everywhere, and a mixture of experts whose gates are cut off; the first layer sees a window.
     "gpt_oss": {
         "model_type": "gpt_oss",

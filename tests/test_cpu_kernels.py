@@ -23,9 +23,9 @@ from kernels.cpu.elements import ELEMENTS, narrow, widen
 from kernels.cpu.exp2 import exp2, tanh
 from kernels.cpu.kernel import Kernel
 from kernels.cpu.key_panels import KEYS
+from kernels.cpu.rms_norm import add_normed, norm_in_place, sum_beside_rms_norm
 from kernels.cpu.rms_norm import add_rms_norm as add_rms_norm_on_cpu
 from kernels.cpu.rms_norm import rms_norm as rms_norm_on_cpu
-from kernels.cpu.rms_norm import sum_beside_rms_norm
 from kernels.cpu.rope import rope_and_write
 from kernels.cpu.rows import cap_in_place, scale
 from kernels.cpu.sampling import greedy
@@ -386,6 +386,16 @@ def test_a_norm_of_what_another_made_of_the_added_rows_is_both(dtype: torch.dtyp
     normed, total = add_rms_norm_on_cpu(x, residual, weight, eps, x_weight)
     assert torch.equal(total, residual + rms_norm_on_cpu(x, x_weight, eps))
     assert torch.equal(normed, rms_norm_on_cpu(total, weight, eps))
+    assert torch.equal(add_normed(x, residual, x_weight, eps), total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_rows_that_their_norm_overwrites_may_lie_apart(dtype: torch.dtype) -> None:
+    wide = torch.randn(9, 200, generator=torch.Generator().manual_seed(5)).to(dtype)
+    weight, eps, own, before = torch.randn(60).to(dtype), torch.tensor(1e-5), wide[:, 100:160], wide.clone()
+    normed = rms_norm_on_cpu(own, weight, eps)
+    norm_in_place(own, weight, eps)
+    assert torch.equal(wide, torch.cat((before[:, :100], normed, before[:, 160:]), dim=1))
 
 
 def test_capped_logits_are_what_the_definition_says_and_rows_their_own() -> None:

@@ -364,7 +364,7 @@ def test_nor_does_it_under_chunks_and_preemption(family: Family, plain: list[tup
     assert answers(complete(llm, PROMPTS, PARAMS)[0]) == plain
 
 
-@pytest.mark.parametrize("model_type", ["llama", "olmo2"])
+@pytest.mark.parametrize("model_type", ["llama", "granite"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_target_itself_under_other_numbers_is_always_right(
     tmp_path: Path, model_type: str, temperature: float

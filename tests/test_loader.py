@@ -35,7 +35,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
-BOTH_PATHS = pytest.mark.parametrize("model_type", ["llama", "olmo2"])  # our decoder, and transformers' own code
+BOTH_PATHS = pytest.mark.parametrize("model_type", ["llama", "granite"])  # our decoder, and transformers' own code
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +281,7 @@ def test_a_tensor_of_another_shape_is_named(model_type: str, checkpoint: Callabl
 
 
 def test_experts_that_do_not_fit_together_are_refused(checkpoint: Callable[..., Path]) -> None:
-    directory = checkpoint("olmoe", num_experts=2, num_experts_per_tok=1)
+    directory = checkpoint("olmoe", num_experts=2, num_experts_per_tok=1, hidden_act="gelu")
     edit_tensors(directory, drop_one_expert)
     assert "of another shape: model.layers.0.mlp.experts.down_proj; download the checkpoint again" in refusal(directory)
 
@@ -412,10 +412,10 @@ def test_weights_take_the_dtype_asked_for_and_are_counted(model_type: str, saved
 def test_the_log_says_which_path_a_model_takes(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="runner.engine.loader"):
         assert isinstance(load(dummy_source("llama")).model, Decoder)
-        assert isinstance(load(dummy_source("olmo2")).model, TransformersModel)
+        assert isinstance(load(dummy_source("granite")).model, TransformersModel)
     assert [record.message for record in caplog.records] == [
         "a-model: llama runs on our own decoder",
-        "a-model: olmo2 runs through transformers' own modelling code",
+        "a-model: granite runs through transformers' own modelling code",
     ]
 
 

@@ -94,6 +94,7 @@ DELTA_NET = {
 }
 SLIDING_LAYER = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {"head_dim": 24, "pad_token_id": 0}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 # name -> (family, options)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,6 +125,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**ERNIE, "tie_word_embeddings": False, "moe_num_shared_experts": 0, "moe_layer_end_index": 0}
         | {"moe_layer_start_index": 0},
     ),
+    "exaone4": ("exaone4", {"head_dim": 16, **SLIDING_LAYER}),
+    "exaone4, without windows, tied": (
+        "exaone4",
+        {"head_dim": 24, "sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+    ),
+    "exaone_moe": (
+        "exaone_moe",
+        {**EXPERTS, **SLIDING_LAYER, "num_shared_experts": 2, "first_k_dense_replace": 1, "num_experts_per_tok": 3},
+    ),
+    "exaone_moe, experts below a dense layer, not normalized": (
+        "exaone_moe",
+        {**EXPERTS, **SLIDING_LAYER, "mlp_layer_types": ["sparse", "dense"], "norm_topk_prob": False},
+    ),
+    "flex_olmo": ("flex_olmo", {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0}),
     "gemma": ("gemma", {**GEMMA, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {**GEMMA, **SLIDING_LAYER, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma2, untied, uncapped": (
@@ -171,6 +186,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {"head_dim": 16, **SLIDING_LAYER}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, sliding": ("mistral", {"sliding_window": 8, "head_dim": 24}),
+    "olmo2": ("olmo2", {}),
+    "olmo2, biased, tied, as many kv heads": (
+        "olmo2",
+        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "olmo3": (
+        "olmo3",
+        {**SLIDING_LAYER, "rope_parameters": {"full_attention": YARN, "sliding_attention": DEFAULT_ROPE}},
+    ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe, normalized": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "phi3": ("phi3", {"pad_token_id": 0}),
     "phi3, sliding, tied": ("phi3", {"pad_token_id": 0, "sliding_window": 8, "tie_word_embeddings": True}),
     "phi3, partial rope": ("phi3", {"pad_token_id": 0, "rope_parameters": PARTIAL}),
@@ -225,16 +251,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, a dense layer": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [1]}),
     "qwen3_moe, every other layer": ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2}),
     "qwen3_moe, sliding": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 8}),
+    "solar_open": ("solar_open", {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}),
+    "solar_open, biased": (
+        "solar_open",
+        {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"} | {"attention_bias": True},
+    ),
 }
 
 
 BFLOAT16 = (
     "ernie4_5, biased, tied",
+    "exaone4",
     "gemma2",
     "gemma3_text",
     "glm4",
     "llama, attention bias",
     "mistral, sliding",
+    "olmo3",
     "phi3",
     "qwen2, tied",
     "qwen3",
@@ -301,7 +334,10 @@ def longrope_config() -> Any:
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama, tied", "mistral, sliding", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_oss", "qwen3_5_text"],
+    [
+        *("llama, tied", "mistral, sliding", "olmo3", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
+        "qwen3_5_text",
+    ],
 )
 def test_taps_are_the_hidden_states_of_transformers(variant: str, tmp_path: Path) -> None:
     model = random_model(make_config(variant))
@@ -317,10 +353,19 @@ def test_a_sharded_checkpoint_loads_as_the_whole_one_does(tmp_path: Path) -> Non
         assert torch.equal(ours, theirs), name
 
 
+def test_a_norm_over_all_heads_is_not_split_over_ranks() -> None:
+    config = make_config("olmo2")
+    architecture = read_architecture(config)
+    assert architecture is not None
+    with pytest.raises(UserError, match=r"hardware\.tensor_parallel_size must be 1 for olmo2, .* got 2; set it to 1"):
+        Decoder(architecture, config, max_model_len=64, dtype=torch.float32, shard=Shard(rank=0, size=2))
+
+
 def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     from transformers import AutoConfig
 
-    assert read_architecture(AutoConfig.for_model("olmoe")) is None
+    assert read_architecture(AutoConfig.for_model("cohere")) is None
+    assert read_architecture(AutoConfig.for_model("olmoe", clip_qkv=8.0)) is None
     only_states = ["linear_attention"] * 2
     assert read_architecture(AutoConfig.for_model("qwen3_5_text", **{**SHAPE, "layer_types": only_states})) is None
     assert read_architecture(AutoConfig.for_model("llama", hidden_act="gelu")) is None

@@ -59,6 +59,16 @@ def test_a_norm_is_as_near_as_its_definition(
     normed, residual = kernel.add_rms_norm(x_there, added_there, weight_there, eps_there, x_weight_there)
     assert torch.equal(residual, added_there + kernel.rms_norm(x_there, x_weight_there, eps_there))
     assert torch.equal(normed, kernel.rms_norm(residual, weight_there, eps_there))
+    assert torch.equal(kernel.add_normed(x_there, added_there, x_weight_there, eps_there), residual)
+
+
+def test_rows_that_their_norm_overwrites_may_lie_apart(kernel_device: torch.device) -> None:
+    wide = normal(3, 200, dtype=torch.float16, seed=0).to(kernel_device)
+    weight, eps = normal(60, dtype=torch.float16, seed=1).to(kernel_device), torch.tensor(1e-6, device=kernel_device)
+    own, before = wide[:, 100:160], wide.clone()
+    normed = kernel.rms_norm(own, weight, eps)
+    kernel.norm_in_place(own, weight, eps)
+    assert torch.equal(wide, torch.cat((before[:, :100], normed, before[:, 160:]), dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -108,5 +118,6 @@ def test_no_rows_give_no_rows(kernel_device: torch.device) -> None:
     nothing, weight = torch.ones(0, 8, device=kernel_device), torch.ones(8, device=kernel_device)
     eps = torch.tensor(1e-6, device=kernel_device)
     assert [len(result) for result in kernel.add_rms_norm(nothing, nothing, weight, eps)] == [0, 0]
+    assert kernel.add_normed(nothing, nothing, weight, eps).shape == (0, 8)
     assert kernel.sum_beside_rms_norm(nothing, nothing, weight, eps).shape == (0, 16)
     assert kernel.rms_norm_pair(nothing, None, nothing, weight, weight, eps).shape == (0, 16)

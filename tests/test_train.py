@@ -78,7 +78,7 @@ def train(target: Path, prompts: Path, output: Path, *argv: str) -> int:
     [
         *((method, "qwen3", {}) for method in METHODS),
         ("eagle3", "mixtral", {"num_local_experts": 2}),
-        ("eagle3", "olmoe", {"num_experts": 2, "num_experts_per_tok": 1}),  # runs through transformers' own code
+        ("eagle3", "granitemoe", {"num_local_experts": 2, "num_experts_per_tok": 1}),  # by transformers' own code
     ],
 )
 def test_a_head_for_any_target_is_read_by_the_engine_and_changes_no_token(

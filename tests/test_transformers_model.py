@@ -51,18 +51,19 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
     "original_max_position_embeddings": 32,
 }
+OTHER_ACT = {"hidden_act": "gelu"}  # with the published one its layers are ours
 # model_type -> options beyond SHAPE
 MODELS: dict[str, dict[str, Any]] = {
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {**OTHER_ACT, "num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
-        "hidden_act": "gelu",  # with the published one its layers are ours
+        **OTHER_ACT,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
     },
     "vaultgemma": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "final_logit_softcapping": 3.0},
-    "olmo3": ONE_SLIDING_LAYER,  # each kind of layers has rotations of its own
+    "olmo3": {**OTHER_ACT, **ONE_SLIDING_LAYER},  # each kind of layers has rotations of its own
     "gpt_oss": {
         "head_dim": 16,
         **EXPERTS,
@@ -89,7 +90,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
     },
-    "olmo2": {},
+    "olmo2": OTHER_ACT,
     "cohere2": {**ONE_SLIDING_LAYER, "logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
     "gpt2": {},  # learned positions, biases everywhere, a decoder that goes by another name
@@ -242,9 +243,9 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
         ModelSource(
             model="a-mistral3",
             load_format="dummy",
-            hf_config={"model_type": "mistral3", "text_config": {"model_type": "olmo2"}},
+            hf_config={"model_type": "mistral3", "text_config": {"model_type": "cohere"}},
         ),
-        r"model_type 'mistral3' takes more than text, .*; its is 'olmo2'; choose",
+        r"model_type 'mistral3' takes more than text, .*; its is 'cohere'; choose",
     ),
     "attention with biases by distance": (
         ModelSource(model="a-bloom", load_format="dummy", hf_config={"model_type": "bloom", "n_layer": 2}),

@@ -29,7 +29,15 @@ from runner.engine.transformers_model import ROUTERS, TransformersModel
 from runner.engine.transformers_modules import OwnExperts, OwnLinear, take_products
 from tests.conftest import Engines, complete
 from tests.test_losslessness import PARAMS, PROMPTS, ROOMY, SCHEDULES, answers, counts, tell_test_proposers
-from tests.test_transformers_model import EXPERTS, MODELS, ONE_SLIDING_LAYER, VOCAB_SIZE, dummy_source, make_config
+from tests.test_transformers_model import (
+    EXPERTS,
+    MODELS,
+    ONE_SLIDING_LAYER,
+    OTHER_ACT,
+    VOCAB_SIZE,
+    dummy_source,
+    make_config,
+)
 from tests.test_trees import known
 from tests.transformers_reference import CPU, engine_logits, load, random_model, random_sequences, save
 
@@ -39,7 +47,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 MORE: dict[str, dict[str, Any]] = {
     "cohere": {},  # no residual between attention and MLP
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_norm_min": 1e-6},
-    "exaone4": {"sliding_window": 8},  # norms behind what they norm
+    "exaone4": {**OTHER_ACT, "sliding_window": 8},  # norms behind what they norm
     "glm4_moe": {
         "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2,
         "topk_group": 1, "first_k_dense_replace": 1,
@@ -178,7 +186,7 @@ def test_layers_in_8_bits_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_panels
 def test_an_activation_that_looks_at_the_whole_launch_is_found() -> None:
-    model = loaded_model("olmo2").model
+    model = loaded_model("granite").model
     for module in model.modules():
         if type(module).__name__ == "SiLUActivation":
             module.forward = lambda x: F.silu(x) + 1e-6 * (x.shape[-2] > 3)

@@ -1,6 +1,7 @@
 """The norms of Llama-3-8B's layers, residual add included, and the pair in front of its draft head's first layer.
 
-And, of the same size, what Gemma's layers do: rows are normed before they are added, by weights of float32.
+And, of the same size, what Gemma's layers do and OLMo's: rows are normed before they are added, by weights of float32;
+the latter norm no sum.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def cases(setting: Setting) -> list[Case]:
         for what, prepare, own_sizes in (
             ("add and norm", partial(_prepare_sum, norms_x=False), sizes),
             ("norm, add and norm", partial(_prepare_sum, norms_x=True), pair_sizes),
+            ("norm and add", _prepare_normed, pair_sizes),
             ("embeddings and states", _prepare_pair, pair_sizes),
         )
         for num_rows in own_sizes
@@ -64,6 +66,32 @@ def _prepare_sum(setting: Setting, num_rows: int, hidden: int, *, norms_x: bool)
             for own, own_added in setting.copies(2 * num_rows * row_bytes, x[:num_rows], added[:num_rows])
         ],
         num_bytes=4 * num_rows * row_bytes + (1 + norms_x) * own_weight.nbytes,
+        comes_from=setting.comes_from(2 * num_rows * row_bytes),
+    )
+
+
+def _prepare_normed(setting: Setting, num_rows: int, hidden: int) -> Work:
+    in_company = COMPANY if num_rows == 1 else num_rows
+    x, added = (setting.normal(in_company, hidden, seed=seed) for seed in (0, 1))
+    weight, eps = setting.normal(hidden, seed=2).float(), torch.tensor(EPS, device=setting.device)
+
+    def op(rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return kernel.add_normed(rows, residual, weight, eps)
+
+    def check() -> list[str]:
+        first = slice(0, num_rows)
+        total = op(x[first], added[first])
+        check_equal("sum", total, added[first] + kernel.rms_norm(x[first], weight, eps))
+        return ["equal", check_row_bits(lambda rows: op(x[rows], added[rows]), in_company)]
+
+    row_bytes = hidden * setting.dtype.itemsize
+    return Work(
+        check=check,
+        calls=[
+            partial(op, own, own_added)
+            for own, own_added in setting.copies(2 * num_rows * row_bytes, x[:num_rows], added[:num_rows])
+        ],
+        num_bytes=3 * num_rows * row_bytes + weight.nbytes,
         comes_from=setting.comes_from(2 * num_rows * row_bytes),
     )
 

@@ -19,7 +19,7 @@ from kernels.cpu.threads import parts_of
 PART_NUMBERS = 1 << 13  # of rows, normed in some microseconds
 NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 Arguments = arguments_of(
-    # Addresses; rows of x: 0, each its own; x_weight 0: rows are added as they are.
+    # Addresses; rows of x: 0, each its own; x_weight 0: rows are added as they are; normed 0: the sum is all.
     *("normed", "total", "x", "rows", "residual", "x_weight", "weight", "eps"),
     *("normed_stride", "total_stride", "x_stride", "residual_stride"),  # elements from row to row
     *("num_rows", "width", "x_rows"),
@@ -35,7 +35,7 @@ def rows_norm(element: Any, weight_element: Any) -> Kernel:
         a = carray(arguments, 1, Arguments)[0]
         width, scales = a.width, elements(a.weight, 1, a.width, weight_element)[0]
         x_scales = elements(a.x_weight if a.x_weight else a.weight, 1, a.width, weight_element)[0]
-        to = elements(a.normed, a.num_rows, a.normed_stride, element)
+        to = elements(a.normed if a.normed else a.x, a.num_rows, a.normed_stride, element)
         rows = elements(a.x, a.x_rows, a.x_stride, element)
         added = elements(a.residual if a.residual else a.x, a.num_rows, a.residual_stride, element)
         # Without a residual the rows of x are read, and nothing is written to a sum.
@@ -60,21 +60,22 @@ def rows_norm(element: Any, weight_element: Any) -> Kernel:
                     for column in range(width):
                         target[column] = narrow(widen(own[column]) + widen(added[row, column]), own[column])
                 own = target
-            squares = NOTHING
-            for column in range(width):
-                number = widen(own[column])
-                squares += number * number
-            scale = ONE / np.sqrt(squares / np.float32(width) + floats(a.eps, 1, 1)[0, 0])
-            for column in range(width):
-                to[row, column] = narrow(widen(own[column]) * scale * widen(scales[column]), own[column])
+            if a.normed:
+                squares = NOTHING
+                for column in range(width):
+                    number = widen(own[column])
+                    squares += number * number
+                scale = ONE / np.sqrt(squares / np.float32(width) + floats(a.eps, 1, 1)[0, 0])
+                for column in range(width):
+                    to[row, column] = narrow(widen(own[column]) * scale * widen(scales[column]), own[column])
 
     return Kernel(norm_rows, Arguments)
 
 
 def norm_into(
-    normed: Tensor,  # [num_rows, width], as all others of one dtype; weights may be of float32
-    x: Tensor,  # [num_rows, width]
-    weight: Tensor,  # [width]
+    normed: Tensor | None,  # [num_rows, width], x itself perhaps; None: the sum is all
+    x: Tensor,  # [num_rows, width]; of one dtype with all others, but weights may be of float32
+    weight: Tensor,  # [width]; without `normed` it means nothing
     eps: Tensor,  # [] float32
     *,
     rows: Tensor | None = None,  # [num_rows] int64: which of x; None: each its own
@@ -83,16 +84,18 @@ def norm_into(
     x_weight: Tensor | None = None,  # [width]: of the norm of x before the sum
 ) -> None:
     """Rows may be strided."""
-    num_rows, width = normed.shape
+    out = total if normed is None else normed
+    assert out is not None
+    num_rows, width = out.shape
     assert (residual is None) == (total is None) and (rows is None or rows.dtype == torch.int64)
-    for own in (normed, x, *(own for own in (residual, total) if own is not None)):
+    for own in (x, *(own for own in (normed, residual, total) if own is not None)):
         assert own.dtype == x.dtype and own.shape[1] == width and own.stride(1) == 1
     for own in (weight, *(() if x_weight is None else (x_weight,))):
         assert own.dtype == weight.dtype in (x.dtype, torch.float32) and own.shape == (width,) and own.stride(0) == 1
     assert x_weight is None or residual is not None
     assert eps.dtype == torch.float32 and (rows is not None or len(x) == num_rows)
     rows_norm(ELEMENTS[x.dtype], ELEMENTS[weight.dtype])(
-        normed.data_ptr(),
+        0 if normed is None else normed.data_ptr(),
         0 if total is None else total.data_ptr(),
         x.data_ptr(),
         0 if rows is None else rows.data_ptr(),
@@ -100,7 +103,7 @@ def norm_into(
         0 if x_weight is None else x_weight.data_ptr(),
         weight.data_ptr(),
         eps.data_ptr(),
-        normed.stride(0),
+        out.stride(0),
         width if total is None else total.stride(0),
         x.stride(0),
         width if residual is None else residual.stride(0),
@@ -125,6 +128,18 @@ def add_rms_norm(
     normed, total = empty(*x.shape, dtype=x.dtype), empty(*x.shape, dtype=x.dtype)
     norm_into(normed, x, weight, eps, residual=residual, total=total, x_weight=x_weight)
     return normed, total
+
+
+def add_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """norm(x) + residual, all [num_rows, hidden]."""
+    total = empty(*x.shape, dtype=x.dtype)
+    norm_into(None, x, weight, eps, residual=residual, total=total, x_weight=weight)
+    return total
+
+
+def norm_in_place(x: Tensor, weight: Tensor, eps: Tensor) -> None:
+    """rms_norm that overwrites x."""
+    norm_into(x, x, weight, eps)
 
 
 def sum_beside_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:

@@ -35,6 +35,11 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
+def add_normed(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """norm(x) + residual, all [num_rows, hidden] (OLMo 2)."""
+    return residual + rms_norm(x, weight, eps)
+
+
 def sum_beside_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
 ) -> torch.Tensor:

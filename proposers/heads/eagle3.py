@@ -28,8 +28,8 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.norm_operations import rms_norm_pair
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import rms_norm_pair
 from runner.engine.shard import Shard
 
 MASK_HIDDEN = "mask_hidden"

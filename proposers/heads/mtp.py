@@ -28,8 +28,9 @@ from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
+from runner.engine.norm_operations import rms_norm_pair
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import head_logits, rms_norm_pair
+from runner.engine.operations import head_logits
 from runner.engine.shard import Shard
 from runner.engine.transformers_model import TransformersModel
 

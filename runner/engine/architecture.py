@@ -82,11 +82,13 @@ class Architecture:
     output_bias: bool  # bias of the attention's output projection
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over each query and key head, before rope (Qwen3)
+    is_qk_norm_whole: bool  # over all query heads together, and over all key heads (OLMo 2)
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
     ropes: tuple[str | None, ...]  # per layer: which of the config's rotations, None = none (SmolLM3)
     head_layout: HeadLayout
     norms: NormNames
     norms_add_one: bool  # to their weights (Gemma)
+    norms_round_last: bool  # Family.norms_round_last
     activation: Activation
     attention_scale: float
     attention_softcap: float | None = None  # logits of the attention become softcap * tanh(logits / softcap) (Gemma 2)
@@ -169,11 +171,13 @@ def read_architecture(config: Any) -> Architecture | None:
         output_bias=_is_told(config, family.output_bias),
         mlp_bias=_is_told(config, family.mlp_bias),
         qk_norm=_is_told(config, family.qk_norm),
+        is_qk_norm_whole=family.is_qk_norm_whole,
         sliding_windows=_sliding_windows(config, family),
         ropes=_ropes(config, family),
         head_layout=_head_layout(config, family, head_dim),
         norms=family.norms,
         norms_add_one=family.norms_add_one,
+        norms_round_last=family.norms_round_last,
         activation=family.activation,
         attention_scale=float(_own(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5,
         attention_softcap=_own(config, family, "attn_logit_softcapping"),
@@ -250,6 +254,7 @@ _LAYER_KEYS = {
     "all": (),
     "behind_first": ("first_k_dense_replace",),
     "by_step": ("decoder_sparse_step",),
+    "by_type": ("mlp_layer_types",),
     "in_range": ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
 }
 
@@ -257,6 +262,8 @@ _LAYER_KEYS = {
 def _has_experts(config: Any, mixture: Mixture, layer: int) -> bool:
     if mixture.layers == "behind_first":
         return layer >= int(config.first_k_dense_replace)
+    if mixture.layers == "by_type":
+        return bool(config.mlp_layer_types[layer] == "sparse")
     if mixture.layers == "in_range":
         span = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
         return layer in span and (layer + 1) % int(config.moe_layer_interval) == 0
@@ -296,6 +303,8 @@ def _sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
 def _ropes(config: Any, family: Family) -> tuple[str | None, ...]:
     if any(isinstance(value, dict) for value in config.rope_parameters.values()):
         return tuple(config.layer_types)  # Gemma 3: each kind of layers has its own
+    if family.is_rope_in_windows and config.sliding_window is not None:
+        return tuple(ONE_ROPE if kind == "sliding_attention" else None for kind in config.layer_types)
     turned = _own(config, family, "no_rope_layers", [1] * int(config.num_hidden_layers))  # 0: does not turn
     return tuple(ONE_ROPE if is_turned else None for is_turned in turned)
 

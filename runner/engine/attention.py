@@ -8,6 +8,7 @@ import torch
 
 from kernels.cpu.panels import Change
 from runner.engine.architecture import Architecture
+from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
@@ -51,9 +52,23 @@ class Attention:
             dtype=dtype,
             quantization=quantization,
         )
+        self._is_norm_whole = arch.qk_norm and arch.is_qk_norm_whole
+        if self._is_norm_whole and shard.size > 1:
+            raise UserError(
+                f"hardware.tensor_parallel_size must be 1 for {arch.family}, which norms queries and keys over all "
+                f"heads, got {shard.size}; set it to 1"
+            )
         self.q_norm, self.k_norm = (
-            RMSNorm(arch.head_dim, arch.rms_norm_eps, dtype, adds_one=arch.norms_add_one) if arch.qk_norm else None
-            for _ in range(2)
+            RMSNorm(
+                arch.head_dim * (num_heads if self._is_norm_whole else 1),
+                arch.rms_norm_eps,
+                dtype,
+                adds_one=arch.norms_add_one,
+                rounds_last=arch.norms_round_last,
+            )
+            if arch.qk_norm
+            else None
+            for num_heads in (arch.num_heads, arch.num_kv_heads)
         )
         # Gates what each head finds, where a family does.
         self.gate_proj = (
@@ -68,14 +83,24 @@ class Attention:
             if arch.has_output_gate
             else None
         )
-        self._norms = [None if norm is None else (norm.weight, norm.eps) for norm in (self.q_norm, self.k_norm)]
+        # Of each head, which are rotated behind it in one launch.
+        self._norms = [
+            None if norm is None or self._is_norm_whole else (norm.weight, norm.eps)
+            for norm in (self.q_norm, self.k_norm)
+        ]
 
     def __call__(
         self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache
     ) -> torch.Tensor:
         assert rope is not None, "of rope_key"
+        qkv = self.qkv_proj(hidden, batch.linear_tile)
+        if self._is_norm_whole:
+            queries, keys = (heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads))
+            assert self.q_norm is not None and self.k_norm is not None
+            self.q_norm.overwrite(qkv[:, :queries])
+            self.k_norm.overwrite(qkv[:, queries : queries + keys])
         query = rotate_and_store(
-            self.qkv_proj(hidden, batch.linear_tile),
+            qkv,
             rope,
             batch.slot_mapping,
             cache,
@@ -104,6 +129,7 @@ class Attention:
 
     def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
         """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""
+        assert not self._is_norm_whole, "of plain layers"
         queries, fused = self.num_heads * self.head_dim, self.qkv_proj
         if isinstance(fused.weight, torch.Tensor):
             bias = None if fused.bias is None else fused.bias[queries:]

@@ -48,7 +48,13 @@ class Decoder:
         self.layers = [
             DecoderLayer(arch, index, shard, dtype, quantization=held[index]) for index in range(arch.num_layers)
         ]
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype, adds_one=arch.norms_add_one)
+        self.norm = RMSNorm(
+            arch.hidden_size,
+            arch.rms_norm_eps,
+            dtype,
+            adds_one=arch.norms_add_one,
+            rounds_last=arch.norms_round_last,
+        )
         self.logits_softcap = _constant(arch.logits_softcap)
         # Rounded as the rows are that it scales (transformers does so).
         self.embedding_scale = _constant(arch.embedding_scale, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kernels.reference.act_and_mul import ALPHA, LIMIT, Activation
@@ -14,9 +14,9 @@ from kernels.reference.experts import Scores
 class NormNames:
     """Of a layer, in the checkpoint; None: there is no such norm."""
 
-    before_attention: str = "input_layernorm"
+    before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # over what attention adds to the residual stream
-    before_mlp: str = "post_attention_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
 
 
@@ -24,6 +24,12 @@ PRE_NORMS = NormNames()
 GEMMA_NORMS = NormNames(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+OLMO_NORMS = NormNames(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
     after_mlp="post_feedforward_layernorm",
 )
 GLM_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
@@ -49,7 +55,8 @@ class Mixture:
     shared_count_key: str = ""  # how many experts' size it has, or:
     shared_size_key: str = ""  # its size
     shared_gate: str | None = None  # name, within the block, of what it is gated by, one number a row
-    layers: Literal["all", "behind_first", "by_step", "in_range"] = "all"  # that have a mixture, as the config says it
+    # That have a mixture, as the config says it.
+    layers: Literal["all", "behind_first", "by_step", "by_type", "in_range"] = "all"
     has_biases: bool = False
     # One tensor may hold all experts' weights, each with a row for every output (Qwen3.5) or input (gpt-oss).
     stacks: Literal["none", "by_output", "by_input"] = "none"
@@ -63,16 +70,19 @@ class Family:
     output_bias: bool | str = False  # of the attention's output projection
     mlp_bias: bool | str = False
     qk_norm: bool | str = False  # RMSNorm over each query and key head, before rope
+    is_qk_norm_whole: bool = False  # over all query heads together, and over all key heads
     windows: Literal["none", "one", "by_layer"] = "none"  # one: the config's for all layers
     norms: NormNames = PRE_NORMS
     norms_add_one: bool = False  # to their weights
+    norms_round_last: bool = False  # their weights multiply what is not yet rounded
     activation: Activation = "silu"
     activation_key: str = "hidden_act"  # of the config
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
-    fixed_numbers: Mapping[str, float] = field(default_factory=dict)  # by keys; with others layers are not ours
+    fixed_numbers: Mapping[str, float | None] = field(default_factory=dict)  # by keys; with others layers are not ours
     is_embedding_scaled: bool = False  # by the root of the hidden size
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool = False  # neighbours turn together, not the halves of what is rotated
+    is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
     reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()  # of what one tensor of the checkpoint holds all
     has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
@@ -86,6 +96,7 @@ class Family:
     def has_plain_layers(self) -> bool:
         """Llama's but for biases, norms, gates and rotations of heads, windows and experts: MTP modules' are such."""
         is_other = self.is_embedding_scaled or self.has_sinks or self.activation != "silu"
+        is_other = is_other or self.is_qk_norm_whole or self.is_rope_in_windows
         return self.norms is PRE_NORMS and not (is_other or self.reads)
 
 
@@ -111,6 +122,15 @@ _LATER_GEMMA: dict[str, Any] = {
     "windows": "by_layer",
 }
 
+_OLMO: dict[str, Any] = {
+    "output_bias": "attention_bias",
+    "qk_norm": True,
+    "is_qk_norm_whole": True,
+}
+_LATER_OLMO: dict[str, Any] = {**_OLMO, "norms": OLMO_NORMS, "norms_round_last": True}
+_OLMO_MIXTURE = Mixture(block="mlp", size_key="intermediate_size", is_normalized="norm_topk_prob")
+_EXAONE: dict[str, Any] = {"qkv_bias": False, "qk_norm": True, "windows": "by_layer", "is_rope_in_windows": True}
+
 # DeepSeek-V3's mixture (arXiv 2412.19437), whose experts lie in one group.
 _ONE_GROUP = {"n_group": 1}
 _DEEPSEEK_MIXTURE = Mixture(
@@ -124,6 +144,14 @@ _DEEPSEEK_MIXTURE = Mixture(
     shared="shared_experts",
     shared_count_key="n_shared_experts",
     layers="behind_first",
+)
+
+_EXAONE_MIXTURE = replace(
+    _DEEPSEEK_MIXTURE,
+    count_key="num_experts",
+    corrections="e_score_correction_bias",
+    shared_count_key="num_shared_experts",
+    layers="by_type",
 )
 
 # Qwen2-MoE's, whose shared expert is gated.
@@ -160,6 +188,9 @@ FAMILIES = {
             layers="in_range",
         ),
     ),
+    "exaone4": Family(**_EXAONE, norms=OLMO_NORMS),
+    "exaone_moe": Family(**_EXAONE, fixed_numbers=_ONE_GROUP, experts=_EXAONE_MIXTURE),
+    "flex_olmo": Family(**_LATER_OLMO, experts=_OLMO_MIXTURE),
     "gemma": Family(**_GEMMA),
     "gemma2": Family(
         **_LATER_GEMMA, reads=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
@@ -198,6 +229,9 @@ FAMILIES = {
             size_key="intermediate_size",
         ),
     ),
+    "olmo2": Family(**_LATER_OLMO),
+    "olmo3": Family(**_LATER_OLMO, windows="by_layer"),
+    "olmoe": Family(**_OLMO, fixed_numbers={"clip_qkv": None}, experts=_OLMO_MIXTURE),
     "phi3": Family(qkv_bias=False, windows="one", is_rope_partial=True, fused=("qkv", "gate_up")),
     "qwen2": Family(qkv_bias=True, windows="by_layer"),
     "qwen2_moe": Family(qkv_bias="qkv_bias", windows="by_layer", experts=_SPARSE_QWEN_MIXTURE),
@@ -222,6 +256,7 @@ FAMILIES = {
         windows="by_layer",
         reads=("no_rope_layers", "use_sliding_window"),
     ),
+    "solar_open": Family(fixed_numbers=_ONE_GROUP, experts=replace(_DEEPSEEK_MIXTURE, layers="all")),
 }
 # Of other draft heads.
 HEAD_FAMILIES = tuple(

@@ -1,4 +1,4 @@
-"""A layer of a pre-norm decoder: norm, attention or what stands in its place, norm, MLP.
+"""A layer of a decoder: norm, attention or what stands in its place, norm, MLP.
 
 Targets, drafts and draft heads (EAGLE, MTP, DFlash) are built from it. Objects hold one tensor-parallel shard;
 weights are allocated empty, and weight_targets() says which checkpoint tensor fills which.
@@ -28,7 +28,7 @@ from runner.engine.shard import Shard
 class DecoderLayer:
     """norm, attention, norm, MLP, each with its residual; heads drop the first norm or bring their own.
 
-    Some families norm what attention and MLP add to the residual stream, too (Gemma 2, GLM-4).
+    Some families norm what attention and MLP add to the residual stream, too (Gemma 2, GLM-4), or only that (OLMo 2).
     """
 
     def __init__(
@@ -43,17 +43,29 @@ class DecoderLayer:
         quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
         self._names = arch.norms
-        norm = partial(RMSNorm, arch.hidden_size, arch.rms_norm_eps, dtype, adds_one=arch.norms_add_one)
-        self.input_norm = norm() if has_input_norm else None
-        self.after_attention, self.after_mlp = (
-            None if name is None else norm() for name in (self._names.after_attention, self._names.after_mlp)
+        norm = partial(
+            RMSNorm,
+            arch.hidden_size,
+            arch.rms_norm_eps,
+            dtype,
+            adds_one=arch.norms_add_one,
+            rounds_last=arch.norms_round_last,
+        )
+        names = self._names
+        self.input_norm, self.after_attention, self.before_mlp, self.after_mlp = (
+            None if name is None else norm()
+            for name in (
+                names.before_attention if has_input_norm else None,
+                names.after_attention,
+                names.before_mlp,
+                names.after_mlp,
+            )
         )
         self.mixer: Attention | GatedDeltaNet = (
             GatedDeltaNet(arch, layer, shard, dtype, quantization=quantization)
             if arch.delta is not None and arch.delta.in_layers[layer]
             else Attention(arch, layer, shard, dtype, in_features=in_features, quantization=quantization)
         )
-        self.before_mlp = norm()
         self.mlp: MLP | Experts = (
             Experts(arch.experts, arch.hidden_size, shard, dtype, activation=arch.activation, quantization=quantization)
             if arch.experts is not None and arch.experts.in_layers[layer]
@@ -88,8 +100,7 @@ class DecoderLayer:
         """
         if hidden is None:
             return residual if self.input_norm is None else self.input_norm(residual), residual
-        assert self.input_norm is not None, "only a first layer goes without its norm"
-        return self.input_norm.add(hidden, residual, hidden_norm)
+        return _add(hidden, residual, hidden_norm, self.input_norm)
 
     def after_input_norm(
         self,
@@ -101,7 +112,7 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output not yet normed by after_mlp and added, residual), both [num_rows, hidden]."""
         attended = self.mixer(normed, rope, batch, cache)
-        normed, residual = self.before_mlp.add(attended, residual, self.after_attention)
+        normed, residual = _add(attended, residual, self.after_attention, self.before_mlp)
         return self.mlp(normed, batch.linear_tile), residual
 
     @property
@@ -142,3 +153,14 @@ class DecoderLayer:
         }
         own = {f"{prefix}{name}.weight": norm.target for name, norm in norms.items() if norm is not None}
         return own | self.mixer.weight_targets(prefix) | self.mlp.weight_targets(prefix)
+
+
+def _add(
+    output: torch.Tensor, residual: torch.Tensor, output_norm: RMSNorm | None, next_norm: RMSNorm | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input of what comes next, the residual stream with the output added), all [num_rows, hidden]."""
+    if next_norm is not None:
+        return next_norm.add(output, residual, output_norm)
+    assert output_norm is not None, "there is a norm on one side"
+    residual = output_norm.add_to(residual, output)
+    return residual, residual

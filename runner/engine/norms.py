@@ -5,14 +5,20 @@ from __future__ import annotations
 import torch
 
 from runner.engine.linear import WeightTarget
-from runner.engine.operations import add_rms_norm, rms_norm, sum_beside_rms_norm
+from runner.engine.norm_operations import add_normed, add_rms_norm, norm_in_place, rms_norm, sum_beside_rms_norm
 
 
 class RMSNorm:
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, *, adds_one: bool = False) -> None:
-        """adds_one: the checkpoint's weight lacks a 1 (Gemma); with it, 16 bits do not hold it."""
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, *, adds_one: bool = False, rounds_last: bool = False
+    ) -> None:
+        """
+        Args:
+            adds_one: the checkpoint's weight lacks a 1 (Gemma); with it, 16 bits do not hold it.
+            rounds_last: the weight multiplies what is not yet rounded (OLMo 2).
+        """
         self.eps = torch.tensor(eps, dtype=torch.float32)
-        self.weight = torch.empty(size, dtype=torch.float32 if adds_one else dtype)
+        self.weight = torch.empty(size, dtype=torch.float32 if adds_one or rounds_last else dtype)
         self._offset = 1.0 if adds_one else 0.0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -23,6 +29,14 @@ class RMSNorm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of the sum, the sum); of what x_norm makes of x, where there is one."""
         return add_rms_norm(x, residual, self.weight, self.eps, None if x_norm is None else x_norm.weight)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the residual stream and the norm of x."""
+        return add_normed(x, residual, self.weight, self.eps)
+
+    def overwrite(self, x: torch.Tensor) -> None:
+        """x becomes its norm; its rows may lie further apart."""
+        norm_in_place(x, self.weight, self.eps)
 
     def beside_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The sum, and behind it its norm: [num_rows, 2 * size]."""

@@ -21,10 +21,7 @@ from kernels.reference.gated_delta import gated_delta as gated_delta_in_torch
 from kernels.reference.linear import linear as linear_in_tiles
 from kernels.reference.paged_attention import AttentionPlan
 from kernels.reference.paged_attention import paged_attention as attention_over_tiles
-from kernels.reference.rms_norm import add_rms_norm as add_rms_norm_in_torch
 from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
-from kernels.reference.rms_norm import rms_norm_pair as rms_norm_pair_in_torch
-from kernels.reference.rms_norm import sum_beside_rms_norm as sum_beside_rms_norm_in_torch
 from kernels.reference.rope import apply_rope
 from kernels.reference.sigmoid_gate import sigmoid_gate as sigmoid_gate_in_torch
 from kernels.reference.softcap import softcap as softcap_in_torch
@@ -149,71 +146,6 @@ def gated_linear(
 def _has_kernel(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, tile: int | None) -> bool:
     """Whether a Triton kernel computes such a product; of quantized weights no BLAS does."""
     return runs_kernels(x) and (tile is not None or isinstance(weight, QuantizedWeight))
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """[num_rows, hidden], over the last dimension."""
-    if is_compiled(x):
-        from kernels.cpu.rms_norm import rms_norm as on_cpu
-
-        return on_cpu(x, weight, eps)
-    if not runs_kernels(x):
-        return rms_norm_in_torch(x, weight, eps)
-    from kernels.rms_norm import rms_norm as kernel
-
-    return kernel(x, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: torch.Tensor,
-    x_weight: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first."""
-    if is_compiled(x):
-        from kernels.cpu.rms_norm import add_rms_norm as on_cpu
-
-        return on_cpu(x, residual, weight, eps, x_weight)
-    if not runs_kernels(x):
-        return add_rms_norm_in_torch(x, residual, weight, eps, x_weight)
-    from kernels.rms_norm import add_rms_norm as kernel
-
-    return kernel(x, residual, weight, eps, x_weight)
-
-
-def sum_beside_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
-) -> torch.Tensor:
-    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]."""
-    if is_compiled(x):
-        from kernels.cpu.rms_norm import sum_beside_rms_norm as on_cpu
-
-        return on_cpu(x, residual, weight, eps)
-    if not runs_kernels(x):
-        return sum_beside_rms_norm_in_torch(x, residual, weight, eps)
-    from kernels.rms_norm import sum_beside_rms_norm as kernel
-
-    return kernel(x, residual, weight, eps)
-
-
-def rms_norm_pair(
-    embeddings: torch.Tensor,  # [vocab, hidden]; [num_rows, hidden] without token_ids
-    token_ids: torch.Tensor | None,  # [num_rows] int64
-    states: torch.Tensor,  # [num_rows, hidden]
-    **norms: Any,  # keyword arguments of kernels/reference/rms_norm.py
-) -> torch.Tensor:  # [num_rows, 2 * hidden]
-    """The norm of each token's embedding beside that of its state."""
-    if is_compiled(states):
-        from kernels.cpu.rms_norm import rms_norm_pair as on_cpu
-
-        return on_cpu(embeddings, token_ids, states, **norms)
-    if not runs_kernels(states):
-        return rms_norm_pair_in_torch(embeddings, token_ids, states, **norms)
-    from kernels.rms_norm import rms_norm_pair as kernel
-
-    return kernel(embeddings, token_ids, states, **norms)
 
 
 def rotate_and_store(
