@@ -33,6 +33,7 @@ TREES: dict[str, dict[str, Any]] = {
     "static": {"speculative_token_tree": STATIC, "num_speculative_tokens": 8},
     "dynamic": {"speculative_token_tree": "dynamic", "tree_depth": 3, "tree_top_k": 3, "num_speculative_tokens": 8},
 }
+ONE_LEVEL = {"speculative_token_tree": "dynamic", "tree_depth": 1, "tree_top_k": 3, "num_speculative_tokens": 4}
 Nodes = tuple[int, ...]  # tokens from a child of the pending token to a node
 
 Distributions = Callable[[Nodes], torch.Tensor]  # path -> [vocab], what candidates behind it are ranked by
@@ -199,6 +200,16 @@ def test_nodes_fed_to_the_head_leave_the_blocks_of_requests_alone(engines: Engin
     runs = [complete(llm, MIXED_PROMPTS, MIXED_PARAMS) for _ in range(2)]
     steps = [[(r.request_id, r.num_accepted_tokens) for r in metrics.records] for _, metrics in runs]
     assert steps[0] == steps[1] and llm.engine.proposer.max_fed_nodes == 40
+
+
+@pytest.mark.parametrize("method", [*METHODS, "hybrid"])
+def test_a_tree_of_one_level_feeds_no_node_and_changes_no_token(engines: Engines, method: str) -> None:
+    (expected, _), (found, metrics) = (
+        complete(engines(config, max_num_seqs=3), MIXED_PROMPTS, MIXED_PARAMS)
+        for config in (None, {**ONE_LEVEL, "method": method, **({"drafter": "eagle"} if method == "hybrid" else {})})
+    )
+    assert answers(found) == answers(expected)
+    assert counts(metrics)[1] > 0 and metrics.steps_in_parts.total() < metrics.num_decoding_steps
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ class HeadProposer(LevelByLevelProposer):
         num_places = self._num_scratch_blocks * self.context.block_size
         first = self._first_scratch_block * self.context.block_size
         slots = torch.arange(first, first + self.context.max_num_seqs * num_places, device=self.context.device)
-        return slots.view(-1, num_places)
+        return slots.view(self.context.max_num_seqs, num_places)
 
     def _follow(self, requests: Sequence[Request]) -> None:
         """Compute all rows whose token and state are there but each request's last, which its next draft starts from.
