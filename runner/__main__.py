@@ -24,6 +24,7 @@ with ends_without_a_word():
     from runner.cli.screen import USER_ERROR_STATUS, show_error, show_interrupt
     from runner.cli.speculative_config import quote_json
     from runner.earlier_points import EarlierPoints
+    from runner.endings import BROKEN_PIPE_STATUS, postponed_interrupts, reader_may_leave
     from runner.engine.errors import UserError
 
 _points = EarlierPoints()  # of the sweep that runs
@@ -33,12 +34,18 @@ _shown: list[UserError] = []  # in a multirun a failing job shows its screen whe
 @hydra.main(version_base=HYDRA_VERSION_BASE, config_path="pkg://conf", config_name="config")
 def app(cfg: DictConfig) -> None:
     """One job."""
-    from runner.run import execute
+    with postponed_interrupts():  # in the middle of numpy's import torch takes one for numpy's failure, and goes on
+        from runner.run import execute
 
     job = HydraConfig.get()
     cwd, output_dir = Path(job.runtime.cwd), Path(job.runtime.output_dir)
     earlier = _points if job.mode is RunMode.MULTIRUN else None
     try:
+        if Path.cwd() != cwd:
+            raise UserError(
+                "hydra.job.chdir must be false, got true: relative paths, and where runs are recorded, go by the "
+                "directory that the command was given in; leave it out"
+            )
         execute(read_config(cfg, cwd), output_dir, written=written_choices(job), earlier=earlier)
     except UserError as error:
         status = show_error(error)
@@ -51,6 +58,13 @@ def app(cfg: DictConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
+    status = BROKEN_PIPE_STATUS
+    with reader_may_leave():
+        status = _main(argv)
+    return status
+
+
+def _main(argv: list[str] | None) -> int:
     argv = add_method_options(quote_json(sys.argv[1:] if argv is None else argv))
     try:
         with checked(parse_args(argv), argv) as sys.argv[1:]:

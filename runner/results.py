@@ -82,6 +82,14 @@ def write_vllm_config(directory: str | Path, config: Mapping[str, Any] | None, n
     return files
 
 
+def remove_other_results(directory: str | Path, kept: Sequence[Path]) -> None:
+    """What an earlier run has left in the same directory, and this one has not written."""
+    for name in (METRICS_FILE, OUTPUTS_FILE, PARTIAL_OUTPUTS_FILE, VLLM_FILE, VLLM_NOTES_FILE):
+        path = Path(directory) / name
+        if path not in kept:
+            path.unlink(missing_ok=True)
+
+
 def _output(record: RequestRecord, start: float) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt": record.prompt}
     if record.prompt is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.config import SpeculativeConfig
 from runner.earlier_points import EarlierPoints
+from runner.endings import postponed_interrupts, reader_may_leave
 from runner.engine.errors import UserError
 from runner.llm import LLM
 from runner.loading import load
@@ -24,6 +25,7 @@ from runner.results import (
     METRICS_FILE,
     OUTPUTS_FILE,
     PARTIAL_OUTPUTS_FILE,
+    remove_other_results,
     write_metrics,
     write_outputs,
     write_vllm_config,
@@ -76,20 +78,23 @@ def _execute(
         try:
             measurement = measure(llm, items, collectors, earlier)
         except BaseException:  # an interrupted run of hours keeps the outputs that it has
-            tracker.log_artifacts(_keep_finished(output_dir, collectors, len(requests)))
+            with postponed_interrupts():
+                tracker.log_artifacts(_keep_finished(output_dir, collectors, len(requests)))
             raise
         summary = measurement.summary
         files = [output_dir / METRICS_FILE, output_dir / OUTPUTS_FILE]
         write_metrics(files[0], summary)
         write_outputs(files[1], measurement.records, measurement.more)
         files += _write_vllm_config(config, output_dir)
-        print_summary(  # before it is recorded: a tracker that fails now does not hide it
-            summary,
-            model=config.model.model,
-            files=files,
-            location=tracker.location,
-            ui_command=tracker.ui_command,
-        )
+        remove_other_results(output_dir, files)
+        with reader_may_leave():
+            print_summary(  # before it is recorded: a tracker that fails now does not hide it
+                summary,
+                model=config.model.model,
+                files=files,
+                location=tracker.location,
+                ui_command=tracker.ui_command,
+            )
         tracker.log_summary(summary)
         tracker.log_series(measurement.metrics.step_points)
         tracker.log_artifacts(files)
@@ -131,6 +136,7 @@ def _keep_finished(
         return []
     path = output_dir / PARTIAL_OUTPUTS_FILE
     write_outputs(path, records, method=method)
+    remove_other_results(output_dir, [path])
     where = " in plain decoding's pass" if method == "none" else ""
     print(f"{len(records)} of {num_requests} requests had finished{where}: {path}", file=sys.stderr)
     return [path]

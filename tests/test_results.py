@@ -11,7 +11,7 @@ import pytest
 
 from runner.engine.errors import UserError
 from runner.metrics import RequestRecord
-from runner.results import write_metrics, write_outputs
+from runner.results import remove_other_results, write_metrics, write_outputs, write_vllm_config
 
 
 def record(**fields: Any) -> RequestRecord:
@@ -36,6 +36,17 @@ def record(**fields: Any) -> RequestRecord:
 
 NO_STEPS = dict.fromkeys(("token_times", "tokens_per_step", "num_draft_tokens", "num_accepted_tokens", "token_ids"), ())
 LATER: dict[str, Any] = {"request_id": "8", "text": "\u00e9 \u2028 \u65e5", "arrival_time": 6.5, **NO_STEPS}
+
+
+def test_a_directory_holds_the_results_of_one_run(tmp_path: Path) -> None:
+    """A second run in it left the first one's vLLM config beside its own notes, metrics beside an interrupted end."""
+    config, notes = write_vllm_config(tmp_path, {"method": "ngram"}, ["nothing"])
+    write_metrics(tmp_path / "metrics.json", {})
+    write_outputs(tmp_path / "partial_outputs.jsonl", [])
+    (tmp_path / "mine.txt").touch()
+    remove_other_results(tmp_path, [tmp_path / "metrics.json", notes])
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "metrics.json", tmp_path / "mine.txt", notes])
+    assert not config.exists()
 
 
 def test_metrics_come_back_as_written(tmp_path: Path) -> None:

@@ -11,12 +11,18 @@ MIN_WIDTH = 80  # a narrower terminal wraps our lines itself; cutting numbers sh
 MAX_WIDTH = 1000  # columns of a table that nothing bounds
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process; who prints decides (runner/endings.py)."""
+        raise  # what is being handled
+
+
 def open_console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr that never fails on a character its encoding lacks (a path, a run's name)."""
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
         stream.reconfigure(errors="replace")
-    return Console(stderr=stderr)
+    return _Console(stderr=stderr)
 
 
 def open_wide_console() -> Console:

@@ -116,8 +116,8 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric
 
         entries = [Metric(*metric) for metric in metrics]
-        with store_errors(self._uri):
-            for start in range(0, len(entries), MAX_METRICS):
+        for start in range(0, len(entries), MAX_METRICS):
+            with store_errors(self._uri):  # one at a time: an interrupt waits for its end
                 self._client.log_batch(self.run_id, metrics=entries[start : start + MAX_METRICS])
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.endings import postponed_interrupts
 from runner.engine.errors import UserError
 from runner.tracking.file_lock import file_lock
 
@@ -86,9 +87,15 @@ def sqlite_path(tracking_uri: str) -> Path | None:
 
 @contextmanager
 def store_errors(tracking_uri: str) -> Iterator[None]:
-    """Turns the store's own exceptions into a UserError that names it; all others pass."""
+    """Turns the store's own exceptions into a UserError that names it; all others pass.
+
+    An interrupt waits until a database has been written: MLflow's transaction would stay open, and hold the lock for
+    which the next call waits.
+    """
+    waits = postponed_interrupts if sqlite_path(tracking_uri) else nullcontext
     try:
-        yield
+        with waits():
+            yield
     except ModuleNotFoundError as error:
         package = error.name or "mlflow"
         raise UserError(
