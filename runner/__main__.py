@@ -8,6 +8,7 @@ from __future__ import annotations
 from runner.cli.termination import ends_without_a_word
 
 with ends_without_a_word():
+    import os
     import sys
     import traceback
     from pathlib import Path
@@ -39,13 +40,9 @@ def app(cfg: DictConfig) -> None:
 
     job = HydraConfig.get()
     cwd, output_dir = Path(job.runtime.cwd), Path(job.runtime.output_dir)
+    os.chdir(cwd)  # which hydra.job.chdir has left: paths, and where runs are recorded, go by it
     earlier = _points if job.mode is RunMode.MULTIRUN else None
     try:
-        if Path.cwd() != cwd:
-            raise UserError(
-                "hydra.job.chdir must be false, got true: relative paths, and where runs are recorded, go by the "
-                "directory that the command was given in; leave it out"
-            )
         execute(read_config(cfg, cwd), output_dir, written=written_choices(job), earlier=earlier)
     except UserError as error:
         status = show_error(error)

@@ -123,8 +123,10 @@ def test_a_run_is_recorded_though_nobody_reads_its_summary(tmp_path: Path) -> No
     assert json.loads(line)["status"] == "FINISHED"
 
 
-def test_jobs_stay_in_the_directory_of_the_command(tmp_path: Path) -> None:
-    with run("hydra.job.chdir=true", "tracking=none", cwd=tmp_path, stdout=subprocess.PIPE) as process:
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert errors.startswith(b"error: hydra.job.chdir must be false, got true: relative paths")
+def test_paths_and_records_go_by_the_directory_of_the_command(tmp_path: Path) -> None:
+    """Under hydra.job.chdir a workload was looked for in the run's own directory, and the run recorded there."""
+    (tmp_path / "own.jsonl").write_text('{"prompt": "def f"}\n')
+    arguments = ("workload=jsonl", "workload.path=own.jsonl", "sampler.max_tokens=4", "method=none", "tracking=jsonl")
+    with run(*arguments, "hydra.job.chdir=true", cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        process.communicate(timeout=60)
+    assert process.returncode == 0 and (tmp_path / "runs" / "runs.jsonl").is_file()
