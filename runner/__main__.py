@@ -43,7 +43,7 @@ def app(cfg: DictConfig) -> None:
     os.chdir(cwd)  # which hydra.job.chdir has left: paths, and where runs are recorded, go by it
     earlier = _points if job.mode is RunMode.MULTIRUN else None
     try:
-        execute(read_config(cfg, cwd), output_dir, written=written_choices(job), earlier=earlier)
+        execute(read_config(cfg), output_dir, written=written_choices(job), earlier=earlier)
     except UserError as error:
         status = show_error(error)
         if job.mode is RunMode.RUN:

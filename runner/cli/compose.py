@@ -182,11 +182,8 @@ def written_choices(job: HydraConf) -> dict[str, str]:
     return {key: value for key, value in choices.items() if key != "method" and re.fullmatch(r"[\w.]+", key)}
 
 
-def read_config(cfg: DictConfig, directory: Path | None = None) -> SpeculativeConfig:
+def read_config(cfg: DictConfig) -> SpeculativeConfig:
     """The validated configuration of what Hydra composed; its own node is left out.
-
-    Args:
-        directory: where relative paths of speculative_config start; None is the current one.
 
     Raises:
         ConfigError: everything that is wrong with it.
@@ -202,7 +199,7 @@ def read_config(cfg: DictConfig, directory: Path | None = None) -> SpeculativeCo
     if values.get(KEY) is not None:
         values.pop("method", None)  # the group's default: the command line names none beside a speculative_config
         try:
-            values[KEY] = read_speculative_config(values[KEY], directory or Path.cwd())
+            values[KEY] = read_speculative_config(values[KEY], Path.cwd())
         except ConfigError as error:
             problems.extend(error.problems)
             del values[KEY]
