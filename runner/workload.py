@@ -49,7 +49,7 @@ def read_workload(config: DemoWorkload | JsonlWorkload) -> list[WorkloadItem]:
     """
     if isinstance(config, DemoWorkload):
         return _read_jsonl(DEMO_PATH, DEFAULT_FIELD, config.limit)
-    return _read_jsonl(Path(config.path).expanduser(), config.prompt_field, config.limit)
+    return _read_jsonl(config.require_file(), config.prompt_field, config.limit)
 
 
 def params_of(item: WorkloadItem, params: SamplingParams) -> SamplingParams:
@@ -95,9 +95,6 @@ def synthetic_workload(config: SyntheticWorkload, vocab_size: int) -> list[Workl
 def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[WorkloadItem]:
     items: list[WorkloadItem] = []
     try:
-        if not path.is_file():
-            what = "is a directory" if path.is_dir() else "does not exist"
-            raise UserError(f"workload.path must be a .jsonl file, got {str(path)!r}, which {what}; check the path")
         with path.open(encoding="utf-8-sig") as file:  # with or without the mark that some editors put first
             for number, line in enumerate(file, start=1):
                 if limit is not None and len(items) == limit:

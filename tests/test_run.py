@@ -347,15 +347,20 @@ def test_a_malformed_workload_is_named_by_its_line(tmp_path: Path, line: str, co
         execute(config(workload={"name": "jsonl", "path": str(path)}), tmp_path)
 
 
-def test_a_file_that_is_no_text_in_utf_8_is_named_and_not_a_traceback(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_in_utf_8_is_named_and_not_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes('{"prompt": "caf\xe9"}\n'.encode("latin1"))
     with pytest.raises(UserError, match=r"workload\.path must be a file in UTF-8, got '.*', which holds byte 0xe9"):
         read_workload(JsonlWorkload(name="jsonl", path=str(path)))
-    with pytest.raises(UserError, match=r"workload\.path must be a \.jsonl file, got '.*', which is a directory"):
+    with pytest.raises(UserError, match=r"workload\.path must be a \.jsonl file, got '.*'; it is a directory"):
         read_workload(JsonlWorkload(name="jsonl", path=str(tmp_path)))
-    with pytest.raises(UserError, match=r"workload\.path must be a file that can be read, got .*: File name too"):
+    with pytest.raises(UserError, match=r"workload\.path must be a \.jsonl file, got 'x+'; it does not exist"):
         read_workload(JsonlWorkload(name="jsonl", path="x" * 300))
+    monkeypatch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match=r"workload\.path must be a file that can be read, got .*: Permission denied"):
+        read_workload(JsonlWorkload(name="jsonl", path=str(path)))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:

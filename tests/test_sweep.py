@@ -78,6 +78,16 @@ def test_one_invalid_point_stops_the_sweep_before_anything_runs(cli: CommandLine
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_a_missing_workload_stops_the_sweep_before_anything_runs(cli: CommandLine, tmp_path: Path) -> None:
+    """It used to show behind the points that had run."""
+    there = tmp_path / "there.jsonl"
+    there.write_text('{"prompt": "a"}\n')
+    ending = cli("-m", "workload=jsonl", f"workload.path={there},{tmp_path / 'missing.jsonl'}", "method=none,ngram")
+    assert ending.status == 2 and not ending.jobs
+    assert ending.err.splitlines()[0] == "error: 2 of 4 points of this sweep are invalid; nothing was run"
+    assert "missing.jsonl' it does not exist" in " ".join(ending.err.split())
+
+
 def test_the_screen_of_a_sweep_names_the_points_and_their_problems(cli: CommandLine) -> None:
     ending = cli("-m", "method=none,ngrm", "method.num_speculative_tokens=2,-1", "tracking=none")
     assert ending.err.splitlines() == [

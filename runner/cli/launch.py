@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.cli.compose import Composer
 from runner.cli.speculative_config import KEY
-from runner.cli.sweep import Sweep, hydra_node, launching, read_sweep
+from runner.cli.sweep import Sweep, hydra_node, launching, read_sweep, require_files
 from runner.cli.termination import interrupt_on_termination
 from runner.cli.usage import help_text
 from runner.config.problem import ConfigError, Problem
@@ -72,6 +72,8 @@ def checked(args: argparse.Namespace, argv: list[str]) -> Iterator[list[str]]:
         elif args.multirun or hydra.mode == RunMode.MULTIRUN:
             sweep = read_sweep(composer, args.overrides, hydra)
             _check_directory("hydra.sweep.dir", hydra.sweep)
+            if sweep is not None:
+                require_files(sweep)
         else:
             composer.config(args.overrides)
             _check_directory("hydra.run.dir", hydra.run)

@@ -21,6 +21,7 @@ from runner.cli.compose import Composer, written_value
 from runner.cli.screen import problem_lines
 from runner.config.problem import ConfigError, Problem
 from runner.config.root import SpeculativeConfig
+from runner.config.workload import JsonlWorkload
 from runner.engine.errors import UserError
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -113,6 +114,23 @@ def read_sweep(composer: Composer, overrides: list[str], hydra: DictConfig) -> S
         swept=swept,
         below_swept=frozenset(str(o.input_line) for o in plain if o.key_or_group.partition(".")[0] in swept),
     )
+
+
+def require_files(sweep: Sweep) -> None:
+    """Of the workloads: a point would otherwise miss its own behind those that ran.
+
+    Raises:
+        SweepError: at least one is missing.
+    """
+    failures = []
+    for point, config in zip(sweep.points, sweep.configs, strict=True):
+        if isinstance(config.workload, JsonlWorkload):
+            try:
+                config.workload.require_file()
+            except ConfigError as error:
+                failures.append((point, error))
+    if failures:
+        raise SweepError(len(sweep.points), failures)
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from runner.config.node import Node
+from runner.config.problem import ConfigError, Problem
 
 
 class TrafficNode(Node):
@@ -45,6 +48,19 @@ class JsonlWorkload(TrafficNode):
         "prompt may have messages); beside it a line may have id, category, max_tokens and temperature",
     )
     limit: int | None = Field(default=None, ge=1, description="lines taken from the start, >= 1; null takes all")
+
+    def require_file(self) -> Path:
+        """The path of the file.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        path = Path(self.path).expanduser()
+        if os.path.isfile(path):  # Path.is_file raises where a name is too long
+            return path
+        what = "it is a directory" if os.path.isdir(path) else "it does not exist"
+        rule, remedy = "must be a .jsonl file", f"{what}: check the path"
+        raise ConfigError([Problem(name="workload.path", rule=rule, value=str(path), remedy=remedy)])
 
 
 class SyntheticWorkload(TrafficNode):

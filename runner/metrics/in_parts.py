@@ -51,7 +51,7 @@ _NOTED: dict[InParts, tuple[str, str | None]] = {  # reason -> what happened, an
     ),
     InParts.MAX_MODEL_LEN: (
         "a text came close to max_model_len",
-        "raise model.max_model_len, or lower sampler.max_tokens",
+        "raise model.max_model_len where the model reads longer texts, or lower sampler.max_tokens",
     ),
     InParts.TOKEN_BUDGET: (
         "the token budget did not hold all requests with their drafts",
