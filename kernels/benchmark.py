@@ -30,6 +30,7 @@ OPS = (  # modules of kernels.benchmarks
     "experts",
     "paged_attention",
     "rms_norm",
+    "norms_in_products",
     "rope",
     "mask_and_penalise",
     "sampling",

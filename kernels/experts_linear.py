@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
 from kernels.linear_plan import plan_linear
-from kernels.linear_tile import finish_tile, sum_tile
+from kernels.linear_tile import results_of_tile, store_tile, sum_tile
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
@@ -54,7 +54,7 @@ def linear_of_experts_kernel(
     EXPERTS: tl.constexpr,  # >= NUM_EXPERTS
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # as finish_tile has them
+    ACTIVATION: tl.constexpr,  # as results_of_tile has them
     EVEN_K: tl.constexpr,  # in_features is a multiple of BLOCK_K
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -126,20 +126,8 @@ def linear_of_experts_kernel(
         READING,
         BLOCK_K,
     )
-    finish_tile(
-        total,
-        up_total,
-        end_scales,
-        bias_ptr,
-        out_ptr,
-        features,
-        places,
-        end,
-        out_features,
-        GATED,
-        ACTIVATION,
-        0.0,
-    )
+    results = results_of_tile(total, up_total, end_scales, bias_ptr, features, out_features, GATED, ACTIVATION, 0.0)
+    store_tile(results, out_ptr, features, places, end, out_features)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,20 +125,18 @@ def sum_tile(
 
 
 @triton.jit
-def finish_tile(
+def results_of_tile(
     sums,  # [FEATURES, TOKENS]
     up_sums,  # of the up rows, if GATED
     scales_ptr,  # one for each weight row, or None
     bias_ptr,
-    out_ptr,
     features,
-    tokens,
-    num_rows,
     out_features,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of what is gated
     SOFTCAP: tl.constexpr,  # results become SOFTCAP * tanh(result / SOFTCAP); 0.0: they do not
 ):
+    """What the sums become, not yet rounded."""
     is_feature = features < out_features
     if scales_ptr is not None:
         sums *= tl.load(scales_ptr + features, mask=is_feature, other=0.0)[:, None]
@@ -160,6 +158,21 @@ def finish_tile(
         sums = sums / (1.0 + tl.exp(-power)) * up_sums
     if SOFTCAP > 0.0:
         sums = tanh(sums / SOFTCAP) * SOFTCAP
+    return sums
+
+
+@triton.jit
+def store_tile(results, out_ptr, features, tokens, num_rows, out_features):
+    """results: [FEATURES, TOKENS]; out_ptr: [num_rows, out_features]."""
     places = tokens.to(tl.int64)[None, :] * out_features + features[:, None]
-    is_place = (tokens < num_rows)[None, :] & is_feature[:, None]
-    tl.store(out_ptr + places, sums.to(out_ptr.dtype.element_ty), mask=is_place)
+    is_place = (tokens < num_rows)[None, :] & (features < out_features)[:, None]
+    tl.store(out_ptr + places, results.to(out_ptr.dtype.element_ty), mask=is_place)
+
+
+@triton.jit
+def add_tile(results, residual_ptr, residual_stride, features, tokens, num_rows, out_features):
+    """The sum, rounded once; results: [FEATURES, TOKENS]; residual_ptr: [num_rows, out_features]."""
+    places = tokens.to(tl.int64)[None, :] * residual_stride + features[:, None]
+    is_place = (tokens < num_rows)[None, :] & (features < out_features)[:, None]
+    residual = tl.load(residual_ptr + places, mask=is_place, other=0.0)
+    return (results + residual.to(tl.float32)).to(residual.dtype)

@@ -235,6 +235,11 @@ def _launch(
     )
 
 
+def warps_of_row(block: int) -> int:
+    """Of a program that holds so many elements of a row."""
+    return min(max(block // ELEMENTS_OF_A_WARP, 1), 16)
+
+
 def _shape_of_rows(hidden: int, device: torch.device) -> dict[str, Any]:
     """Constants and launch options of both kernels; they decide the bits of a row."""
     block, overlaps = triton.next_power_of_2(hidden), can_overlap(device)
@@ -242,6 +247,6 @@ def _shape_of_rows(hidden: int, device: torch.device) -> dict[str, Any]:
         "HIDDEN": hidden,
         "BLOCK": block,
         "OVERLAPS": overlaps,
-        "num_warps": min(max(block // ELEMENTS_OF_A_WARP, 1), 16),
+        "num_warps": warps_of_row(block),
         "launch_pdl": overlaps,
     }

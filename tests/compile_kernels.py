@@ -1,7 +1,7 @@
 """Compiles every Triton kernel for GPUs that need not be there; run by test_kernels_aot.py in a process of its own.
 
 The interpreter of the other tests is chosen when a kernel is decorated, and what it decorates cannot be compiled.
-A new kernel is one line of KERNELS. With "-" it compiles kernels from standard input instead, for sm_90.
+A new kernel is one line of TABLE. With "-" it compiles kernels from standard input instead, for sm_90.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kernels.linear_plan import plan_linear
+from kernels.reference.weighed_rows import PART
 from kernels.shared_memory import HOPPERS
 
-COMPUTE_CAPABILITIES = (80, 90)
 SHARED_MEMORY = {80: 163 * 1024, 90: HOPPERS}  # bytes of a program
 OVERLAPS = "OVERLAPS"  # the constant of kernels that may begin while the launch before runs: on Hopper
 # Of interest in PTX.
@@ -36,7 +36,7 @@ class Kernel:
     constants: Mapping[str, int | float | str | None] = field(default_factory=dict)
     options: Mapping[str, int] = field(default_factory=dict)  # of the compiler, as the op launches it
     max_shared: int = 0  # bytes of shared memory a program may take
-    compute_capabilities: tuple[int, ...] = COMPUTE_CAPABILITIES
+    compute_capabilities: tuple[int, ...] = ()  # none: 90, and 80 where no kernel of this name and head size was before
     sm_90_instruction: str = ""  # what Hopper's program must hold
 
     def __str__(self) -> str:
@@ -59,6 +59,8 @@ def linear_kernel(
     group_size: int | None = None,  # columns that share a scale; None: all do
     activation: str = "silu",
     softcap: float = 0.0,
+    reads_weighed: bool = False,  # rows that await a norm's factors
+    to_norm: bool = False,  # adds to a residual stream, for the norm behind it
 ) -> Kernel:
     """A bfloat16 product as kernels/linear.py launches it, without a bias."""
     is_quantized, is_code = held != "bf16", held in ("int4", "fp4")
@@ -76,14 +78,20 @@ def linear_kernel(
     element = "u8" if is_code else "i8" if takes_bits else held
     scales = ("*fp32:16" if is_quantized else "") + (" *i8:16" if has_zeros else "")
     workspace = "*fp32:16 *i32:16" if plan.is_spread else ""
-    absent = ["bias_ptr", *["scales_ptr"] * (not is_quantized), *["zeros_ptr"] * (not has_zeros)]
+    norms = ["*fp32:16 *fp32:16"] * reads_weighed + ["*bf16:16 *bf16:16 *bf16:16 *fp32:16"] * to_norm
+    absent = [*["squares_ptr", "eps_ptr"] * (not reads_weighed)]
+    absent += ["residual_ptr", "norm_ptr", "weighed_ptr", "out_squares_ptr"] * (not to_norm)
+    absent += ["bias_ptr", *["scales_ptr"] * (not is_quantized), *["zeros_ptr"] * (not has_zeros)]
     absent += ["partials_ptr", "arrivals_ptr"] * (not plan.is_spread)
     return Kernel(
         module="kernels.linear",
         name="linear_kernel",
-        signature=f"*bf16:16 *{element}:16 {scales} *{out}:16 {workspace} i32" + " i32:16" * 6 + " i32",
+        signature=f"*bf16:16 *{element}:16 {scales} {' '.join(norms)} *{out}:16 {workspace} i32"
+        + " i32:16" * (6 + to_norm)
+        + " i32",
         constants={
             **dict.fromkeys(absent),
+            **({} if to_norm else {"residual_stride": 1}),
             "SPLITS": plan.splits,
             "IS_SPREAD": plan.is_spread,
             "GATED": gated,
@@ -95,6 +103,7 @@ def linear_kernel(
             "BLOCK_K": plan.block_k,
             "HAS_GROUPS": group_size is not None,
             "READING": held if is_code else "float8 bits" if takes_bits else "numbers",
+            "PARTS": 1 << (-(-in_features // PART) - 1).bit_length() if reads_weighed else 1,
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
         max_shared=SHARED_MEMORY[capability],
@@ -170,7 +179,7 @@ TRUNCATION = {"num_warps": 8, "enable_fp_fusion": False}
 
 GREEDY_HAS_NO = ("seeds_ptr", "draft_steps_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr")
 
-KERNELS = [
+TABLE = [
     Kernel(
         module="kernels.ngram_match",
         name="scan_kernel",
@@ -320,15 +329,28 @@ KERNELS = [
             ("*fp32", ("forbidden_ptr", "bitmask_ptr", "said_ptr", "penalties_ptr", "ancestors_ptr")),
         )
     ),
-    # Llama-3-8B's down projection for every tile of tokens, its gated one and its head.
+    # Llama-3-8B's down projection for every tile of tokens, its gated one and qkv, with the norms between them; without
+    # one a down projection, and the head.
     *(
-        linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90)
+        linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90, to_norm=True)
         for num_rows in (1, 32, 64, 128, 256, 1088)
     ),
-    *(linear_kernel(256, 14336, 4096, gated=True, out="bf16", capability=cc) for cc in COMPUTE_CAPABILITIES),
-    linear_kernel(256, 4096, 14336, gated=False, out="bf16", capability=80),
-    linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=90),
-    linear_kernel(1088, 14336, 4096, gated=True, out="bf16", capability=90),
+    *(
+        linear_kernel(num_rows, 6144, 4096, gated=False, out="bf16", capability=90, reads_weighed=True)
+        for num_rows in (1, 64, 128, 256, 1088)
+    ),
+    *(
+        linear_kernel(num_rows, 14336, 4096, gated=True, out="bf16", capability=90, reads_weighed=True)
+        for num_rows in (8, 256, 1088)
+    ),
+    *(  # of wider rows
+        linear_kernel(num_rows, 28672, 8192, gated=True, out="bf16", capability=90, reads_weighed=True)
+        for num_rows in (32, 256)
+    ),
+    linear_kernel(1, 4096, 14336, gated=False, out="bf16", capability=90),
+    linear_kernel(1088, 4096, 14336, gated=False, out="bf16", capability=90),
+    linear_kernel(256, 14336, 4096, gated=True, out="bf16", capability=80, reads_weighed=True),
+    linear_kernel(256, 4096, 14336, gated=False, out="bf16", capability=80, to_norm=True),
     linear_kernel(8, 128256, 4096, gated=False, out="fp32", capability=90),
     # Gemma 2's: an activation and a cap of its own.
     *(
@@ -365,14 +387,38 @@ KERNELS = [
         for num_rows, shape, gated in ((1, (4096, 14336), False), (1088, (14336, 4096), True))
         for capability, has_zeros in ((80, True), (90, True), (90, False))
     ),
+    linear_kernel(64, 4096, 14336, gated=False, out="bf16", capability=90, held="int4", group_size=128, to_norm=True),
+    linear_kernel(
+        1088, 14336, 4096, gated=True, out="bf16", capability=90, held="fp8e4nv", group_size=128, reads_weighed=True
+    ),
+    *(
+        Kernel(
+            module="kernels.weigh_rows",
+            name="weigh_rows_kernel",
+            signature=f"*{dtype}:16 *{weight}:16 *{dtype}:16 *fp32:16 i32 i32:16 i32:16",
+            constants={"BLOCK": 4096, OVERLAPS: True},
+            options={"num_warps": 8},
+            max_shared=8192,
+        )
+        for dtype, weight in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
+    ),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="fp8e4nv"),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="i8", group_size=128),
     Kernel(
         module="kernels.linear",
         name="linear_kernel",
         signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32",
-        constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "partials_ptr", "arrivals_ptr"])
-        | {"SPLITS": 1, "IS_SPREAD": False, "GATED": False, "EVEN_K": False, "HAS_GROUPS": False}
+        constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "partials_ptr", "arrivals_ptr", "squares_ptr", "eps_ptr"])
+        | dict.fromkeys(["residual_ptr", "norm_ptr", "weighed_ptr", "out_squares_ptr"])
+        | {
+            "residual_stride": 1,
+            "PARTS": 1,
+            "SPLITS": 1,
+            "IS_SPREAD": False,
+            "GATED": False,
+            "EVEN_K": False,
+            "HAS_GROUPS": False,
+        }
         | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "READING": "numbers"}
         | {"ACTIVATION": "silu", "SOFTCAP": 0.0},
         max_shared=96 * 1024,
@@ -725,6 +771,17 @@ KERNELS = [
         )
     ),
 ]
+
+
+def with_compute_capabilities(table: list[Kernel]) -> Iterator[Kernel]:
+    seen = set[tuple[str, Any]]()
+    for kernel in table:
+        kind = (kernel.name, kernel.constants.get("HEAD_DIM"))
+        yield replace(kernel, compute_capabilities=kernel.compute_capabilities or ((90,) if kind in seen else (80, 90)))
+        seen.add(kind)
+
+
+KERNELS = list(with_compute_capabilities(TABLE))
 
 
 @dataclass(frozen=True, kw_only=True)
