@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from proposers.drafting.blocks import BlockProposer
+from proposers.drafting.from_hidden_states import HeadProposer
+from runner.engine import launch_shapes
 from tests.conftest import Engines
 from tests.emulated_device import EmulatedDevice
 from tests.other_families import FAMILIES as OTHER_FAMILIES
@@ -73,6 +76,28 @@ STARTS: dict[str, dict[str, Any]] = {
         }
     },
 }
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "dflash"])
+def test_products_of_a_draft_heads_layers_are_compiled_ahead(
+    method: str, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head's own: what lies between norms in a target, a head's layer multiplies plainly."""
+    asked, agree = list[Any](), launch_shapes._rows_agree
+    monkeypatch.setattr(
+        launch_shapes,
+        "_rows_agree",
+        lambda product, weights, *args: (asked.extend(weights), agree(product, weights, *args))[1],
+    )
+    monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)
+    model = {"architecture": {"model_type": "qwen3", "num_hidden_layers": 2}} if method == "mtp" else {}
+    llm = Engines()({"method": method, "num_speculative_tokens": 2}, **{**GPU, **model, "batch_invariant": True})
+    proposer = llm.engine.proposer
+    assert isinstance(proposer, HeadProposer | BlockProposer)
+    layers = proposer.head.layers
+    weights = [weight for layer in layers for weight in layer.product_weights]
+    assert len(layers) > 0 and {id(weight) for weight in weights} == {id(weight) for weight in asked}
+    assert emulated_gpu.variants and emulated_gpu.variants == emulated_gpu.ahead
 
 
 @pytest.mark.parametrize("name", STARTS)

@@ -7,6 +7,7 @@ differ. Every row has its embedding, as in training; vLLM's modules see zeros fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +27,7 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
+from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.norm_operations import rms_norm_pair
@@ -69,6 +71,10 @@ class MtpHead:
     @property
     def kv_widths(self) -> list[int]:
         return [self.block.kv_width]
+
+    @property
+    def layers(self) -> Sequence[DecoderLayer]:
+        return self.block.layers
 
     @property
     def attention(self) -> Attention | None:

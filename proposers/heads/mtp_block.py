@@ -6,7 +6,7 @@ which checkpoint tensor fills what.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from runner.engine.transformers_model import PROBE_ROWS, TransformersModel
 
 
 class MtpBlock(Protocol):
+    layers: Sequence[DecoderLayer]  # of our own
     kv_width: int  # elements a token takes in the cache
     attention: Attention | None  # None where transformers' own code attends
 
@@ -69,6 +70,7 @@ class OwnBlock:
         require_memory(needed, device, f"the MTP module of {name}", "choose a smaller model")
         with torch.device(device):
             self.layer = DecoderLayer(alone, 0, Shard(), dtype)
+        self.layers: Sequence[DecoderLayer] = [self.layer]
         self.attention: Attention | None = self.layer.attention
         self.kv_width = self.layer.attention.kv_width
         self._rope = self.layer.attention.rope(hf_config, max_model_len)
@@ -96,6 +98,7 @@ class TransformersBlock:
         """
         device = target.embed_tokens.device
         require_memory(target.last_layer_bytes, device, f"the MTP module of {name}", "choose a smaller model")
+        self.layers: Sequence[DecoderLayer] = ()
         self.attention: Attention | None = None
         self._target = target
         self._layer = target.last_layer()

@@ -13,7 +13,7 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import linear, paged_attention, rotate_and_store, sigmoid_gate
+from runner.engine.operations import Rows, linear, paged_attention, rotate_and_store, sigmoid_gate
 from runner.engine.quantization import Quantization
 from runner.engine.rope import Rope, RopeRows
 from runner.engine.shard import Shard
@@ -92,6 +92,10 @@ class Attention:
     def __call__(
         self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache
     ) -> torch.Tensor:
+        return self.o_proj(self.inner(hidden, rope, batch, cache), batch.linear_tile)
+
+    def inner(self, hidden: Rows, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+        """What o_proj multiplies [num_rows, num_heads * head_dim]."""
         assert rope is not None, "of rope_key"
         qkv = self.qkv_proj(hidden, batch.linear_tile)
         if self._is_norm_whole:
@@ -125,7 +129,7 @@ class Attention:
         )
         if self.gate_proj is not None:
             out = sigmoid_gate(out, self.gate_proj(hidden, batch.linear_tile))
-        return self.o_proj(out, batch.linear_tile)
+        return out
 
     def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
         """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""

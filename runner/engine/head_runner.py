@@ -12,8 +12,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from runner.engine.backend import runs_kernels
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.kv_cache import PagedKVCache
+from runner.engine.launch_shapes import compile_products
+from runner.engine.layers import DecoderLayer
 from runner.engine.paged_runner import PagedLayers, PagedRunner
 from runner.engine.segment import Family, Segment
 from runner.engine.upload import to_device
@@ -21,6 +24,10 @@ from runner.engine.upload import to_device
 
 class DraftHead(PagedLayers, Protocol):
     """Layers over the hidden states of a target."""
+
+    @property
+    def layers(self) -> Sequence[DecoderLayer]:
+        """Of our own; none where transformers' code runs."""
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         """hidden: [num_rows, width] of the position before each row, or a row of its output -> its output rows."""
@@ -46,6 +53,8 @@ class HeadRunner(PagedRunner):
             captures_graphs=captures_graphs,
         )
         self.head = head
+        if head.layers and batch_invariant and runs_kernels(device):
+            compile_products(head.layers, dtype, self.shapes["decode"].linear)
 
     @torch.inference_mode()
     def run(

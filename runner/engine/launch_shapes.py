@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +14,13 @@ from kernels.linear_plan import rows_of_each_kind
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
+from runner.engine.asked_products import AskedProduct, asked_products
 from runner.engine.attention import Attention
 from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
 from runner.engine.layers import DecoderLayer
-from runner.engine.operations import head_logits, linear, paged_attention
+from runner.engine.operations import head_logits, paged_attention
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Family, Segment
 from runner.engine.shard import Shard
@@ -207,19 +207,25 @@ def _kernels_keep_bits(
     assert isinstance(shape, PagedShape)
     attention = _attention(layers)
     tile, dtype = shape.linear, attention.o_proj.weight.dtype
-    mlps = [part for layer in layers for part in (layer.mlp, layer.mlp.shared) if part is not None]
-    # What multiplies, its weights in the order in which rows meet them, and of how many rows they meet one.
-    asked: list[tuple[Callable[[torch.Tensor], torch.Tensor], list[Weight], int]] = [
-        *((partial(mlp, tile=tile), mlp.product_weights, mlp.rows_for_one) for mlp in mlps),
-        *((partial(mlp.router_logits, tile=tile), [mlp.router], 1) for mlp in mlps if isinstance(mlp, Experts)),
-        (lambda x: head_logits(x, lm_head, tile, softcap), [lm_head], 1),
+    like = torch.empty(0, dtype=dtype, device=lm_head.device)
+    asked = [
+        *asked_products(layers, like, tile),
+        AskedProduct(compute=lambda x: head_logits(x, lm_head, tile, softcap), weights=[lm_head]),
     ]
-    gates = [mlp.shared_gate for mlp in mlps if isinstance(mlp, Experts) and mlp.shared_gate is not None]
-    asked += [(partial(linear, weight=gate, bias=None, tile=tile), [gate], 1) for gate in gates]
-    for layer in layers:
-        asked += [(partial(product, tile=tile), [product.weight], 1) for product in layer.mixer.products]
-    agree = [_rows_agree(product, weights, of_rows, dtype) for product, weights, of_rows in asked]
-    return all([*agree, _attentions_agree(shape, attention)])
+    return all([*_products_agree(asked, dtype), _attentions_agree(shape, attention)])
+
+
+def compile_products(layers: Sequence[DecoderLayer], dtype: torch.dtype, tile: int | None) -> None:
+    """Those of a draft head's layers, where kernels run; their rows' bits are no part of the promise."""
+    from kernels.kernel import compile_ahead
+
+    like = torch.empty(0, dtype=dtype, device=layers[0].mixer.products[0].weight.device)
+    asked = asked_products(layers, like, tile, of_decoder=False)
+    compile_ahead(lambda: _products_agree(asked, dtype))
+
+
+def _products_agree(asked: Sequence[AskedProduct], dtype: torch.dtype) -> list[bool]:
+    return [_rows_agree(own.compute, own.weights, own.rows_for_one, dtype) for own in asked]
 
 
 def _rows_agree(

@@ -8,7 +8,7 @@ from kernels.cpu.panels import Change, Weight
 from kernels.reference.act_and_mul import Activation
 from runner.engine.architecture import gate_up_rows
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
-from runner.engine.operations import gated_linear
+from runner.engine.operations import Rows, gated_linear
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -49,9 +49,12 @@ class MLP:
 
     def own_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """This rank's part of the result [num_rows, hidden]."""
+        return self.down_proj.own_part(self.inner(hidden, tile), tile)
+
+    def inner(self, hidden: Rows, tile: int | None) -> torch.Tensor:
+        """What down_proj multiplies [num_rows, this rank's of the intermediate size]."""
         fused = self.gate_up_proj
-        inner = gated_linear(hidden, fused.weight, fused.bias, tile, self._activation)
-        return self.down_proj.own_part(inner, tile)
+        return gated_linear(hidden, fused.weight, fused.bias, tile, self._activation)
 
     @property
     def products_per_row(self) -> int:

@@ -11,6 +11,7 @@ from kernels.reference.rms_norm import add_rms_norm as add_rms_norm_in_torch
 from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
 from kernels.reference.rms_norm import rms_norm_pair as rms_norm_pair_in_torch
 from kernels.reference.rms_norm import sum_beside_rms_norm as sum_beside_rms_norm_in_torch
+from kernels.reference.weighed_rows import WeighedRows
 from runner.engine.backend import is_compiled, runs_kernels
 
 
@@ -44,6 +45,13 @@ def add_rms_norm(
     from kernels.rms_norm import add_rms_norm as kernel
 
     return kernel(x, residual, weight, eps, x_weight)
+
+
+def weigh_rows(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> WeighedRows:
+    """[num_rows, hidden], what products finish; where runner.engine.operations.can_leave_norms."""
+    from kernels.weigh_rows import weigh_rows as kernel
+
+    return kernel(x, weight, eps)
 
 
 def add_normed(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:

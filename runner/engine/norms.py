@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from runner.engine.linear import WeightTarget
-from runner.engine.norm_operations import add_normed, add_rms_norm, norm_in_place, rms_norm, sum_beside_rms_norm
+from kernels.reference.weighed_rows import WeighedRows
+from runner.engine.linear import RowParallelLinear, WeightTarget
+from runner.engine.norm_operations import (
+    add_normed,
+    add_rms_norm,
+    norm_in_place,
+    rms_norm,
+    sum_beside_rms_norm,
+    weigh_rows,
+)
 
 
 class RMSNorm:
@@ -23,6 +31,16 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def weigh(self, x: torch.Tensor) -> WeighedRows:
+        """The norm of x, which products finish."""
+        return weigh_rows(x, self.weight, self.eps)
+
+    def add_product(
+        self, product: RowParallelLinear, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[WeighedRows, torch.Tensor]:
+        """The norm of the residual stream and x's product, which products finish, and this sum; of one rank."""
+        return product.to_norm(x, residual, (self.weight, self.eps))
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, x_norm: RMSNorm | None = None

@@ -26,11 +26,13 @@ from kernels.reference.rope import apply_rope
 from kernels.reference.sigmoid_gate import sigmoid_gate as sigmoid_gate_in_torch
 from kernels.reference.softcap import softcap as softcap_in_torch
 from kernels.reference.sum_of_ranks import sum_of_ranks as sum_of_ranks_in_torch
+from kernels.reference.weighed_rows import WeighedRows
 from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.rope import RopeRows
 
-NormWeights = tuple[torch.Tensor, torch.Tensor]  # weight [head_dim], eps [] float32
+Rows = torch.Tensor | WeighedRows  # [num_rows, width], of a norm perhaps that products finish
+NormWeights = tuple[torch.Tensor, torch.Tensor]  # weight [width], eps [] float32
 
 
 def take_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -82,17 +84,39 @@ def scale_rows(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return on_cpu(rows, factor)
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
+def linear(x: Rows, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features]."""
     if isinstance(weight, Panels):
         from kernels.cpu.linear import linear as on_cpu
 
-        return on_cpu(x, weight, bias)
+        return on_cpu(_plain(x), weight, bias)
     if not _has_kernel(x, weight, tile):
-        return linear_in_tiles(x, unpack(weight), bias, tile)
+        return linear_in_tiles(_plain(x), unpack(weight), bias, tile)
     from kernels.linear import linear as kernel
 
     return kernel(x, weight, bias)
+
+
+def can_leave_norms(rows: torch.Tensor, tile: int | None) -> bool:
+    """Whether products finish the norm between them: linear_to_norm is there, and linear takes what it leaves.
+
+    Rows of float16 have no room for numbers that are yet to be normed.
+    """
+    return runs_kernels(rows) and tile is not None and rows.dtype != torch.float16
+
+
+def linear_to_norm(
+    x: torch.Tensor,  # [num_rows, in_features]
+    weight: Weight,  # [hidden, in_features]
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,  # [num_rows, hidden]
+    norm: NormWeights,  # weight [hidden], eps
+) -> tuple[WeighedRows, torch.Tensor]:
+    """What is left of norm(x W^T + bias + residual), and the sum in it [num_rows, hidden]; where norms can be left."""
+    from kernels.linear import linear_to_norm as kernel
+
+    assert not isinstance(weight, Panels)
+    return kernel(x, weight, bias, residual, *norm)
 
 
 def head_logits(
@@ -128,12 +152,12 @@ def head_logits(
 
 
 def gated_linear(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None, activation: Activation = "silu"
+    x: Rows, weight: Weight, bias: torch.Tensor | None, tile: int | None, activation: Activation = "silu"
 ) -> torch.Tensor:
     """activation(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
     if isinstance(weight, Panels) or not _has_kernel(x, weight, tile):
         gate_up = linear(x, weight, bias, tile)
-        if not is_compiled(x):
+        if not is_compiled(gate_up):
             return act_and_mul(gate_up, activation)
         from kernels.cpu.act_and_mul import act_and_mul as on_cpu
 
@@ -143,9 +167,16 @@ def gated_linear(
     return kernel(x, weight, bias, activation)
 
 
-def _has_kernel(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, tile: int | None) -> bool:
-    """Whether a Triton kernel computes such a product; of quantized weights no BLAS does."""
+def _has_kernel(x: Rows, weight: torch.Tensor | QuantizedWeight, tile: int | None) -> bool:
+    """Whether a Triton kernel computes such a product; of quantized weights no BLAS does, of weighed rows neither."""
+    if isinstance(x, WeighedRows):
+        return True
     return runs_kernels(x) and (tile is not None or isinstance(weight, QuantizedWeight))
+
+
+def _plain(x: Rows) -> torch.Tensor:
+    assert isinstance(x, torch.Tensor), "norms are left where products have kernels"
+    return x
 
 
 def rotate_and_store(
