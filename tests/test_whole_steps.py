@@ -413,8 +413,22 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 4])
-@pytest.mark.parametrize("method", METHODS)
+# By itself a request asks one drafter of a kind: launches of one request are those of several, and shorter.
+ALONE = (
+    "none",
+    "draft_model",
+    "eagle_dynamic",
+    "dspark_static",
+    "medusa_block",
+    "suffix",
+    "token_recycling",
+    "ngram_gpu",
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "max_num_seqs"), [*((method, 4) for method in METHODS), *((method, 1) for method in ALONE)]
+)
 def test_whatever_requests_ask_their_steps_are_whole_and_what_they_are_in_parts(
     build: Build, method: str, max_num_seqs: int
 ) -> None:
