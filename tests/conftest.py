@@ -24,6 +24,7 @@ import runner.prompts
 from kernels import linear_plan
 from proposers.drafting import blocks, from_hidden_states
 from proposers.heads.quantized import quantize_head_of_target
+from runner import cache_size
 from runner.engine import backend, graphs, launch_shapes
 from runner.engine.checkpoint import ModelSource
 from runner.engine.model_runner import ModelRunner
@@ -86,6 +87,8 @@ class Engines:
         if llm is None:
             hf_config = {**TARGET_CONFIG, **(architecture or {})}
             engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": hf_config, **engine_args}
+            # Of families whose rotations reach further, too.
+            engine_args.setdefault("max_model_len", hf_config["max_position_embeddings"])
             drafting = hf_config if of_drafters is None else {**TARGET_CONFIG, **of_drafters}
             draft = {"model": "first-layer", "hf_config": {**drafting, "num_hidden_layers": 1}}
             heads = {
@@ -238,6 +241,14 @@ def emulated_gpu(kernel_device: torch.device) -> Iterator[EmulatedDevice]:
 def _one_thread() -> None:
     """The models are too small to share; tests that are about threads set their own number and put this one back."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_caches() -> Iterator[None]:
+    """Zeros for 256 requests of a KV cache that few fill took a fifth of the tests' time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_size, "CPU_CACHE_BYTES", 16 << 20)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
