@@ -430,6 +430,7 @@ def test_engine_args_are_the_keys_of_model_and_hardware() -> None:
     assert config.model == ModelConfig(model="tiny", max_model_len=64)
     assert config.hardware == HardwareConfig(dtype="float32", max_num_seqs=4)
     assert (config.seed, config.method.method) == (7, "draft_model")
+    assert SpeculativeConfig.from_engine_args("tiny", seed=None).seed == 0
 
 
 def test_without_speculative_config_decoding_is_plain() -> None:

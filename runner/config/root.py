@@ -140,7 +140,8 @@ class SpeculativeConfig(Node):
         problems = []
         for key, value in engine_args.items():
             if key == "seed":
-                values["seed"] = value
+                if value is not None:  # as vLLM has it: no seed of one's own
+                    values["seed"] = value
             elif key in owners:
                 values[owners[key]][key] = value
             else:
