@@ -30,7 +30,7 @@ from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.linear_plan import plan_linear
-from kernels.linear_tile import add_tile, results_of_tile, store_tile, sum_tile
+from kernels.linear_tile import add_tile, results_of_tile, store_tile, sum_of_partials, sum_tile
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.weighed_rows import PART, WeighedRows
@@ -42,19 +42,6 @@ from kernels.weight_elements import columns_of_step, take_apart
 # Of a tile whose registers hold squares, or the norm's weights, from before its sums to their end.
 MOST_SQUARES: tl.constexpr = tl.constexpr(2048)
 MOST_TOKENS: tl.constexpr = tl.constexpr(64)
-
-
-@triton.jit
-def sum_of_partials(partial_ptrs, SPLITS: tl.constexpr, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """((0 + p0) + p1) + ... of a tile; partial_ptrs: [FEATURES, TOKENS], of the first."""
-    total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
-    if TOKENS > 128:  # all at once would not fit registers
-        for place in range(SPLITS):
-            total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
-    else:
-        for place in tl.static_range(SPLITS):
-            total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
-    return total
 
 
 # Not specialized on num_rows: Triton would compile other programs for 1 and for multiples of 16.

@@ -125,6 +125,19 @@ def sum_tile(
 
 
 @triton.jit
+def sum_of_partials(partial_ptrs, SPLITS: tl.constexpr, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
+    """((0 + p0) + p1) + ... of a tile; partial_ptrs: [FEATURES, TOKENS], of the first."""
+    total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
+    if TOKENS > 128:  # all at once would not fit registers
+        for place in range(SPLITS):
+            total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
+    else:
+        for place in tl.static_range(SPLITS):
+            total += tl.load(partial_ptrs + place * (FEATURES * TOKENS), cache_modifier=".cg")
+    return total
+
+
+@triton.jit
 def results_of_tile(
     sums,  # [FEATURES, TOKENS]
     up_sums,  # of the up rows, if GATED

@@ -6,6 +6,7 @@ the latter norm no sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,15 +59,8 @@ def _prepare_sum(setting: Setting, num_rows: int, hidden: int, *, norms_x: bool)
         bits = check_row_bits(lambda rows: op(x[rows], added[rows])[0], in_company)
         return [check_error(normed, by_torch, exact), bits]
 
-    row_bytes = hidden * setting.dtype.itemsize
-    return Work(
-        check=check,
-        calls=[
-            partial(op, own, own_added)
-            for own, own_added in setting.copies(2 * num_rows * row_bytes, x[:num_rows], added[:num_rows])
-        ],
-        num_bytes=4 * num_rows * row_bytes + (1 + norms_x) * own_weight.nbytes,
-        comes_from=setting.comes_from(2 * num_rows * row_bytes),
+    return _work(
+        setting, check, op, x[:num_rows], added[:num_rows], rows_out=2, weight_bytes=(1 + norms_x) * own_weight.nbytes
     )
 
 
@@ -84,15 +78,25 @@ def _prepare_normed(setting: Setting, num_rows: int, hidden: int) -> Work:
         check_equal("sum", total, added[first] + kernel.rms_norm(x[first], weight, eps))
         return ["equal", check_row_bits(lambda rows: op(x[rows], added[rows]), in_company)]
 
-    row_bytes = hidden * setting.dtype.itemsize
+    return _work(setting, check, op, x[:num_rows], added[:num_rows], rows_out=1, weight_bytes=weight.nbytes)
+
+
+def _work(
+    setting: Setting,
+    check: Callable[[], list[str]],
+    op: Callable[[torch.Tensor, torch.Tensor], object],
+    x: torch.Tensor,
+    added: torch.Tensor,
+    *,
+    rows_out: int,  # rows written for each pair that is read
+    weight_bytes: int,
+) -> Work:
+    num_bytes = x.nbytes + added.nbytes
     return Work(
         check=check,
-        calls=[
-            partial(op, own, own_added)
-            for own, own_added in setting.copies(2 * num_rows * row_bytes, x[:num_rows], added[:num_rows])
-        ],
-        num_bytes=3 * num_rows * row_bytes + weight.nbytes,
-        comes_from=setting.comes_from(2 * num_rows * row_bytes),
+        calls=[partial(op, own, own_added) for own, own_added in setting.copies(num_bytes, x, added)],
+        num_bytes=num_bytes + rows_out * x.nbytes + weight_bytes,
+        comes_from=setting.comes_from(num_bytes),
     )
 
 

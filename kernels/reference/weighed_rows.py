@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels.reference.linear import linear
-
 PART = 64  # columns whose squares are one sum, a power of 2
 
 
@@ -29,10 +27,6 @@ class WeighedRows:
     rows: torch.Tensor  # [num_rows, hidden], x * weight
     squares: torch.Tensor  # [num_rows, parts] float32: sums of x^2, each over PART columns
     eps: torch.Tensor  # [] float32
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.rows.dtype
 
     def factors(self) -> torch.Tensor:
         """[num_rows, 1] float32."""
@@ -66,5 +60,6 @@ def linear_to_norm(
     eps: torch.Tensor,  # [] float32
 ) -> tuple[WeighedRows, torch.Tensor]:
     """What is left of norm(x W^T + bias + residual), and the sum in the norm [num_rows, hidden], rounded once."""
-    total = (linear(x, weight, bias, None).float() + residual.float()).to(x.dtype)
+    added = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    total = (added + residual.float()).to(x.dtype)
     return weigh_rows(total, norm_weight, eps), total

@@ -138,7 +138,7 @@ class Decoder:
                     taps[index] = residual
                 rope = ropes[layer.attention.rope_key]
                 rows, residual = layer.between_norms(rows, residual, rope, batch, cache, norms[index + 1])
-            normed = self.norm(residual)
+            normed = self.norm(residual)  # what the last product left for it is for products
         else:
             hidden: torch.Tensor | None = None
             hidden_norm: RMSNorm | None = None
