@@ -9,6 +9,7 @@ import math
 import triton
 import triton.language as tl
 
+from kernels.partial_sums import scale_and_add
 from kernels.reference import act_and_mul
 from kernels.tanh import tanh
 from kernels.weight_elements import HALF_SPAN, ZERO, as_factors, codes_as_factors, numbers_per_element
@@ -151,16 +152,18 @@ def results_of_tile(
 ):
     """What the sums become, not yet rounded."""
     is_feature = features < out_features
+    scales, up_scales, bias, up_bias = None, None, None, None
     if scales_ptr is not None:
-        sums *= tl.load(scales_ptr + features, mask=is_feature, other=0.0)[:, None]
+        scales = tl.load(scales_ptr + features, mask=is_feature, other=0.0)[:, None]
         if GATED:
-            up_sums *= tl.load(scales_ptr + out_features + features, mask=is_feature, other=0.0)[:, None]
+            up_scales = tl.load(scales_ptr + out_features + features, mask=is_feature, other=0.0)[:, None]
     if bias_ptr is not None:
-        sums += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        bias = tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            up_bias = tl.load(bias_ptr + out_features + features, mask=is_feature, other=0.0)
-            up_sums += up_bias.to(tl.float32)[:, None]
+            up_bias = tl.load(bias_ptr + out_features + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    sums = scale_and_add(sums, scales, bias)
     if GATED:
+        up_sums = scale_and_add(up_sums, up_scales, up_bias)
         power = sums
         if ACTIVATION == "gelu_tanh":
             power = (GELU_CUBIC * sums * sums + GELU_LINEAR) * sums
@@ -180,12 +183,3 @@ def store_tile(results, out_ptr, features, tokens, num_rows, out_features):
     places = tokens.to(tl.int64)[None, :] * out_features + features[:, None]
     is_place = (tokens < num_rows)[None, :] & (features < out_features)[:, None]
     tl.store(out_ptr + places, results.to(out_ptr.dtype.element_ty), mask=is_place)
-
-
-@triton.jit
-def add_tile(results, residual_ptr, residual_stride, features, tokens, num_rows, out_features):
-    """The sum, rounded once; results: [FEATURES, TOKENS]; residual_ptr: [num_rows, out_features]."""
-    places = tokens.to(tl.int64)[None, :] * residual_stride + features[:, None]
-    is_place = (tokens < num_rows)[None, :] & (features < out_features)[:, None]
-    residual = tl.load(residual_ptr + places, mask=is_place, other=0.0)
-    return (results + residual.to(tl.float32)).to(residual.dtype)

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap, prefetch
 from kernels.kernel import Kernel
+from kernels.partial_sums import load_row, row_arguments
+from kernels.reference.partial_sums import PartialSums
 
 ELEMENTS_OF_A_WARP = 512
+MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it reads before it waits for any
 LINE: tl.constexpr = tl.constexpr(32)  # elements of a cache line, at least: float32's
 
 
@@ -49,26 +52,31 @@ def norm_row(x, weight, eps, HIDDEN: tl.constexpr):
 @Kernel
 @triton.jit
 def rms_norm_kernel(
-    x_ptr,  # [num_rows, HIDDEN], rows x_stride apart
-    residual_ptr,  # the same, rows residual_stride apart; or None
+    x_ptr,  # [num_rows, HIDDEN], rows x_stride apart; if NUM_PARTS so many of them, float32, part_stride apart
+    residual_ptr,  # [num_rows, HIDDEN], rows residual_stride apart; or None
     x_weight_ptr,  # [HIDDEN], of the norm of x before the sum; or None
     weight_ptr,  # [HIDDEN]; None: the sum is all
     eps_ptr,  # [] float32
     normed_ptr,  # [num_rows, HIDDEN], rows out_stride apart, x itself perhaps; None without a weight
     sum_ptr,  # the same, or None
+    scales_ptr,  # of partial sums [HIDDEN] float32, or None
+    bias_ptr,  # likewise [HIDDEN], or None
     x_stride,
+    part_stride,
     residual_stride,
     out_stride,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,  # >= HIDDEN
+    NUM_PARTS: tl.constexpr,  # partial sums that x is left in; 0: none
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < HIDDEN
+    dtype: tl.constexpr = (sum_ptr if normed_ptr is None else normed_ptr).dtype.element_ty
     if OVERLAPS:
         await_x(x_weight_ptr, weight_ptr, eps_ptr, HIDDEN, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
+    x = load_row(x_ptr + row * x_stride, columns, is_column, part_stride, scales_ptr, bias_ptr, NUM_PARTS, dtype)
     eps = tl.load(eps_ptr)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
@@ -133,20 +141,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor, x_weight: Tensor | None = None
+    x: Tensor | PartialSums, residual: Tensor, weight: Tensor, eps: Tensor, x_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual), both contiguous; residual is of x's shape and dtype, the rest as above.
 
     With x_weight, of weight's shape and dtype, x is normed by it before it is added (Gemma 2).
     """
-    normed, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    normed, total = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
     _launch(x, x_weight, residual, weight, eps, normed, total)
     return normed, total
 
 
-def add_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+def add_normed(x: Tensor | PartialSums, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """norm(x) + residual, contiguous; arguments as above."""
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(residual, memory_format=torch.contiguous_format)
     _launch(x, weight, residual, None, eps, None, total)
     return total
 
@@ -156,9 +164,9 @@ def norm_in_place(x: Tensor, weight: Tensor, eps: Tensor) -> None:
     _launch(x, None, None, weight, eps, x, None)
 
 
-def sum_beside_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+def sum_beside_rms_norm(x: Tensor | PartialSums, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """What add_rms_norm returns as one tensor [num_rows, 2 * hidden]: the sum, and behind it its norm."""
-    out = torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device)
+    out = torch.empty(len(residual), 2 * residual.shape[1], dtype=x.dtype, device=residual.device)
     total, normed = out.chunk(2, dim=1)
     _launch(x, None, residual, weight, eps, normed, total)
     return out
@@ -201,7 +209,7 @@ def rms_norm_pair(
 
 
 def _launch(
-    x: Tensor,
+    x: Tensor | PartialSums,
     x_weight: Tensor | None,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -212,32 +220,26 @@ def _launch(
     """normed and total, of which one may be missing, have equal strides."""
     num_rows, hidden = x.shape
     out = total if normed is None else normed
-    assert x.stride(1) == 1 and out is not None and (weight is None) == (normed is None)
+    assert out is not None and (weight is None) == (normed is None)
     for own in (weight, x_weight):
         assert own is None or (own.shape == (hidden,) and own.is_contiguous() and own.dtype in (x.dtype, torch.float32))
     assert weight is None or x_weight is None or x_weight.dtype == weight.dtype
-    assert eps.shape == () and eps.dtype == torch.float32 and eps.device == x.device
+    assert eps.shape == () and eps.dtype == torch.float32 and eps.device == out.device
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1 and residual.dtype == x.dtype)
     if out.numel() == 0:
         return
     rms_norm_kernel[(num_rows,)](
-        x,
-        residual,
-        x_weight,
-        weight,
-        eps,
-        normed,
-        total,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
-        **_shape_of_rows(hidden, x.device),
+        residual_ptr=residual,
+        x_weight_ptr=x_weight,
+        weight_ptr=weight,
+        eps_ptr=eps,
+        normed_ptr=normed,
+        sum_ptr=total,
+        residual_stride=0 if residual is None else residual.stride(0),
+        out_stride=out.stride(0),
+        **row_arguments(x),
+        **_shape_of_rows(hidden, out.device),
     )
-
-
-def warps_of_row(block: int) -> int:
-    """Of a program that holds so many elements of a row."""
-    return min(max(block // ELEMENTS_OF_A_WARP, 1), 16)
 
 
 def _shape_of_rows(hidden: int, device: torch.device) -> dict[str, Any]:
@@ -247,6 +249,7 @@ def _shape_of_rows(hidden: int, device: torch.device) -> dict[str, Any]:
         "HIDDEN": hidden,
         "BLOCK": block,
         "OVERLAPS": overlaps,
-        "num_warps": warps_of_row(block),
+        "num_warps": min(max(block // ELEMENTS_OF_A_WARP, 1), 16),
         "launch_pdl": overlaps,
+        "maxnreg": MAX_REGISTERS,
     }

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
+from kernels.partial_sums import load_row, row_arguments
+from kernels.reference.partial_sums import PartialSums
 
 MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it reads before it waits for any
 HEADS = 16  # of a program: with 4 warps a thread has 16 bytes of either half of a 128 wide head
@@ -23,7 +25,8 @@ HEADS = 16  # of a program: with 4 warps a thread has 16 bytes of either half of
 @Kernel
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def rope_kernel(
-    qkv_ptr,  # [num_rows, (num_heads + 2 * num_kv_heads) * HEAD_DIM], rows strided
+    x_ptr,  # [num_rows, (num_heads + 2 * num_kv_heads) * HEAD_DIM], rows x_stride apart; if NUM_PARTS so many of them
+    queries_ptr,  # [num_rows, num_heads * HEAD_DIM], rows queries_stride apart; x itself unless NUM_PARTS
     table_ptr,  # [max_model_len, HEAD_DIM] float32
     positions_ptr,  # [num_rows] int64
     slots_ptr,  # [num_rows] int64
@@ -31,16 +34,22 @@ def rope_kernel(
     q_norm_ptr,  # [HEAD_DIM] or None
     k_norm_ptr,  # [HEAD_DIM] or None
     eps_ptr,  # [] float32; None without norms
-    row_stride,
+    scales_ptr,  # of partial sums [columns of x] float32, or None
+    bias_ptr,  # likewise [columns of x], or None
+    x_stride,
+    part_stride,
+    queries_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,  # >= HEAD_DIM // 2
     BLOCK_SIZE: tl.constexpr,  # slots of the null block, the first ones
     HEADS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # partial sums that x is left in; 0: none
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
+    dtype: tl.constexpr = kv_ptr.dtype.element_ty
     if OVERLAPS:
         await_input()
     row = tl.program_id(0).to(tl.int64)
@@ -53,9 +62,9 @@ def rope_kernel(
     is_column = columns < HALF
     is_element = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_column[None, :]
     places = head[:, None] * HEAD_DIM + columns[None, :]
-    row_ptr = qkv_ptr + row * row_stride
-    first_stored = tl.load(row_ptr + places, mask=is_element, other=0.0)
-    second_stored = tl.load(row_ptr + places + HALF, mask=is_element, other=0.0)
+    row_ptr = x_ptr + row * x_stride
+    first_stored = load_row(row_ptr, places, is_element, part_stride, scales_ptr, bias_ptr, NUM_PARTS, dtype)
+    second_stored = load_row(row_ptr, places + HALF, is_element, part_stride, scales_ptr, bias_ptr, NUM_PARTS, dtype)
     cos = tl.load(table_row_ptr + columns, mask=is_column, other=0.0)[None, :]
     sin = tl.load(table_row_ptr + columns + HALF, mask=is_column, other=0.0)[None, :]
     first, second = first_stored.to(tl.float32), second_stored.to(tl.float32)
@@ -68,9 +77,9 @@ def rope_kernel(
     rotated_second = (second * cos + first * sin).to(first_stored.dtype)
     first = tl.where(is_value[:, None], first_stored, rotated_first)
     second = tl.where(is_value[:, None], second_stored, rotated_second)
-    in_place = is_element & is_query[:, None]
-    tl.store(row_ptr + places, first, mask=in_place)
-    tl.store(row_ptr + places + HALF, second, mask=in_place)
+    query_ptrs, is_stored = queries_ptr + row * queries_stride + places, is_element & is_query[:, None]
+    tl.store(query_ptrs, first, mask=is_stored)
+    tl.store(query_ptrs + HALF, second, mask=is_stored)
     cached_ptr = kv_ptr + slot * (2 * NUM_KV_HEADS * HEAD_DIM) + (places - NUM_HEADS * HEAD_DIM)
     # A padding row may hold NaN, and is not cached: a masked key's value is multiplied by 0, so it must be finite.
     is_cached = is_element & (head >= NUM_HEADS)[:, None] & (slot >= BLOCK_SIZE)
@@ -89,7 +98,7 @@ def _weights(q_norm_ptr, k_norm_ptr, columns, is_column, is_query):
 
 
 def rope_and_write(
-    qkv: Tensor,
+    qkv: Tensor | PartialSums,
     table: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
@@ -101,8 +110,8 @@ def rope_and_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: Tensor | None = None,
-) -> None:
-    """Turns a launch's queries in place, and puts its turned keys and its values into the cache.
+) -> Tensor:
+    """Turns a launch's queries, in place where qkv is whole, and puts its turned keys and its values into the cache.
 
     Args:
         qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], rows may be strided. Its keys stay as they are.
@@ -114,26 +123,31 @@ def rope_and_write(
         q_norm, k_norm: [head_dim], weights of the norms that come first (Qwen3), of qkv's dtype or of float32; both,
             or the latter if there are no queries, or neither.
         eps: [] float32, of the norms.
+
+    Returns:
+        the queries [num_rows, num_heads * head_dim], rows may be strided.
     """
     num_rows, width = qkv.shape
     num_all_heads = num_heads + 2 * num_kv_heads
-    assert width == num_all_heads * head_dim and qkv.stride(1) == 1 and kv_cache.is_contiguous()
+    assert width == num_all_heads * head_dim and kv_cache.is_contiguous()
     assert kv_cache.shape[2] == 2 * num_kv_heads * head_dim and kv_cache.dtype == qkv.dtype
     assert table.dtype == torch.float32 and table.is_contiguous() and table.shape[1] == head_dim
     assert positions.dtype == slot_mapping.dtype == torch.int64
     assert (k_norm is None) == (eps is None) and (q_norm is None) == (k_norm is None or num_heads == 0)
-    overlaps = can_overlap(qkv.device)
+    overlaps, columns = can_overlap(kv_cache.device), num_heads * head_dim
+    queries = kv_cache.new_empty(num_rows, columns) if isinstance(qkv, PartialSums) else qkv[:, :columns]
     if num_rows:
         rope_kernel[(num_rows, triton.cdiv(num_all_heads, HEADS))](
-            qkv,
-            table,
-            positions,
-            slot_mapping,
-            kv_cache,
-            q_norm,
-            k_norm,
-            eps,
-            qkv.stride(0),
+            queries_ptr=queries,
+            table_ptr=table,
+            positions_ptr=positions,
+            slots_ptr=slot_mapping,
+            kv_ptr=kv_cache,
+            q_norm_ptr=q_norm,
+            k_norm_ptr=k_norm,
+            eps_ptr=eps,
+            queries_stride=queries.stride(0),
+            **row_arguments(qkv),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
@@ -146,3 +160,4 @@ def rope_and_write(
             maxnreg=MAX_REGISTERS,
             enable_fp_fusion=False,  # as torch rounds: products, then their sum
         )
+    return queries

@@ -27,10 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from kernels.kernel import Kernel, compile_ahead
-from kernels.linear import gated_linear, linear, linear_kernel, linear_to_norm
+from kernels.linear import gated_linear, linear, linear_in_parts, linear_kernel
 from kernels.linear_plan import rows_of_each_kind
-from kernels.reference.weighed_rows import WeighedRows
-from kernels.weigh_rows import empty_weighed
 
 SMALL = [(64, 64), (64, 128), (128, 64)]  # out_features, in_features
 
@@ -43,31 +41,17 @@ def broken_kernel(out_ptr):  # type: ignore[no-untyped-def]
 
 def ask_for(shapes: list[tuple[int, int]], product: Callable[[torch.Tensor, torch.Tensor], Any] = linear) -> None:
     """For products in every kind of program; no number is ever read, so memory for them is not taken."""
-    gated = product is gated_product
+    gated = product is gated_linear
     for out_features, in_features in shapes:
         weight = torch.empty((1 + gated) * out_features, in_features, dtype=torch.bfloat16)
         for num_rows in rows_of_each_kind(out_features, in_features, element_size=2, gated=gated):
             product(torch.empty(num_rows, in_features, dtype=torch.bfloat16), weight)
 
 
-def gated_product(rows: torch.Tensor, weight: torch.Tensor) -> Any:
-    return gated_linear(weighed(rows), weight)
-
-
-def weighed(rows: torch.Tensor) -> WeighedRows:
-    return empty_weighed(*rows.shape, dtype=rows.dtype, eps=torch.empty(()))
-
-
-def left_to_norm(rows: torch.Tensor, weight: torch.Tensor) -> Any:
-    residual, norm = rows.new_empty(len(rows), len(weight)), rows.new_empty(len(weight))
-    return linear_to_norm(rows, weight, None, residual, norm, torch.empty(()))
-
-
 def ask_for_llama() -> None:
-    """As an 8B engine's start does: qkv, gate and up, o and down with the norms between them, and the head."""
-    ask_for([(6144, 4096)], lambda rows, weight: linear(weighed(rows), weight))
-    ask_for([(14336, 4096)], gated_product)
-    ask_for([(4096, 4096), (4096, 14336)], left_to_norm)
+    """As an 8B engine's start does: qkv, o and down in parts, gate and up, and the head."""
+    ask_for([(6144, 4096), (4096, 4096), (4096, 14336)], linear_in_parts)
+    ask_for([(14336, 4096)], gated_linear)
     ask_for([(128256, 4096)])
 
 

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kernels.linear_plan import plan_linear
-from kernels.reference.weighed_rows import PART
 from kernels.shared_memory import HOPPERS
 
 SHARED_MEMORY = {80: 163 * 1024, 90: HOPPERS}  # bytes of a program
@@ -59,8 +58,7 @@ def linear_kernel(
     group_size: int | None = None,  # columns that share a scale; None: all do
     activation: str = "silu",
     softcap: float = 0.0,
-    reads_weighed: bool = False,  # rows that await a norm's factors
-    to_norm: bool = False,  # adds to a residual stream, for the norm behind it
+    leaves: bool = False,  # partial sums to the launch behind it
 ) -> Kernel:
     """A bfloat16 product as kernels/linear.py launches it, without a bias."""
     is_quantized, is_code = held != "bf16", held in ("int4", "fp4")
@@ -77,23 +75,21 @@ def linear_kernel(
     takes_bits = held == "fp8e4nv" and capability < 89
     element = "u8" if is_code else "i8" if takes_bits else held
     scales = ("*fp32:16" if is_quantized else "") + (" *i8:16" if has_zeros else "")
-    workspace = "*fp32:16 *i32:16" if plan.is_spread else ""
-    norms = ["*fp32:16 *fp32:16"] * reads_weighed + ["*bf16:16 *bf16:16 *bf16:16 *fp32:16"] * to_norm
-    absent = [*["squares_ptr", "eps_ptr"] * (not reads_weighed)]
-    absent += ["residual_ptr", "norm_ptr", "weighed_ptr", "out_squares_ptr"] * (not to_norm)
-    absent += ["bias_ptr", *["scales_ptr"] * (not is_quantized), *["zeros_ptr"] * (not has_zeros)]
-    absent += ["partials_ptr", "arrivals_ptr"] * (not plan.is_spread)
+    adds_up = plan.is_spread and not leaves
+    workspace = "*fp32:16 *i32:16" if adds_up else ""
+    absent = ["bias_ptr", *["scales_ptr"] * (not is_quantized), *["zeros_ptr"] * (not has_zeros)]
+    absent += ["partials_ptr", "arrivals_ptr"] * (not adds_up)
     return Kernel(
         module="kernels.linear",
         name="linear_kernel",
-        signature=f"*bf16:16 *{element}:16 {scales} {' '.join(norms)} *{out}:16 {workspace} i32"
-        + " i32:16" * (6 + to_norm)
+        signature=f"*bf16:16 *{element}:16 {scales} *{'fp32' if leaves else out}:16 {workspace} i32"
+        + " i32:16" * 6
         + " i32",
         constants={
             **dict.fromkeys(absent),
-            **({} if to_norm else {"residual_stride": 1}),
             "SPLITS": plan.splits,
             "IS_SPREAD": plan.is_spread,
+            "LEAVES": leaves,
             "GATED": gated,
             "ACTIVATION": activation,
             "SOFTCAP": softcap,
@@ -103,7 +99,6 @@ def linear_kernel(
             "BLOCK_K": plan.block_k,
             "HAS_GROUPS": group_size is not None,
             "READING": held if is_code else "float8 bits" if takes_bits else "numbers",
-            "PARTS": 1 << (-(-in_features // PART) - 1).bit_length() if reads_weighed else 1,
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
         max_shared=SHARED_MEMORY[capability],
@@ -178,6 +173,41 @@ NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
 TRUNCATION = {"num_warps": 8, "enable_fp_fusion": False}
 
 GREEDY_HAS_NO = ("seeds_ptr", "draft_steps_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr")
+
+WHOLE_ROWS = dict.fromkeys(["scales_ptr", "bias_ptr"], None) | {"NUM_PARTS": 0}
+# Of Llama-3-8B's rows that are whole and of those left in four partial sums: a row's bits are the same in both.
+ADDING_NORMS = {
+    f"{dtype}, {'whole' if not num_parts else 'in parts'}{', scaled' * is_scaled}": Kernel(
+        module="kernels.rms_norm",
+        name="rms_norm_kernel",
+        signature=f"*{'fp32' if num_parts else dtype}:16 *{dtype}:16 *{dtype}:16 *fp32:16 *{dtype}:16 *{dtype}:16"
+        + " *fp32:16" * is_scaled
+        + " i32:16" * 4,
+        constants={"x_weight_ptr": None, "HIDDEN": 4096, "BLOCK": 4096, "NUM_PARTS": num_parts, "bias_ptr": None}
+        | ({} if is_scaled else {"scales_ptr": None}),
+        options={"num_warps": 8, "maxnreg": 128},
+        max_shared=1024,
+        compute_capabilities=(90,),
+    )
+    for dtype in ("bf16", "fp32")
+    for num_parts, is_scaled in ((0, False), (4, False), (4, True))
+}
+HEADS_OF_PARTS = {
+    f"bf16, {'in parts' if num_parts else 'whole'}": Kernel(
+        module="kernels.rope",
+        name="rope_kernel",
+        signature=f"*{'fp32' if num_parts else 'bf16'}:16 *bf16:16 *fp32:16 *i64 *i64"
+        + " *bf16:16" * 3
+        + " *fp32:16"
+        + " i32:16" * 3,
+        constants={**HEADS, **WHOLE_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16}
+        | {"NUM_PARTS": num_parts},
+        options={**NO_FUSION, "maxnreg": 128},
+        max_shared=2048,
+        compute_capabilities=(90,),
+    )
+    for num_parts in (0, 2)
+}
 
 TABLE = [
     Kernel(
@@ -329,28 +359,18 @@ TABLE = [
             ("*fp32", ("forbidden_ptr", "bitmask_ptr", "said_ptr", "penalties_ptr", "ancestors_ptr")),
         )
     ),
-    # Llama-3-8B's down projection for every tile of tokens, its gated one and qkv, with the norms between them; without
-    # one a down projection, and the head.
+    # Llama-3-8B's down projection for every tile of tokens, adding up its parts or leaving them; gated ones; its head.
     *(
-        linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90, to_norm=True)
+        linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90)
         for num_rows in (1, 32, 64, 128, 256, 1088)
     ),
     *(
-        linear_kernel(num_rows, 6144, 4096, gated=False, out="bf16", capability=90, reads_weighed=True)
-        for num_rows in (1, 64, 128, 256, 1088)
+        linear_kernel(num_rows, 4096, 14336, gated=False, out="bf16", capability=90, leaves=True)
+        for num_rows in (1, 32, 64, 128, 256)
     ),
-    *(
-        linear_kernel(num_rows, 14336, 4096, gated=True, out="bf16", capability=90, reads_weighed=True)
-        for num_rows in (8, 256, 1088)
-    ),
-    *(  # of wider rows
-        linear_kernel(num_rows, 28672, 8192, gated=True, out="bf16", capability=90, reads_weighed=True)
-        for num_rows in (32, 256)
-    ),
-    linear_kernel(1, 4096, 14336, gated=False, out="bf16", capability=90),
-    linear_kernel(1088, 4096, 14336, gated=False, out="bf16", capability=90),
-    linear_kernel(256, 14336, 4096, gated=True, out="bf16", capability=80, reads_weighed=True),
-    linear_kernel(256, 4096, 14336, gated=False, out="bf16", capability=80, to_norm=True),
+    *(linear_kernel(num_rows, 14336, 4096, gated=True, out="bf16", capability=90) for num_rows in (8, 256, 1088)),
+    linear_kernel(256, 14336, 4096, gated=True, out="bf16", capability=80),
+    linear_kernel(256, 4096, 14336, gated=False, out="bf16", capability=80),
     linear_kernel(8, 128256, 4096, gated=False, out="fp32", capability=90),
     # Gemma 2's: an activation and a cap of its own.
     *(
@@ -387,38 +407,15 @@ TABLE = [
         for num_rows, shape, gated in ((1, (4096, 14336), False), (1088, (14336, 4096), True))
         for capability, has_zeros in ((80, True), (90, True), (90, False))
     ),
-    linear_kernel(64, 4096, 14336, gated=False, out="bf16", capability=90, held="int4", group_size=128, to_norm=True),
-    linear_kernel(
-        1088, 14336, 4096, gated=True, out="bf16", capability=90, held="fp8e4nv", group_size=128, reads_weighed=True
-    ),
-    *(
-        Kernel(
-            module="kernels.weigh_rows",
-            name="weigh_rows_kernel",
-            signature=f"*{dtype}:16 *{weight}:16 *{dtype}:16 *fp32:16 i32 i32:16 i32:16",
-            constants={"BLOCK": 4096, OVERLAPS: True},
-            options={"num_warps": 8},
-            max_shared=8192,
-        )
-        for dtype, weight in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
-    ),
+    linear_kernel(64, 4096, 14336, gated=False, out="bf16", capability=90, held="int4", group_size=128, leaves=True),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="fp8e4nv"),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="i8", group_size=128),
     Kernel(
         module="kernels.linear",
         name="linear_kernel",
         signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32",
-        constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "partials_ptr", "arrivals_ptr", "squares_ptr", "eps_ptr"])
-        | dict.fromkeys(["residual_ptr", "norm_ptr", "weighed_ptr", "out_squares_ptr"])
-        | {
-            "residual_stride": 1,
-            "PARTS": 1,
-            "SPLITS": 1,
-            "IS_SPREAD": False,
-            "GATED": False,
-            "EVEN_K": False,
-            "HAS_GROUPS": False,
-        }
+        constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "partials_ptr", "arrivals_ptr"])
+        | {"SPLITS": 1, "IS_SPREAD": False, "LEAVES": False, "GATED": False, "EVEN_K": False, "HAS_GROUPS": False}
         | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "READING": "numbers"}
         | {"ACTIVATION": "silu", "SOFTCAP": 0.0},
         max_shared=96 * 1024,
@@ -505,15 +502,22 @@ TABLE = [
     Kernel(
         module="kernels.rms_norm",
         name="rms_norm_kernel",
-        signature="*bf16:16 *bf16:16 *fp32:16 *bf16:16 i32:16 i32:16 i32:16",
-        constants={"residual_ptr": None, "x_weight_ptr": None, "sum_ptr": None, "HIDDEN": 128, "BLOCK": 128},
+        signature="*bf16:16 *bf16:16 *fp32:16 *bf16:16 i32:16 i32:16 i32:16 i32:16",
+        constants={
+            **WHOLE_ROWS,
+            "residual_ptr": None,
+            "x_weight_ptr": None,
+            "sum_ptr": None,
+            "HIDDEN": 128,
+            "BLOCK": 128,
+        },
         options={"num_warps": 1},
     ),
     Kernel(  # with the residual added
         module="kernels.rms_norm",
         name="rms_norm_kernel",
-        signature="*bf16:16 *bf16:16 *bf16:16 *fp32:16 *bf16:16 *bf16:16 i32:16 i32:16 i32:16",
-        constants={"x_weight_ptr": None, "HIDDEN": 14000, "BLOCK": 16384},
+        signature="*bf16:16 *bf16:16 *bf16:16 *fp32:16 *bf16:16 *bf16:16 i32:16 i32:16 i32:16 i32:16",
+        constants={**WHOLE_ROWS, "x_weight_ptr": None, "HIDDEN": 14000, "BLOCK": 16384},
         options={"num_warps": 16},
         max_shared=1024,
         compute_capabilities=(90,),
@@ -521,8 +525,8 @@ TABLE = [
     Kernel(  # what is normed added to the residual, and no more (OLMo 2)
         module="kernels.rms_norm",
         name="rms_norm_kernel",
-        signature="*bf16:16 *bf16:16 *fp32:16 *fp32:16 *bf16:16 i32:16 i32:16 i32:16",
-        constants={"weight_ptr": None, "normed_ptr": None, "HIDDEN": 4096, "BLOCK": 4096},
+        signature="*bf16:16 *bf16:16 *fp32:16 *fp32:16 *bf16:16 i32:16 i32:16 i32:16 i32:16",
+        constants={**WHOLE_ROWS, "weight_ptr": None, "normed_ptr": None, "HIDDEN": 4096, "BLOCK": 4096},
         options={"num_warps": 8},
         max_shared=1024,
         compute_capabilities=(90,),
@@ -530,10 +534,17 @@ TABLE = [
     Kernel(  # with a residual to which what is normed is added, and weights of float32 (Gemma)
         module="kernels.rms_norm",
         name="rms_norm_kernel",
-        signature="*bf16:16 *bf16:16 *fp32:16 *fp32:16 *fp32:16 *bf16:16 *bf16:16 i32:16 i32:16 i32:16",
-        constants={"HIDDEN": 5376, "BLOCK": 8192},
+        signature="*bf16:16 *bf16:16 *fp32:16 *fp32:16 *fp32:16 *bf16:16 *bf16:16 i32:16 i32:16 i32:16 i32:16",
+        constants={**WHOLE_ROWS, "HIDDEN": 5376, "BLOCK": 8192},
         options={"num_warps": 16},
         max_shared=1024,
+    ),
+    *ADDING_NORMS.values(),
+    Kernel(
+        module="kernels.partial_sums",
+        name="add_up_kernel",
+        signature="*fp32:16 *bf16:16 *bf16:16 *fp32:16 *bf16:16" + " i32:16" * 4,
+        constants={"BLOCK": 1024, "NUM_PARTS": 4},
     ),
     Kernel(
         module="kernels.rms_norm",
@@ -633,16 +644,25 @@ TABLE = [
     Kernel(
         module="kernels.rope",
         name="rope_kernel",
-        signature="*bf16 *fp32 *i64 *i64 *bf16 *bf16 *bf16 *fp32 i32",
-        constants={**HEADS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16},
+        signature="*bf16 *bf16 *fp32 *i64 *i64 *bf16 *bf16 *bf16 *fp32 i32 i32 i32",
+        constants={**HEADS, **WHOLE_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
     ),
+    *HEADS_OF_PARTS.values(),
     Kernel(  # keys and values alone, normed
         module="kernels.rope",
         name="rope_kernel",
-        signature="*bf16 *fp32 *i64 *i64 *bf16 *bf16 *fp32 i32",
-        constants={**HEADS, "NUM_HEADS": 0, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16, "q_norm_ptr": None},
+        signature="*bf16 *bf16 *fp32 *i64 *i64 *bf16 *bf16 *fp32 i32 i32 i32",
+        constants={
+            **HEADS,
+            **WHOLE_ROWS,
+            "NUM_HEADS": 0,
+            "HALF_BLOCK": 64,
+            "BLOCK_SIZE": 16,
+            "HEADS": 16,
+            "q_norm_ptr": None,
+        },
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
     ),
@@ -792,6 +812,8 @@ class Compiled:
     under_way: int  # copies into shared memory that a wait leaves under way, at most
     first_access: str  # of ACCESSES
     aligned: list[str]  # pointers whose alignment another program would be compiled for
+    reductions: list[str]  # how what is added up lies in registers, which decides the order
+    additions: int  # of float32, which are fused with no product
 
 
 def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
@@ -836,7 +858,16 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
         under_way=max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])), default=0),
         first_access=next(iter(re.findall(ACCESSES, compiled.asm["ptx"])), ""),
         aligned=[name for name in aligned if types[name].startswith("*")],
+        reductions=reductions(compiled.asm["ttgir"]),
+        additions=len(re.findall(r"\badd(?:\.rn)?\.f32", compiled.asm["ptx"])),
     )
+
+
+def reductions(ttgir: str) -> list[str]:
+    """Shapes and layouts of what tt.reduce takes, in the order of the program."""
+    layouts = dict(re.findall(r"^(#\w+) = (#.*)$", ttgir, re.MULTILINE))
+    operands = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<(.*?), (#\w+)>', ttgir, re.DOTALL)
+    return [f"{shape} {layouts[layout]}" for shape, layout in operands]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import linear_plan
 from kernels.benchmarks.timing import GraphTimer
 from kernels.cpu.exchange import num_bytes
 from runner.benchmarks.decoding_cases import free_guesses
@@ -229,42 +230,34 @@ def test_the_cache_is_sized_by_what_the_largest_steps_leave(emulated_gpu: Emulat
     assert llm.engine.block_manager.num_free_blocks == 2 * 2  # all that two requests of 24 tokens can use
 
 
-@pytest.mark.parametrize("is_invariant", [False, True], ids=["norms are launches", "norms ride in products"])
 def test_a_pass_keeps_no_residual_stream_that_nobody_taps(
-    is_invariant: bool, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+    emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 16,384 tokens of an 8B model a stream takes 128 MiB, in each of 32 layers."""
     monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)
     streams, num_alive = list[weakref.ref[torch.Tensor]](), list[int]()
+    own = DecoderLayer.after_input_norm
 
-    def noting(own: Any) -> Any:
-        def noted(layer: DecoderLayer, rows: Any, stream: torch.Tensor, *args: Any) -> Any:
-            streams.append(weakref.ref(stream))
-            num_alive.append(sum(ref() is not None for ref in streams))
-            return own(layer, rows, stream, *args)
+    def noted(layer: DecoderLayer, normed: torch.Tensor, stream: torch.Tensor, *args: Any) -> Any:
+        streams.append(weakref.ref(stream))
+        num_alive.append(sum(ref() is not None for ref in streams))
+        return own(layer, normed, stream, *args)
 
-        return noted
-
-    for name in ("between_norms", "after_input_norm"):
-        monkeypatch.setattr(DecoderLayer, name, noting(getattr(DecoderLayer, name)))
-    gpu = {**GPU, "architecture": {"num_hidden_layers": 6}, "batch_invariant": is_invariant, "enforce_eager": True}
+    monkeypatch.setattr(DecoderLayer, "after_input_norm", noted)
+    gpu = {**GPU, "architecture": {"num_hidden_layers": 6}, "batch_invariant": True, "enforce_eager": True}
     texts(Engines()(None, **gpu), [replace(GREEDY, max_tokens=1)] * 2)
     assert len(num_alive) >= 6 and max(num_alive) <= 2
 
 
-@pytest.mark.parametrize(("dtype", "in_a_layer", "beside"), [("float32", 6, 8), ("float16", 8, 7)])
-def test_a_plain_step_is_six_launches_a_layer_and_eight_beside_them(
-    dtype: str, in_a_layer: int, beside: int, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+def test_a_plain_step_is_eight_launches_a_layer_and_seven_beside_them(
+    emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small operations between the kernels would cost a microsecond or two each, in every step.
-
-    In float16 norms have launches of their own.
-    """
+    """Small operations between the kernels would cost a microsecond or two each, in every step."""
     monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)  # another test asks the machine
     for num_layers in (1, 2):
-        gpu = {**GPU, "architecture": {"num_hidden_layers": num_layers}, "batch_invariant": True, "dtype": dtype}
+        gpu = {**GPU, "architecture": {"num_hidden_layers": num_layers}, "batch_invariant": True}
         texts(Engines()(None, **gpu), [replace(GREEDY, max_tokens=3)] * 2)
-    assert emulated_gpu.graph_sizes == [beside + in_a_layer, beside + 2 * in_a_layer]
+    assert emulated_gpu.graph_sizes == [15, 23]
 
 
 TWO_LAYERS = {"num_hidden_layers": 2}
@@ -275,7 +268,7 @@ ONLY_SOME = {  # a layer with an MLP before one with experts
     "moe_intermediate_size": 48,
     "mlp_only_layers": [0],
 }
-NORMS_IN_PRODUCTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+IN_PARTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "none": (None, TWO_LAYERS),
     "biases": (None, {**TWO_LAYERS, "model_type": "qwen2"}),
     "weights of float32": (None, {**TWO_LAYERS, "model_type": "gemma", "head_dim": 16}),
@@ -288,22 +281,26 @@ NORMS_IN_PRODUCTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", NORMS_IN_PRODUCTS)
-def test_where_norms_ride_in_products_steps_say_what_the_cpu_says(
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_where_products_are_left_in_parts_steps_say_what_the_cpu_says(
     name: str, engines: Engines, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logprobs too, to what float32 rounds; and drafters guess as well as there."""
     monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)
-    method, architecture = NORMS_IN_PRODUCTS[name]
+    monkeypatch.setattr(linear_plan, "MIN_STEPS", 1)
+    method, architecture = IN_PARTS[name]
     params = [replace(GREEDY, logprobs=2), replace(DRAWN, logprobs=2)]
     own = {"architecture": architecture}
     (expected, on_cpu), (found, on_gpu) = (
         complete(llm, PROMPTS, params)
         for llm in (engines(method, **{**SMALL, **own}), Engines()(method, **{**GPU, **own, "batch_invariant": True}))
     )
-    launched = {(variant[0].__name__, *kind[:2]) for variant in emulated_gpu.variants for kind in variant[1:]}
-    assert ("linear_kernel", "residual_ptr", torch.float32) in launched
-    assert any(kind[0] == "weigh_rows_kernel" for kind in launched) == (architecture.get("model_type") != "qwen3_moe")
+    in_parts = {
+        kind.__name__
+        for kind, *arguments in emulated_gpu.variants
+        if any(name == "NUM_PARTS" and rest[-1] > 0 for name, *rest in arguments)
+    }
+    assert {"rms_norm_kernel", "rope_kernel"} <= in_parts and (name != "eagle" or "add_up_kernel" in in_parts)
     assert [request.output_token_ids for request in found] == [request.output_token_ids for request in expected]
     for here, there in zip(found, expected, strict=True):
         for ours, theirs in zip(here.logprobs, there.logprobs, strict=True):

@@ -211,6 +211,7 @@ def _shifted(result: Any) -> Any:
 
 WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module, function; None: it does nothing
     ("linear", "linear", "linear", _scaled),
+    ("partial_sums", "linear", "gated_linear", _scaled),
     ("experts", "experts_linear", "gated_linear_of_experts", _scaled),
     ("paged_attention", "paged_attention", "paged_attention", _scaled),
     ("rms_norm", "rms_norm", "add_rms_norm", lambda results: (_scaled(results[0]), results[1])),

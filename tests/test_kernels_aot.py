@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kernels
-from tests.compile_kernels import KERNELS, OVERLAPS
+from tests.compile_kernels import ADDING_NORMS, HEADS_OF_PARTS, KERNELS, OVERLAPS
 
 pytest.importorskip("triton")
 
@@ -88,7 +88,7 @@ def test_what_overlaps_with_the_launch_before_awaits_it_before_it_touches_memory
             found.add(kernel.name)
     of_experts = {"choose_kernel", "place_kernel", "linear_of_experts_kernel", "sum_of_experts_kernel"}
     others = {"linear_kernel", "rope_kernel", "attend_kernel", "merge_kernel", "sum_of_ranks_kernel"}
-    others |= {"gated_delta_kernel", "sigmoid_gate_kernel", "weigh_rows_kernel"}
+    others |= {"gated_delta_kernel", "sigmoid_gate_kernel", "add_up_kernel"}
     assert found == norms | of_experts | others
 
 
@@ -140,3 +140,17 @@ def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: s
         assert products == [instruction] * of_a_step * (2 if kernel.constants["GATED"] else 1), str(kernel)
         assert opcodes[0] == "griddepcontrol.wait" and opcodes[1].startswith("cp.async.c"), str(kernel)
         assert of_a_step == 4 or (of_a_step in (1, 2) and kernel.constants["HAS_GROUPS"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_rows_are_read_from_moves_no_sum_along_them(dtype: str, compiled: dict[str, Any]) -> None:
+    """Partial sums are wider than rows; were they read by more threads, squares would be added in another order.
+
+    And no scale is fused with what is added behind it, which another launch adds to a row that is whole.
+    """
+    for by_rows in (ADDING_NORMS, HEADS_OF_PARTS):
+        programs = {name: compiled[f"{kernel} sm_90"] for name, kernel in by_rows.items() if name.startswith(dtype)}
+        reductions = [program["reductions"] for program in programs.values()]
+        assert all(len(own) == 1 and own == reductions[0] for own in reductions)
+    in_parts, scaled = (compiled[f"{ADDING_NORMS[f'{dtype}, in parts{scaled}']} sm_90"] for scaled in ("", ", scaled"))
+    assert scaled["additions"] == in_parts["additions"] > 0

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import linear_plan
 from runner.engine import launch_shapes
 from tests.compile_kernels import KERNELS, OVERLAPS, Kernel
 from tests.conftest import Engines, complete
@@ -98,13 +99,16 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(
     mxfp4 = {**OTHER_FAMILIES["gpt_oss"], "num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}}
     experts = {**EXPERTS, "num_hidden_layers": 1}
     for own in (
-        {"batch_invariant": True},  # norms within products
         {"architecture": GEMMA},
         {"architecture": experts},
         {"architecture": experts, "quantization": "fp8"},
         {"architecture": mxfp4},
     ):
         complete(Engines()(None, **{**GPU, **own}), PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
+    with monkeypatch.context() as patch:  # products left in partial sums, which those of larger weights are
+        patch.setattr(linear_plan, "MIN_STEPS", 1)
+        in_parts = Engines()({"method": "eagle", "num_speculative_tokens": 2}, **{**GPU, "batch_invariant": True})
+        complete(in_parts, PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
     states = {**GPU, "architecture": WITH_STATES_AND_EXPERTS}
     complete(Engines()(CASES["ngram_gpu"][0], **states), PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
     found = {str(kernel): kernel for kernel in map(kernel_of, emulated_gpu.variants)}

@@ -82,7 +82,7 @@ def rope_and_write(
     q_norm: Tensor | None = None,  # [head_dim], of qkv's dtype, or of float32
     k_norm: Tensor | None = None,
     eps: Tensor | None = None,  # []
-) -> None:
+) -> Tensor:  # [num_rows, num_heads * head_dim], the queries
     num_rows, width = qkv.shape
     assert table.shape[1] == head_dim and width == (num_heads + 2 * num_kv_heads) * head_dim
     assert qkv.is_contiguous() and table.is_contiguous() and kv_cache.is_contiguous()
@@ -108,3 +108,4 @@ def rope_and_write(
         head_dim,
         parts=parts_of(num_rows * width, PART_NUMBERS, num_rows),
     )
+    return qkv[:, : num_heads * head_dim]

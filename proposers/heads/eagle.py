@@ -27,7 +27,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.operations import add, beside, take_rows
+from runner.engine.operations import Rows, add, beside, take_rows
 from runner.engine.shard import Shard
 
 
@@ -63,11 +63,11 @@ class EagleHead(LayeredHead):
         embeds = self.target.embed(ids) if own is None else take_rows(own, ids)
         residual = self.fc(beside(embeds, hidden), batch.linear_tile)
         rope = self._rope(batch.positions, residual)
-        output: torch.Tensor | None = None
+        output: Rows | None = None
         for layer in self.layers:
             output, residual = layer(output, residual, rope, batch, cache)
         assert output is not None
-        return add(residual, output)
+        return add(output, residual)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         return self.fc.weight_targets("") | super().weight_targets()

@@ -21,6 +21,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget
 from runner.engine.memory import require_memory
+from runner.engine.operations import Rows
 from runner.engine.shard import Shard
 from runner.engine.transformers_attention import Launch, Probe
 from runner.engine.transformers_model import PROBE_ROWS, TransformersModel
@@ -31,9 +32,7 @@ class MtpBlock(Protocol):
     kv_width: int  # elements a token takes in the cache
     attention: Attention | None  # None where transformers' own code attends
 
-    def __call__(
-        self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> tuple[Rows, torch.Tensor]:
         """(output not yet added, residual), all [num_rows, hidden]: the next norm adds them."""
 
     def convert(self, change: Change) -> None:
@@ -75,9 +74,7 @@ class OwnBlock:
         self.kv_width = self.layer.attention.kv_width
         self._rope = self.layer.attention.rope(hf_config, max_model_len)
 
-    def __call__(
-        self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> tuple[Rows, torch.Tensor]:
         return self.layer(None, hidden, self._rope(batch.positions, hidden), batch, cache)
 
     def convert(self, change: Change) -> None:

@@ -1,4 +1,4 @@
-"""What the start asks of products: each as launches compute it, with the halves of norms that ride in it."""
+"""What the start asks of products: each as launches compute it."""
 
 from __future__ import annotations
 
@@ -10,85 +10,44 @@ import torch
 
 from kernels.cpu.panels import Weight
 from runner.engine.experts import Experts
-from runner.engine.layers import DecoderLayer, are_between_norms
-from runner.engine.linear import ColumnParallelLinear, RowParallelLinear
+from runner.engine.layers import DecoderLayer
 from runner.engine.mlp import MLP
-from runner.engine.norms import RMSNorm
-from runner.engine.operations import can_leave_norms, linear
+from runner.engine.operations import Rows, linear, whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskedProduct:
-    compute: Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features of the first weight] -> [num_rows, ...]
+    multiply: Callable[[torch.Tensor], Rows]  # [num_rows, in_features of the first weight] -> [num_rows, ...]
     weights: Sequence[Weight]  # in the order in which rows meet them; of two the first is gated
     rows_for_one: int = 1  # a weight meets one of so many rows
 
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return whole(self.multiply(x))
 
-def asked_products(
-    layers: Sequence[DecoderLayer], like: torch.Tensor, tile: int | None, *, of_decoder: bool = True
-) -> list[AskedProduct]:
-    """Of layers of each kind that a decoder has, or of a draft head's; like: of the rows' dtype, where they are."""
-    can_leave = can_leave_norms(like, tile)
-    is_between_norms = of_decoder and can_leave and are_between_norms(layers)
+
+def asked_products(layers: Sequence[DecoderLayer], tile: int | None) -> list[AskedProduct]:
+    """Of layers of each kind that a decoder or a draft head has."""
+    return [asked for layer in layers for asked in (*_of_mlp(layer.mlp, tile), *_of_mixer(layer, tile))]
+
+
+def _of_mlp(mlp: MLP | Experts, tile: int | None) -> list[AskedProduct]:
+    own = AskedProduct(multiply=partial(mlp, tile=tile), weights=mlp.product_weights, rows_for_one=mlp.rows_for_one)
+    if isinstance(mlp, MLP):
+        return [own]
+    shared, gate = mlp.shared, mlp.shared_gate
+    asked = [own, AskedProduct(multiply=partial(mlp.router_logits, tile=tile), weights=[mlp.router])]
+    if shared is not None:
+        asked.append(AskedProduct(multiply=partial(shared.own_part, tile=tile), weights=shared.product_weights))
+    if gate is not None:
+        asked.append(AskedProduct(multiply=partial(linear, weight=gate, bias=None, tile=tile), weights=[gate]))
+    return asked
+
+
+def _of_mixer(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
+    in_parts = layer.mixer.products_in_parts
     return [
-        asked
-        for layer in layers
-        for asked in (
-            *_of_mlp(layer, tile, can_leave and layer.leaves_norm, is_between_norms),
-            *_of_mixer(layer, tile, can_leave and layer.leaves_norm, is_between_norms),
+        AskedProduct(
+            multiply=partial(product.in_parts if product in in_parts else product, tile=tile), weights=[product.weight]
         )
+        for product in layer.mixer.products
     ]
-
-
-def _of_mlp(layer: DecoderLayer, tile: int | None, leaves_norm: bool, is_between_norms: bool) -> list[AskedProduct]:
-    mlp = layer.mlp
-    if isinstance(mlp, Experts):
-        shared = [] if mlp.shared is None else [_plain_mlp(mlp.shared, tile)]
-        gates = [] if mlp.shared_gate is None else [mlp.shared_gate]
-        return [
-            AskedProduct(compute=partial(mlp, tile=tile), weights=mlp.product_weights, rows_for_one=mlp.rows_for_one),
-            *shared,
-            AskedProduct(compute=partial(mlp.router_logits, tile=tile), weights=[mlp.router]),
-            *(AskedProduct(compute=partial(linear, weight=w, bias=None, tile=tile), weights=[w]) for w in gates),
-        ]
-    norm = layer.before_mlp
-    if not leaves_norm or norm is None:
-        return [_plain_mlp(mlp, tile)]
-
-    def compute(x: torch.Tensor) -> torch.Tensor:
-        inner = mlp.inner(norm.weigh(x), tile)
-        return _added(norm, mlp.down_proj, inner, x) if is_between_norms else mlp.down_proj(inner, tile)
-
-    return [AskedProduct(compute=compute, weights=mlp.product_weights)]
-
-
-def _plain_mlp(mlp: MLP, tile: int | None) -> AskedProduct:
-    return AskedProduct(compute=partial(mlp, tile=tile), weights=mlp.product_weights)
-
-
-def _of_mixer(layer: DecoderLayer, tile: int | None, leaves_norm: bool, is_between_norms: bool) -> list[AskedProduct]:
-    *before, last = layer.mixer.products
-    first, behind = layer.input_norm if is_between_norms else None, layer.before_mlp if leaves_norm else None
-
-    def compute_last(x: torch.Tensor) -> torch.Tensor:
-        if behind is None:
-            return last(x, tile)
-        assert isinstance(last, RowParallelLinear)
-        return _added(behind, last, x, x[:, :1].repeat(1, len(behind.weight)))
-
-    def compute(product: ColumnParallelLinear | RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
-        if first is None:
-            return product(x, tile)
-        assert isinstance(product, ColumnParallelLinear)
-        return product(first.weigh(x), tile)
-
-    return [
-        *(AskedProduct(compute=partial(compute, product), weights=[product.weight]) for product in before),
-        AskedProduct(compute=compute_last, weights=[last.weight]),
-    ]
-
-
-def _added(norm: RMSNorm, product: RowParallelLinear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """All that a product leaves to the next one, side by side."""
-    weighed, total = norm.add_product(product, x, residual)
-    return torch.cat([total.float(), weighed.rows.float(), weighed.squares], dim=1)

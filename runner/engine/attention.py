@@ -89,20 +89,17 @@ class Attention:
             for norm in (self.q_norm, self.k_norm)
         ]
 
-    def __call__(
-        self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache
-    ) -> torch.Tensor:
-        return self.o_proj(self.inner(hidden, rope, batch, cache), batch.linear_tile)
-
-    def inner(self, hidden: Rows, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
-        """What o_proj multiplies [num_rows, num_heads * head_dim]."""
+    def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
         assert rope is not None, "of rope_key"
-        qkv = self.qkv_proj(hidden, batch.linear_tile)
+        qkv: Rows
         if self._is_norm_whole:
+            qkv = self.qkv_proj(hidden, batch.linear_tile)
             queries, keys = (heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads))
             assert self.q_norm is not None and self.k_norm is not None
             self.q_norm.overwrite(qkv[:, :queries])
             self.k_norm.overwrite(qkv[:, queries : queries + keys])
+        else:
+            qkv = self.qkv_proj.in_parts(hidden, batch.linear_tile)
         query = rotate_and_store(
             qkv,
             rope,
@@ -129,7 +126,7 @@ class Attention:
         )
         if self.gate_proj is not None:
             out = sigmoid_gate(out, self.gate_proj(hidden, batch.linear_tile))
-        return out
+        return self.o_proj.in_parts(out, batch.linear_tile)
 
     def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
         """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""
@@ -171,6 +168,11 @@ class Attention:
     @property
     def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
         return [self.qkv_proj, *([] if self.gate_proj is None else [self.gate_proj]), self.o_proj]
+
+    @property
+    def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
+        """Those that may be left in partial sums."""
+        return [self.o_proj] if self._is_norm_whole else [self.qkv_proj, self.o_proj]
 
     @property
     def product_names(self) -> list[str]:

@@ -18,10 +18,10 @@ from runner.engine.attention import Attention
 from runner.engine.delta_net import GatedDeltaNet
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.layers import DecoderLayer, are_between_norms
+from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget, empty_weight, weight_target
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import can_leave_norms, head_logits, scale_rows, take_rows
+from runner.engine.operations import Rows, head_logits, scale_rows, take_rows
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -128,29 +128,18 @@ class Decoder:
         """
         residual = self.embed(batch.token_ids)
         ropes = {key: rope(batch.positions, self.embed_tokens) for key, rope in self._ropes.items()}
-        # Of the taps alone: a residual stream that is kept takes memory, in every layer.
+        hidden: Rows | None = None
+        hidden_norm: RMSNorm | None = None
         taps: dict[int, torch.Tensor] = {}
-        if are_between_norms(self.layers) and can_leave_norms(residual, batch.linear_tile):
-            norms = [*(layer.norm_before_products for layer in self.layers), self.norm]
-            rows = norms[0].weigh(residual)
-            for index, layer in enumerate(self.layers):
-                if index in tap_layers:
-                    taps[index] = residual
-                rope = ropes[layer.attention.rope_key]
-                rows, residual = layer.between_norms(rows, residual, rope, batch, cache, norms[index + 1])
-            normed = self.norm(residual)  # what the last product left for it is for products
-        else:
-            hidden: torch.Tensor | None = None
-            hidden_norm: RMSNorm | None = None
-            for index, layer in enumerate(self.layers):
-                normed, residual = layer.before_attention(hidden, residual, hidden_norm)
-                if index in tap_layers:
-                    taps[index] = residual
-                own_rope = ropes[layer.mixer.rope_key] if isinstance(layer.mixer, Attention) else None
-                hidden, residual = layer.after_input_norm(normed, residual, own_rope, batch, cache)
-                hidden_norm = layer.after_mlp
-            assert hidden is not None
-            normed, residual = self.norm.add(hidden, residual, hidden_norm)
+        for index, layer in enumerate(self.layers):
+            normed, residual = layer.before_attention(hidden, residual, hidden_norm)
+            if index in tap_layers:
+                taps[index] = residual
+            rope = ropes[layer.mixer.rope_key] if isinstance(layer.mixer, Attention) else None
+            hidden, residual = layer.after_input_norm(normed, residual, rope, batch, cache)
+            hidden_norm = layer.after_mlp
+        assert hidden is not None
+        normed, residual = self.norm.add(hidden, residual, hidden_norm)
         taps[self.num_layers] = residual
         return normed, [taps[index] for index in tap_layers]
 

@@ -13,7 +13,7 @@ from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
-from runner.engine.operations import gated_delta
+from runner.engine.operations import Rows, gated_delta
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
@@ -70,14 +70,12 @@ class GatedDeltaNet:
             eps=torch.tensor(arch.rms_norm_eps, dtype=torch.float32),
         )
 
-    def __call__(
-        self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache
-    ) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
         states, segments = cache.states[self.layer], batch.recurrent
         assert states is not None and segments is not None, "a launch of a tree has no states to go on from"
         mixed, gates = self.in_proj(hidden, batch.linear_tile), self.gates_proj(hidden, batch.linear_tile)
         out = gated_delta(mixed, gates, segments, states, self.weights, self.heads)
-        return self.out_proj(out, batch.linear_tile)
+        return self.out_proj.in_parts(out, batch.linear_tile)
 
     def empty_states(self, num_slots: int, num_uncertain: int, dtype: torch.dtype, device: torch.device) -> DeltaStates:
         """As DeltaStates.empty."""
@@ -86,6 +84,11 @@ class GatedDeltaNet:
     @property
     def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
         return [self.in_proj, self.gates_proj, self.out_proj]
+
+    @property
+    def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
+        """As Attention.products_in_parts."""
+        return [self.out_proj]
 
     @property
     def product_names(self) -> list[str]:

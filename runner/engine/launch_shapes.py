@@ -207,10 +207,9 @@ def _kernels_keep_bits(
     assert isinstance(shape, PagedShape)
     attention = _attention(layers)
     tile, dtype = shape.linear, attention.o_proj.weight.dtype
-    like = torch.empty(0, dtype=dtype, device=lm_head.device)
     asked = [
-        *asked_products(layers, like, tile),
-        AskedProduct(compute=lambda x: head_logits(x, lm_head, tile, softcap), weights=[lm_head]),
+        *asked_products(layers, tile),
+        AskedProduct(multiply=lambda x: head_logits(x, lm_head, tile, softcap), weights=[lm_head]),
     ]
     return all([*_products_agree(asked, dtype), _attentions_agree(shape, attention)])
 
@@ -219,9 +218,7 @@ def compile_products(layers: Sequence[DecoderLayer], dtype: torch.dtype, tile: i
     """Those of a draft head's layers, where kernels run; their rows' bits are no part of the promise."""
     from kernels.kernel import compile_ahead
 
-    like = torch.empty(0, dtype=dtype, device=layers[0].mixer.products[0].weight.device)
-    asked = asked_products(layers, like, tile, of_decoder=False)
-    compile_ahead(lambda: _products_agree(asked, dtype))
+    compile_ahead(lambda: _products_agree(asked_products(layers, tile), dtype))
 
 
 def _products_agree(asked: Sequence[AskedProduct], dtype: torch.dtype) -> list[bool]:

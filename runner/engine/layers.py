@@ -6,13 +6,11 @@ weights are allocated empty, and weight_targets() says which checkpoint tensor f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from kernels.cpu.panels import Change, Weight
-from kernels.reference.weighed_rows import WeighedRows
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
 from runner.engine.delta_net import GatedDeltaNet
@@ -22,7 +20,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import WeightTarget
 from runner.engine.mlp import MLP
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import Rows, can_leave_norms
+from runner.engine.operations import Rows
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
@@ -83,29 +81,19 @@ class DecoderLayer:
             )
         )
 
-        # The norm in front of the MLP to the products on both sides of it, which are one rank's.
-        self.leaves_norm = (
-            shard.size == 1
-            and isinstance(self.mixer, Attention)
-            and isinstance(self.mlp, MLP)
-            and self.before_mlp is not None
-            and self.after_attention is None
-            and self.after_mlp is None
-        )
-
     def __call__(
         self,
-        hidden: torch.Tensor | None,  # output of the layer below, not yet added; None for the first layer
+        hidden: Rows | None,  # output of the layer below, not yet added; None for the first layer
         residual: torch.Tensor,
         rope: RopeRows | None,  # None: the layer turns nothing
         batch: ForwardBatch,
         cache: PagedKVCache,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Rows, torch.Tensor]:
         normed, residual = self.before_attention(hidden, residual)
         return self.after_input_norm(normed, residual, rope, batch, cache)
 
     def before_attention(
-        self, hidden: torch.Tensor | None, residual: torch.Tensor, hidden_norm: RMSNorm | None = None
+        self, hidden: Rows | None, residual: torch.Tensor, hidden_norm: RMSNorm | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(input of the attention, the residual stream in front of the layer), both [num_rows, hidden].
 
@@ -122,47 +110,11 @@ class DecoderLayer:
         rope: RopeRows | None,
         batch: ForwardBatch,
         cache: PagedKVCache,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Rows, torch.Tensor]:
         """(output not yet normed by after_mlp and added, residual), both [num_rows, hidden]."""
-        if self.leaves_norm and can_leave_norms(normed, batch.linear_tile):
-            inner, residual = self._before_down(normed, residual, rope, batch, cache)
-            return self._plain_mlp.down_proj(inner, batch.linear_tile), residual
         attended = self.mixer(normed, rope, batch, cache)
         normed, residual = _add(attended, residual, self.after_attention, self.before_mlp)
         return self.mlp(normed, batch.linear_tile), residual
-
-    def between_norms(
-        self,
-        normed: WeighedRows,  # of input_norm
-        residual: torch.Tensor,  # [num_rows, hidden]
-        rope: RopeRows | None,
-        batch: ForwardBatch,
-        cache: PagedKVCache,
-        next_norm: RMSNorm,  # behind the layer
-    ) -> tuple[WeighedRows, torch.Tensor]:
-        """(next_norm of the residual stream behind the layer, this stream); where norms can be left to products."""
-        inner, residual = self._before_down(normed, residual, rope, batch, cache)
-        return next_norm.add_product(self._plain_mlp.down_proj, inner, residual)
-
-    def _before_down(
-        self, normed: Rows, residual: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what down_proj multiplies, the residual stream behind the attention)."""
-        assert self.before_mlp is not None
-        attended = self.attention.inner(normed, rope, batch, cache)
-        rows, residual = self.before_mlp.add_product(self.attention.o_proj, attended, residual)
-        return self._plain_mlp.inner(rows, batch.linear_tile), residual
-
-    @property
-    def norm_before_products(self) -> RMSNorm:
-        """Of a layer between norms."""
-        assert self.input_norm is not None
-        return self.input_norm
-
-    @property
-    def _plain_mlp(self) -> MLP:
-        assert isinstance(self.mlp, MLP)
-        return self.mlp
 
     @property
     def attention(self) -> Attention:
@@ -204,13 +156,8 @@ class DecoderLayer:
         return own | self.mixer.weight_targets(prefix) | self.mlp.weight_targets(prefix)
 
 
-def are_between_norms(layers: Sequence[DecoderLayer]) -> bool:
-    """Whether all norms in front of these layers, too, can be left to products (can_leave_norms)."""
-    return all(layer.leaves_norm and layer.input_norm is not None for layer in layers)
-
-
 def _add(
-    output: torch.Tensor, residual: torch.Tensor, output_norm: RMSNorm | None, next_norm: RMSNorm | None
+    output: Rows, residual: torch.Tensor, output_norm: RMSNorm | None, next_norm: RMSNorm | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(input of what comes next, the residual stream with the output added), all [num_rows, hidden]."""
     if next_norm is not None:

@@ -14,9 +14,8 @@ import torch
 
 from kernels.cpu.panels import Change, Weight, unpacked
 from kernels.quantized_weight import QuantizedWeight, num_groups
-from kernels.reference.weighed_rows import WeighedRows
 from runner.engine.errors import UserError, first_of
-from runner.engine.operations import NormWeights, Rows, linear, linear_to_norm
+from runner.engine.operations import Rows, linear, linear_in_parts
 from runner.engine.quantization import SMALLEST_GROUP, Quantization, Storage
 from runner.engine.shard import Shard
 
@@ -125,8 +124,12 @@ class ColumnParallelLinear:
         """Of the weight, once it is filled: what it becomes may be no place for a checkpoint's tensors."""
         self.weight = change(self.weight)
 
-    def __call__(self, x: Rows, tile: int | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, tile: int | None) -> torch.Tensor:
         return linear(x, self.weight, self.bias, tile)
+
+    def in_parts(self, x: torch.Tensor, tile: int | None) -> Rows:
+        """As linear_in_parts."""
+        return linear_in_parts(x, self.weight, self.bias, tile)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets, start = {}, 0
@@ -165,14 +168,13 @@ class RowParallelLinear:
     def __call__(self, x: torch.Tensor, tile: int | None) -> torch.Tensor:
         return self.shard.sum(self.own_part(x, tile))
 
+    def in_parts(self, x: torch.Tensor, tile: int | None) -> Rows:
+        """As linear_in_parts where the whole of the product is this rank's."""
+        return linear_in_parts(x, self.weight, self.bias, tile) if self.shard.size == 1 else self(x, tile)
+
     def own_part(self, x: torch.Tensor, tile: int | None) -> torch.Tensor:
         """This rank's part of the sum [num_rows, out_features]."""
         return linear(x, self.weight, self.bias if self.shard.rank == 0 else None, tile)
-
-    def to_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeights) -> tuple[WeighedRows, torch.Tensor]:
-        """As linear_to_norm; the whole of the product is this rank's."""
-        assert self.shard.size == 1
-        return linear_to_norm(x, self.weight, self.bias, residual, norm)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets = {f"{prefix}{self.name}.weight": weight_target(self.weight, slice(None), 1)}

@@ -29,7 +29,7 @@ class MLP:
         activation: Activation,
         quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
-        self._shard, self._activation = shard, activation
+        self._activation = activation
         rows = gate_up_rows(name, intermediate_size)
         self.gate_up_proj = ColumnParallelLinear(
             hidden_size, rows, bias=bias, shard=shard, dtype=dtype, quantization=quantization
@@ -44,15 +44,14 @@ class MLP:
             quantization=quantization,
         )
 
-    def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
-        return self._shard.sum(self.own_part(hidden, tile))
+    def __call__(self, hidden: torch.Tensor, tile: int | None) -> Rows:
+        return self.down_proj.in_parts(self._inner(hidden, tile), tile)
 
     def own_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """This rank's part of the result [num_rows, hidden]."""
-        return self.down_proj.own_part(self.inner(hidden, tile), tile)
+        return self.down_proj.own_part(self._inner(hidden, tile), tile)
 
-    def inner(self, hidden: Rows, tile: int | None) -> torch.Tensor:
-        """What down_proj multiplies [num_rows, this rank's of the intermediate size]."""
+    def _inner(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         fused = self.gate_up_proj
         return gated_linear(hidden, fused.weight, fused.bias, tile, self._activation)
 

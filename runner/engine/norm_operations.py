@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from kernels.reference.partial_sums import PartialSums
 from kernels.reference.rms_norm import add_normed as add_normed_in_torch
 from kernels.reference.rms_norm import add_rms_norm as add_rms_norm_in_torch
 from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
 from kernels.reference.rms_norm import rms_norm_pair as rms_norm_pair_in_torch
 from kernels.reference.rms_norm import sum_beside_rms_norm as sum_beside_rms_norm_in_torch
-from kernels.reference.weighed_rows import WeighedRows
 from runner.engine.backend import is_compiled, runs_kernels
+from runner.engine.operations import Rows
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
@@ -29,42 +30,35 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
 
 
 def add_rms_norm(
-    x: torch.Tensor,
+    x: Rows,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: torch.Tensor,
     x_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first."""
+    if isinstance(x, PartialSums) or runs_kernels(x):
+        from kernels.rms_norm import add_rms_norm as kernel
+
+        return kernel(x, residual, weight, eps, x_weight)
     if is_compiled(x):
         from kernels.cpu.rms_norm import add_rms_norm as on_cpu
 
         return on_cpu(x, residual, weight, eps, x_weight)
-    if not runs_kernels(x):
-        return add_rms_norm_in_torch(x, residual, weight, eps, x_weight)
-    from kernels.rms_norm import add_rms_norm as kernel
-
-    return kernel(x, residual, weight, eps, x_weight)
+    return add_rms_norm_in_torch(x, residual, weight, eps, x_weight)
 
 
-def weigh_rows(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> WeighedRows:
-    """[num_rows, hidden], what products finish; where runner.engine.operations.can_leave_norms."""
-    from kernels.weigh_rows import weigh_rows as kernel
-
-    return kernel(x, weight, eps)
-
-
-def add_normed(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+def add_normed(x: Rows, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """norm(x) + residual, all [num_rows, hidden]."""
+    if isinstance(x, PartialSums) or runs_kernels(x):
+        from kernels.rms_norm import add_normed as kernel
+
+        return kernel(x, residual, weight, eps)
     if is_compiled(x):
         from kernels.cpu.rms_norm import add_normed as on_cpu
 
         return on_cpu(x, residual, weight, eps)
-    if not runs_kernels(x):
-        return add_normed_in_torch(x, residual, weight, eps)
-    from kernels.rms_norm import add_normed as kernel
-
-    return kernel(x, residual, weight, eps)
+    return add_normed_in_torch(x, residual, weight, eps)
 
 
 def norm_in_place(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> None:
@@ -81,19 +75,17 @@ def norm_in_place(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> N
         x.copy_(rms_norm_in_torch(x, weight, eps))
 
 
-def sum_beside_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
-) -> torch.Tensor:
+def sum_beside_rms_norm(x: Rows, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]."""
+    if isinstance(x, PartialSums) or runs_kernels(x):
+        from kernels.rms_norm import sum_beside_rms_norm as kernel
+
+        return kernel(x, residual, weight, eps)
     if is_compiled(x):
         from kernels.cpu.rms_norm import sum_beside_rms_norm as on_cpu
 
         return on_cpu(x, residual, weight, eps)
-    if not runs_kernels(x):
-        return sum_beside_rms_norm_in_torch(x, residual, weight, eps)
-    from kernels.rms_norm import sum_beside_rms_norm as kernel
-
-    return kernel(x, residual, weight, eps)
+    return sum_beside_rms_norm_in_torch(x, residual, weight, eps)
 
 
 def rms_norm_pair(

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.reference.weighed_rows import WeighedRows
-from runner.engine.linear import RowParallelLinear, WeightTarget
-from runner.engine.norm_operations import (
-    add_normed,
-    add_rms_norm,
-    norm_in_place,
-    rms_norm,
-    sum_beside_rms_norm,
-    weigh_rows,
-)
+from runner.engine.linear import WeightTarget
+from runner.engine.norm_operations import add_normed, add_rms_norm, norm_in_place, rms_norm, sum_beside_rms_norm
+from runner.engine.operations import Rows
 
 
 class RMSNorm:
@@ -32,23 +25,11 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def weigh(self, x: torch.Tensor) -> WeighedRows:
-        """The norm of x, which products finish."""
-        return weigh_rows(x, self.weight, self.eps)
-
-    def add_product(
-        self, product: RowParallelLinear, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[WeighedRows, torch.Tensor]:
-        """The norm of the residual stream and x's product, which products finish, and this sum; of one rank."""
-        return product.to_norm(x, residual, (self.weight, self.eps))
-
-    def add(
-        self, x: torch.Tensor, residual: torch.Tensor, x_norm: RMSNorm | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: Rows, residual: torch.Tensor, x_norm: RMSNorm | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of the sum, the sum); of what x_norm makes of x, where there is one."""
         return add_rms_norm(x, residual, self.weight, self.eps, None if x_norm is None else x_norm.weight)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: Rows) -> torch.Tensor:
         """The sum of the residual stream and the norm of x."""
         return add_normed(x, residual, self.weight, self.eps)
 
@@ -56,7 +37,7 @@ class RMSNorm:
         """x becomes its norm; its rows may lie further apart."""
         norm_in_place(x, self.weight, self.eps)
 
-    def beside_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def beside_sum(self, x: Rows, residual: torch.Tensor) -> torch.Tensor:
         """The sum, and behind it its norm: [num_rows, 2 * size]."""
         return sum_beside_rms_norm(x, residual, self.weight, self.eps)
 

@@ -8,6 +8,7 @@ Quantized weights have one way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,17 +22,17 @@ from kernels.reference.gated_delta import gated_delta as gated_delta_in_torch
 from kernels.reference.linear import linear as linear_in_tiles
 from kernels.reference.paged_attention import AttentionPlan
 from kernels.reference.paged_attention import paged_attention as attention_over_tiles
+from kernels.reference.partial_sums import PartialSums
 from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
 from kernels.reference.rope import apply_rope
 from kernels.reference.sigmoid_gate import sigmoid_gate as sigmoid_gate_in_torch
 from kernels.reference.softcap import softcap as softcap_in_torch
 from kernels.reference.sum_of_ranks import sum_of_ranks as sum_of_ranks_in_torch
-from kernels.reference.weighed_rows import WeighedRows
 from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.rope import RopeRows
 
-Rows = torch.Tensor | WeighedRows  # [num_rows, width], of a norm perhaps that products finish
+Rows = torch.Tensor | PartialSums  # [num_rows, width], of a product
 NormWeights = tuple[torch.Tensor, torch.Tensor]  # weight [width], eps [] float32
 
 
@@ -66,8 +67,12 @@ def sum_of_ranks(parts: torch.Tensor) -> torch.Tensor:
     return kernel(parts)
 
 
-def add(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def add(first: Rows, second: torch.Tensor) -> torch.Tensor:
     """Both [num_rows, width]."""
+    if isinstance(first, PartialSums):
+        from kernels.partial_sums import add_up
+
+        return add_up(first, second)
     if not is_compiled(first):
         return first + second
     from kernels.cpu.rows import add as on_cpu
@@ -84,39 +89,35 @@ def scale_rows(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return on_cpu(rows, factor)
 
 
-def linear(x: Rows, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> torch.Tensor:
     """[num_rows, in_features] x [out_features, in_features] -> [num_rows, out_features]."""
     if isinstance(weight, Panels):
         from kernels.cpu.linear import linear as on_cpu
 
-        return on_cpu(_plain(x), weight, bias)
+        return on_cpu(x, weight, bias)
     if not _has_kernel(x, weight, tile):
-        return linear_in_tiles(_plain(x), unpack(weight), bias, tile)
+        return linear_in_tiles(x, unpack(weight), bias, tile)
     from kernels.linear import linear as kernel
 
     return kernel(x, weight, bias)
 
 
-def can_leave_norms(rows: torch.Tensor, tile: int | None) -> bool:
-    """Whether products finish the norm between them: linear_to_norm is there, and linear takes what it leaves.
+def linear_in_parts(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None) -> Rows:
+    """linear, for a norm or a rotation behind it, which add up partial sums if it leaves some."""
+    if isinstance(weight, Panels) or not _has_kernel(x, weight, tile):
+        return linear(x, weight, bias, tile)
+    from kernels.linear import linear_in_parts as kernel
 
-    Rows of float16 have no room for numbers that are yet to be normed.
-    """
-    return runs_kernels(rows) and tile is not None and rows.dtype != torch.float16
+    return kernel(x, weight, bias)
 
 
-def linear_to_norm(
-    x: torch.Tensor,  # [num_rows, in_features]
-    weight: Weight,  # [hidden, in_features]
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,  # [num_rows, hidden]
-    norm: NormWeights,  # weight [hidden], eps
-) -> tuple[WeighedRows, torch.Tensor]:
-    """What is left of norm(x W^T + bias + residual), and the sum in it [num_rows, hidden]; where norms can be left."""
-    from kernels.linear import linear_to_norm as kernel
+def whole(rows: Rows) -> torch.Tensor:
+    """For what is behind a product and adds up nothing."""
+    if not isinstance(rows, PartialSums):
+        return rows
+    from kernels.partial_sums import add_up
 
-    assert not isinstance(weight, Panels)
-    return kernel(x, weight, bias, residual, *norm)
+    return add_up(rows)
 
 
 def head_logits(
@@ -152,7 +153,7 @@ def head_logits(
 
 
 def gated_linear(
-    x: Rows, weight: Weight, bias: torch.Tensor | None, tile: int | None, activation: Activation = "silu"
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tile: int | None, activation: Activation = "silu"
 ) -> torch.Tensor:
     """activation(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
     if isinstance(weight, Panels) or not _has_kernel(x, weight, tile):
@@ -167,20 +168,13 @@ def gated_linear(
     return kernel(x, weight, bias, activation)
 
 
-def _has_kernel(x: Rows, weight: torch.Tensor | QuantizedWeight, tile: int | None) -> bool:
-    """Whether a Triton kernel computes such a product; of quantized weights no BLAS does, of weighed rows neither."""
-    if isinstance(x, WeighedRows):
-        return True
+def _has_kernel(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, tile: int | None) -> bool:
+    """Whether a Triton kernel computes such a product; of quantized weights no BLAS does."""
     return runs_kernels(x) and (tile is not None or isinstance(weight, QuantizedWeight))
 
 
-def _plain(x: Rows) -> torch.Tensor:
-    assert isinstance(x, torch.Tensor), "norms are left where products have kernels"
-    return x
-
-
 def rotate_and_store(
-    qkv: torch.Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]; may be overwritten
+    qkv: Rows,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]; may be overwritten
     rope: RopeRows,
     slot_mapping: torch.Tensor,  # [num_rows] int64
     cache: PagedKVCache,
@@ -194,15 +188,11 @@ def rotate_and_store(
 ) -> torch.Tensor:  # [num_rows, num_heads, head_dim]
     """Norm queries and keys head by head where a model does, rotate them, store keys and values; the queries."""
     columns = num_heads * head_dim
-    if runs_kernels(qkv) or is_compiled(qkv):
-        if runs_kernels(qkv):
-            from kernels.rope import rope_and_write
-        else:
-            from kernels.cpu.rope import rope_and_write
+    if isinstance(qkv, PartialSums) or runs_kernels(qkv) or is_compiled(qkv):
         norm_weights: dict[str, Any] = {}
         if k_norm is not None:
             norm_weights = {"q_norm": None if q_norm is None else q_norm[0], "k_norm": k_norm[0], "eps": k_norm[1]}
-        rope_and_write(
+        queries = _rope_and_write(qkv)(
             qkv,
             rope.table.compact,
             rope.positions,
@@ -213,7 +203,7 @@ def rotate_and_store(
             head_dim=head_dim,
             **norm_weights,
         )
-        return qkv[:, :columns].view(len(qkv), num_heads, head_dim)
+        return queries.view(len(queries), num_heads, head_dim)
     if k_norm is not None:
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -226,6 +216,16 @@ def rotate_and_store(
     query, kv = turned.split_with_sizes((columns, 2 * num_kv_heads * head_dim), dim=1)
     cache.write(layer, slot_mapping, kv)
     return query.view(-1, num_heads, head_dim)
+
+
+def _rope_and_write(qkv: Rows) -> Callable[..., torch.Tensor]:
+    if isinstance(qkv, PartialSums) or runs_kernels(qkv):
+        from kernels.rope import rope_and_write as kernel
+
+        return kernel
+    from kernels.cpu.rope import rope_and_write as on_cpu
+
+    return on_cpu
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
