@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.kernel import Kernel
 from kernels.reference.chain_rows import ChainRows
+from kernels.sizes import cdiv, next_power_of_2
 
 
 @Kernel
@@ -74,7 +75,7 @@ def chain_rows(
 ) -> ChainRows:
     """What kernels.reference.chain_rows.chain_rows says, read from the device and left there."""
     num_requests, max_blocks = block_tables.shape
-    num_tiles = triton.cdiv(num_rows, rows_per_tile)
+    num_tiles = cdiv(num_rows, rows_per_tile)
     rows = torch.empty(3, num_requests * num_rows, dtype=torch.int64, device=lengths.device)
     tiles = torch.empty(5, num_requests * num_tiles, dtype=torch.int32, device=lengths.device)
     if num_requests:
@@ -90,7 +91,7 @@ def chain_rows(
             NUM_TILES=num_tiles,
             ROWS_PER_TILE=rows_per_tile,
             BLOCK_SIZE=block_size,
-            ROWS=triton.next_power_of_2(num_rows),
+            ROWS=next_power_of_2(num_rows),
             num_warps=1,
         )
     return ChainRows(*rows.unbind(0), *tiles.unbind(0))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.kernel import Kernel
 from kernels.scores import fixed_point_weights, image_of, is_drawn, load_scaled, temperature_of, value_of
+from kernels.sizes import cdiv
 
 # A pass over part of a row. Reading it once more costs little, comparing it with one more value costs all its threads.
 NUM_THRESHOLDS: tl.constexpr = tl.constexpr(16)
@@ -183,7 +184,7 @@ def raise_cuts(
     measured = torch.zeros(shape, dtype=torch.int64, device=logits.device)
     bounds = torch.empty(NUM_PASSES, num_rows, 3, dtype=torch.int64, device=logits.device)
     for num_passes in range(NUM_PASSES):
-        measure_kernel[(num_rows, triton.cdiv(vocab_size, block))](
+        measure_kernel[(num_rows, cdiv(vocab_size, block))](
             bounds,
             measured,
             logits,

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
 from kernels.reference.experts import LEAST_TOTAL, Routing, RoutingRule
+from kernels.sizes import cdiv, next_power_of_2
 
 CHUNK = 1024  # goings that a program looks at together
 BLOCK = 1024  # columns of a sum's program
@@ -155,9 +156,9 @@ def route(
             corrections,
             rule.scale,
             NUM_EXPERTS=num_experts,
-            EXPERTS=triton.next_power_of_2(num_experts),
+            EXPERTS=next_power_of_2(num_experts),
             NUM_CHOICES=choices,
-            CHOICES=triton.next_power_of_2(choices),
+            CHOICES=next_power_of_2(choices),
             IS_SOFTMAX=rule.scores == "softmax",
             IS_NORMALIZED=rule.is_normalized,
             OVERLAPS=overlaps,
@@ -206,7 +207,7 @@ def sum_of_experts(
     out = torch.empty(num_rows, width, dtype=results.dtype, device=results.device)
     overlaps = can_overlap(results.device)
     if out.numel() > 0:
-        sum_of_experts_kernel[(num_rows, triton.cdiv(width, BLOCK))](
+        sum_of_experts_kernel[(num_rows, cdiv(width, BLOCK))](
             out,
             results,
             routing.weights,

@@ -25,6 +25,7 @@ from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
 from kernels.shared_memory import shared_memory
+from kernels.sizes import cdiv, next_power_of_2
 from kernels.weight_elements import Elements, columns_of_step, take_apart
 
 
@@ -219,7 +220,7 @@ def _launch(
     if out.numel() == 0:
         return out
     plan = plan_linear(
-        triton.cdiv(num_places, num_experts),  # the rows of an expert, on average
+        cdiv(num_places, num_experts),  # the rows of an expert, on average
         out_features,
         in_features,
         element_size=x.element_size(),
@@ -231,7 +232,7 @@ def _launch(
     )
     num_tiles = num_places // plan.tokens + num_experts
     overlaps = can_overlap(x.device)
-    linear_of_experts_kernel[(num_tiles * triton.cdiv(out_features, plan.features),)](
+    linear_of_experts_kernel[(num_tiles * cdiv(out_features, plan.features),)](
         x,
         rows,
         routing.starts,
@@ -251,7 +252,7 @@ def _launch(
         group_size or in_features,
         1 if scales is None else scales.shape[1],
         NUM_EXPERTS=num_experts,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=next_power_of_2(num_experts),
         SPLITS=plan.splits,
         GATED=gated,
         ACTIVATION=activation,

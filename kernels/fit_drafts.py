@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.kernel import Kernel
+from kernels.sizes import next_power_of_2
 
 
 @Kernel
@@ -57,7 +58,7 @@ def fit_drafts(
             limits,
             last_token_ids.stride(0),
             num_drafts,
-            PLACES=triton.next_power_of_2(max(num_drafts, 1)),
+            PLACES=next_power_of_2(max(num_drafts, 1)),
             num_warps=1,
         )
     return fitting, rows

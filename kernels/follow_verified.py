@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.kernel import Kernel
+from kernels.sizes import next_power_of_2
 
 
 @Kernel
@@ -71,7 +72,7 @@ def follow_verified(
             said,
             width,
             0 if said is None else said.shape[1],
-            WIDTH=triton.next_power_of_2(width + 2),
+            WIDTH=next_power_of_2(width + 2),
             num_warps=1,
         )
     return packed

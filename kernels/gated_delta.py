@@ -17,6 +17,7 @@ from kernels.kernel import Kernel
 from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference import gated_delta as reference
 from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+from kernels.sizes import next_power_of_2
 
 LENGTH_EPS = tl.constexpr(reference.LENGTH_EPS)
 NUM_WARPS = 8  # a memory of 128 by 128 takes 64 registers of a thread
@@ -215,8 +216,8 @@ def gated_delta(
             NUM_VALUE_HEADS=heads.num_value_heads,
             KEY_DIM=heads.key_dim,
             VALUE_DIM=heads.value_dim,
-            KEY_BLOCK=triton.next_power_of_2(heads.key_dim),
-            VALUE_BLOCK=triton.next_power_of_2(heads.value_dim),
+            KEY_BLOCK=next_power_of_2(heads.key_dim),
+            VALUE_BLOCK=next_power_of_2(heads.value_dim),
             TAPS=heads.taps,
             ROW=heads.row,
             OVERLAPS=overlaps,

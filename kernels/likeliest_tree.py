@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.kernel import Kernel
 from kernels.reference.likeliest_tree import NextRows, Tree, TreeCandidates
+from kernels.sizes import cdiv
 
 BLOCK = 64  # candidates of a program
 CHUNK = 32  # that they are compared with at a time
@@ -151,7 +152,7 @@ def add_level(
     next_rows = NextRows._make(token_ids.new_empty(2, num_requests * num_next).unbind(0))
     if num_requests:
         num_given = token_ids.numel() // num_requests
-        add_level_kernel[(num_requests, triton.cdiv(max(num_rows * width, num_places), BLOCK))](
+        add_level_kernel[(num_requests, cdiv(max(num_rows * width, num_places), BLOCK))](
             *tree,
             *next_rows,
             token_ids,
@@ -178,7 +179,7 @@ def likeliest_tree(candidates: TreeCandidates, num_nodes: int) -> Tree:
     assert num_nodes <= depth * num_places, "a node is a candidate"
     nodes = candidates.token_ids.new_empty(2, num_requests, num_nodes)
     if num_requests:
-        likeliest_tree_kernel[(num_requests, triton.cdiv(depth * num_places, BLOCK))](
+        likeliest_tree_kernel[(num_requests, cdiv(depth * num_places, BLOCK))](
             nodes,
             *candidates,
             depth * num_places,

@@ -35,6 +35,7 @@ from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.partial_sums import PartialSums
 from kernels.shared_memory import shared_memory
+from kernels.sizes import cdiv
 from kernels.weight_elements import Elements, columns_of_step, take_apart
 
 
@@ -221,7 +222,7 @@ def _launch(
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
     if out.numel() == 0:
         return
-    token_tiles, feature_tiles = triton.cdiv(num_rows, plan.tokens), triton.cdiv(out_features, plan.features)
+    token_tiles, feature_tiles = cdiv(num_rows, plan.tokens), cdiv(out_features, plan.features)
     partials, arrivals = None, None
     if plan.is_spread:
         feature_tiles *= plan.splits

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.kernel import Kernel
 from kernels.reference.mask_and_penalise import PROMPT as PROMPT_IN_TORCH
 from kernels.scores import check_rows, load_logits
+from kernels.sizes import cdiv
 
 BLOCK = 1024  # tokens of a program
 PROMPT: tl.constexpr = tl.constexpr(PROMPT_IN_TORCH)
@@ -78,7 +79,7 @@ def mask_and_penalise(
     changed = torch.empty(num_rows, vocab_size, device=logits.device)
     tables = next((table for table in (bias, said) if table is not None), logits)
     if num_rows:
-        mask_and_penalise_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
+        mask_and_penalise_kernel[(num_rows, cdiv(vocab_size, BLOCK))](
             changed,
             logits,
             bias,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.kernel import Kernel
 from kernels.reference.likeliest_tree import Tree
+from kernels.sizes import next_power_of_2
 
 
 @Kernel
@@ -68,7 +69,7 @@ def match_in_tree(match: Tensor, tree: Tree, *, depth: int) -> Tree:
             *tree,
             num_nodes,
             min(depth, num_nodes),
-            NODES=max(16, triton.next_power_of_2(num_nodes)),
+            NODES=max(16, next_power_of_2(num_nodes)),
             num_warps=4,
         )
     return Tree._make(nodes.unbind(0))

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.kernel import Kernel
+from kernels.sizes import cdiv
 
 BLOCK = 1024  # elements of a slot that a program moves
 
@@ -49,5 +50,5 @@ def move_kv(
     assert kv.is_contiguous() and source_slots.is_contiguous() and target_slots.is_contiguous()
     num_requests, num_moves = source_slots.shape
     if num_requests and num_moves:
-        grid = (num_requests, len(layer_widths), triton.cdiv(widest, BLOCK))
+        grid = (num_requests, len(layer_widths), cdiv(widest, BLOCK))
         move_kernel[grid](kv, layer_offsets, layer_widths, source_slots, target_slots, num_moves, BLOCK=BLOCK)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.kernel import Kernel
+from kernels.sizes import cdiv, next_power_of_2
 
 BLOCK = 1024  # positions a program compares
 
@@ -88,7 +89,7 @@ def ngram_match(
     """kernels.reference.ngram_match.ngram_match, by the kernels above; rows of token_ids contiguous."""
     assert token_ids.dtype == torch.int32 and token_ids.stride(1) == 1, "rows of int32 tokens side by side"
     assert lengths.dtype == slots.dtype == torch.int64 and lengths.is_contiguous() and slots.is_contiguous()
-    num_requests, num_blocks = len(slots), triton.cdiv(token_ids.shape[1], BLOCK)
+    num_requests, num_blocks = len(slots), cdiv(token_ids.shape[1], BLOCK)
     drafts = torch.empty(num_requests, num_tokens, dtype=torch.int64, device=token_ids.device)
     if drafts.numel() == 0:
         return drafts
@@ -106,7 +107,7 @@ def ngram_match(
         row_stride,
         num_blocks,
         num_tokens,
-        BLOCKS=triton.next_power_of_2(num_blocks),
-        TOKENS=triton.next_power_of_2(num_tokens),
+        BLOCKS=next_power_of_2(num_blocks),
+        TOKENS=next_power_of_2(num_tokens),
     )
     return drafts

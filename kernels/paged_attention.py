@@ -25,6 +25,7 @@ from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
 from kernels.merge_splits import LOG2_E, merge_splits, visible, with_sink
 from kernels.paged_segments import PagedSegments
+from kernels.sizes import cdiv, next_power_of_2
 from kernels.tanh import tanh
 
 BLOCK_M = 64  # packed rows of a tile: with 4 warps, what Hopper's wgmma takes, for one row as for many
@@ -237,11 +238,11 @@ def paged_attention(
     output = query.new_empty(num_rows, num_heads * value_dim)
     if num_tiles == 0:
         return output
-    head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    head_block, value_block = (max(16, next_power_of_2(dim)) for dim in (head_dim, value_dim))
     seen: dict[str, Any] = {"WINDOW": sliding_window or 0, "IS_CAUSAL": is_causal}
     seen |= {"SPLIT_KEYS": split_keys if is_split else 0, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
     overlaps = can_overlap(query.device)
-    num_splits = triton.cdiv(segments.max_context, split_keys) if is_split and split_keys is not None else 1
+    num_splits = cdiv(segments.max_context, split_keys) if is_split and split_keys is not None else 1
     attended, maxima, sums = output, None, None
     if is_split:
         maxima, sums = query.new_empty(2, num_rows, num_heads, num_splits, dtype=torch.float32)

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
 from kernels.reference.partial_sums import PartialSums
+from kernels.sizes import cdiv
 
 BLOCK = 1024  # columns of a program
 
@@ -117,7 +118,7 @@ def add_up(x: PartialSums, residual: Tensor | None = None) -> Tensor:
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.parts.device)
     overlaps = can_overlap(out.device)
     if out.numel():
-        add_up_kernel[(num_rows, triton.cdiv(width, BLOCK))](
+        add_up_kernel[(num_rows, cdiv(width, BLOCK))](
             residual_ptr=residual,
             out_ptr=out,
             residual_stride=0 if residual is None else residual.stride(0),

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.kernel import Kernel
 from kernels.philox import gumbel_block
 from kernels.scores import check_rows, load_logits
+from kernels.sizes import cdiv
 
 BLOCK = 1024  # tokens of a program
 
@@ -53,7 +54,7 @@ def perturb(
     num_rows, vocab_size = logits.shape
     perturbed = torch.empty(num_rows, vocab_size, device=logits.device)
     if num_rows:
-        perturb_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
+        perturb_kernel[(num_rows, cdiv(vocab_size, BLOCK))](
             perturbed,
             logits,
             seeds,

@@ -23,6 +23,7 @@ from kernels.reference.philox import Stream
 from kernels.reference.rejection import Verified
 from kernels.rejection import accept_uniforms, empty_result, length_of_prefix, load_drafts, store_tokens
 from kernels.scores import best_of_splits, check_rows, load_logits, ranks_of, token_of, value_of
+from kernels.sizes import cdiv, next_power_of_2
 from kernels.truncation import TruncatedRows
 
 BLOCK = 4096  # tokens of a program
@@ -193,7 +194,7 @@ def verify_probabilistic(
     if num_requests == 0:
         return verified
     width, vocab_size = max_num_draft_tokens + 1, logits.shape[1]
-    num_splits, device = triton.cdiv(vocab_size, BLOCK), logits.device
+    num_splits, device = cdiv(vocab_size, BLOCK), logits.device
     verify_probabilistic_kernel[(num_requests, num_splits)](
         *verified,
         torch.empty(num_requests, num_splits, 2, dtype=torch.int64, device=device),
@@ -213,8 +214,8 @@ def verify_probabilistic(
         width,
         num_splits,
         BLOCK=BLOCK,
-        PLACES=triton.next_power_of_2(width),
-        SPLITS=triton.next_power_of_2(num_splits),
+        PLACES=next_power_of_2(width),
+        SPLITS=next_power_of_2(num_splits),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

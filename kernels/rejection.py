@@ -19,6 +19,7 @@ from kernels.kernel import Kernel
 from kernels.philox import random_words, words_to_uniform
 from kernels.reference.philox import Stream
 from kernels.reference.rejection import Verified
+from kernels.sizes import next_power_of_2
 
 ACCEPT: tl.constexpr = tl.constexpr(int(Stream.ACCEPT))
 
@@ -147,7 +148,7 @@ def _verify_sampled(
             positions,
             rates,
             width,
-            PLACES=triton.next_power_of_2(width),
+            PLACES=next_power_of_2(width),
             num_warps=1,
         )
     return verified

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.kernel import Kernel
+from kernels.sizes import next_power_of_2
 
 CHUNK = 128  # rows that are looked at together
 
@@ -61,5 +62,5 @@ def remember_candidates(
     assert all(tensor.is_contiguous() for tensor in tensors)
     num_rows, width = candidates.shape
     if num_rows:
-        widest = triton.next_power_of_2(width)
+        widest = next_power_of_2(width)
         remember_candidates_kernel[(num_rows,)](*tensors, num_rows, width, CHUNK=CHUNK, WIDTH=widest)

@@ -20,6 +20,7 @@ from kernels.dependent_launch import await_input, can_overlap, prefetch
 from kernels.kernel import Kernel
 from kernels.partial_sums import load_row, row_arguments
 from kernels.reference.partial_sums import PartialSums
+from kernels.sizes import next_power_of_2
 
 ELEMENTS_OF_A_WARP = 512
 MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it reads before it waits for any
@@ -244,7 +245,7 @@ def _launch(
 
 def _shape_of_rows(hidden: int, device: torch.device) -> dict[str, Any]:
     """Constants and launch options of both kernels; they decide the bits of a row."""
-    block, overlaps = triton.next_power_of_2(hidden), can_overlap(device)
+    block, overlaps = next_power_of_2(hidden), can_overlap(device)
     return {
         "HIDDEN": hidden,
         "BLOCK": block,

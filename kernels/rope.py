@@ -17,6 +17,7 @@ from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
 from kernels.partial_sums import load_row, row_arguments
 from kernels.reference.partial_sums import PartialSums
+from kernels.sizes import cdiv, next_power_of_2
 
 MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it reads before it waits for any
 HEADS = 16  # of a program: with 4 warps a thread has 16 bytes of either half of a 128 wide head
@@ -137,7 +138,7 @@ def rope_and_write(
     overlaps, columns = can_overlap(kv_cache.device), num_heads * head_dim
     queries = kv_cache.new_empty(num_rows, columns) if isinstance(qkv, PartialSums) else qkv[:, :columns]
     if num_rows:
-        rope_kernel[(num_rows, triton.cdiv(num_all_heads, HEADS))](
+        rope_kernel[(num_rows, cdiv(num_all_heads, HEADS))](
             queries_ptr=queries,
             table_ptr=table,
             positions_ptr=positions,
@@ -151,7 +152,7 @@ def rope_and_write(
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
-            HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            HALF_BLOCK=next_power_of_2(head_dim // 2),
             BLOCK_SIZE=kv_cache.shape[1],
             HEADS=HEADS,
             OVERLAPS=overlaps,

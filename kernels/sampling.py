@@ -19,6 +19,7 @@ from kernels.drawn_scores import BLOCK_WITH_IDS, load_scores
 from kernels.kernel import Kernel
 from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.scores import best_of_splits, check_rows, ranks_of, token_of
+from kernels.sizes import cdiv, next_power_of_2
 from kernels.truncation import TruncatedRows, truncate_rows
 
 BLOCK = 4096  # tokens of a program
@@ -129,7 +130,7 @@ def _best_tokens(
     assert temperatures is None or temperatures.dtype == torch.float32, "the interpreter would take any"
     num_rows, vocab_size = logits.shape
     block = BLOCK if token_ids is None else BLOCK_WITH_IDS
-    num_splits = triton.cdiv(vocab_size, block)
+    num_splits = cdiv(vocab_size, block)
     drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return drawn
@@ -151,7 +152,7 @@ def _best_tokens(
         int(stream),
         num_splits,
         BLOCK=block,
-        SPLITS=triton.next_power_of_2(num_splits),
+        SPLITS=next_power_of_2(num_splits),
         num_warps=max(1, NUM_WARPS * block // BLOCK),
         enable_fp_fusion=False,
     )

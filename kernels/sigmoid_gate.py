@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
+from kernels.sizes import cdiv
 
 BLOCK = 1024  # columns of a program
 
@@ -47,7 +48,7 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     overlaps = can_overlap(x.device)
     if num_rows:
-        sigmoid_gate_kernel[(num_rows, triton.cdiv(width, BLOCK))](
+        sigmoid_gate_kernel[(num_rows, cdiv(width, BLOCK))](
             x,
             gate,
             out,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
+from kernels.sizes import cdiv
 
 BLOCK = 1024  # numbers of a program
 
@@ -43,7 +44,7 @@ def sum_of_ranks(parts: Tensor) -> Tensor:
     sums, count = torch.empty(num_rows, width, dtype=parts.dtype, device=parts.device), num_rows * width
     overlaps = can_overlap(parts.device)
     if count:
-        sum_of_ranks_kernel[(triton.cdiv(count, BLOCK),)](
+        sum_of_ranks_kernel[(cdiv(count, BLOCK),)](
             parts, sums, count, NUM_RANKS=num_ranks, BLOCK=BLOCK, OVERLAPS=overlaps, launch_pdl=overlaps
         )
     return sums

@@ -28,6 +28,7 @@ from kernels.ranked_parts import (
 )
 from kernels.reference.top_candidates import Candidates
 from kernels.scores import check_rows, ranks_of, token_of, value_of
+from kernels.sizes import cdiv, next_power_of_2
 
 BLOCK = 1024  # columns of a program
 
@@ -127,7 +128,7 @@ def top_candidates(
     )
     if num_rows == 0:
         return found
-    num_splits, listed = triton.cdiv(vocab_size, BLOCK), min(width, BLOCK)
+    num_splits, listed = cdiv(vocab_size, BLOCK), min(width, BLOCK)
     ranks = torch.empty(num_rows, num_splits, listed, dtype=torch.int64, device=logits.device)
     sums = torch.empty(num_rows, num_splits, dtype=torch.float64, device=logits.device)
     exponents = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
@@ -153,7 +154,7 @@ def top_candidates(
         num_splits,
         listed,
         BLOCK=BLOCK,
-        SPLITS=triton.next_power_of_2(num_splits),
+        SPLITS=next_power_of_2(num_splits),
         num_warps=4,
         enable_fp_fusion=False,
     )

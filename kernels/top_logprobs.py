@@ -26,6 +26,7 @@ from kernels.ranked_parts import (
 )
 from kernels.reference.top_logprobs import num_columns
 from kernels.scores import check_rows, load_logits, ranks_of, token_of, value_of
+from kernels.sizes import cdiv, next_power_of_2
 
 BLOCK = 1024  # columns of a program
 
@@ -88,7 +89,7 @@ def top_logprobs(
     check_rows(logits, token_ids)
     num_rows, vocab_size = logits.shape
     assert num_top <= vocab_size, "they are columns"
-    device, num_splits, listed = logits.device, triton.cdiv(vocab_size, BLOCK), min(num_top, BLOCK)
+    device, num_splits, listed = logits.device, cdiv(vocab_size, BLOCK), min(num_top, BLOCK)
     packed = torch.empty(num_rows, num_columns(num_top), dtype=torch.float64, device=device)
     if num_rows == 0:
         return packed
@@ -100,7 +101,7 @@ def top_logprobs(
         *(packed, ranks, counts, sums, exponents, arrival_counters(num_rows, device)),
         *(logits, token_ids, logits.stride(0), vocab_size, num_top, num_splits, listed),
         BLOCK=BLOCK,
-        SPLITS=triton.next_power_of_2(num_splits),
+        SPLITS=next_power_of_2(num_splits),
         num_warps=4,
         enable_fp_fusion=False,
     )

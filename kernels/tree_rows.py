@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.kernel import Kernel
 from kernels.reference.tree_rows import NO_BRANCH, TreeRows
+from kernels.sizes import cdiv, next_power_of_2
 
 _NO_BRANCH: tl.constexpr = tl.constexpr(NO_BRANCH)
 
@@ -118,7 +119,7 @@ def tree_rows(
     assert lengths.is_contiguous() and slots.stride(1) == 1 and (num_nodes == 0 or parents.stride(1) == 1)
     num_rows = num_nodes + 1 - first
     rows = torch.empty(3, num_requests * num_rows, dtype=torch.int64, device=lengths.device)
-    num_shared = 0 if split_keys is None else triton.cdiv(num_rows, rows_per_tile)
+    num_shared = 0 if split_keys is None else cdiv(num_rows, rows_per_tile)
     tiles = torch.empty(6, num_requests * (num_shared + num_rows), dtype=torch.int32, device=lengths.device)
     branch_starts = torch.empty(num_requests * num_rows, dtype=torch.int32, device=lengths.device)
     branch_slots = torch.empty(num_requests * num_rows, depth, dtype=torch.int32, device=lengths.device)
@@ -140,7 +141,7 @@ def tree_rows(
             num_shared,
             ROWS_PER_TILE=rows_per_tile,
             SPLIT_KEYS=split_keys or 0,
-            ROWS=triton.next_power_of_2(num_rows),
+            ROWS=next_power_of_2(num_rows),
             num_warps=1,
         )
     return TreeRows._make((*rows.unbind(0), *tiles.unbind(0), branch_starts, branch_slots))

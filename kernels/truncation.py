@@ -29,6 +29,7 @@ from kernels.scores import (
     token_of,
     value_of,
 )
+from kernels.sizes import cdiv, next_power_of_2
 
 BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8
@@ -135,7 +136,7 @@ def truncate_rows(
     check_rows(logits, positions, is_greedy, temperatures, min_p, top_k, top_p)
     num_rows, vocab_size = logits.shape
     assert vocab_size < 1 << 19, "fixed-point mass of more tokens may overflow"
-    num_splits, device = triton.cdiv(vocab_size, BLOCK), logits.device
+    num_splits, device = cdiv(vocab_size, BLOCK), logits.device
     argmax = torch.empty(num_rows, dtype=torch.int64, device=device)
     floats = torch.empty(2, num_rows, dtype=torch.float32, device=device)
     sums = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
@@ -154,7 +155,7 @@ def truncate_rows(
         temperatures,
         min_p,
         num_splits,
-        SPLITS=triton.next_power_of_2(num_splits),
+        SPLITS=next_power_of_2(num_splits),
         num_warps=1,
         enable_fp_fusion=False,
     )

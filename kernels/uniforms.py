@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.kernel import Kernel
 from kernels.philox import random_words, words_to_uniform
+from kernels.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def uniforms(
     assert all(keys is None or keys.is_contiguous() for keys in (seeds, positions, draft_steps))
     drawn = torch.empty(len(seeds), num_entries, dtype=torch.float64, device=seeds.device)
     if drawn.numel():
-        blocks = triton.next_power_of_2(triton.cdiv(num_entries, 4))
+        blocks = next_power_of_2(cdiv(num_entries, 4))
         uniforms_kernel[(len(seeds),)](
             drawn, seeds, positions, draft_steps, num_entries, int(stream), BLOCKS=blocks, num_warps=1
         )

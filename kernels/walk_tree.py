@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.kernel import Kernel
 from kernels.reference.walk_tree import WalkedTree
+from kernels.sizes import next_power_of_2
 
 
 @Kernel
@@ -87,7 +88,7 @@ def walk_tree(
             slots,
             num_nodes,
             depth,
-            NODES=triton.next_power_of_2(max(num_nodes, 1)),
+            NODES=next_power_of_2(max(num_nodes, 1)),
             num_warps=1,
         )
     return WalkedTree(token_ids, counts[0], counts[1], source_slots, target_slots, rows.flatten())
