@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from kernels.cpu.panels import multiplies_and_adds
 from kernels.linear_plan import plan_linear, rows_of_each_kind
+from kernels.reference.partial_sums import PartialSums
 from runner.engine import launch_shapes
+from runner.engine.asked_products import asked_products
 from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import PagedAttention, PagedShape
 from tests.conftest import Engines
+from tests.emulated_device import EmulatedDevice
+from tests.test_emulated_gpu import GPU
 
 Change = Callable[[PagedAttention, torch.Tensor], None]  # of what a launch of attention computes
 TILE = 16  # rows of the tile that is asked about
@@ -96,3 +100,23 @@ def test_every_kind_of_program_is_asked(
 
     asked = rows_of_each_kind(out_features, in_features, **kind)
     assert program(num_rows) in {program(count) for count in asked}
+
+
+def test_a_bit_that_depends_on_who_adds_up_partial_sums_is_found(
+    emulated_gpu: EmulatedDevice, small_cuts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm behind a product, as in a step: of few rows it reads parts, of many what the product has added up."""
+    norms = pytest.importorskip("kernels.rms_norm")
+    monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)
+    target: ModelRunner = Engines()(None, **{**GPU, "batch_invariant": True}).engine.target
+    asked = asked_products(target.model.layers, target.shapes["decode"].linear)
+    assert all(launch_shapes._products_agree(asked, torch.float32))
+    launch = norms._launch
+
+    def another(x: Any, x_weight: Any, residual: Any, weight: Any, eps: Any, normed: Any, total: Any) -> None:
+        launch(x, x_weight, residual, weight, eps, normed, total)
+        if isinstance(x, PartialSums):
+            add_one_bit(normed)
+
+    monkeypatch.setattr(norms, "_launch", another)
+    assert launch_shapes._products_agree(asked, torch.float32).count(False) == 2  # o and down

@@ -9,10 +9,12 @@ from functools import partial
 import torch
 
 from kernels.cpu.panels import Weight
-from runner.engine.experts import Experts
-from runner.engine.layers import DecoderLayer
+from runner.engine.layers import DecoderLayer, add_output
 from runner.engine.mlp import MLP
+from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, linear, whole
+
+Norms = tuple[RMSNorm | None, RMSNorm | None]  # of an output before it is added to the residual stream, and of the sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,21 +22,29 @@ class AskedProduct:
     multiply: Callable[[torch.Tensor], Rows]  # [num_rows, in_features of the first weight] -> [num_rows, ...]
     weights: Sequence[Weight]  # in the order in which rows meet them; of two the first is gated
     rows_for_one: int = 1  # a weight meets one of so many rows
+    norms: Norms = (None, None)  # behind it, which add up what it leaves in parts
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return whole(self.multiply(x))
+        rows = self.multiply(x)
+        if self.norms == (None, None):
+            return whole(rows)
+        residual = x[:, :1].repeat(1, rows.shape[1])  # a row's own
+        return torch.cat(add_output(rows, residual, *self.norms), dim=1)
 
 
 def asked_products(layers: Sequence[DecoderLayer], tile: int | None) -> list[AskedProduct]:
     """Of layers of each kind that a decoder or a draft head has."""
-    return [asked for layer in layers for asked in (*_of_mlp(layer.mlp, tile), *_of_mixer(layer, tile))]
+    return [asked for layer in layers for asked in (*_of_mlp(layer, tile), *_of_mixer(layer, tile))]
 
 
-def _of_mlp(mlp: MLP | Experts, tile: int | None) -> list[AskedProduct]:
-    own = AskedProduct(multiply=partial(mlp, tile=tile), weights=mlp.product_weights, rows_for_one=mlp.rows_for_one)
+def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
+    mlp, multiply = layer.mlp, partial(layer.mlp, tile=tile)
     if isinstance(mlp, MLP):
-        return [own]
+        # The norm of the layer behind it is like its own.
+        norms = (layer.after_mlp, layer.input_norm)
+        return [AskedProduct(multiply=multiply, weights=mlp.product_weights, norms=norms)]
     shared, gate = mlp.shared, mlp.shared_gate
+    own = AskedProduct(multiply=multiply, weights=mlp.product_weights, rows_for_one=mlp.rows_for_one)
     asked = [own, AskedProduct(multiply=partial(mlp.router_logits, tile=tile), weights=[mlp.router])]
     if shared is not None:
         asked.append(AskedProduct(multiply=partial(shared.own_part, tile=tile), weights=shared.product_weights))
@@ -44,10 +54,12 @@ def _of_mlp(mlp: MLP | Experts, tile: int | None) -> list[AskedProduct]:
 
 
 def _of_mixer(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
-    in_parts = layer.mixer.products_in_parts
+    in_parts, last = layer.mixer.products_in_parts, layer.mixer.products[-1]
     return [
         AskedProduct(
-            multiply=partial(product.in_parts if product in in_parts else product, tile=tile), weights=[product.weight]
+            multiply=partial(product.in_parts if product in in_parts else product, tile=tile),
+            weights=[product.weight],
+            norms=(layer.after_attention, layer.before_mlp) if product is last else (None, None),
         )
         for product in layer.mixer.products
     ]

@@ -200,7 +200,7 @@ def _experts_keep_bits(experts: Experts, tile: int) -> bool:
 def _kernels_keep_bits(
     shape: LaunchShape, layers: Sequence[DecoderLayer], lm_head: Weight, softcap: torch.Tensor | None
 ) -> bool:
-    """A row alone against the same row in company, in every product and over a context of two splits.
+    """A row alone against the same row in company, in every product with the norm behind it, and over two splits.
 
     What is asked first does not decide what is asked next, so that all may be compiled ahead.
     """

@@ -101,7 +101,7 @@ class DecoderLayer:
         """
         if hidden is None:
             return residual if self.input_norm is None else self.input_norm(residual), residual
-        return _add(hidden, residual, hidden_norm, self.input_norm)
+        return add_output(hidden, residual, hidden_norm, self.input_norm)
 
     def after_input_norm(
         self,
@@ -113,7 +113,7 @@ class DecoderLayer:
     ) -> tuple[Rows, torch.Tensor]:
         """(output not yet normed by after_mlp and added, residual), both [num_rows, hidden]."""
         attended = self.mixer(normed, rope, batch, cache)
-        normed, residual = _add(attended, residual, self.after_attention, self.before_mlp)
+        normed, residual = add_output(attended, residual, self.after_attention, self.before_mlp)
         return self.mlp(normed, batch.linear_tile), residual
 
     @property
@@ -156,7 +156,7 @@ class DecoderLayer:
         return own | self.mixer.weight_targets(prefix) | self.mlp.weight_targets(prefix)
 
 
-def _add(
+def add_output(
     output: Rows, residual: torch.Tensor, output_norm: RMSNorm | None, next_norm: RMSNorm | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(input of what comes next, the residual stream with the output added), all [num_rows, hidden]."""
