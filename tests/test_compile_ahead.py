@@ -82,7 +82,7 @@ STARTS: dict[str, dict[str, Any]] = {
 def test_products_of_a_draft_heads_layers_are_compiled_ahead(
     method: str, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head's own: what lies between norms in a target, a head's layer multiplies plainly."""
+    """When it is built, as a target's are at the start."""
     asked, agree = list[Any](), launch_shapes._rows_agree
     monkeypatch.setattr(
         launch_shapes,

@@ -298,7 +298,7 @@ def test_where_products_are_left_in_parts_steps_say_what_the_cpu_says(
     in_parts = {
         kind.__name__
         for kind, *arguments in emulated_gpu.variants
-        if any(name == "NUM_PARTS" and rest[-1] > 0 for name, *rest in arguments)
+        if any(argument[0] == "NUM_PARTS" and argument[-1] > 0 for argument in arguments)
     }
     assert {"rms_norm_kernel", "rope_kernel"} <= in_parts and (name != "eagle" or "add_up_kernel" in in_parts)
     assert [request.output_token_ids for request in found] == [request.output_token_ids for request in expected]

@@ -25,16 +25,9 @@ from kernels.rope import rope_and_write
 EPS = 1e-5
 COMPANY = 17
 ROWS = (1, 8, 64, 256)
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, NUM_PARTS = 4096, 14336, 32, 8, 128, 4
-SMALL: dict[str, int] = {"hidden": 1024, "intermediate": 1056, "heads": 4, "kv_heads": 2, "head_dim": 16}
-LARGE: dict[str, int] = {
-    "hidden": HIDDEN,
-    "intermediate": INTERMEDIATE,
-    "heads": HEADS,
-    "kv_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-}
-BLOCK_SIZE = 16
+NUM_PARTS, BLOCK_SIZE = 4, 16
+SMALL = {"hidden": 1024, "intermediate": 1056, "heads": 4, "kv_heads": 2, "head_dim": 16}
+LARGE = {"hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128}
 
 Multiply = Callable[[Tensor, Tensor], Any]  # kernels.linear.linear, or linear_in_parts
 

@@ -33,7 +33,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.rope import RopeRows
 
 Rows = torch.Tensor | PartialSums  # [num_rows, width], of a product
-NormWeights = tuple[torch.Tensor, torch.Tensor]  # weight [width], eps [] float32
+NormWeights = tuple[torch.Tensor, torch.Tensor]  # weight [head_dim], eps [] float32
 
 
 def take_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def gated_linear(
     """activation(x G^T) * (x U^T) for weight = [G; U]: [num_rows, in_features] -> [num_rows, intermediate]."""
     if isinstance(weight, Panels) or not _has_kernel(x, weight, tile):
         gate_up = linear(x, weight, bias, tile)
-        if not is_compiled(gate_up):
+        if not is_compiled(x):
             return act_and_mul(gate_up, activation)
         from kernels.cpu.act_and_mul import act_and_mul as on_cpu
 
