@@ -14,7 +14,7 @@ from runner.engine.bucket import bucket
 from runner.engine.graphs import GraphStore
 from runner.engine.request import Request
 from runner.llm import LLM
-from runner.metrics import InParts, MetricsCollector
+from runner.metrics import MetricsCollector
 from runner.passes import workload_requests
 from runner.workload import WorkloadItem
 
@@ -54,15 +54,16 @@ class Rehearsal:
     def __init__(self, llm: LLM, requests: Sequence[Request]) -> None:
         self._llm, self._requests = llm, requests
         self._seconds, self._all_seconds = 0.0, 0.0
-        self._num_steps, self._num_decoding = 0, 0
+        self._num_steps, self._num_decoding, self._decoded = 0, 0, False
         self._num_known = GraphStore.num_first_calls
         self.is_long = False  # so that its batch shrinks
 
     def observe(self, metrics: MetricsCollector) -> None:
         """Comes behind every step."""
         num_known, num_decoding = GraphStore.num_first_calls, metrics.num_decoding_steps
-        num_decoding -= metrics.steps_in_parts[InParts.PROMPT]  # beside prompts nothing is captured
-        decodes, self._num_decoding = num_decoding > self._num_decoding, num_decoding
+        decoded, self._decoded = self._decoded, num_decoding > self._num_decoding
+        decodes = decoded and self._decoded  # while prompts take turns with the others, the batch is still to grow
+        self._num_decoding = num_decoding
         if num_known == self._num_known:
             seconds = metrics.step_points[-1].total_seconds
             self._all_seconds += seconds

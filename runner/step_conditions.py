@@ -47,9 +47,9 @@ class StepConditions:
     def unmet(self, schedule: Schedule, scheduler: Scheduler) -> InParts | None:
         """Why a step must run in parts; None: every request decodes, and all have the same places for drafts."""
         scheduled = schedule.scheduled
-        if not scheduled or not scheduled[-1].is_decoding:  # those that decode come first
+        if not schedule.decoding:
             return InParts.PROMPT
-        if len(scheduled) < len(scheduler.running):
+        if len(scheduled) < scheduler.num_decoding:
             return InParts.TOKEN_BUDGET
         if self.drafter.max_requests is not None and len(scheduled) > self.drafter.max_requests:
             return InParts.HOST_DRAFTS

@@ -160,14 +160,13 @@ class StepLoop:
                 self.metrics.finish(self.traces.finish(gain.request))
             elif gain.request.status is RequestStatus.FAILED:
                 self.metrics.finish(self.traces.fail(gain.request, failures[gain.request.request_id]))
-        is_decoding = bool(schedule.scheduled) and schedule.scheduled[0].is_decoding  # those that decode come first
         finished_at = time.perf_counter()
         self.metrics.observe(
             StepRecord(
                 finished_at=finished_at,
                 seconds=seconds,
                 total_seconds=finished_at - started,
-                is_decoding=is_decoding,
+                is_decoding=bool(schedule.decoding),
                 max_draft_tokens=schedule.max_draft_tokens,
                 in_parts=in_parts,
                 request_steps=tuple(
@@ -186,12 +185,8 @@ class StepLoop:
 
 def _observed(schedule: Schedule, committed: list[CommittedTokens]) -> ObservedStep | None:
     """What a budget learns from a step; None: nobody in it speculates."""
-    if not any(gain.request.sampling_params.speculates for gain in committed):
+    if not any(item.request.sampling_params.speculates for item in schedule.scheduled):
         return None
-    num_decoding = len(schedule.decoding)
-    return ObservedStep(
-        max_draft_tokens=schedule.max_draft_tokens,
-        num_decoding=num_decoding,
-        num_prompt_tokens=sum(item.num_new_tokens for item in schedule.scheduled[num_decoding:]),
-        gains=[gain for gain in committed if len(gain.request.output_token_ids) > len(gain.token_ids)],
-    )
+    is_decoding = bool(schedule.decoding)
+    gains = committed if is_decoding else []
+    return ObservedStep(max_draft_tokens=schedule.max_draft_tokens, is_decoding=is_decoding, gains=gains)

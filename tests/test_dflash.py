@@ -297,7 +297,7 @@ def check_passes(
     target: Target, monkeypatch: pytest.MonkeyPatch, layout: str, method: dict[str, Any], taps: list[int]
 ) -> None:
     passes, _ = passes_of_a_run(target, monkeypatch, method)
-    assert len(passes) > 20 and {1, 2, 5} <= {len(one.drafted) for one in passes}
+    assert len(passes) > 20 and {1, 5} < {len(one.drafted) for one in passes}
     exact_model = exact_copy(target.model)
     theirs = [reference_logits(layout, target.model, one.token_ids, len(one.drafted), taps) for one in passes]
     with KeepFloat64():

@@ -180,7 +180,7 @@ def test_every_guess_has_the_logits_of_a_rewrite_behind_the_guess_before(
     """From its own cache: the context in chunks, after every way to accept, after preemption, over blocks' scratch."""
     method = {"method": "dspark", "model": save_head(tmp_path / "head", *LAYOUTS[layout]), "num_speculative_tokens": 5}
     passes, _ = passes_of_a_run(target, monkeypatch, method)
-    assert len(passes) > 20 and {1, 2, 5} <= {len(one.drafted) for one in passes}
+    assert len(passes) > 20 and {1, 5} < {len(one.drafted) for one in passes}
 
     def logits(model: Any) -> list[Tensor]:
         return [

@@ -70,7 +70,7 @@ class Machine:
             seconds, tokens = seconds + took, tokens + num_requests * self.tokens(count)
             self.used[count] += 1
             took *= self.random.lognormvariate(0.0, self.noise) * (8 if self.random.random() < 0.01 else 1)
-            self.budget.observe(_step(count, num_requests, gains), took)
+            self.budget.observe(_step(count, gains), took)
         return tokens / seconds / self.best(num_requests)
 
     def _gain(self, count: int) -> CommittedTokens:
@@ -86,10 +86,11 @@ class Machine:
         )
 
 
-def _step(count: int, num_requests: int, gains: list[CommittedTokens], num_prompt_tokens: int = 0) -> ObservedStep:
-    return ObservedStep(
-        max_draft_tokens=count, num_decoding=num_requests, num_prompt_tokens=num_prompt_tokens, gains=gains
-    )
+PROMPTS_STEP = ObservedStep(max_draft_tokens=0, is_decoding=False, gains=[])
+
+
+def _step(count: int, gains: list[CommittedTokens]) -> ObservedStep:
+    return ObservedStep(max_draft_tokens=count, is_decoding=True, gains=gains)
 
 
 machines = st.builds(
@@ -167,7 +168,7 @@ def test_steps_that_cannot_be_timed_teach_no_cost_and_nobody_waits_for_them() ->
     machine = Machine(most=4, acceptance=0.9, a_row=0.1, a_draft=0.0)
     for _ in range(500):
         count = machine.budget.max_draft_tokens(2)
-        machine.budget.observe(_step(count, 2, [machine._gain(count)] * 2), None)
+        machine.budget.observe(_step(count, [machine._gain(count)] * 2), None)
     assert machine.budget.max_draft_tokens(2) == 4, "as configured, as long as nothing else is known"
     assert machine.run(1000, 2) > 0.8
 
@@ -180,18 +181,17 @@ def test_a_step_that_does_more_than_others_is_not_taken_for_the_cost_of_its_numb
         count = machine.budget.max_draft_tokens(1)
         took = machine.time(count, 1) * (1 if before == count else 10)
         machine.used[count] += 1
-        machine.budget.observe(_step(count, 1, [machine._gain(count)]), took)
+        machine.budget.observe(_step(count, [machine._gain(count)]), took)
         before = count
     assert machine.used[4] > 1800
 
 
 def test_what_prompts_interrupt_counts_against_numbers_whose_steps_they_make_long() -> None:
-    """Steps alone speak for 4 tokens; with prompts they take five times as long, steps without drafts no longer."""
+    """Steps alone speak for 4 tokens; behind prompts they take five times as long, steps without drafts no longer."""
     machine = Machine(most=4, acceptance=0.7, a_row=0.1, a_draft=0.0, noise=0.0)
     size = 4
     assert machine.worth(4, size) > 1.05 * machine.worth(0, size)
     budget = machine.budget
-    budget.observe(_step(0, 0, [], num_prompt_tokens=100), 10.0)
     due = 0.0
     for number in range(3000):
         count = budget.max_draft_tokens(size)
@@ -201,24 +201,25 @@ def test_what_prompts_interrupt_counts_against_numbers_whose_steps_they_make_lon
         due += sum(len(gain.token_ids) for gain in gains)
         took = machine.time(count, size)
         if has_prompt:
-            took = took * (1 + count) + 10.0
-        budget.observe(_step(count, size, gains, num_prompt_tokens=100 * has_prompt), took)
+            took *= 1 + count
+            budget.observe(PROMPTS_STEP, 10.0)
+        budget.observe(_step(count, gains), took)
         machine.used[count] += number >= 1000
     assert machine.used.most_common(1)[0][0] < 4
 
 
 @pytest.mark.parametrize("rhythm", [1, 2, 5])
 def test_where_hardly_a_step_is_without_prompts_it_learns_all_the_same(rhythm: int) -> None:
-    """Every first, second or fifth step computes a prompt beside; drafts are hardly ever right."""
+    """Every first, second or fifth step has prompts before it; drafts are hardly ever right."""
     machine = Machine(most=8, acceptance=0.1, a_row=0.5, a_draft=0.1)
     budget = machine.budget
-    budget.observe(_step(0, 0, [], num_prompt_tokens=100), 10.0)
     for number in range(2000):
-        count, num_prompt_tokens = budget.max_draft_tokens(4), 20 * (number % rhythm == 0)
+        if number % rhythm == 0:
+            budget.observe(PROMPTS_STEP, 2.0)
+        count = budget.max_draft_tokens(4)
         gains = [machine._gain(count) for _ in range(4)]
         machine.used[count] += number >= 1000
-        took = machine.time(count, 4) + 0.1 * num_prompt_tokens
-        budget.observe(_step(count, 4, gains, num_prompt_tokens), took * machine.random.uniform(0.9, 1.1))
+        budget.observe(_step(count, gains), machine.time(count, 4) * machine.random.uniform(0.9, 1.1))
     assert machine.used.most_common(1)[0][0] == 0
 
 
@@ -243,7 +244,7 @@ def test_ranks_that_are_told_the_same_choose_the_same() -> None:
         size = 1 + number // 50 % 7
         count = ours.max_draft_tokens(size)
         assert theirs.max_draft_tokens(size) == count
-        step = _step(count, size, [machine._gain(count) for _ in range(size)])
+        step = _step(count, [machine._gain(count) for _ in range(size)])
         seconds = machine.time(count, size) * machine.random.uniform(0.5, 2.0)
         ours.observe(step, seconds)
         theirs.observe(step, seconds)

@@ -85,6 +85,7 @@ class Traffic:
     num_steps: int = 0
     num_computed_tokens: int = 0  # of prompts and outputs, over all steps
     keeps_order: bool = True  # nobody is passed over
+    waits: Request | None = None  # the oldest one, if the last step was without it
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -134,8 +135,11 @@ class Traffic:
         assert sum(item.num_reserved_tokens for item in items) <= scheduler.max_num_batched_tokens
         assert len(scheduler.running) <= scheduler.max_num_seqs
         assert len({item.request.request_id for item in items}) == len(items)
-        assert [item.is_decoding for item in items] == sorted((item.is_decoding for item in items), reverse=True)
-        assert unfinished[0] in [item.request for item in items], "the oldest request moves in every step"
+        assert len({item.is_decoding for item in items}) == 1, "a step decodes, or computes prompts"
+        oldest = unfinished[0]
+        has_moved = oldest in [item.request for item in items]
+        assert has_moved or oldest is not self.waits, "the oldest request moves in every other step"
+        self.waits = None if has_moved else oldest
         assert schedule.preempted == was_running[::-1][: len(schedule.preempted)], "the latest go first"
         for item in items:
             request = item.request
@@ -162,8 +166,8 @@ class Traffic:
             assert not request.block_table or request in self.scheduler.running
 
     def finish(self) -> None:
-        """To the end, within as many steps as there are tokens: the oldest request computes one at least in each."""
-        limit = self.num_steps + sum(
+        """To the end, within two steps for each token: the oldest request computes one at least in every other step."""
+        limit = self.num_steps + 2 * sum(
             request.num_prompt_tokens + request.sampling_params.max_tokens for request in self.requests
         )
         while self.scheduler.has_unfinished:
@@ -267,7 +271,7 @@ def test_the_latest_request_is_preempted_and_is_the_first_to_come_back() -> None
         assert late.status is RequestStatus.WAITING, "it would fit, and it is not its turn"
     assert first.tensors is None
     schedule, committed = traffic.step()
-    again = next(item for item in schedule.scheduled if item.request is third)
+    again = schedule.scheduled[0]
     assert (again.start, again.num_new_tokens, again.yields_token, again.is_decoding) == (0, 13, True, False)
     assert [gain.request for gain in committed] == [third, late], "it goes on where it was, with one token"
     assert len(third.output_token_ids) == 2
@@ -338,11 +342,11 @@ def test_drafts_take_part_in_the_token_budget() -> None:
     assert [item.num_reserved_tokens for item in schedule.scheduled] == [5, 3], "the third has to wait"
 
 
-def test_a_prompt_is_computed_in_chunks_beside_those_that_decode() -> None:
+def test_a_prompt_is_computed_in_chunks_that_take_turns_with_those_that_decode() -> None:
     traffic = Traffic(scheduler=make_scheduler(max_num_batched_tokens=10, num_speculative_tokens=0))
     traffic.add(make_request(3, request_id="short", max_tokens=20), make_request(24, request_id="long", max_tokens=4))
-    parts = [[item.num_new_tokens for item in traffic.step()[0].scheduled] for _ in range(4)]
-    assert parts == [[3, 7], [1, 9], [1, 8], [1, 1]]
+    parts = [[item.num_new_tokens for item in traffic.step()[0].scheduled] for _ in range(7)]
+    assert parts == [[3, 7], [1], [10], [1], [7], [1, 1], [1, 1]]
 
 
 def test_without_chunks_a_prompt_waits_for_a_step_that_takes_it_whole() -> None:
@@ -350,8 +354,8 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_takes_it_whole() -> None:
         scheduler=make_scheduler(max_num_batched_tokens=24, enable_chunked_prefill=False, num_speculative_tokens=0)
     )
     traffic.add(make_request(3, request_id="short", max_tokens=3), make_request(24, request_id="long", max_tokens=4))
-    parts = [[item.num_new_tokens for item in traffic.step()[0].scheduled] for _ in range(4)]
-    assert parts == [[3], [1], [1], [24]]
+    parts = [[item.num_new_tokens for item in traffic.step()[0].scheduled] for _ in range(5)]
+    assert parts == [[3], [1], [24], [1, 1], [1]]
 
 
 # (accepted drafts and the token behind them, max_tokens) -> (kept tokens, accepted, why it ends)

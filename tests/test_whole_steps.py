@@ -661,6 +661,32 @@ def test_who_arrives_meanwhile_is_let_in_at_once(interpreted: Engines, by_defini
         llm.engine.proposer.release(request.request_id)
 
 
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "medusa", "ngram_gpu", "token_recycling"])
+def test_whoever_arrives_takes_nobody_into_parts(build: Build, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step in which a request arrived, or a long prompt went on, ran in parts for all that decoded."""
+    llm = build(method, max_num_batched_tokens=28, max_num_seqs=4)
+    decoding_in_parts, num_in_parts = list[InParts](), 0
+    in_parts = StepLoop._in_parts
+
+    def noted(loop: StepLoop, schedule: Schedule, reason: InParts, started: float) -> list[CommittedTokens]:
+        nonlocal num_in_parts
+        num_in_parts += 1
+        if schedule.decoding:
+            decoding_in_parts.append(reason)
+        return in_parts(loop, schedule, reason, started)
+
+    monkeypatch.setattr(StepLoop, "_in_parts", noted)
+    arrivals = ((0, 3), (4, 60), (5, 4), (12, 80), (14, 2))
+    traffic = Traffic(
+        arrivals=arrivals, params=(replace(GREEDY, max_tokens=40, ignore_eos=True),) * 5, cancelled={}, max_num_seqs=4
+    )
+    found, _, num_whole = play(llm, traffic, whole=True)
+    assert set(decoding_in_parts) <= {InParts.CATCH_UP} and len(decoding_in_parts) <= 1
+    assert num_in_parts >= 6 and num_whole > 12, "prompts of one to three chunks, and those that decode between them"
+    expected, _, _ = play(llm, traffic, whole=False)
+    assert [request.output_token_ids for request in found] == [request.output_token_ids for request in expected]
+
+
 def test_a_run_counts_its_whole_steps_and_notes_why_others_were_none(
     interpreted: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

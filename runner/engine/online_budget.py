@@ -38,8 +38,7 @@ def usual_counts(most: int) -> list[int]:
 @dataclass(frozen=True, kw_only=True)
 class ObservedStep:
     max_draft_tokens: int  # of each request that decodes
-    num_decoding: int  # requests
-    num_prompt_tokens: int  # computed beside them
+    is_decoding: bool  # else it computes prompts
     gains: Sequence[CommittedTokens]  # of those that decode
 
 
@@ -61,11 +60,11 @@ class Load:
     tried: list[float] = field(default_factory=list)  # s, of the trial's steps, but for the first
     spent: float = 0.0  # s, on all of them
     num_steps: int = 0  # of the trial, or since the last one
-    num_interrupted: int = 0  # steps in a row that had prompts beside them, or before them
+    num_interrupted: int = 0  # steps in a row that had prompts before them
     last_seen: int = 0  # step
     gap: float = SHORTEST_GAP
     idle: dict[int, int] = field(default_factory=dict)  # number -> steps since it was tried
-    # Of steps of the number in use: tokens, and what prompts beside them cost beyond their own computation.
+    # Of steps of the number in use: tokens, and what prompts before them cost beyond their own computation.
     tokens: Mean = field(default_factory=lambda: Mean(MEMORY))
     interruption: Mean = field(default_factory=lambda: Mean(MEMORY))
 
@@ -94,7 +93,6 @@ class OnlineBudget:
         """num_speculative_tokens: the most."""
         self.counts = usual_counts(num_speculative_tokens)
         self._tokens = TokensPerStep(num_speculative_tokens)
-        self._prompt_seconds = Mean(NUM_TIMED)  # of a token, in steps that compute prompts alone
         self._loads: dict[int, Load] = {}
         self._last_count, self._num_alike = -1, 0  # of the steps before: their number, and how many in a row had it
         self._is_interrupted = False  # there were prompts in the step before
@@ -111,9 +109,7 @@ class OnlineBudget:
         Args:
             seconds: None: the step did what others of its kind do not, such as capturing a graph.
         """
-        if step.num_decoding == 0:
-            if seconds is not None:
-                self._prompt_seconds.add(seconds / step.num_prompt_tokens)
+        if not step.is_decoding:
             self._is_interrupted = True
             return
         count, load = step.max_draft_tokens, self._load(self._asked)
@@ -124,12 +120,11 @@ class OnlineBudget:
         load.last_seen = self._num_steps
         self._num_alike = self._num_alike + 1 if count == self._last_count else 1
         self._last_count = count
-        is_interrupted = step.num_prompt_tokens > 0 or self._is_interrupted
+        is_interrupted, self._is_interrupted = self._is_interrupted, False
         load.num_interrupted = load.num_interrupted + 1 if is_interrupted else 0
         if seconds is not None and count == load.choice and self._num_alike > SETTLING:
-            # Where hardly a step is without prompts, those with some are what is compared.
+            # Where hardly a step is not interrupted, those that are is what is compared.
             self._time(load, step, seconds, is_usual=not is_interrupted or load.num_interrupted > MOST_STEPS)
-        self._is_interrupted = step.num_prompt_tokens > 0
         self._tokens.observe(count, step.gains)
         load.num_steps += 1
         load.spent += seconds or 0.0
@@ -141,18 +136,15 @@ class OnlineBudget:
             self._end_trial(load)
 
     def _time(self, load: Load, step: ObservedStep, seconds: float, *, is_usual: bool) -> None:
-        own = seconds - step.num_prompt_tokens * self._prompt_seconds.value
-        if own <= 0.0:
-            return
         if load.trying is not None:
             if is_usual:
-                load.tried.append(own)
+                load.tried.append(seconds)
             return
         interruption = 0.0
         if is_usual:
-            load.seconds.append(own)
-        elif load.seconds and self._prompt_seconds.num_values:
-            interruption = max(0.0, own / _typical(load.seconds) - 1.0)
+            load.seconds.append(seconds)
+        elif load.seconds:
+            interruption = max(0.0, seconds / _typical(load.seconds) - 1.0)
         load.tokens.add(sum(len(gain.token_ids) for gain in step.gains))
         load.interruption.add(interruption)
 

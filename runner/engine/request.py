@@ -68,6 +68,11 @@ class Request:
         """Committed tokens: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all that is left to compute is the token that was sampled last."""
+        return self.num_computed_tokens + 1 == self.num_tokens and bool(self.output_token_ids)
+
     def tokens_between(self, start: int, end: int) -> list[int]:
         """Committed tokens at positions start..end-1, without copying the whole sequence."""
         num_prompt = len(self.prompt_token_ids)

@@ -1,8 +1,10 @@
 """Which requests run in a step, with how many tokens each, and what becomes of the result.
 
 Continuous batching with chunked prefill under a token budget (Yu et al., Orca; Agrawal et al., arXiv 2308.16369),
-preemption by recompute, and prompts that begin alike computed once (prefix caching, as in vLLM and SGLang). What a step
-decided is written into requests by `commit` alone. Knows no tensor.
+preemption by recompute, and prompts that begin alike computed once (prefix caching, as in vLLM and SGLang). Steps that
+decode take turns with steps that compute prompts: both have launches of their own in any case, so that one step of both
+would save nothing, and those that decode alone run whole. What a step decided is written into requests by `commit`
+alone. Knows no tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One step. Requests that decode come first, so their drafts are a prefix of the batch."""
+    """One step: all of its requests decode, or none does."""
 
     scheduled: list[ScheduledRequest]
     max_draft_tokens: int = 0  # that the load allowed each of those that decode
@@ -84,6 +86,7 @@ class Scheduler:
         self.prefixes = PrefixCache(block_manager, fills_blocks)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._had_prompts = False  # the last step
         self._free_slots = deque(range(1, max_num_seqs + 1))  # first in, first out, as blocks
 
     @property
@@ -110,16 +113,21 @@ class Scheduler:
         return self.draft_budget.max_draft_tokens(len(self.running), len(self.waiting))
 
     def schedule(self) -> Schedule:
-        """Decode what runs, go on with prompts that are not done, then admit in order of arrival."""
+        """Go on with prompts that are not done, and admit in order of arrival; every other step decode what runs.
+
+        Whoever decodes has its blocks before prompts take any, whichever turn it is.
+        """
         for request in self.running:  # the drafter has followed by now
             self.prefixes.make_known(request)
-        budget = self.max_num_batched_tokens
+        budgets = dict.fromkeys((True, False), self.max_num_batched_tokens)  # of those that decode, and of prompts
         max_draft_tokens = self.max_draft_tokens
         preempted: list[Request] = []
-        scheduled: list[ScheduledRequest] = []
+        decoding: list[ScheduledRequest] = []
+        prompts: list[ScheduledRequest] = []
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted below, by an earlier request's need
+            budget = budgets[request.is_decoding]
             item = self._fit(request, request.num_computed_tokens, budget, max_draft_tokens)
             if item is None:
                 continue  # no budget left; it keeps its blocks and its turn
@@ -133,12 +141,14 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                scheduled.append(item)
-                budget -= item.num_reserved_tokens
-        if self.waiting and not preempted:
-            scheduled += self._admit(budget, max_draft_tokens)
-        scheduled.sort(key=lambda item: not item.is_decoding)
-        return Schedule(scheduled=scheduled, max_draft_tokens=max_draft_tokens, preempted=preempted)
+                (decoding if item.is_decoding else prompts).append(item)
+                budgets[item.is_decoding] -= item.num_reserved_tokens
+        if decoding and self._had_prompts:
+            prompts = []  # they keep what is reserved, and are scheduled anew, as those that decode otherwise
+        elif self.waiting and not preempted:
+            prompts += self._admit(budgets[False], max_draft_tokens)
+        self._had_prompts = bool(prompts)
+        return Schedule(scheduled=prompts or decoding, max_draft_tokens=max_draft_tokens, preempted=preempted)
 
     def commit(self, schedule: Schedule, outcome: StepOutcome) -> list[CommittedTokens]:
         """Write what the step decided into its requests."""
@@ -189,6 +199,11 @@ class Scheduler:
         return max(0, room if params.max_draft_tokens is None else min(room, params.max_draft_tokens))
 
     @property
+    def num_decoding(self) -> int:
+        """Requests that run and wait for nothing but their next token."""
+        return sum(request.is_decoding for request in self.running)
+
+    @property
     def may_admit(self) -> bool:
         """Whether a request that waits has a place and room; the token budget may be against it all the same."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
@@ -196,7 +211,7 @@ class Scheduler:
         return self._has_room(self.waiting[0], self.prefixes.find(self.waiting[0]))
 
     def reserve_ahead(self, num_tokens: int) -> bool:
-        """Blocks for this many tokens behind those committed of every running request.
+        """Blocks for this many tokens behind those committed of every request that decodes.
 
         For steps that draft for all of them alike, and may be launched before the result of the last one is known.
         False: there are too few; what could be had is kept.
@@ -205,6 +220,7 @@ class Scheduler:
         return all(
             self.blocks.grow(request.block_table, min(request.num_tokens + num_tokens, longest))
             for request in self.running
+            if request.is_decoding
         )
 
     def abort(self, request: Request, finish_reason: str = "error") -> None:
@@ -215,7 +231,7 @@ class Scheduler:
         self._finish(request, RequestStatus.FAILED)
 
     def _admit(self, budget: int, max_draft_tokens: int) -> list[ScheduledRequest]:
-        """Take in those that wait as long as there are places, budget and room.
+        """Take in those that wait as long as there are places, budget and room; no prompt is found as a whole.
 
         Those whose prompts go on as one does that is being computed are passed over: they will find it in the cache.
         They keep their places and their room.
@@ -249,19 +265,18 @@ class Scheduler:
     def _fit(self, request: Request, start: int, budget: int, max_draft_tokens: int) -> ScheduledRequest | None:
         """The largest part of a request, from token `start` on, that the token budget allows; None: that is nothing."""
         pending = request.num_tokens - start
-        is_decoding = pending == 1 and bool(request.output_token_ids)
         if budget <= 0 or (pending > budget and not self.enable_chunked_prefill):
             return None
         num_new_tokens = min(pending, budget)
         # Drafts beyond the last token that can be committed would be verified in vain.
-        max_draft_tokens = min(max_draft_tokens, self.draft_room(request), budget - 1) if is_decoding else 0
+        max_draft_tokens = min(max_draft_tokens, self.draft_room(request), budget - 1) if request.is_decoding else 0
         return ScheduledRequest(
             request=request,
             start=start,
             num_new_tokens=num_new_tokens,
             max_draft_tokens=max_draft_tokens,
             yields_token=num_new_tokens == pending,
-            is_decoding=is_decoding,
+            is_decoding=request.is_decoding,
         )
 
     def _has_room(self, request: Request, found: Sequence[int], num_promised_blocks: int = 0) -> bool:

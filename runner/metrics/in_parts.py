@@ -12,7 +12,7 @@ class InParts(StrEnum):
     """The values are keys of `steps_in_parts` in the summary."""
 
     # No note names these: they pass by themselves, or follow from the device and the method that were chosen.
-    PROMPT = "prompt"  # a request arrives, or comes back, and its tokens are computed
+    PROMPT = "prompt"  # no request decodes
     CATCH_UP = "catch_up"  # the drafter takes in what earlier steps committed
     UNCAPTURED = "uncaptured"  # with hardware.enforce_eager, or on a CPU without what whole steps are compiled for
     HOST_DRAFTS = "host_drafts"  # it drafts on the host, for too many requests, or learns from steps there
