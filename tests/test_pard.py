@@ -49,7 +49,7 @@ def test_every_pass_has_the_logits_of_the_text_and_masks_behind_it(
     model = save_draft(tmp_path / "draft", family, pard_token=MASK, spd_type="pard")
     method = {"method": "pard", "model": str(tmp_path / "draft"), "num_speculative_tokens": NUM_TOKENS}
     passes, _ = passes_of_a_run(target, monkeypatch, method)
-    assert len(passes) > 20 and {1, 2, NUM_TOKENS} <= {len(one.drafted) for one in passes}
+    assert len(passes) > 20 and {1, NUM_TOKENS} < {len(one.drafted) for one in passes}
     exact_model = in_float64(model)
     theirs = [logits_behind(model, one.token_ids, len(one.drafted)) for one in passes]
     with KeepFloat64():

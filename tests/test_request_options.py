@@ -257,8 +257,29 @@ def test_values_that_mean_none_for_vllm_mean_it_here() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    params = SamplingParams(n=np.int64(2), temperature=np.float32(0.5), stop_token_ids=(np.int32(3),))
-    assert (params.n, params.stop_token_ids) == (2, (3,))
+    """Narrow ones overflowed far from here, and a kernel wrote behind a tensor that was too small for logprobs."""
+    params = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), stop_token_ids=np.array([3]), allowed_token_ids=[np.uint8(7)],
+        logprobs=np.uint8(200), max_tokens=np.uint8(200), speculative_ratio=np.int16(2),
+    )  # fmt: skip
+    assert (params.n, params.stop_token_ids, params.allowed_token_ids) == (2, (3,), (7,))
+    assert (params.logprobs, params.max_tokens, params.speculative_ratio) == (200, 200, 2)
+    assert {type(value) for value in (params.n, params.logprobs, params.max_tokens, *params.stop_token_ids)} == {int}
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint32, np.uint64])
+def test_a_seed_is_the_same_whatever_holds_it(kind: Any) -> None:
+    """Siblings' seeds were folded in the arithmetic of the given one's type, or not at all."""
+    params = [SamplingParams(n=2, seed=seed, max_tokens=6, ignore_eos=True) for seed in (5, kind(5))]
+    first, second = (engine("none").generate(PROMPT, each)[0] for each in params)
+    assert [each.token_ids for each in first.outputs] == [each.token_ids for each in second.outputs]
+
+
+@pytest.mark.parametrize("name", ["top_k", "max_tokens", "min_tokens"])
+def test_a_count_beyond_all_texts_is_refused_before_anything_runs(name: str) -> None:
+    """It was an OverflowError in the middle of a batch, whose other requests were lost."""
+    with pytest.raises(ValueError, match=rf"{name} must be .*, got {2**63}"):
+        SamplingParams(**{"max_tokens": 2**31 - 1, name: 2**63})
 
 
 def test_speculative_sampling_without_a_method_is_plain_decoding() -> None:

@@ -15,11 +15,13 @@ from typing import Any
 from runner.engine.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**64 - 1
-NO_MAX_TOKENS = 2**31 - 1  # what max_tokens=None becomes: max_model_len ends a text long before
+MAX_COUNT = 2**31 - 1  # more tokens than any text or vocabulary has
+NO_MAX_TOKENS = MAX_COUNT  # what max_tokens=None becomes: max_model_len ends a text long before
 MAX_N = 2**14  # as vLLM's: a slip of the hand must not take the machine's memory
 
 _INTEGERS = ("n", "top_k", "max_tokens", "min_tokens")
-_INTEGERS_OR_NONE = ("seed", "logprobs", "prompt_logprobs")
+_INTEGERS_OR_NONE = ("seed", "logprobs", "prompt_logprobs", "speculative_ratio")
+_OF_RATIO = "a number of tokens, an integer >= 0, or null"
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _LISTS: dict[str, tuple[type, str]] = {
@@ -74,14 +76,18 @@ class SamplingParams:
         if self.seed == -1:  # vLLM's word for none
             object.__setattr__(self, "seed", None)
         self._check_types()
+        for name in (*_INTEGERS, *_INTEGERS_OR_NONE):
+            if getattr(self, name) is not None:  # numpy's numbers count as far as their type, and then begin again
+                object.__setattr__(self, name, int(getattr(self, name)))
         # A lone string, lists and None are taken as people write them for vLLM.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stop_token_ids = () if self.stop_token_ids is None else tuple(map(int, self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
         bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", bad_words)
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", tuple(map(int, self.allowed_token_ids)))
         bias = {int(token): float(value) for token, value in (self.logit_bias or {}).items()}
         object.__setattr__(self, "logit_bias", bias)
         object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
@@ -93,6 +99,7 @@ class SamplingParams:
                 "be 0 (greedy) or in [1e-5, 100]",
             ),
             ("top_k", self.top_k >= -1, "be >= 1, or 0 or -1 for all tokens"),
+            ("top_k", self.top_k <= MAX_COUNT, "be <= 2**31 - 1, or 0 or -1 for all tokens"),
             ("top_p", 0.0 < self.top_p <= 1.0, "be in (0, 1]"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "be in [0, 1]"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "be in [-2, 2]"),
@@ -100,6 +107,7 @@ class SamplingParams:
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "be in (0, 10]"),
             ("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, "be in [0, 2**64 - 1] or null"),
             ("max_tokens", self.max_tokens >= 1, "be >= 1"),
+            ("max_tokens", self.max_tokens <= MAX_COUNT, "be <= 2**31 - 1, or null for no limit but max_model_len"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"be in [0, max_tokens ({self.max_tokens})]"),
             ("stop", all(self.stop), "hold no empty string"),
             ("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "have values in [-100, 100]"),
@@ -111,12 +119,7 @@ class SamplingParams:
                 self.prompt_logprobs is None or self.prompt_logprobs >= -1,
                 "be >= 0, -1 for all tokens, or null",
             ),
-            (
-                "speculative_ratio",
-                self.speculative_ratio is None
-                or (isinstance(self.speculative_ratio, int) and self.speculative_ratio >= 0),
-                "be a number of tokens, an integer >= 0, or null",
-            ),
+            ("speculative_ratio", self.speculative_ratio is None or self.speculative_ratio >= 0, f"be {_OF_RATIO}"),
         )
         for name, holds, rule in rules:
             if not holds:
@@ -133,7 +136,8 @@ class SamplingParams:
             rule = "an integer, or null for no limit but max_model_len" if name == "max_tokens" else "an integer"
             check(name, _is(Integral, getattr(self, name)), rule)
         for name in _INTEGERS_OR_NONE:
-            check(name, getattr(self, name) is None or _is(Integral, getattr(self, name)), "an integer or null")
+            rule = "an integer or null" if name != "speculative_ratio" else _OF_RATIO
+            check(name, getattr(self, name) is None or _is(Integral, getattr(self, name)), rule)
         for name in _NUMBERS:
             check(name, _is(Real, getattr(self, name)), "a number")
         for name in _BOOLS:  # "false" is true
@@ -146,7 +150,7 @@ class SamplingParams:
             is_list = not isinstance(value, str | Mapping) and isinstance(value, Collection)
             check(name, value is None or is_lone or (is_list and all(_is(kind, x) for x in value)), f"a list of {what}")
         is_bias = isinstance(self.logit_bias, Mapping) and all(
-            (_is(Integral, token) or str(token).isdigit()) and _is(Real, bias)  # JSON has no keys but strings
+            (_is(Integral, token) or str(token).isdecimal()) and _is(Real, bias)  # JSON has no keys but strings
             for token, bias in self.logit_bias.items()
         )
         check("logit_bias", self.logit_bias is None or is_bias, "a mapping of token ids to numbers")
