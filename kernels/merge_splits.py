@@ -45,12 +45,12 @@ def visible(position, last_key, WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr):
 @Kernel
 @triton.jit(
     do_not_specialize=["num_splits"],
-    do_not_specialize_on_alignment=["rows_ptr", "sizes_ptr", "positions_ptr", "last_keys_ptr"],
+    do_not_specialize_on_alignment=["totals_ptr", "rows_ptr", "sizes_ptr", "positions_ptr", "last_keys_ptr"],
 )
 def merge_kernel(
     numerators_ptr,  # [num_rows, num_heads, num_splits, VALUE_DIM] float32
     maxima_ptr,  # [num_rows, num_heads, num_splits] float32
-    sums_ptr,  # as maxima_ptr
+    totals_ptr,  # as maxima_ptr
     output_ptr,  # [num_rows, num_heads, VALUE_DIM]
     sinks_ptr,  # [num_heads] or None
     rows_ptr,
@@ -86,7 +86,7 @@ def merge_kernel(
         is_own = (split >= first) & (split <= last)
         entry = row * num_splits + split
         maxima = tl.load(maxima_ptr + entry, mask=is_own, other=float("-inf"))
-        sums = tl.load(sums_ptr + entry, mask=is_own, other=0.0)
+        sums = tl.load(totals_ptr + entry, mask=is_own, other=0.0)
         numerators = tl.load(
             numerators_ptr + entry[:, None] * VALUE_DIM + columns[None, :],
             mask=is_own[:, None] & is_column[None, :],

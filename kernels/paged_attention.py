@@ -61,6 +61,7 @@ def slots_of(
 @triton.jit(
     do_not_specialize=["table_stride", "branch_stride", "num_splits", "num_shared_tiles", "segments_per_table"],
     do_not_specialize_on_alignment=[
+        "totals_ptr",
         "segments_ptr",
         "rows_ptr",
         "sizes_ptr",
@@ -77,7 +78,7 @@ def attend_kernel(
     kv_ptr,  # [num_slots, NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)]
     output_ptr,  # whole: [num_rows, num_heads, VALUE_DIM]; split: [num_rows, num_heads, num_splits, VALUE_DIM] float32
     maxima_ptr,  # split: [num_rows, num_heads, num_splits] float32; whole: None
-    sums_ptr,  # as maxima_ptr
+    totals_ptr,  # as maxima_ptr
     sinks_ptr,  # whole: [num_heads] or None
     segments_ptr,  # [num_tiles], and so on: PagedSegments
     rows_ptr,
@@ -196,7 +197,7 @@ def attend_kernel(
     if SPLIT_KEYS > 0:
         result_row = result_row * num_splits + split
         tl.store(maxima_ptr + result_row, maximum, mask=is_row)
-        tl.store(sums_ptr + result_row, total, mask=is_row)
+        tl.store(totals_ptr + result_row, total, mask=is_row)
     else:
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E

@@ -70,7 +70,7 @@ def judge(
 @Kernel
 @triton.jit(
     do_not_specialize=["width", "num_splits"],
-    do_not_specialize_on_alignment=["num_drafts_ptr", "positions_ptr", "cuts_ptr", "masses_ptr"],
+    do_not_specialize_on_alignment=["num_drafts_ptr", "cu_ptr", "positions_ptr", "cuts_ptr", "masses_ptr"],
 )
 def verify_probabilistic_kernel(
     token_ids_ptr,  # [num_requests, width] int64

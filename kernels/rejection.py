@@ -54,7 +54,7 @@ def store_tokens(token_ids_ptr, request, width, drafts, num_accepted, last_token
 
 
 @Kernel
-@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["num_drafts_ptr", "positions_ptr"])
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["num_drafts_ptr", "cu_ptr", "positions_ptr"])
 def verify_sampled_kernel(
     token_ids_ptr,  # [num_requests, width] int64
     num_accepted_ptr,  # [num_requests] int64

@@ -570,7 +570,7 @@ TABLE = [
             (
                 "*bf16 *bf16 *bf16",
                 "*i32 *i32 *i32 *i32",
-                {"SPLIT_KEYS": 0, "maxima_ptr": None, "sums_ptr": None, **NOTHING_SHARED},
+                {"SPLIT_KEYS": 0, "maxima_ptr": None, "totals_ptr": None, **NOTHING_SHARED},
             ),
         )
     ),
@@ -591,7 +591,7 @@ TABLE = [
         )
         for pointers, constants in (
             ("*bf16 *bf16 *fp32 *fp32 *fp32", {"SPLIT_KEYS": 512}),
-            ("*bf16 *bf16 *bf16", {"SPLIT_KEYS": 0, "maxima_ptr": None, "sums_ptr": None}),
+            ("*bf16 *bf16 *bf16", {"SPLIT_KEYS": 0, "maxima_ptr": None, "totals_ptr": None}),
         )
     ),
     *(
@@ -630,7 +630,7 @@ TABLE = [
         )
         for pointers, constants in (
             ("*bf16 *bf16 *fp32 *fp32 *fp32", {"SPLIT_KEYS": 512, "sinks_ptr": None}),
-            ("*bf16 *bf16 *bf16 *fp32", {"SPLIT_KEYS": 0, "maxima_ptr": None, "sums_ptr": None}),
+            ("*bf16 *bf16 *bf16 *fp32", {"SPLIT_KEYS": 0, "maxima_ptr": None, "totals_ptr": None}),
         )
     ),
     Kernel(

@@ -109,7 +109,7 @@ def test_products_are_computed_while_later_steps_are_on_their_way(compiled: dict
 # One of a row, request or tile: views of an upload or of another such tensor, that begin where what lies before ends.
 ANYWHERE = {
     *("positions_ptr", "slots_ptr", "cuts_ptr", "masses_ptr", "num_drafts_ptr", "num_draft_tokens_ptr"),
-    "own_ids_ptr",
+    *("own_ids_ptr", "totals_ptr", "cu_ptr"),
     *("segments_ptr", "sizes_ptr", "last_keys_ptr", "tables_ptr", "branch_starts_ptr", "branch_slots_ptr"),
 }
 

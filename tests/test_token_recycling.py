@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from proposers.captured.recycled import CapturedRecycling
 from proposers.lookup.candidate_table import CandidateTable
 from proposers.token_recycling import TokenRecyclingProposer
+from runner.engine.device_requests import DeviceRequests
+from runner.engine.request import Request
+from runner.engine.sampling_flags import SamplingFlags
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.step_operations import fit_drafts
 from tests.conftest import Engines, complete
 
 CPU = torch.device("cpu")
@@ -110,3 +115,34 @@ def test_earlier_requests_teach_later_ones(engines: Engines) -> None:
     llm.engine.proposer.restart()
     steps = [len(complete(llm, PROMPTS[:1], PARAMS[:1])[1].step_points) for _ in range(2)]
     assert steps[1] < steps[0]
+
+
+@pytest.mark.parametrize("has_left", [True, False], ids=["who has left", "who was there in an earlier batch"])
+def test_whole_steps_learn_nothing_of_a_place_without_a_request(has_left: bool) -> None:
+    """Its drafts fitted, and what was computed of them, without any context, took the place of what was known."""
+    table = CandidateTable(vocab_size=VOCAB_SIZE, device=CPU)
+    requests = [
+        Request(request_id=str(last), prompt_token_ids=[1] * 8, sampling_params=PARAMS[0], seed=0, block_table=[1, 2])
+        for last in (10, 20)
+    ]
+    for request in requests:
+        request.output_token_ids = [2, int(request.request_id)]
+    flags = SamplingFlags.of(requests, ())
+    on_device = DeviceRequests(
+        capacity=2, max_model_len=32, block_size=16, vocab_size=VOCAB_SIZE, eos_token_ids=(), device=CPU
+    )
+    drafter = CapturedRecycling(2, table=table, tree_depth=None, capacity=2)
+    on_device.load(requests, flags)
+    on_device.fill_rows(3)
+    drafter.start(requests)
+    if has_left:
+        on_device.remove([1])
+    else:
+        on_device.load(requests[:1], flags)
+        drafter.start(requests[:1])
+    batch = on_device.batch(2, flags, 32, 3)
+    guesses = torch.tensor([[11, 12], [21, 22]])
+    drafts, _ = fit_drafts(guesses, batch.last_token_ids[:, 1], batch.lengths, batch.step_limits)
+    drafter.learn_logits(batch, drafts, torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(2)))
+    known = [token for token in range(VOCAB_SIZE) if table.log_probs[token, 0] > -math.inf]
+    assert known == [10, 11, 12]

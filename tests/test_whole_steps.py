@@ -545,22 +545,16 @@ def test_who_wants_no_drafts_takes_nobody_into_parts_and_by_itself_runs_no_draft
     assert kinds[-1] is NoDrafts and (method == "none" or kinds[0] is not NoDrafts)
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("none", "ngram_gpu")])
-def test_no_row_stands_behind_what_its_launch_has_room_for(
-    interpreted: Engines, by_definition: None, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows behind the last mask did: merging their splits read memory of nobody, wherever a text crossed a bucket."""
+@pytest.fixture
+def room(interpreted: Engines, by_definition: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LLM]:
+    """Engines by method, every launch of which must have room for the keys that its rows see, and has no more."""
     monkeypatch.setattr(PagedShape, "context_bucket", lambda shape, context: context)
-    llm = hashing(interpreted, method)
-    decode = cast(PagedShape, llm.engine.target.shapes["decode"])
-    llm.engine.target.shapes["decode"] = replace(decode, split_keys=None)
-    room = list[int]()
     launch, tree_launch = DeviceBatch.launch, DeviceBatch.tree_launch
 
     def check(batch: ForwardBatch) -> ForwardBatch:
         segments = cast(PagedAttention, batch.attention).segments
         last = torch.minimum(segments.tile_positions + segments.tile_sizes - 1, segments.last_keys)
-        room.append(segments.max_context - 1 - int(last.max()))
+        assert int(last.max()) < segments.max_context
         return batch
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -569,8 +563,31 @@ def test_no_row_stands_behind_what_its_launch_has_room_for(
 
     monkeypatch.setattr(DeviceBatch, "launch", checked)
     monkeypatch.setattr(DeviceBatch, "tree_launch", lambda *args, **kwargs: check(tree_launch(*args, **kwargs)))
-    complete(llm, [{"prompt_token_ids": [5, 6]}], [replace(GREEDY, max_tokens=60)])
-    assert min(room) >= 0
+
+    def build(method: str) -> LLM:
+        llm = hashing(interpreted, method)
+        decode = cast(PagedShape, llm.engine.target.shapes["decode"])
+        llm.engine.target.shapes["decode"] = replace(decode, split_keys=None)
+        return llm
+
+    return build
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("none", "ngram_gpu")])
+def test_no_row_stands_behind_what_its_launch_has_room_for(room: Callable[[str], LLM], method: str) -> None:
+    """Rows behind the last mask did: merging their splits read memory of nobody, wherever a text crossed a bucket."""
+    complete(room(method), [{"prompt_token_ids": [5, 6]}], [replace(GREEDY, max_tokens=60)])
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "p_eagle", "pard", "dflash", "eagle_dynamic"])
+def test_who_has_ended_has_no_rows_where_only_shorter_texts_have_room(room: Callable[[str], LLM], method: str) -> None:
+    """A drafter still had the rows of its last step to compute, at the end of a context that nobody else had."""
+    lengths = (12, 40, 40, 40)
+    params = tuple(replace(GREEDY, ignore_eos=True, max_tokens=length) for length in lengths)
+    arrivals = ((0, 100), (0, 3), (0, 4), (0, 5))
+    traffic = Traffic(arrivals=arrivals, params=params, cancelled={}, max_num_seqs=4)
+    found, _, num_whole = play(room(method), traffic, whole=True)
+    assert tuple(len(request.output_token_ids) for request in found) == lengths and num_whole > 10
 
 
 def test_a_draft_keeps_what_prompt_kernels_stored_of_a_prompt(

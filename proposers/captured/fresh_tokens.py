@@ -51,12 +51,14 @@ class FreshTokens:
         self._first_positions[: batch.count].copy_(batch.lengths)
 
     def first_positions(self, batch: DeviceBatch) -> Tensor:
-        """[count] int64: of each request's first fresh token; 0 for absent requests."""
-        return self._first_positions[: batch.count]
+        """[count] int64: of each request's first fresh token; 0 for absent requests, also for who was there just now:
+        a launch has room for the contexts of those that stay.
+        """
+        return torch.minimum(self._first_positions[: batch.count], batch.lengths)
 
     def counts(self, batch: DeviceBatch) -> Tensor:
         """[count] int64: fresh tokens of each request; 1 for absent requests."""
-        return (batch.lengths - self.first_positions(batch)).clamp(min=1)
+        return (batch.lengths - self._first_positions[: batch.count]).clamp(min=1)
 
     def rows(self, batch: DeviceBatch) -> Tensor:
         """[count, most + num_masks] int64: the fresh tokens; what stands behind them is undefined."""

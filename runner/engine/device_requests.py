@@ -81,7 +81,7 @@ class DeviceBatch:
     count: int  # requests, absent ones included
     num_rows: int  # of each request in a verification
     lengths: Tensor  # [count] int64: committed tokens; 0: absent
-    limits: Tensor  # [count] int64: committed tokens that a request may come to
+    limits: Tensor  # [count] int64: committed tokens that a request may come to; 0: it is absent
     caps: Tensor | None  # [count] int64: tokens that a step may bring a request; None: nobody asks for fewer
     num_prompt_tokens: Tensor  # [count] int64
     last_token_ids: Tensor  # [count, 2] int64: the last two committed tokens
@@ -210,6 +210,7 @@ class DeviceRequests:
             self.processors.load(requests, sampling_flags.processors)
         params = [request.sampling_params for request in requests]
         self.lengths.zero_()
+        self.limits.zero_()
         self.state_slots.zero_()
         self.block_tables.zero_()
         self._num_blocks = [0] * len(requests)
@@ -260,6 +261,7 @@ class DeviceRequests:
         """Mark requests as absent, by their places in `load`; their blocks may belong to others now."""
         index = to_device(places, torch.int64, self.device)
         self.lengths.index_fill_(0, index, 0)
+        self.limits.index_fill_(0, index, 0)
         self.state_slots.index_fill_(0, index, 0)
         self.block_tables.index_fill_(0, index, 0)  # a drafter may have rows of theirs left to compute
 
