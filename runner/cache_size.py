@@ -182,9 +182,9 @@ def _gpu_budget(
     release_unused()
     free, total = torch.cuda.mem_get_info(target.device)
     reserved = max(prompts, verified)
-    if target.graphs is not None:  # captured steps have memory of their own
+    if target.graphs is not None:  # what is captured, prompts too, has memory of its own
         num_stores = 1 + (proposer.cache_bytes_per_block > 0)  # of the target's passes, and a drafter's own
-        reserved += verified + num_stores * MAX_OUTPUT_BYTES
+        reserved += reserved + num_stores * MAX_OUTPUT_BYTES
     return int(total * (hardware.gpu_memory_utilization - SPARE_SHARE)) - (total - free) - reserved
 
 

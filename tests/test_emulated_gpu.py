@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -118,6 +119,31 @@ def test_captured_steps_say_what_the_cpu_says(name: str, engines: Engines, emula
     assert emulated_gpu.graph_sizes and emulated_gpu.num_replays > 0
 
 
+@pytest.mark.parametrize("name", ["none", "draft_model", "eagle3"])
+def test_prompts_of_one_size_are_replayed_and_told_apart(
+    name: str, engines: Engines, emulated_gpu: EmulatedDevice
+) -> None:
+    """Of 11 to 16 tokens, alone and two together, each the first, the second and the third of its kind."""
+    method, _ = CASES[name]
+    params = [replace(GREEDY, max_tokens=2, prompt_logprobs=0)]
+    llm = Engines()(method, **GPU, enable_prefix_caching=False)
+    asked = [
+        [{"prompt_token_ids": [(5 * turn + 3 * place + length) % 60 + 3 for place in range(length)]} for length in own]
+        for turn, own in enumerate(([16], [11], [13], [7, 9], [12]))
+    ]
+    found = [complete(llm, prompts, params * len(prompts))[0] for prompts in asked]
+    assert llm.engine.target.graphs is not None and any(
+        "prefill" in str(key) for key in llm.engine.target.graphs._graphs
+    )
+    eager = Engines()(method, **GPU, enable_prefix_caching=False, enforce_eager=True)
+    num_replays = emulated_gpu.num_replays
+    expected = [complete(eager, prompts, params * len(prompts))[0] for prompts in asked]
+    assert emulated_gpu.num_replays == num_replays
+    for own, other in zip(chain.from_iterable(found), chain.from_iterable(expected), strict=True):
+        assert own.output_token_ids == other.output_token_ids
+        assert [told.logprob for told in own.prompt_logprobs] == [told.logprob for told in other.prompt_logprobs]
+
+
 TREE = {"method": "eagle", "num_speculative_tokens": 3, "speculative_token_tree": STATIC}
 ASKED = {
     "logprobs": (TREE, replace(DRAWN, logprobs=2, prompt_logprobs=1)),
@@ -214,6 +240,7 @@ def test_a_step_reads_back_once(emulated_gpu: EmulatedDevice) -> None:
     """Captured decoding waits for the device where the step's tokens are read, and nowhere else."""
     llm = Engines()(DRAFT_MODEL, **GPU)
     expected = texts(llm, [GREEDY, DRAWN])
+    texts(llm, [GREEDY, DRAWN])  # now prompts are captured too
     with pytest.MonkeyPatch.context() as patch:
         for reader in (VerifyOutput, Download):
             patch.setattr(reader, "read", allowed(reader.read))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.linear_plan import plan_linear
 from kernels.reference.tree_rows import NO_BRANCH
-from runner.engine.bucket import bucket
+from runner.engine.bucket import OF_GENERATED_TOKENS, OF_PROMPTS, Buckets, bucket, rows_of_prompts
 from runner.engine.forward_batch import PackedLaunch
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Segment
@@ -18,7 +20,8 @@ from runner.engine.segment import Segment
 pytest.importorskip("triton")
 
 EAGER = PagedShape(rows_per_tile=4, split_keys=64, max_context=200)
-BUCKETED = PagedShape(rows_per_tile=4, split_keys=64, max_context=200, is_bucketed=True)
+OF_SHORT_PROMPTS = replace(OF_PROMPTS, most_rows=128, least_context=100)
+BUCKETED = PagedShape(rows_per_tile=4, split_keys=64, max_context=200, buckets=OF_GENERATED_TOKENS)
 
 
 def segment(start: int, num_tokens: int, first_block: int = 1) -> Segment:
@@ -61,10 +64,19 @@ def test_a_branch_leads_to_the_slots_of_its_own_path() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 180), st.integers(1, 18)), min_size=1, max_size=12))
-def test_a_bucket_holds_what_eager_tiles_hold_and_tiles_without_rows(shape: list[tuple[int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 180), st.integers(1, 18)), min_size=1, max_size=12),
+    st.sampled_from([OF_GENERATED_TOKENS, OF_SHORT_PROMPTS]),
+)
+def test_a_bucket_holds_what_eager_tiles_hold_and_tiles_without_rows(
+    shape: list[tuple[int, int]], buckets: Buckets
+) -> None:
     segments = [segment(start, count, first_block=20 * index + 1) for index, (start, count) in enumerate(shape)]
-    eager, padded = attention(packed(segments, EAGER)), attention(packed(segments, BUCKETED))
+    launch = packed(segments, replace(BUCKETED, buckets=buckets))
+    eager, padded = attention(packed(segments, EAGER)), attention(launch)
+    if sum(count for _, count in shape) > buckets.most_rows:
+        assert launch.key is None and padded == eager
+        return
     count = len(eager["tile_rows"])
     for name in ("tile_segments", "tile_rows", "tile_sizes", "tile_positions", "last_keys"):
         assert padded[name][:count] == eager[name], name
@@ -83,6 +95,29 @@ def test_launches_of_one_key_differ_in_numbers_alone() -> None:
     assert one.key == other.key and len(one.numbers) == len(other.numbers)
     assert one.key != packed([segment(64, 5), segment(1, 5)], BUCKETED).key, "the context has left its bucket"
     assert packed([segment(40, 5)], EAGER).key is None
+
+
+def test_prompts_of_one_size_share_a_layout_whoever_comes_together() -> None:
+    shape = PagedShape(rows_per_tile=16, split_keys=None, max_context=2048, buckets=OF_PROMPTS)
+    keys = {
+        packed([segment(0, count, 1 + 13 * index) for index, count in enumerate(counts)], shape).key
+        for counts in ([129], [200], [180, 30], [64] * 4, [20] * 8)
+    }
+    assert len(keys) == 1
+    assert packed([segment(0, 120)], shape).key not in keys
+    alone, together = (
+        packed([segment(0, 8, 1 + 13 * index) for index in range(count)], shape, has_states=True) for count in (1, 2)
+    )
+    assert alone.key != together.key or len(alone.numbers) == len(together.numbers), "states are listed by request"
+
+
+def test_a_prompts_rows_are_padded_to_tokens_of_a_products_tiles() -> None:
+    sizes = {number: rows_of_prompts(number) for number in range(1, OF_PROMPTS.most_rows + 1)}
+    assert all(size >= number and rows_of_prompts(size) == size for number, size in sizes.items())
+    assert sorted(set(sizes.values())) == [16, 32, 64, *range(128, 1025, 128)]
+    for number, size in sizes.items():
+        plans = [plan_linear(rows, 4096, 4096, element_size=2, gated=False) for rows in (max(number, 9), size)]
+        assert plans[0] == plans[1], f"{number} rows take as many tiles as {size}"
 
 
 def test_buckets_are_at_most_a_quarter_too_large() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
 
 def bucket(number: int) -> int:
     """The next size up, at most a quarter above: 0 to 8, then four sizes to each doubling."""
@@ -9,3 +13,29 @@ def bucket(number: int) -> int:
         return number
     step = 1 << (number - 1).bit_length() - 3
     return -(-number // step) * step
+
+
+def rows_of_prompts(num_rows: int) -> int:
+    """The next size up: powers of two from 16 to 128, then multiples of it.
+
+    These are the tokens of a product's tiles (kernels/linear_plan.py), so that padding costs hardly any time.
+    """
+    if num_rows <= 128:
+        return max(16, 1 << (num_rows - 1).bit_length())
+    return -(-num_rows // 128) * 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """How launches over segments of requests are padded."""
+
+    rows: Callable[[int], int] = bucket
+    most_rows: int = sys.maxsize  # a launch of more is not padded
+    least_segments: int = 1
+    least_context: int = 1  # keys
+
+
+OF_GENERATED_TOKENS = Buckets()
+# A prompt of more rows is computed for longer than it is launched, kernel by kernel. Empty segments cost next to
+# nothing, nor do longer tables, while prompts that came together as never before would each be a graph of their own.
+OF_PROMPTS = Buckets(rows=rows_of_prompts, most_rows=1024, least_segments=8, least_context=1024)

@@ -122,7 +122,7 @@ class PackedLaunch:
         planned = shape.plan(family, segments, positions, num_rows=num_rows, block_size=block_size, is_causal=is_causal)
         recurrent = _recurrent_lists(segments, num_rows) if has_states else []
         lists = [[*token_ids, *padding], positions + padding, slots + padding, *recurrent, *planned.lists]
-        sizes = [len(part) for part in lists]
+        sizes, numbers = [len(part) for part in lists], list(chain.from_iterable(lists))
 
         def unpack(numbers: torch.Tensor) -> ForwardBatch:
             ids, positions_, slots_, *others = numbers.split_with_sizes(sizes)
@@ -138,10 +138,10 @@ class PackedLaunch:
             )
 
         return cls(
-            numbers=list(chain.from_iterable(lists)),
+            numbers=numbers,
             unpack=unpack,
             num_rows=num_rows,
-            key=None if planned.key is None else (family, is_causal, num_rows, planned.key),
+            key=None if planned.key is None else (family, is_causal, num_rows, len(numbers), planned.key),
         )
 
 

@@ -17,6 +17,7 @@ from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.asked_products import AskedProduct, asked_products
 from runner.engine.attention import Attention
 from runner.engine.backend import is_compiled, runs_kernels
+from runner.engine.bucket import OF_GENERATED_TOKENS, OF_PROMPTS, Buckets
 from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
 from runner.engine.layers import DecoderLayer
@@ -29,6 +30,7 @@ from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, SMALL
 from runner.engine.upload import to_device
 
 Shapes = dict[Family, LaunchShape]
+BUCKETS: dict[Family, Buckets] = {"decode": OF_GENERATED_TOKENS, "prefill": OF_PROMPTS}  # of launches on a GPU
 
 
 def decoder_shapes(
@@ -45,7 +47,7 @@ def decoder_shapes(
                 rows_per_tile=rows_per_tile(attention.num_heads, attention.num_kv_heads),
                 split_keys=split_keys,
                 max_context=max_model_len,
-                is_bucketed=is_bucketed and family == "decode",
+                buckets=BUCKETS[family] if is_bucketed else None,
                 linear=1 if batch_invariant else None,
             )
         return shapes
@@ -91,7 +93,7 @@ def cpu_shapes(
                 split_keys=None,
                 max_context=max_model_len,
                 linear=shapes[family].linear,
-                is_bucketed=is_bucketed and family == "decode",
+                buckets=OF_GENERATED_TOKENS if is_bucketed and family == "decode" else None,
             )
     return shapes
 
@@ -132,7 +134,7 @@ def row_invariant_shapes(
         compile_ahead(ask)
         return shapes if shard.all(ask()) else None
     decode = shapes["decode"]
-    is_bucketed = isinstance(decode, PagedShape) and decode.is_bucketed
+    is_bucketed = isinstance(decode, PagedShape) and decode.buckets is not None
     attention = _attention(layers)
     candidates = (_decoder_shapes_on_cpu(attention, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
     return next(

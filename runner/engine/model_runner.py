@@ -170,7 +170,8 @@ class ModelRunner(PagedRunner):
             # A slot without a draft computes some token, whose result nobody keeps.
             numbers.index_copy_(0, uploaded[size:], draft_token_ids.clamp(min=0))
         captures = self.graphs is not None and packed.key is not None
-        with_logits = captures and len(launch.logits_rows) == num_tokens
+        # Of prompts they would be lost: the launch behind may be a replay, which writes where this one did.
+        with_logits = captures and launch.family == "decode" and len(launch.logits_rows) == num_tokens
 
         def compute(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
             batch = packed.unpack(numbers)

@@ -58,7 +58,7 @@ class PagedRunner:
     ) -> None:
         """
         Args:
-            captures_graphs: passes over generated tokens become graphs; else each kernel is launched alone.
+            captures_graphs: passes become graphs, but for long prompts; else each kernel is launched alone.
             products: weights that must be fit to be packed, as attention's must, or none is.
             is_recurrent: some layers have states that a launch moves on.
         """

@@ -1,6 +1,6 @@
 """A launch's rows as tiles over block tables: how the kernels compute them, with equal bits in any company.
 
-Where launches are bucketed every list has a fixed length for its bucket, so that launches of one bucket share a layout,
+Where launches are padded every list has a fixed length for its bucket, so that launches of one bucket share a layout,
 and a captured graph serves them all: tiles and segments are padded with empty ones, tables with the null block.
 """
 
@@ -16,7 +16,7 @@ import torch
 from kernels.paged_segments import PagedSegments
 from kernels.reference.tree_rows import NO_BRANCH, TreeRows
 from runner.engine.backend import runs_kernels
-from runner.engine.bucket import bucket
+from runner.engine.bucket import Buckets, bucket
 from runner.engine.forward_batch import PlannedAttention
 from runner.engine.segment import Family, Segment
 
@@ -39,7 +39,7 @@ class PagedShape:
     rows_per_tile: int  # launch rows that share an attention tile
     split_keys: int | None  # keys of one split, at absolute positions; None = one program goes over all keys
     max_context: int  # positions there can be
-    is_bucketed: bool = False  # launches are padded to few sizes, so that few graphs serve them all
+    buckets: Buckets | None = None  # launches are padded, so that few graphs serve them all
     linear: int | None = 1  # rows of one product; 1: it gives a row the same bits whatever its number of rows
 
     @property
@@ -68,8 +68,8 @@ class PagedShape:
         return PagedAttention(segments=segments, split_keys=self.split_keys)
 
     def padded_rows(self, num_rows: int) -> int:
-        if self.is_bucketed:
-            return bucket(num_rows)
+        if self.buckets is not None and num_rows <= self.buckets.most_rows:
+            return self.buckets.rows(num_rows)
         tile = self.linear or 1
         return -(-num_rows // tile) * tile
 
@@ -108,12 +108,13 @@ class PagedShape:
         tile_size = max(tile[2] for tile in tiles)
         num_tiles, num_segments = len(tiles), len(segments)
         width, branch_width = max(map(len, tables)), max(len(slots) for _, slots in branches)
-        if self.is_bucketed:
+        is_padded = self.buckets is not None and num_rows <= self.buckets.most_rows
+        if self.buckets is not None and is_padded:
             # A segment has rows of its own, so rows bound segments, and segments and rows bound tiles.
-            num_segments = bucket(num_segments)
+            num_segments = max(bucket(num_segments), self.buckets.least_segments)
             num_tiles = num_segments + num_rows // self.rows_per_tile
             tile_size = min(bucket(tile_size), self.rows_per_tile)
-            context = self.context_bucket(context)
+            context = self.context_bucket(max(context, min(self.buckets.least_context, self.max_context)))
             width, branch_width = -(-context // block_size), bucket(branch_width)
         columns = [list(column) for column in zip(*tiles, strict=True)]
         lists = [
@@ -150,7 +151,7 @@ class PagedShape:
             )
 
         key: Hashable = (num_tiles, tile_size, num_segments, width, branch_width, context)
-        return PlannedAttention(lists=lists, assemble=assemble, key=key if self.is_bucketed else None)
+        return PlannedAttention(lists=lists, assemble=assemble, key=key if is_padded else None)
 
 
 def _padded(values: Sequence[int], length: int, filler: int = 0) -> list[int]:
