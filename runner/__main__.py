@@ -1,6 +1,7 @@
 """The command line: `python -m runner [group=option] [key=value] [-m]`. Compose, validate, run, log.
 
-An error the user can mend is one screen on stderr and status 2; a bug keeps its traceback.
+An error the user can mend is one screen on stderr and status 2; a bug keeps its traceback. A sweep goes on
+behind either, and ends by naming the points that failed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ with ends_without_a_word():
     from runner.cli.method_options import add_method_options
     from runner.cli.screen import USER_ERROR_STATUS, show_error, show_interrupt
     from runner.cli.speculative_config import quote_json
+    from runner.cli.sweep import FailedPointsError
     from runner.earlier_points import EarlierPoints
     from runner.endings import BROKEN_PIPE_STATUS, postponed_interrupts, reader_may_leave
     from runner.engine.errors import UserError
 
 _points = EarlierPoints()  # of the sweep that runs
-_shown: list[UserError] = []  # in a multirun a failing job shows its screen when it fails
+_shown: list[Exception] = []  # in a multirun a failing job shows its screen, or its traceback, when it fails
 
 
 @hydra.main(version_base=HYDRA_VERSION_BASE, config_path="pkg://conf", config_name="config")
@@ -48,9 +50,19 @@ def app(cfg: DictConfig) -> None:
         status = show_error(error)
         if job.mode is RunMode.RUN:
             raise SystemExit(status) from None
-        _shown.append(error)
-        traceback.clear_frames(error.__traceback__)  # they hold the engine, whose memory the next point needs
+        _leave(error)
         raise  # the sweep goes on with its other points and fails at its end
+    except Exception as error:
+        if job.mode is RunMode.MULTIRUN:
+            traceback.print_exc()
+            _leave(error)
+        raise
+
+
+def _leave(error: Exception) -> None:
+    """The point of a sweep that it ended, and that has been shown."""
+    _shown.append(error)
+    traceback.clear_frames(error.__traceback__)  # they hold the engine, whose memory the next point needs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,6 +78,9 @@ def _main(argv: list[str] | None) -> int:
     try:
         with checked(parse_args(argv), argv) as sys.argv[1:]:
             app()
+    except FailedPointsError as error:
+        show_error(UserError(str(error)))
+        return error.status
     except UserError as error:
         return USER_ERROR_STATUS if error in _shown else show_error(error)
     except CompactHydraException as error:

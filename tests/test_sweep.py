@@ -196,7 +196,42 @@ def test_a_point_that_fails_leaves_the_others_running_and_fails_the_sweep(cli: C
     assert points(ending) == [("ngram", 4), ("none", 4)]
     assert ending.status == 2
     assert ending.err.count("error: model.model must fit the device's memory") == 1
-    assert "Traceback" not in ending.err
+    assert "Traceback" not in ending.err and "Error executing job" not in ending.err
+    last = ["error: 1 of 2 points failed", "", "  method=ngram", "      model.model must fit the device's memory"]
+    assert ending.err.splitlines()[-4:] == last
+
+
+@pytest.mark.parametrize("batches", [[], ["hydra.sweeper.max_batch_size=1"]])
+def test_every_point_that_fails_is_shown_and_a_bug_decides_the_status(cli: CommandLine, batches: list[str]) -> None:
+    """Hydra raised the first failure alone: a bug behind a user's error was shown nowhere, and its status lost.
+
+    In batches the points behind the one with a failure were not even run.
+    """
+
+    def fail(config: SpeculativeConfig) -> None:
+        if config.seed == 0:
+            raise UserError("model.model must fit the device's memory")
+        if config.seed < 3:
+            raise ZeroDivisionError(f"a bug at {config.seed}")
+
+    cli.on_job = fail
+    ending = cli("-m", "seed=0,1,2,3", "method=ngram", "tracking=none", *batches)
+    assert [config.seed for config, _ in ending.jobs] == [0, 1, 2, 3]
+    assert ending.status == 1
+    assert ending.err.count("Traceback") == 2 and "Error executing job" not in ending.err
+    assert ending.err.index("Traceback") < ending.err.index("a bug at 1") < ending.err.index("a bug at 2")
+    assert ending.err.splitlines()[-10:] == [
+        "error: 3 of 4 points failed",
+        "",
+        "  seed=0",
+        "      model.model must fit the device's memory",
+        "",
+        "  seed=1",
+        "      ZeroDivisionError: a bug at 1",
+        "",
+        "  seed=2",
+        "      ZeroDivisionError: a bug at 2",
+    ]
 
 
 def test_an_mlflow_sweep_runs_inside_one_parent_run(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from runner.config.problem import NO_VALUE, ConfigError, Problem
 from runner.engine.errors import UserError
 
 USER_ERROR_STATUS = 2
+BUG_STATUS = 1  # Python's own, behind a traceback
 
 
 def error_lines(error: UserError) -> list[str]:

@@ -6,19 +6,21 @@ ignored keys are out (method=none at several draft lengths) are run once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import format_exception_only
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
 from runner.cli.compose import Composer, written_value
-from runner.cli.screen import problem_lines
+from runner.cli.screen import BUG_STATUS, USER_ERROR_STATUS, problem_lines
 from runner.config.problem import ConfigError, Problem
 from runner.config.root import SpeculativeConfig
 from runner.config.workload import JsonlWorkload
@@ -58,6 +60,22 @@ class SweepError(UserError):
             more = f"   (and {len(points_with) - 1} more)" if len(points_with) > 1 else ""
             lines += ["", f"  {' '.join(points_with[0]) or 'the defaults'}{more}", *(f"  {line}" for line in problems)]
         return "\n".join(lines)
+
+
+class FailedPointsError(Exception):
+    """Some points of a sweep failed when they ran; the others ran all the same."""
+
+    def __init__(self, sweep: Sweep, failed: Sequence[JobReturn]) -> None:
+        errors = [job._return_value for job in failed]  # the property raises it
+        self.status = USER_ERROR_STATUS if all(isinstance(error, UserError) for error in errors) else BUG_STATUS
+        lines = [f"{len(failed)} of {len(sweep.points)} points failed"]
+        for job, error in zip(failed, errors, strict=True):
+            overrides = list(job.overrides or ())
+            swept = [text for text in overrides if text.lstrip("+").partition("=")[0] in sweep.swept]
+            reason = str(error) if isinstance(error, UserError) else "".join(format_exception_only(error)).strip()
+            lines += ["", f"  {' '.join(swept or overrides) or 'the defaults'}"]
+            lines += [f"      {line}" for line in reason.splitlines()]
+        super().__init__("\n".join(lines))
 
 
 def hydra_node(composer: Composer, overrides: list[str]) -> DictConfig:
@@ -137,22 +155,39 @@ def require_files(sweep: Sweep) -> None:
 def launching(sweep: Sweep) -> Iterator[None]:
     """Inside, Hydra's sweeper launches exactly these points, as children of one parent run (tracking=mlflow).
 
-    Hydra takes sweepers of one's own only from its plugin namespace, hence the replaced method: the cross product it
-    would make has the duplicates again.
+    Hydra takes sweepers of one's own only from its plugin namespace, hence the replaced methods: the cross product it
+    would make has the duplicates again, and of the points that failed it would name the first alone.
+
+    Raises:
+        FailedPointsError: at least one failed; all have run.
     """
     sweeper = _basic_sweeper()
-    original = sweeper.split_arguments
+    split, setup = sweeper.split_arguments, sweeper.setup
+    failed: list[JobReturn] = []
 
     def split_arguments(overrides: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
         points = [list(point) for point in sweep.points]
         return list(sweeper.split_overrides_to_chunks(points, max_batch_size))
 
-    sweeper.split_arguments = staticmethod(split_arguments)
+    def set_up(self: Any, **context: Any) -> None:
+        setup(self, **context)
+        launch = self.launcher.launch
+
+        def launch_all(*batch: Any, **named: Any) -> list[JobReturn]:
+            jobs = launch(*batch, **named)
+            failed.extend(job for job in jobs if job.status is JobStatus.FAILED)
+            return [job for job in jobs if job.status is not JobStatus.FAILED]  # one would end the sweep
+
+        self.launcher.launch = launch_all
+
+    sweeper.split_arguments, sweeper.setup = staticmethod(split_arguments), set_up
     try:
         with _parent_run(sweep.configs[0], sweep.swept):
             yield
+            if failed:
+                raise FailedPointsError(sweep, failed)
     finally:
-        sweeper.split_arguments = staticmethod(original)
+        sweeper.split_arguments, sweeper.setup = staticmethod(split), setup
 
 
 def _basic_sweeper() -> Any:
