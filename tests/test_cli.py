@@ -45,6 +45,20 @@ def test_overrides_reach_the_run(cli: CommandLine) -> None:
     assert (config.sampler.temperature, config.sampler.stop) == (0.8, ("a", "b"))
 
 
+@pytest.mark.parametrize("argv", ["seed=1 -m method=ngram,none", "method=ngram,none --multirun seed=1"])
+def test_overrides_stand_on_either_side_of_a_flag(cli: CommandLine, argv: str) -> None:
+    """Those behind one were unrecognized arguments, where others stood before it."""
+    ending = cli(*argv.split(), "tracking=none")
+    assert ending.status == 0, ending.err
+    assert [(config.seed, config.method.method) for config, _ in ending.jobs] == [(1, "ngram"), (1, "none")]
+
+
+def test_a_flags_value_stays_with_its_flag_among_overrides(cli: CommandLine) -> None:
+    ending = cli("method=ngram", "--cfg", "job", "sampler=sampled", "--package", "sampler", "seed=1")
+    assert (ending.status, ending.jobs) == (0, [])
+    assert OmegaConf.create(ending.out).temperature == 0.8
+
+
 def test_mappings_can_be_given_on_the_command_line(cli: CommandLine) -> None:
     """`logit_bias: {}` in the YAML made Hydra refuse every bias: an empty mapping is closed, null is not."""
     ((config, _),) = cli("sampler.logit_bias={5: 1, 7: -2.5}", "model.hf_config={model_type: llama}").jobs

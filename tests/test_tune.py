@@ -214,6 +214,7 @@ def test_an_interrupt_keeps_the_repeats_that_were_complete(
             ["method.num_speculative_tokens_per_batch_size=[[1,9,2]]"],
             "method.num_speculative_tokens_per_batch_size must be null or auto, got ((1, 9, 2),)",
         ),
+        (["method=ngram,suffix"], "method must be one value, got 'ngram,suffix'\n      give one of them\n"),
         (["workload.request_rate=2"], "workload.request_rate must be null, got 2.0"),
         (["--batch-sizes", "1,3"], "--batch-sizes must be <= 2, the smaller of hardware.max_num_seqs"),
         (["workload=jsonl", "workload.path=/nowhere.jsonl", "~workload.limit"], "/nowhere.jsonl"),

@@ -34,10 +34,16 @@ _TAGS = {"method": "method", "workload": "name"}  # of groups whose keys depend 
 
 
 class Composer:
-    """Composes points the way Hydra will compose them for the jobs. A context manager: Hydra's state is global."""
+    """Composes points the way Hydra will compose them for the jobs. A context manager: Hydra's state is global.
 
-    def __init__(self, config_name: str | None = None, config_dir: str | None = None) -> None:
-        self._config_name = config_name or "config"
+    Args:
+        sweep_remedy: what to do about several values where one is wanted.
+    """
+
+    def __init__(
+        self, config_name: str | None = None, config_dir: str | None = None, *, sweep_remedy: str = "give one of them"
+    ) -> None:
+        self._config_name, self._sweep_remedy = config_name or "config", sweep_remedy
         if config_dir is not None and not os.path.isdir(config_dir):
             raise ConfigError([Problem(name="--config-dir", rule="must be a directory", value=config_dir)])
         self._search_path = [f"hydra.searchpath=[file://{os.path.abspath(config_dir)}]"] if config_dir else []
@@ -110,7 +116,7 @@ class Composer:
         """What Hydra says unclearly: values of a sweep without -m, and null or a number for a group."""
         key, value = override.key_or_group, written_value(override)
         if override.is_sweep_override():
-            remedy = "add -m to run every one of them"
+            remedy = self._sweep_remedy
             if not GlobalHydra.instance().config_loader().get_group_options(key):
                 remedy += f", write {key}=[{value}] for a list, or {_quoted(key, value)} for one text"
             yield Problem(name=key, rule="must be one value", value=value, remedy=remedy)

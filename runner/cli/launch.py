@@ -27,12 +27,20 @@ from runner.config.problem import ConfigError, Problem
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Hydra's own flags and overrides; an unknown flag exits with status 2."""
+    """Hydra's own flags and overrides, in any order; an unknown flag exits with status 2."""
     parser = argparse.ArgumentParser(
         "python -m runner", parents=[get_args_parser()], add_help=False, conflict_handler="resolve"
     )
     parser.add_argument("--version", action="version", version=_versions())  # Hydra's shows its own alone
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
+
+
+def _overrides_first(argv: list[str], overrides: list[str]) -> list[str]:
+    """The arguments as Hydra's parser takes them: overrides on both sides of a flag are too much for it."""
+    flags = list(argv)
+    for text in overrides:
+        flags.remove(text)
+    return [*overrides, *flags]
 
 
 def _versions() -> str:
@@ -47,8 +55,8 @@ def _versions() -> str:
 def checked(args: argparse.Namespace, argv: list[str]) -> Iterator[list[str]]:
     """The context that Hydra runs in; entering it prints the help, or checks everything that will run.
 
-    Yields the arguments for Hydra: those given, but of a sweep without the keys below swept groups. They are in every
-    point, and Hydra would look for them in the group's default option too, which need not have them.
+    Yields the arguments for Hydra: those given, overrides first, but of a sweep without the keys below swept groups.
+    They are in every point, and Hydra would look for them in the group's default option too, which need not have them.
 
     Raises:
         ConfigError, SweepError: what is wrong, before anything ran.
@@ -60,11 +68,13 @@ def checked(args: argparse.Namespace, argv: list[str]) -> Iterator[list[str]]:
         sys.exit(0)
     if args.cfg is not None and args.multirun:
         raise ConfigError([Problem(name="--cfg", rule="shows one configuration", remedy="leave out -m")])
+    argv = _overrides_first(argv, args.overrides)
     if args.hydra_help or args.shell_completion or args.info is not None or args.config_path is not None:
         yield argv
         return
     sweep = None
-    with Composer(args.config_name, args.config_dir) as composer:
+    remedy = "add -m to run every one of them"
+    with Composer(args.config_name, args.config_dir, sweep_remedy=remedy) as composer:
         hydra = hydra_node(composer, args.overrides)
         if args.cfg is not None:
             if composer.compose(args.overrides).get(KEY) is not None:
