@@ -242,11 +242,29 @@ def test_a_directory_that_cannot_be_made_is_one_screen(cli: CommandLine, tmp_pat
     assert f"{tmp_path / 'taken'} is no directory; set hydra." in ending.err
 
 
-def test_a_current_directory_that_may_not_be_written_to_is_one_screen(
-    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+NO_ROOM = {
+    "/proc/x": "writing to /proc fails: No such file or directory",
+    f"runs/{'x' * 300}": "fails: File name too long",
+    "": "it is empty",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="that /proc takes no files is Linux's")
+@pytest.mark.parametrize(("path", "reason"), NO_ROOM.items())
+@pytest.mark.parametrize("name", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_a_directory_is_tried_before_anything_runs(cli: CommandLine, name: str, path: str, reason: str) -> None:
+    """os.access grants root everything: Hydra made the directory, and crashed; of an empty one, files lay about."""
+    lines = screen(cli, *(["-m", "seed=0,1"] if "sweep" in name else []), f"{name}={path}", "tracking=none")
+    assert lines[2].startswith(f"  {name} must be a directory that can be made, got '{path and '/'}")
+    assert lines[3].endswith(f"{reason}; set {name}=<another directory>")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="that /proc takes no files is Linux's")
+def test_a_current_directory_that_cannot_be_written_to_is_one_screen(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.cli.launch.os.access", lambda path, mode: False)  # root may write anywhere
-    assert f"{tmp_path} may not be written to; set hydra.run.dir=" in cli().err
+    monkeypatch.chdir("/proc")
+    assert "writing to /proc fails: No such file or directory; set hydra.run.dir=" in cli().err
 
 
 def test_an_interrupt_is_one_line(cli: CommandLine) -> None:

@@ -278,7 +278,14 @@ def test_a_size_that_leaves_nothing_to_measure_is_refused(
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        benchmark.main(["--json", str(tmp_path / "missing" / "found.json")])
-    assert ended.value.code == 2
-    assert "argument --json: must lie in a directory that exists" in capsys.readouterr().err
+    for path, complaint in (
+        (tmp_path / "missing" / "found.json", "must lie in a directory that exists"),
+        (tmp_path, f"must be a file that can be written, got '{tmp_path}': it is a directory; choose another"),
+        (tmp_path / ("x" * 300), "File name too long; choose another"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            benchmark.main(["--json", str(path)])
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert "argument --json: must " in error and complaint in error
+    assert list(tmp_path.iterdir()) == []

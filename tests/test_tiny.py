@@ -363,13 +363,13 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
 
 
 def test_an_interrupted_save_leaves_the_old_directory(tmp_path: Path) -> None:
-    directory = tmp_path / "target"
+    directory = tmp_path / ("target" + "x" * 240)  # a name that has no room for more
     directory.mkdir()
     (directory / "old").touch()
     with pytest.raises(KeyboardInterrupt), replaced_directory(directory) as staging:
         (staging / "new").touch()
         raise KeyboardInterrupt
-    assert [path.name for path in tmp_path.rglob("*")] == ["target", "old"]
+    assert [path.name for path in tmp_path.rglob("*")] == [directory.name, "old"]
 
 
 MICRO_RECIPE = Recipe(
@@ -560,6 +560,18 @@ def test_a_device_that_is_not_there_is_refused_with_the_remedy(
     with pytest.raises(SystemExit) as refusal:
         parse_arguments(["--device", device])
     assert refusal.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_an_output_below_a_file_is_refused_before_anything_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training began, and would have ended in a traceback."""
+    from runner.tiny.train import parse_arguments
+
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as refusal:
+        parse_arguments(["--output", str(tmp_path / "file" / "family")])
+    assert refusal.value.code == 2 and f"{tmp_path / 'file'} is no directory" in capsys.readouterr().err
 
 
 def test_the_manifest_states_the_acceptance_of_every_drafter() -> None:

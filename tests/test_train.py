@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_what_cannot_be_trained_is_said_before_anything_is_loaded(
 def test_an_output_that_is_taken_or_has_no_room_is_refused_and_left_alone(
     program: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """runner.tune wrote over what an earlier run had found."""
+    """runner.tune wrote over what an earlier run had found. What root may not do only the attempt shows."""
     notes = tmp_path / "full" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("mine")
@@ -162,6 +163,9 @@ def test_an_output_that_is_taken_or_has_no_room_is_refused_and_left_alone(
         (notes.parent, "argument --output: must be a new or empty directory"),
         (notes, "argument --output: must be a new or empty directory"),
         (notes / "head", "argument --output: must be a directory that can be made"),
+        (tmp_path / ("x" * 300), "fails: File name too long; choose another"),
+        ("", "got '': it is empty"),
+        *([("/proc/x", "writing to /proc fails")] if sys.platform == "linux" else []),
     ):
         with pytest.raises(SystemExit) as ended:
             program(["method=eagle", "--output", str(output)])

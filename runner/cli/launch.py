@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.cli.arguments import obstacle
 from runner.cli.compose import Composer
 from runner.cli.speculative_config import KEY
 from runner.cli.sweep import Sweep, hydra_node, launching, read_sweep, require_files
@@ -98,17 +99,13 @@ def checked(args: argparse.Namespace, argv: list[str]) -> Iterator[list[str]]:
 def _check_directory(name: str, node: DictConfig) -> None:
     """Hydra makes the directory of the files, the current one's runs/ by default; where it cannot, it only crashes."""
     try:
-        path = os.path.abspath(node.dir)
+        path = str(node.dir)
     except OmegaConfBaseException:
         return  # it follows what only the job knows
-    existing = path
-    while not os.path.exists(existing):
-        existing = os.path.dirname(existing)
-    if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK):
-        return
-    what = "may not be written to" if os.path.isdir(existing) else "is no directory"
-    remedy = f"{existing} {what}; set {name}=<another directory>"
-    raise ConfigError([Problem(name=name, rule="must be a directory that can be made", value=path, remedy=remedy)])
+    if (reason := obstacle(path)) is not None:
+        remedy = f"{reason}; set {name}=<another directory>"
+        value = os.path.abspath(path) if path else path
+        raise ConfigError([Problem(name=name, rule="must be a directory that can be made", value=value, remedy=remedy)])
 
 
 def _report_duplicates(sweep: Sweep) -> None:

@@ -10,8 +10,8 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from runner.cli.arguments import directory_to_fill
 from runner.tiny import HEAD_DIRS
 
 STAGES = ("target", "draft", *HEAD_DIRS)
@@ -24,7 +24,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog="The committed family is in runner/tiny; compare manifest.json of a new run with the one there.",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("tiny-family"), help="directory to fill (default: %(default)s)"
+        "--output", type=directory_to_fill, default="tiny-family", help="directory to fill (default: %(default)s)"
     )
     parser.add_argument(
         "--stages",

@@ -14,7 +14,7 @@ from pathlib import Path
 def replaced_directory(directory: Path) -> Iterator[Path]:
     """Yields an empty staging directory that takes the place of `directory` when the block ends without an error."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=directory.parent))
     try:
         new = staging / "new"
         new.mkdir()
