@@ -56,6 +56,7 @@ OPS = (  # modules of kernels.benchmarks
     "sigmoid_gate",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
+BROKEN_PIPE = 141  # and of a reader that left
 
 
 class Timer(Protocol):
@@ -214,8 +215,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"ops: {', '.join(OPS)}\n\nexit status: 0, 1 when a check failed, 2 without a GPU or for a wrong "
-        "argument, 130 after Ctrl-C\n\nexamples:\n  python -m kernels.benchmark linear paged_attention --json "
-        "h200.json\n  TRITON_INTERPRET=1 python -m kernels.benchmark --check     # without a GPU",
+        "argument, 130 after Ctrl-C, 141 behind a reader that left\n\nexamples:\n"
+        "  python -m kernels.benchmark linear paged_attention --json h200.json\n"
+        "  TRITON_INTERPRET=1 python -m kernels.benchmark --check     # without a GPU",
     )
     parser.add_argument("ops", nargs="*", type=_op, metavar="OP", help="ops to run; default: all of them")
     parser.add_argument("--check", action="store_true", help="no times: the checks alone, at small shapes")
@@ -225,6 +227,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Iterable[str] | None = None) -> int:
+    try:
+        status = _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: whoever reads has seen enough, and so Python's last flush is for nobody
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return status
+
+
+def _main(argv: Iterable[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(None if argv is None else list(argv))
     if args.json is not None and not args.json.absolute().parent.is_dir():

@@ -27,7 +27,7 @@ with ends_without_a_word():
     from runner.cli.speculative_config import quote_json
     from runner.cli.sweep import FailedPointsError
     from runner.earlier_points import EarlierPoints
-    from runner.endings import BROKEN_PIPE_STATUS, postponed_interrupts, reader_may_leave
+    from runner.endings import postponed_interrupts, printing
     from runner.engine.errors import UserError
 
 _points = EarlierPoints()  # of the sweep that runs
@@ -67,10 +67,7 @@ def _leave(error: Exception) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    status = BROKEN_PIPE_STATUS
-    with reader_may_leave():
-        status = _main(argv)
-    return status
+    return printing(lambda: _main(argv))
 
 
 def _main(argv: list[str] | None) -> int:

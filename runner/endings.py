@@ -1,17 +1,21 @@
-"""Ends that come from outside while something is being finished: an interrupt, and a reader that leaves."""
+"""Ends that come from outside while something is being finished: an interrupt, a reader that leaves, a full disk."""
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TextIO
 
 PATIENCE_S = 1.0  # of whoever asks twice: launchers hand an interrupt on to a process that has it already
+LOST_OUTPUT_STATUS = 1
 BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE, as shells have it
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -59,6 +63,70 @@ def reader_may_leave() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+        _print_to_nobody(sys.stdout.fileno())
+
+
+def printing(work: Callable[[], int]) -> int:
+    """Does the work of a program and returns its status, whatever becomes of stdout.
+
+    A reader that leaves ends the work; what is saved is saved inside a reader_may_leave of its own. Where stdout is
+    closed or full the work goes on: it would otherwise lose its results for want of a place to show them.
+    """
+    before, guarded, failure = sys.stdout, _guarded(sys.stdout), None
+    sys.stdout = guarded
+    raises, logging.raiseExceptions = logging.raiseExceptions, False  # it would print them, and Hydra logs to stdout
+    status = BROKEN_PIPE_STATUS
+    try:
+        with reader_may_leave():
+            status = work()
+    finally:
+        sys.stdout, logging.raiseExceptions = before, raises
+        if isinstance(guarded, _Stdout):
+            failure = guarded.failure
+            guarded.detach()  # its end would close what it shares with the one before
+        if failure is not None:
+            print(f"error: stdout cannot be written to ({failure}): what was printed is lost", file=sys.stderr)
+    return status if failure is None else status or LOST_OUTPUT_STATUS
+
+
+class _Stdout(io.TextIOWrapper):
+    """What it cannot write goes to nobody, but for a reader that left (BrokenPipeError)."""
+
+    failure: str | None = None
+
+    def write(self, text: str, /) -> int:
+        with self._noting_failure():
+            return super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._noting_failure():
+            super().flush()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.failure = error.strerror
+            _print_to_nobody(self.fileno())
+
+
+def _guarded(stream: TextIO | None) -> TextIO:
+    """The process's own stdout as a _Stdout, or one that stands in for it where it was closed from the start."""
+    if stream is None:
+        closed = _Stdout(io.BufferedWriter(io.FileIO(os.devnull, "w")), encoding="utf-8")
+        closed.failure = "it is closed"
+        return closed
+    if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
+        return stream  # a caller's
+    options: Any = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+    return _Stdout(stream.buffer, **options)
+
+
+def _print_to_nobody(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)

@@ -113,7 +113,8 @@ def test_a_reader_that_leaves_sees_no_traceback(tmp_path: Path) -> None:
 
 
 def test_a_run_is_recorded_though_nobody_reads_its_summary(tmp_path: Path) -> None:
-    arguments = ("workload.limit=1", "sampler.max_tokens=4", "method=none", "tracking=jsonl")
+    """Of a sweep, logging showed a traceback for each of Hydra's lines."""
+    arguments = ("-m", "workload.limit=1", "sampler.max_tokens=4", "method=none", "tracking=jsonl")
     with run(*arguments, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -121,6 +122,39 @@ def test_a_run_is_recorded_though_nobody_reads_its_summary(tmp_path: Path) -> No
         assert process.wait(60) == 0 and b"Traceback" not in errors
     (line,) = (tmp_path / "runs" / "runs.jsonl").read_text().splitlines()
     assert json.loads(line)["status"] == "FINISHED"
+
+
+def test_tuning_keeps_what_it_found_though_nobody_reads_it(tmp_path: Path) -> None:
+    """Its files were written behind its table."""
+    options = ["--num-speculative-tokens", "1", "--batch-sizes", "1", "--repeats", "1", "--output", "found"]
+    overrides = ["method=ngram", "workload.limit=1", "sampler.max_tokens=4", "tracking=jsonl"]
+    command = [sys.executable, "-m", "runner.tune", *options, *overrides]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+    assert (tmp_path / "found" / "tuning.json").is_file()
+    (line,) = (tmp_path / "runs" / "runs.jsonl").read_text().splitlines()
+    assert json.loads(line)["status"] == "FINISHED"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+@pytest.mark.parametrize(
+    ("redirection", "reason", "mode"),
+    [(">/dev/full", "No space left on device", ["-m"]), (">&-", "it is closed", [])],
+)
+def test_a_run_is_recorded_where_stdout_is_full_or_closed(
+    redirection: str, reason: str, mode: list[str], tmp_path: Path
+) -> None:
+    """Both ended in a traceback behind the measurement, which was lost, or FAILED."""
+    arguments = ["workload.limit=1", "sampler.max_tokens=4", "method=none", "tracking=jsonl", "baseline=false", *mode]
+    shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "runner", *arguments]
+    done = subprocess.run(shell, cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    (line,) = (tmp_path / "runs" / "runs.jsonl").read_text().splitlines()
+    assert json.loads(line)["status"] == "FINISHED"
+    last = f"error: stdout cannot be written to ({reason}): what was printed is lost"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == last
+    assert "Traceback" not in done.stderr and "Logging error" not in done.stderr
 
 
 def test_paths_and_records_go_by_the_directory_of_the_command(tmp_path: Path) -> None:

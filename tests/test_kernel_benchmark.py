@@ -6,6 +6,8 @@ import importlib
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -305,3 +307,13 @@ def test_replays_of_a_graph_are_timed_on_a_gpu() -> None:
     small, large = (torch.zeros(size, device=device) for size in (1 << 20, 1 << 28))
     few, many = GraphTimer(device, 5)([small.zero_], [large.zero_])
     assert 0 < few.p20_us <= few.median_us <= few.p80_us < many.p20_us
+
+
+def test_a_reader_that_leaves_ends_the_benchmark_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "kernels.benchmark", "--check", "chain_rows"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert b"Error" not in process.stderr.read()
+    assert process.returncode == benchmark.BROKEN_PIPE

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from runner.cli.screen import show_error, show_interrupt
 from runner.cli.termination import interrupt_on_termination
+from runner.endings import printing
 from runner.engine.errors import UserError
 
 
@@ -23,13 +24,17 @@ def program_parser(prog: str, description: str | None, epilog: str) -> argparse.
 def exit_status(work: Callable[[], None], kept: Callable[[], str] | None = None) -> int:
     """Does the work; kept: says what an interrupt has left."""
     interrupt_on_termination()
-    try:
-        work()
-    except UserError as error:
-        return show_error(error)
-    except KeyboardInterrupt:
-        return show_interrupt(kept and kept())
-    return 0
+
+    def status() -> int:
+        try:
+            work()
+        except UserError as error:
+            return show_error(error)
+        except KeyboardInterrupt:
+            return show_interrupt(kept and kept())
+        return 0
+
+    return printing(status)
 
 
 def use_it(overrides: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from runner.cli.program import exit_status, program_parser, use_it
 from runner.cli.speculative_config import KEY
 from runner.config import SpeculativeConfig
 from runner.config.problem import ConfigError, Problem
+from runner.endings import reader_may_leave
 from runner.engine.errors import UserError
 from runner.tune.load_table import load_table, method_keys
 
@@ -162,16 +163,15 @@ def _measure(grid: Grid, llm: LLM, items: Sequence[WorkloadItem], repeats: int) 
 def _report(
     grid: Grid, llm: LLM, items: Sequence[WorkloadItem], options: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Prints what was found and writes the files; returns what a tracker records, and the paths."""
+    """Writes the files and prints what was found; returns what a tracker records, and the paths."""
     from runner.machine import describe_run
     from runner.metrics import core_wait_notes
     from runner.promise import kept_by_rule, kept_by_run, promise_notes
-    from runner.report import open_console
     from runner.results import write_metrics
-    from runner.tune.report import draw_grid, grid_as_json, print_grid
+    from runner.tune.report import draw_grid, grid_as_json
     from runner.workload import unread_note
 
-    config, engine, console = llm.config, llm.engine, open_console()
+    config, engine = llm.config, llm.engine
     keeps_tokens = kept_by_rule(config, items) == "tokens"
     share = max(grid.core_wait_shares, default=None)
     keys = method_keys(load_table({s: grid.best(s) for s in grid.batch_sizes}, config.hardware.max_num_seqs))
@@ -198,18 +198,27 @@ def _report(
     title = (
         f"{config.model.model}, method={config.method.method}{lossy}: tokens/s of full batches over plain decoding's"
     )
-    print_grid(grid, title=title, identical_texts=result["identical"], console=console)
-    for note in result["notes"]:
-        console.print(f" note: {note}", style="yellow", highlight=False, soft_wrap=True)
-    if (largest := grid.batch_sizes[-1]) < config.hardware.max_num_seqs:
-        print(f"batch sizes above {largest} were not measured, and go with it: hardware.max_num_seqs allows more")
-    print(_advice(options.overrides, keys))
     files = [options.output / RESULT_FILE]
     write_metrics(files[0], {**result, "config": config.model_dump(mode="json")})
     if draw_grid(picture := options.output / PICTURE_FILE, grid, title=title):
         files.append(picture)
-    print("\n".join(f"file: {path}" for path in files))
+    with reader_may_leave():
+        _print_result(grid, result, title, max_num_seqs=config.hardware.max_num_seqs)
+        print(_advice(options.overrides, keys))
+        print("\n".join(f"file: {path}" for path in files))
     return result, files
+
+
+def _print_result(grid: Grid, result: dict[str, Any], title: str, *, max_num_seqs: int) -> None:
+    from runner.report import open_console
+    from runner.tune.report import print_grid
+
+    console = open_console()
+    print_grid(grid, title=title, identical_texts=result["identical"], console=console)
+    for note in result["notes"]:
+        console.print(f" note: {note}", style="yellow", highlight=False, soft_wrap=True)
+    if (largest := grid.batch_sizes[-1]) < max_num_seqs:
+        print(f"batch sizes above {largest} were not measured, and go with it: hardware.max_num_seqs allows more")
 
 
 def _advice(overrides: Sequence[str], keys: dict[str, Any]) -> str:
