@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -39,7 +40,17 @@ class CustomClassProposer(Proposer):
             if options:
                 asked, remedy = f"{asked}, method.options ({', '.join(options)})", f"{remedy}, or mend method.options"
             raise UserError(f"method.model={model} must take {asked}: {error}; {remedy}") from error
-        self.inner = chosen(**arguments)  # what this raises is a bug of the class, and keeps its traceback
+        try:
+            self.inner = chosen(**arguments)
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is None or unknown[1] not in options:
+                raise  # a bug of the class, as whatever else it raises, and keeps its traceback
+            remedy = f"mend method.options, or let the class take {unknown[1]} out of its **kwargs"
+            raise UserError(f"method.model={model} must take method.options.{unknown[1]}: {error}; {remedy}") from error
+        if not (hasattr(self.inner, "num_speculative_tokens") and hasattr(self.inner, "context")):
+            call = "super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)"
+            raise UserError(f"method.model={model} must call {call} in its __init__; add it there")
         self.reads_logits = self.inner.reads_logits
 
     @property

@@ -71,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str] | None) -> int:
-    argv = add_method_options(quote_json(sys.argv[1:] if argv is None else argv))
     try:
+        argv = add_method_options(quote_json(sys.argv[1:] if argv is None else argv))
         with checked(parse_args(argv), argv) as sys.argv[1:]:
             app()
     except FailedPointsError as error:

@@ -20,6 +20,7 @@ from runner.tiny import DEMO_PATH
 
 DEFAULT_FIELD = JsonlWorkload.model_fields["prompt_field"].default
 CHAT_FIELD = "messages"  # what a line of chat messages calls them, read unasked beside the default
+GZIP_MAGIC = b"\x1f\x8b"
 LINE_PARAMS = ("max_tokens", "temperature")  # sampling parameters that a line may have for itself
 
 
@@ -80,7 +81,7 @@ def highest_temperature(items: Sequence[WorkloadItem], otherwise: float) -> floa
 def unread_note(items: Sequence[WorkloadItem]) -> list[str]:
     """One note on all fields of a workload's lines that nothing reads, if there are any."""
     names = sorted({name for item in items for name in item.unread_fields})
-    known = ", ".join(("the prompt", "category", *LINE_PARAMS))
+    known = ", ".join(("the prompt", "id", "category", *LINE_PARAMS))
     return [f"workload.path has fields that no run reads: {', '.join(names)} (read are {known})"] if names else []
 
 
@@ -102,10 +103,12 @@ def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[Worklo
                 if line.strip():
                     items.append(_read_line(line, prompt_field, f"{path}:{number}"))
     except UnicodeDecodeError as error:
-        byte = f"byte 0x{error.object[error.start]:02x}"
+        held = f"byte 0x{error.object[error.start]:02x} ({error.reason})"
+        remedy = "convert it, as with: iconv -f latin1 -t utf-8"
+        if error.object.startswith(GZIP_MAGIC):
+            held, remedy = "gzip's compressed data", "decompress it, as with: gzip -dk"
         raise UserError(
-            f"workload.path must be a file in UTF-8, got {str(path)!r}, which holds {byte} ({error.reason}); "
-            "convert it, as with: iconv -f latin1 -t utf-8"
+            f"workload.path must be a file in UTF-8, got {str(path)!r}, which holds {held}; {remedy}"
         ) from error
     except OSError as error:
         raise UserError(

@@ -178,6 +178,8 @@ def test_mistakes_of_different_kinds_are_listed_together(cli: CommandLine) -> No
     [
         (["foo"], "foo is not of the form key=value"),
         (["ngram"], "write method=ngram"),
+        (["=foo"], "=foo is not of the form key=value\n      a key is missing before the =; --help shows"),
+        (["method=custom_class", "method.options=[1]"], "method.options must be a mapping, got '[1]'"),
         (["help"], "--help shows every group and key"),
         (["seed=[1,"], "seed must be a value that Hydra can read, got '[1,'"),
         (["workload.path=~/x.jsonl"], "quote it twice: 'workload.path=\"~/x.jsonl\"'"),

@@ -101,6 +101,11 @@ class StumblesProposer(RecordingProposer):
         len(self.num_speculative_tokens)  # type: ignore[arg-type]
 
 
+class ForgetfulProposer(RecordingProposer):
+    def __init__(self, *, num_speculative_tokens: int, context: ProposerContext) -> None:
+        pass
+
+
 class NotAProposer:
     """Has the method, is no Proposer."""
 
@@ -209,6 +214,9 @@ MISTAKEN_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown to the class": (
         {"window": 8, "tag": 1}, r"context, speculative_config\.options \(window, tag\).*'window'",
     ),
+    "unknown behind **arguments": (
+        {"window": 8}, r"take speculative_config\.options\.window: .*'window'; mend speculative_config\.options, or",
+    ),
     "the engine's": ({"context": 1}, r"other than num_speculative_tokens and context, got 'context'"),
     "no JSON": ({"tag": CPU}, r"\.options.* not a valid JSON value"),
 }  # fmt: skip
@@ -216,16 +224,19 @@ MISTAKEN_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKEN_OPTIONS)
 def test_options_that_the_class_cannot_take_are_refused_before_the_run(mistake: str) -> None:
+    """Behind **arguments they were a traceback."""
     options, rule = MISTAKEN_OPTIONS[mistake]
+    name = "StumblesProposer" if "**" in mistake else "RecordingProposer"
     engine_args = {"device": "cpu", "load_format": "dummy", "hf_config": TARGET_CONFIG}
     with pytest.raises(UserError, match=rule):
-        LLM("dummy", speculative_config=custom("RecordingProposer", **options), **engine_args)
+        LLM("dummy", speculative_config=custom(name, **options), **engine_args)
 
 
 # path behind method.model -> what the message says of it
 UNUSABLE = {
     "tests.test_custom_class.SaysNothing": r"define propose; see proposers/base\.py",
     "tests.test_custom_class.TakesOther": r"take num_speculative_tokens and context: missing .*'num_tokens'; see",
+    "tests.test_custom_class.ForgetfulProposer": r"call super\(\)\.__init__\(num_speculative_tokens=.*in its __init__",
     "tests.test_custom_class.NotAProposer": r"name a subclass of proposers\.base\.Proposer, got .*NotAProposer",
     "tests.test_custom_class.a_function": r"name a subclass of proposers\.base\.Proposer, got .*a_function",
     "tests.test_custom_class.Mispelt": r"be the dotted path of a Proposer class.*'Mispelt'.*check the spelling",

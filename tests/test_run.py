@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import math
@@ -218,7 +219,8 @@ def test_lines_have_lengths_and_temperatures_of_their_own_and_arrive_at_a_rate(t
     assert (len(first["token_ids"]), len(second["token_ids"])) == (3, 12)
     assert [first["arrival"], second["arrival"]] == pytest.approx(arrival_times(2, 20.0, 0))
     assert (summary["lossless"], summary["identical_to_baseline"]) == ("distribution", None), "one line is sampled"
-    assert any(note.startswith("workload.path has fields that no run reads: source (") for note in summary["notes"])
+    unread = "workload.path has fields that no run reads: source (read are the prompt, id, category, "
+    assert any(note.startswith(unread) for note in summary["notes"])
     with pytest.raises(
         UserError, match=r"prompts\.jsonl:1 has max_tokens=3: min_tokens must be in \[0, max_tokens \(3\)\]"
     ):
@@ -358,6 +360,11 @@ def test_a_file_that_is_no_text_in_utf_8_is_named_and_not_a_traceback(
         read_workload(JsonlWorkload(name="jsonl", path=str(tmp_path)))
     with pytest.raises(UserError, match=r"workload\.path must be a \.jsonl file, got 'x+'; it does not exist"):
         read_workload(JsonlWorkload(name="jsonl", path="x" * 300))
+    with pytest.raises(UserError, match=r"got '/dev/null'; it is not a regular file: write what comes from it to one"):
+        read_workload(JsonlWorkload(name="jsonl", path="/dev/null"))
+    path.write_bytes(gzip.compress(b'{"prompt": "x"}\n'))
+    with pytest.raises(UserError, match=r"which holds gzip's compressed data; decompress it, as with: gzip -dk"):
+        read_workload(JsonlWorkload(name="jsonl", path=str(path)))
     monkeypatch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     with pytest.raises(UserError, match=r"workload\.path must be a file that can be read, got .*: Permission denied"):
         read_workload(JsonlWorkload(name="jsonl", path=str(path)))

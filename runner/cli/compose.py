@@ -34,14 +34,10 @@ _TAGS = {"method": "method", "workload": "name"}  # of groups whose keys depend 
 
 
 class Composer:
-    """Composes points the way Hydra will compose them for the jobs. A context manager: Hydra's state is global.
-
-    Args:
-        sweep_remedy: what to do about several values where one is wanted.
-    """
+    """Composes points the way Hydra will compose them for the jobs. A context manager: Hydra's state is global."""
 
     def __init__(
-        self, config_name: str | None = None, config_dir: str | None = None, *, sweep_remedy: str = "give one of them"
+        self, config_name: str | None = None, config_dir: str | None = None, sweep_remedy: str = "give one of them"
     ) -> None:
         self._config_name, self._sweep_remedy = config_name or "config", sweep_remedy
         if config_dir is not None and not os.path.isdir(config_dir):
@@ -113,9 +109,12 @@ class Composer:
         return config
 
     def _not_one_choice(self, override: Override) -> Iterator[Problem]:
-        """What Hydra says unclearly: values of a sweep without -m, and null or a number for a group."""
+        """What Hydra says unclearly: no key, values of a sweep without -m, and null or a number for a group."""
         key, value = override.key_or_group, written_value(override)
-        if override.is_sweep_override():
+        if not key:
+            remedy = "a key is missing before the =; --help shows every group and key"
+            yield Problem(name=str(override.input_line), rule="is not of the form key=value", remedy=remedy)
+        elif override.is_sweep_override():
             remedy = self._sweep_remedy
             if not GlobalHydra.instance().config_loader().get_group_options(key):
                 remedy += f", write {key}=[{value}] for a list, or {_quoted(key, value)} for one text"

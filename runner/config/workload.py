@@ -58,8 +58,12 @@ class JsonlWorkload(TrafficNode):
         path = Path(self.path).expanduser()
         if os.path.isfile(path):  # Path.is_file raises where a name is too long
             return path
-        what = "it is a directory" if os.path.isdir(path) else "it does not exist"
-        rule, remedy = "must be a .jsonl file", f"{what}: check the path"
+        remedy = "it does not exist: check the path"
+        if os.path.isdir(path):
+            remedy = "it is a directory: check the path"
+        elif os.path.exists(path):  # a pipe or a device: every point of a sweep reads it anew
+            remedy = "it is not a regular file: write what comes from it to one"
+        rule = "must be a .jsonl file"
         raise ConfigError([Problem(name="workload.path", rule=rule, value=str(path), remedy=remedy)])
 
 
