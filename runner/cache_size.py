@@ -182,9 +182,10 @@ def _gpu_budget(
     release_unused()
     free, total = torch.cuda.mem_get_info(target.device)
     reserved = max(prompts, verified)
-    if target.graphs is not None:  # what is captured, prompts too, has memory of its own
+    if target.graphs is not None:  # what is captured, short prompts too, has memory of its own
         num_stores = 1 + (proposer.cache_bytes_per_block > 0)  # of the target's passes, and a drafter's own
-        reserved += reserved + num_stores * MAX_OUTPUT_BYTES
+        short = prompts * min(target.most_captured_prompt_rows, hardware.max_num_batched_tokens)
+        reserved += max(short // hardware.max_num_batched_tokens, verified) + num_stores * MAX_OUTPUT_BYTES
     return int(total * (hardware.gpu_memory_utilization - SPARE_SHARE)) - (total - free) - reserved
 
 

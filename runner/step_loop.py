@@ -35,14 +35,16 @@ class StepLoop:
         self._launched: LaunchedStep | None = None  # is under way, not read yet
         self._committed: tuple[LaunchedStep, list[CommittedTokens]] | None = None  # where steps do not run ahead
         self.seconds: float | None = None  # of the last step; None: it did what others of its kind do not
+        self._is_unread = False  # nobody has waited for the prompts of the last step, which a GPU may still compute
         self._observed: ObservedStep | None = None  # the last step, where its requests speculate
 
     def step(self) -> list[CommittedTokens]:
         """Compute and commit one step, of every method, `none` included."""
         started, num_first_calls = time.perf_counter(), GraphStore.num_first_calls
+        waits_for_others = self._is_unread
         committed = self._step(started)
-        is_replay = num_first_calls == GraphStore.num_first_calls
-        self.seconds = time.perf_counter() - started if is_replay else None
+        is_usual = num_first_calls == GraphStore.num_first_calls and not waits_for_others
+        self.seconds = time.perf_counter() - started if is_usual else None
         return committed
 
     def tell_budget(self, seconds: float | None) -> None:
@@ -152,8 +154,9 @@ class StepLoop:
         done: float,
         in_parts: InParts | None,
     ) -> list[CommittedTokens]:
+        self._is_unread = not any(item.yields_token for item in schedule.scheduled)
         if self.scheduler.draft_budget.online is not None:
-            self._observed = _observed(schedule, committed)
+            self._observed = self._as_observed(schedule, committed)
         for gain in committed:
             self.traces.observe(gain, done)
             if gain.request.status is RequestStatus.FINISHED:
@@ -182,11 +185,11 @@ class StepLoop:
         )
         return committed
 
-
-def _observed(schedule: Schedule, committed: list[CommittedTokens]) -> ObservedStep | None:
-    """What a budget learns from a step; None: nobody in it speculates."""
-    if not any(item.request.sampling_params.speculates for item in schedule.scheduled):
-        return None
-    is_decoding = bool(schedule.decoding)
-    gains = committed if is_decoding else []
-    return ObservedStep(max_draft_tokens=schedule.max_draft_tokens, is_decoding=is_decoding, gains=gains)
+    def _as_observed(self, schedule: Schedule, committed: list[CommittedTokens]) -> ObservedStep | None:
+        """What a budget learns from a step; None: nobody speculates whom it is for, or whom it interrupts."""
+        is_decoding = bool(schedule.decoding)
+        concerned = (item.request for item in schedule.scheduled) if is_decoding else self.scheduler.running
+        if not any(request.sampling_params.speculates for request in concerned):
+            return None
+        gains = committed if is_decoding else []
+        return ObservedStep(max_draft_tokens=schedule.max_draft_tokens, is_decoding=is_decoding, gains=gains)

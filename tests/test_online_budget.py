@@ -317,6 +317,24 @@ def test_steps_in_which_something_is_captured_are_not_timed(engines: Engines, mo
     assert seen[1] is None and len(timed) > 10
 
 
+def test_a_step_behind_a_part_of_a_prompt_is_not_timed(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for such a part: what a GPU computes of it yet would be the next step's time."""
+    seen, observe = list[tuple[bool, float | None]](), OnlineBudget.observe
+
+    def observed(budget: OnlineBudget, step: ObservedStep, seconds: float | None) -> None:
+        seen.append((step.is_decoding, seconds))
+        observe(budget, step, seconds)
+
+    llm = engines({**method_config("ngram", 3), **AUTO}, max_num_batched_tokens=16, max_num_seqs=2)
+    params = [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)] * 2
+    prompts = [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7] * 60}]
+    complete(llm, prompts, params)  # whatever is captured, is now
+    monkeypatch.setattr(OnlineBudget, "observe", observed)
+    complete(llm, prompts, params)
+    of_parts = [place for place, (is_decoding, _) in enumerate(seen) if not is_decoding][1:-1]
+    assert len(of_parts) >= 2 and all(seen[place + 1] == (True, None) for place in of_parts)
+
+
 def test_requests_that_never_speculate_teach_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OnlineBudget, "observe", lambda *_: pytest.fail("observed"))
     llm = engines({**method_config("ngram", 3), **AUTO}, **ROOMY)

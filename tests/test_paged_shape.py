@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kernels.linear_plan import plan_linear
 from kernels.reference.tree_rows import NO_BRANCH
+from runner.engine import launch_shapes
 from runner.engine.bucket import OF_GENERATED_TOKENS, OF_PROMPTS, Buckets, bucket, rows_of_prompts
 from runner.engine.forward_batch import PackedLaunch
 from runner.engine.paged_shape import PagedShape
@@ -118,6 +119,22 @@ def test_a_prompts_rows_are_padded_to_tokens_of_a_products_tiles() -> None:
     for number, size in sizes.items():
         plans = [plan_linear(rows, 4096, 4096, element_size=2, gated=False) for rows in (max(number, 9), size)]
         assert plans[0] == plans[1], f"{number} rows take as many tiles as {size}"
+
+
+@pytest.mark.parametrize(("hidden_size", "most_rows"), [(2048, 1024), (4096, 1024), (8192, 256), (16384, 64)])
+def test_of_larger_models_shorter_prompts_are_replayed(hidden_size: int, most_rows: int) -> None:
+    """The others are computed for longer than launched, and what graphs hold for them would push others out."""
+    weight = torch.empty(hidden_size, hidden_size, dtype=torch.bfloat16, device="meta")
+    buckets = launch_shapes._buckets("prefill", weight)
+    assert buckets.most_rows == most_rows
+    assert buckets.hold(most_rows) and not buckets.hold(most_rows + 1)
+    assert launch_shapes._buckets("decode", weight).hold(100_000)
+
+
+def test_a_launch_that_would_be_padded_beyond_the_largest_is_not_padded() -> None:
+    shape = PagedShape(rows_per_tile=16, split_keys=None, max_context=2048, buckets=replace(OF_PROMPTS, most_rows=300))
+    assert [shape.padded_rows(count) for count in (129, 256, 257, 300)] == [256, 256, 257, 300]
+    assert packed([segment(0, 120), segment(0, 137, 14)], shape).key is None
 
 
 def test_buckets_are_at_most_a_quarter_too_large() -> None:

@@ -31,11 +31,14 @@ class Buckets:
 
     rows: Callable[[int], int] = bucket
     most_rows: int = sys.maxsize  # a launch of more is not padded
-    least_segments: int = 1
     least_context: int = 1  # keys
+    least_segments: int = 1  # of a launch with that context; longer tables would make a long upload
+
+    def hold(self, num_rows: int) -> bool:
+        """Whether a launch of so many rows is padded."""
+        return self.rows(num_rows) <= self.most_rows
 
 
 OF_GENERATED_TOKENS = Buckets()
-# A prompt of more rows is computed for longer than it is launched, kernel by kernel. Empty segments cost next to
-# nothing, nor do longer tables, while prompts that came together as never before would each be a graph of their own.
-OF_PROMPTS = Buckets(rows=rows_of_prompts, most_rows=1024, least_segments=8, least_context=1024)
+# Prompts that come together as never before would be a graph of their own; empty segments cost next to nothing.
+OF_PROMPTS = Buckets(rows=rows_of_prompts, most_rows=1024, least_context=1024, least_segments=8)

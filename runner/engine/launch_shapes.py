@@ -30,7 +30,8 @@ from runner.engine.tile_shape import ANY_SHAPE_TILES, ROW_INVARIANT_TILES, SMALL
 from runner.engine.upload import to_device
 
 Shapes = dict[Family, LaunchShape]
-BUCKETS: dict[Family, Buckets] = {"decode": OF_GENERATED_TOKENS, "prefill": OF_PROMPTS}  # of launches on a GPU
+# Multiplications that a GPU takes about as long for as the host for a launch: an estimate, 60 us of an H200's.
+LAUNCH_PRODUCTS = 1 << 34
 
 
 def decoder_shapes(
@@ -47,12 +48,20 @@ def decoder_shapes(
                 rows_per_tile=rows_per_tile(attention.num_heads, attention.num_kv_heads),
                 split_keys=split_keys,
                 max_context=max_model_len,
-                buckets=BUCKETS[family] if is_bucketed else None,
+                buckets=_buckets(family, attention.o_proj.weight) if is_bucketed else None,
                 linear=1 if batch_invariant else None,
             )
         return shapes
     sizes = CPU_TILES if batch_invariant else (ANY_SHAPE_TILES,)
     return _decoder_shapes_on_cpu(attention, sizes[0], max_model_len, is_bucketed)
+
+
+def _buckets(family: Family, weight: Weight) -> Buckets:
+    """Of launches on a GPU. The larger products are, as this weight's, the sooner they take longer than launches."""
+    if family == "decode":
+        return OF_GENERATED_TOKENS
+    most_rows = LAUNCH_PRODUCTS // (weight.shape[0] * weight.shape[1])
+    return replace(OF_PROMPTS, most_rows=min(most_rows, OF_PROMPTS.most_rows))
 
 
 CPU_TILES = (ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES)  # to be tried in this order, the fastest first

@@ -95,6 +95,12 @@ class PagedRunner:
         assert isinstance(shape, PagedShape), "is_paged says so"
         return shape
 
+    @property
+    def most_captured_prompt_rows(self) -> int:
+        """Of a launch."""
+        shape = self.shapes["prefill"]
+        return shape.buckets.most_rows if isinstance(shape, PagedShape) and shape.buckets is not None else 0
+
     def decode_launch(
         self, batch: DeviceBatch, token_ids: Tensor, *, offset: int, num_rows: int, lengths: Tensor | None = None
     ) -> tuple[ForwardBatch, Tensor]:

@@ -68,7 +68,7 @@ class PagedShape:
         return PagedAttention(segments=segments, split_keys=self.split_keys)
 
     def padded_rows(self, num_rows: int) -> int:
-        if self.buckets is not None and num_rows <= self.buckets.most_rows:
+        if self.buckets is not None and self.buckets.hold(num_rows):
             return self.buckets.rows(num_rows)
         tile = self.linear or 1
         return -(-num_rows // tile) * tile
@@ -108,13 +108,16 @@ class PagedShape:
         tile_size = max(tile[2] for tile in tiles)
         num_tiles, num_segments = len(tiles), len(segments)
         width, branch_width = max(map(len, tables)), max(len(slots) for _, slots in branches)
-        is_padded = self.buckets is not None and num_rows <= self.buckets.most_rows
-        if self.buckets is not None and is_padded:
+        buckets = self.buckets if self.buckets is not None and self.buckets.hold(num_rows) else None
+        if buckets is not None:
             # A segment has rows of its own, so rows bound segments, and segments and rows bound tiles.
-            num_segments = max(bucket(num_segments), self.buckets.least_segments)
+            least_context = min(buckets.least_context, self.max_context)
+            num_segments = bucket(num_segments)
+            if context <= least_context:
+                num_segments = max(num_segments, buckets.least_segments)
             num_tiles = num_segments + num_rows // self.rows_per_tile
             tile_size = min(bucket(tile_size), self.rows_per_tile)
-            context = self.context_bucket(max(context, min(self.buckets.least_context, self.max_context)))
+            context = self.context_bucket(max(context, least_context))
             width, branch_width = -(-context // block_size), bucket(branch_width)
         columns = [list(column) for column in zip(*tiles, strict=True)]
         lists = [
@@ -151,7 +154,7 @@ class PagedShape:
             )
 
         key: Hashable = (num_tiles, tile_size, num_segments, width, branch_width, context)
-        return PlannedAttention(lists=lists, assemble=assemble, key=key if is_padded else None)
+        return PlannedAttention(lists=lists, assemble=assemble, key=None if buckets is None else key)
 
 
 def _padded(values: Sequence[int], length: int, filler: int = 0) -> list[int]:

@@ -26,7 +26,7 @@ class StepRecord:
     seconds: Mapping[str, float]  # "propose", "verify", "whole_step", "schedule" -> s; the rest of the step is "other"
     total_seconds: float  # s, the whole step
     request_steps: tuple[RequestStep, ...]
-    is_decoding: bool  # for at least one request; else it computes prompts alone
+    is_decoding: bool  # else it computes prompts
     max_draft_tokens: int  # that the load allowed each of those that decode
     in_parts: InParts | None  # why it did not run whole; None: it did
 
