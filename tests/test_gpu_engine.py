@@ -5,7 +5,7 @@ bfloat16, captured and eager. What the interpreter cannot tell: whether compiled
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -164,6 +164,17 @@ def test_logits_and_kv_keep_their_bits_whatever_the_method_and_the_schedule(
     Eager: captured steps do not pass through what is patched here.
     """
     Bits.of(engines(spec, **{**GPU, "enforce_eager": True, **schedule}), *workload(16)).assert_agree(plain_bits)
+
+
+def test_prompts_that_are_replayed_keep_their_bits(engines: Engines, plain_bits: Bits) -> None:
+    """Launched one by one, then captured, then replayed, a few together."""
+    prompts, params = workload(16)
+    llm = engines(None, **GPU, max_num_seqs=3, enable_prefix_caching=False)
+    for _ in range(3):
+        Bits.of(llm, prompts, [replace(own, max_tokens=1) for own in params]).assert_agree(plain_bits)
+    assert llm.engine.target.graphs is not None and any(
+        "prefill" in str(key) for key in llm.engine.target.graphs._graphs
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
