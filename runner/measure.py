@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from proposers.base import Proposer
+from runner.cut_texts import cut_text_notes
 from runner.drafter_fit import drafter_fit_notes
 from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
@@ -174,6 +175,7 @@ def _summaries(
                 *known,
                 *of_sweep,
                 *drafter_fit_notes(config, items, each.metrics.records),
+                *cut_text_notes(each.requests, engine.target_info.max_model_len),
                 *in_parts_notes(each.metrics.steps_in_parts, each.metrics.num_decoding_steps),
                 *core_wait_notes(core_wait_share, num_threads=config.hardware.num_threads),
                 *failures,
