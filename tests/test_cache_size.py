@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from runner import cache_size
 from runner.cache_size import LargestSteps, num_cache_blocks
 from runner.config.hardware import HardwareConfig
+from runner.engine.bucket import OF_PROMPTS
 from runner.engine.errors import UserError
 from runner.engine.graphs import MAX_OUTPUT_BYTES, GraphStore
 from runner.engine.memory import GIB
+from runner.engine.paged_shape import PagedShape
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_params import SamplingParams
@@ -178,6 +181,22 @@ def test_captured_steps_have_their_memory_beside_that_of_others(
         engines, monkeypatch, free=8 * GIB, peak=GIB // 2, graphs=GraphStore(), gpu_memory_utilization=0.52
     )
     assert found == int((0.50 * 10 - 2 - 1) * GIB - MAX_OUTPUT_BYTES) // per_block
+
+
+@pytest.mark.parametrize(("most_rows", "share"), [(256, 16), (1024, 4), (8192, 1)])
+def test_prompts_that_are_captured_have_theirs_too(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, most_rows: int, share: int
+) -> None:
+    """Of steps with up to 4,096 tokens: a launch with a quarter of the rows takes a quarter of the memory."""
+    target = engines(num_gpu_blocks_override=320).engine.target
+    of_prompts = PagedShape(
+        rows_per_tile=16, split_keys=None, max_context=256, buckets=replace(OF_PROMPTS, most_rows=most_rows)
+    )
+    monkeypatch.setitem(target.shapes, "prefill", of_prompts)
+    where = {"free": 8 * GIB, "graphs": GraphStore(), "gpu_memory_utilization": 0.72}
+    found = gpu_blocks(engines, monkeypatch, peak=GIB, peak_of_drafts=1 << 20, **where)
+    left = int((0.70 * 10 - 2 - 1) * GIB - GIB // share - MAX_OUTPUT_BYTES)
+    assert found == left // target.cache_bytes_per_block
 
 
 def test_a_drafter_with_passes_of_its_own_has_outputs_of_its_own(

@@ -106,7 +106,7 @@ class Verifier:
 
 
 def _cover(drafts: DraftTokens, num_requests: int) -> DraftTokens:
-    """The same drafts over the first num_requests requests of the step; those behind the decoding ones have none."""
+    """The same drafts over all num_requests requests of the step; whoever computes a prompt has none."""
     cu = drafts.cu_num_draft_tokens
     cu = (cu + cu[-1:] * (num_requests + 1 - len(cu)))[: num_requests + 1]
     return replace(drafts, cu_num_draft_tokens=cu)

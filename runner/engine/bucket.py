@@ -40,5 +40,5 @@ class Buckets:
 
 
 OF_GENERATED_TOKENS = Buckets()
-# Prompts that come together as never before would be a graph of their own; empty segments cost next to nothing.
+# Prompts that come together as never before would be a graph of their own; an empty segment is a tile without rows.
 OF_PROMPTS = Buckets(rows=rows_of_prompts, most_rows=1024, least_context=1024, least_segments=8)

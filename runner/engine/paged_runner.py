@@ -97,7 +97,7 @@ class PagedRunner:
 
     @property
     def most_captured_prompt_rows(self) -> int:
-        """Of a launch."""
+        """Of a launch; 0 where none is captured."""
         shape = self.shapes["prefill"]
         return shape.buckets.most_rows if isinstance(shape, PagedShape) and shape.buckets is not None else 0
 
