@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kernels.cpu.panels import multiplies_and_adds
 from kernels.linear_plan import plan_linear, rows_of_each_kind
 from kernels.reference.partial_sums import PartialSums
+from runner.engine import attention as own_attention
 from runner.engine import launch_shapes
 from runner.engine.asked_products import asked_products
 from runner.engine.model_runner import ModelRunner
@@ -30,7 +31,7 @@ def agrees(engines: Engines, monkeypatch: pytest.MonkeyPatch, change: Change) ->
     if not multiplies_and_adds():
         pytest.skip("this CPU's attention is torch's, in tiles of one shape")
     target: ModelRunner = engines(architecture={"max_position_embeddings": 1024}).engine.target
-    shape, attend = target.shapes["decode"], launch_shapes.paged_attention
+    shape, attend = target.shapes["decode"], own_attention.paged_attention
     assert isinstance(shape, PagedShape)
 
     def changed(query: torch.Tensor, cache: torch.Tensor, attention: PagedAttention, **arguments: Any) -> torch.Tensor:
@@ -39,7 +40,7 @@ def agrees(engines: Engines, monkeypatch: pytest.MonkeyPatch, change: Change) ->
         return output
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch_shapes, "paged_attention", changed)
+        patch.setattr(own_attention, "paged_attention", changed)
         return launch_shapes._attentions_agree(shape, target.model.layers[0].attention)
 
 

@@ -20,6 +20,7 @@ from proposers.heads.layered_head import DRAFT_TO_TARGET, EMBEDDING, LM_HEAD, TA
 from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
+from runner.engine.grouped_query_attention import GroupedQueryAttention
 from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
@@ -73,7 +74,9 @@ class DFlashHead(LayeredHead):
         context = self.hidden_norm(self.fc(states, batch.linear_tile))
         rope = self._rope(batch.positions, context)
         for layer in self.layers:
-            layer.attention.write_context(context, rope, batch, cache)
+            attention = layer.attention
+            assert isinstance(attention, GroupedQueryAttention), "of plain layers"
+            attention.write_context(context, rope, batch, cache)
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         """hidden: embeddings of blocks [num_rows, hidden] -> [num_rows, hidden], normed, as `logits` takes them."""

@@ -1,152 +1,58 @@
-"""Attention over the paged cache: its products, norms of heads and rotations."""
+"""Attention over the paged cache: what every kind of it is to the rest of the engine."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
-from kernels.cpu.panels import Change
-from runner.engine.architecture import Architecture
-from runner.engine.errors import UserError
+from kernels.cpu.panels import Change, Weight
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
-from runner.engine.norms import RMSNorm
-from runner.engine.operations import Rows, linear, paged_attention, rotate_and_store, sigmoid_gate
-from runner.engine.quantization import Quantization
-from runner.engine.rope import Rope, RopeRows
-from runner.engine.shard import Shard
+from runner.engine.operations import Rows, paged_attention
+from runner.engine.rope import HeadLayout, Rope, RopeRows
 
 
-class Attention:
-    def __init__(
-        self,
-        arch: Architecture,
-        layer: int,
-        shard: Shard,
-        dtype: torch.dtype,
-        *,
-        in_features: int | None = None,  # None: the hidden size; EAGLE-3 attends from twice as many
-        quantization: Quantization | None = None,  # by names within the layer
-    ) -> None:
-        self.layer, self.head_dim = layer, arch.head_dim
-        self.is_causal = True  # False: rows see all of their segment, in launches built for that (DFlash's blocks)
-        self.num_heads = shard.split(arch.num_heads, "num_attention_heads")
-        self.num_kv_heads = shard.split(arch.num_kv_heads, "num_key_value_heads")
-        self.sliding_window = arch.sliding_windows[layer]
-        self.scale, self.softcap = arch.attention_scale, arch.attention_softcap
-        # Logits, which are float32.
-        self.sinks = torch.empty(self.num_heads, dtype=torch.float32) if arch.has_sinks else None
-        self.rope_key, self._head_layout = arch.ropes[layer], arch.head_layout
-        in_features = arch.hidden_size if in_features is None else in_features
-        self.qkv_proj = ColumnParallelLinear(
-            in_features, arch.qkv_rows, bias=arch.qkv_bias, shard=shard, dtype=dtype, quantization=quantization
-        )
-        self.o_proj = RowParallelLinear(
-            arch.num_heads * arch.head_dim,
-            arch.hidden_size,
-            "self_attn.o_proj",
-            bias=arch.output_bias,
-            shard=shard,
-            dtype=dtype,
-            quantization=quantization,
-        )
-        self._is_norm_whole = arch.qk_norm and arch.is_qk_norm_whole
-        if self._is_norm_whole and shard.size > 1:
-            raise UserError(
-                f"hardware.tensor_parallel_size must be 1 for {arch.family}, which norms queries and keys over all "
-                f"heads, got {shard.size}; set it to 1"
-            )
-        self.q_norm, self.k_norm = (
-            RMSNorm(
-                arch.head_dim * (num_heads if self._is_norm_whole else 1),
-                arch.rms_norm_eps,
-                dtype,
-                adds_one=arch.norms_add_one,
-                rounds_last=arch.norms_round_last,
-            )
-            if arch.qk_norm
-            else None
-            for num_heads in (arch.num_heads, arch.num_kv_heads)
-        )
-        # Gates what each head finds, where a family does.
-        self.gate_proj = (
-            ColumnParallelLinear(
-                in_features,
-                {"self_attn.gate_proj": arch.num_heads * arch.head_dim},
-                bias=arch.qkv_bias,
-                shard=shard,
-                dtype=dtype,
-                quantization=quantization,
-            )
-            if arch.has_output_gate
-            else None
-        )
-        # Of each head, which are rotated behind it in one launch.
-        self._norms = [
-            None if norm is None or self._is_norm_whole else (norm.weight, norm.eps)
-            for norm in (self.q_norm, self.k_norm)
-        ]
+class Attention(ABC):
+    layer: int
+    num_heads: int  # of this rank, as the next
+    num_kv_heads: int
+    head_dim: int  # of queries, and of keys as they are cached
+    value_dim: int
+    scale: float  # of the logits
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    sliding_window: int | None = None
+    is_causal = True  # False: rows see all of their segment, in launches built for that (DFlash's blocks)
+    rope_key: str | None
+    head_layout: HeadLayout
+    o_proj: RowParallelLinear
 
+    @abstractmethod
     def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
-        assert rope is not None, "of rope_key"
-        qkv: Rows
-        if self._is_norm_whole:
-            qkv = self.qkv_proj(hidden, batch.linear_tile)
-            queries, keys = (heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads))
-            assert self.q_norm is not None and self.k_norm is not None
-            self.q_norm.overwrite(qkv[:, :queries])
-            self.k_norm.overwrite(qkv[:, queries : queries + keys])
-        else:
-            qkv = self.qkv_proj.in_parts(hidden, batch.linear_tile)
-        query = rotate_and_store(
-            qkv,
-            rope,
-            batch.slot_mapping,
-            cache,
-            self.layer,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            q_norm=self._norms[0],
-            k_norm=self._norms[1],
-        )
-        out = paged_attention(
+        """[num_rows, in_features] -> [num_rows, hidden]; keys and values of the rows are cached."""
+
+    def attend(self, query: torch.Tensor, cached: torch.Tensor, plan: Any) -> torch.Tensor:
+        """What the heads find [num_rows, num_heads * value_dim].
+
+        Args:
+            query: [num_rows, num_heads, head_dim], turned.
+            cached: a layer of the cache.
+            plan: ForwardBatch.attention.
+        """
+        return paged_attention(
             query,
-            cache.layers[self.layer],
-            batch.attention,
+            cached,
+            plan,
             num_kv_heads=self.num_kv_heads,
-            value_dim=self.head_dim,
+            value_dim=self.value_dim,
             scale=self.scale,
             sliding_window=self.sliding_window,
             is_causal=self.is_causal,
             softcap=self.softcap,
             sinks=self.sinks,
-        )
-        if self.gate_proj is not None:
-            out = sigmoid_gate(out, self.gate_proj(hidden, batch.linear_tile))
-        return self.o_proj.in_parts(out, batch.linear_tile)
-
-    def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
-        """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""
-        assert not self._is_norm_whole, "of plain layers"
-        queries, fused = self.num_heads * self.head_dim, self.qkv_proj
-        if isinstance(fused.weight, torch.Tensor):
-            bias = None if fused.bias is None else fused.bias[queries:]
-            keys_and_values = linear(states, fused.weight[queries:], bias, batch.linear_tile)
-        else:  # which cannot be cut
-            keys_and_values = fused(states, batch.linear_tile)[:, queries:].contiguous()
-        rotate_and_store(
-            keys_and_values,
-            rope,
-            batch.slot_mapping,
-            cache,
-            self.layer,
-            num_heads=0,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            k_norm=self._norms[1],
         )
 
     def rope(self, hf_config: Any, max_model_len: int) -> Rope:
@@ -154,7 +60,7 @@ class Attention:
         return Rope(
             hf_config,
             self.rope_key,
-            self._head_layout,
+            self.head_layout,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             max_model_len=max_model_len,
@@ -163,35 +69,36 @@ class Attention:
     @property
     def kv_width(self) -> int:
         """Elements a token takes in the cache."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
 
     @property
-    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
-        return [self.qkv_proj, *([] if self.gate_proj is None else [self.gate_proj]), self.o_proj]
+    @abstractmethod
+    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]: ...
 
     @property
+    @abstractmethod
     def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
         """Those that may be left in partial sums."""
-        return [self.o_proj] if self._is_norm_whole else [self.qkv_proj, self.o_proj]
 
     @property
+    @abstractmethod
     def product_names(self) -> list[str]:
-        """Of those that may be quantized: all."""
-        gate = () if self.gate_proj is None else self.gate_proj.part_rows
-        return [*self.qkv_proj.part_rows, *gate, self.o_proj.name]
+        """Of those that may be quantized."""
+
+    @property
+    def product_weights(self) -> list[Weight]:
+        """[out_features, in_features] each: of all shapes that there are."""
+        return [product.weight for product in self.products]
+
+    @property
+    def products_per_row(self) -> int:
+        """Multiplications of a row by weights."""
+        return sum(product.weight.shape.numel() for product in self.products)
 
     def convert(self, change: Change) -> None:
         """As Decoder.convert."""
         for product in self.products:
             product.convert(change)
 
-    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        targets: dict[str, WeightTarget] = {}
-        for product in self.products:
-            targets |= product.weight_targets(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            targets[f"{prefix}self_attn.q_norm.weight"] = self.q_norm.target
-            targets[f"{prefix}self_attn.k_norm.weight"] = self.k_norm.target
-        if self.sinks is not None:
-            targets[f"{prefix}self_attn.sinks"] = WeightTarget(view=self.sinks, shard_dim=0)
-        return targets
+    @abstractmethod
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]: ...

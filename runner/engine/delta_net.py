@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.panels import Change
+from kernels.cpu.panels import Change, Weight
 from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
@@ -89,6 +89,16 @@ class GatedDeltaNet:
     def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
         """As Attention.products_in_parts."""
         return [self.out_proj]
+
+    @property
+    def product_weights(self) -> list[Weight]:
+        """As Attention.product_weights."""
+        return [product.weight for product in self.products]
+
+    @property
+    def products_per_row(self) -> int:
+        """As Attention.products_per_row."""
+        return sum(product.weight.shape.numel() for product in self.products)
 
     @property
     def product_names(self) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from runner.engine.bucket import OF_GENERATED_TOKENS, OF_PROMPTS, Buckets
 from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
 from runner.engine.layers import DecoderLayer
-from runner.engine.operations import head_logits, paged_attention
+from runner.engine.operations import head_logits
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Family, Segment
 from runner.engine.shard import Shard
@@ -288,24 +287,11 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int =
     cache = random(len(table) + 1, block_size, attention.kv_width)
     queries = random(last + 1, attention.num_heads, attention.head_dim)
 
-    def attend(queries: torch.Tensor, plan: Any) -> torch.Tensor:
-        return paged_attention(
-            queries,
-            cache,
-            plan,
-            num_kv_heads=attention.num_kv_heads,
-            value_dim=attention.head_dim,
-            scale=attention.scale,
-            sliding_window=attention.sliding_window,
-            softcap=attention.softcap,
-            sinks=attention.sinks,
-        )
-
     def attend_to(*spans: range) -> torch.Tensor:
         segments = [Segment(start=span.start, num_tokens=len(span), block_table=table) for span in spans]
         ids = [0] * sum(map(len, spans))
         batch = ForwardBatch.build("decode", segments, ids, shape=shape, block_size=block_size, device=device)
-        return attend(queries[batch.positions], batch.attention)[: len(ids)]
+        return attention.attend(queries[batch.positions], cache, batch.attention)[: len(ids)]
 
     def attend_as_tree(span: range) -> torch.Tensor:
         """A tree that does not branch: its pending token is the first of the span."""
@@ -314,7 +300,8 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int =
         parents = to_device([range(-1, depth - 1)], torch.int64, device).view(1, depth)
         rows = tree_rows(lengths, slots, parents, first=0, offset=-1, depth=depth, **shape.tree_tiles)
         tables = to_device([table], place_dtype(device), device)
-        return attend(queries[span.start : span.stop], shape.tree_attention(rows, tables, max_context=span.stop))
+        own = queries[span.start : span.stop]
+        return attention.attend(own, cache, shape.tree_attention(rows, tables, max_context=span.stop))
 
     alone = [range(place, place + 1) for place in (first, last, short)]
     tile = range(first, last + 1)

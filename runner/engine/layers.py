@@ -16,6 +16,7 @@ from runner.engine.attention import Attention
 from runner.engine.delta_net import GatedDeltaNet
 from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch
+from runner.engine.grouped_query_attention import GroupedQueryAttention
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import WeightTarget
 from runner.engine.mlp import MLP
@@ -62,11 +63,13 @@ class DecoderLayer:
                 names.after_mlp,
             )
         )
-        self.mixer: Attention | GatedDeltaNet = (
-            GatedDeltaNet(arch, layer, shard, dtype, quantization=quantization)
-            if arch.delta is not None and arch.delta.in_layers[layer]
-            else Attention(arch, layer, shard, dtype, in_features=in_features, quantization=quantization)
-        )
+        self.mixer: Attention | GatedDeltaNet
+        if arch.delta is not None and arch.delta.in_layers[layer]:
+            self.mixer = GatedDeltaNet(arch, layer, shard, dtype, quantization=quantization)
+        else:
+            self.mixer = GroupedQueryAttention(
+                arch, layer, shard, dtype, in_features=in_features, quantization=quantization
+            )
         self.mlp: MLP | Experts = (
             Experts(arch.experts, arch.hidden_size, shard, dtype, activation=arch.activation, quantization=quantization)
             if arch.experts is not None and arch.experts.in_layers[layer]
@@ -125,14 +128,13 @@ class DecoderLayer:
     @property
     def product_weights(self) -> list[Weight]:
         """[out_features, in_features] each; of experts those of one."""
-        weights = [*(product.weight for product in self.mixer.products), *self.mlp.product_weights]
+        weights = [*self.mixer.product_weights, *self.mlp.product_weights]
         return weights if self.mlp.shared is None else [*weights, *self.mlp.shared.product_weights]
 
     @property
     def products_per_row(self) -> int:
         """Multiplications of a row by weights."""
-        mixed = sum(product.weight.shape.numel() for product in self.mixer.products)
-        return self.mlp.products_per_row + mixed
+        return self.mlp.products_per_row + self.mixer.products_per_row
 
     @property
     def product_names(self) -> list[str]:

@@ -71,7 +71,7 @@ class PagedRunner:
             if batch_invariant and not runs_kernels(device):
                 layers.keep_rows(pack)
         elif (attention := layers.attention) is not None:
-            if can_pack([*(product.weight for product in attention.products), *products]):
+            if can_pack([*attention.product_weights, *products]):
                 layers.convert(pack)
             captures_graphs = captures_graphs and can_record(attention.o_proj.weight)
             self.shapes = decoder_shapes(
