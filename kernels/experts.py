@@ -37,6 +37,9 @@ def choose_kernel(
     CHOICES: tl.constexpr,  # >= NUM_CHOICES
     IS_SOFTMAX: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,  # of experts, as many in each
+    GROUPS: tl.constexpr,  # >= NUM_GROUPS
+    KEPT_GROUPS: tl.constexpr,
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -55,6 +58,21 @@ def choose_kernel(
         order += tl.load(corrections_ptr + numbers, mask=is_expert, other=0.0)
     # A row that is not a number goes to as many experts as any other: none is found twice, and none behind the last.
     left = tl.where(is_expert, tl.where(order == order, order, float("inf")), -float("inf"))
+    if NUM_GROUPS > 1:
+        groups, group_of = tl.arange(0, GROUPS), numbers // (NUM_EXPERTS // NUM_GROUPS)
+        totals = tl.full((GROUPS,), -float("inf"), tl.float32)
+        for group in range(NUM_GROUPS):
+            own = tl.where(group_of == group, left, -float("inf"))
+            best = tl.max(own, axis=0)
+            first = tl.min(tl.where(own == best, numbers, EXPERTS), axis=0)
+            total_of_group = best + tl.max(tl.where(numbers == first, -float("inf"), own), axis=0)
+            totals = tl.where(groups == group, total_of_group, totals)
+        is_kept = numbers < 0
+        for _ in range(KEPT_GROUPS):
+            group = tl.min(tl.where(totals == tl.max(totals, axis=0), groups, GROUPS), axis=0)
+            totals = tl.where(groups == group, -float("inf"), totals)
+            is_kept = is_kept | (group_of == group)
+        left = tl.where(is_kept, left, -float("inf"))
     weights = tl.zeros((CHOICES,), dtype=tl.float32)
     experts = tl.zeros((CHOICES,), dtype=tl.int32)
     total = tl.zeros((), dtype=tl.float32)
@@ -145,6 +163,7 @@ def route(
     """What kernels.reference.experts.route says."""
     (num_rows, num_experts), choices = logits.shape, rule.choices
     assert logits.is_contiguous() and logits.dtype == torch.float32 and 1 <= choices <= num_experts
+    assert num_experts % rule.num_groups == 0
     device, overlaps = logits.device, can_overlap(logits.device)
     weights = torch.empty(num_rows, choices, device=device)
     experts = torch.empty(num_rows, choices, dtype=torch.int32, device=device)
@@ -161,6 +180,9 @@ def route(
             CHOICES=next_power_of_2(choices),
             IS_SOFTMAX=rule.scores == "softmax",
             IS_NORMALIZED=rule.is_normalized,
+            NUM_GROUPS=rule.num_groups,
+            GROUPS=next_power_of_2(rule.num_groups),
+            KEPT_GROUPS=rule.kept_groups,
             OVERLAPS=overlaps,
             num_warps=1,
             launch_pdl=overlaps,

@@ -51,6 +51,7 @@ def to_experts(chosen: list[list[int]], num_experts: int) -> Routing:
 @given(
     num_rows=st.integers(0, 20),
     num_experts=st.sampled_from([1, 2, 3, 5, 8, 13, 60]),
+    groups=st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 3), (5, 2)]),  # where so many experts lie in so many
     choices=st.integers(1, 8),
     scores=st.sampled_from(["softmax", "sigmoid"]),
     is_normalized=st.booleans(),
@@ -62,6 +63,7 @@ def test_rows_go_where_the_reference_sends_them(
     kernel_device: torch.device,
     num_rows: int,
     num_experts: int,
+    groups: tuple[int, int],
     choices: int,
     scores: Scores,
     is_normalized: bool,
@@ -69,7 +71,11 @@ def test_rows_go_where_the_reference_sends_them(
     seed: int,
 ) -> None:
     """With many ties, and goings that are looked at in several chunks."""
-    rule = RoutingRule(min(choices, num_experts), is_normalized, scores, scale=2.5 if is_corrected else 1.0)
+    if num_experts % groups[0] or num_experts < 2 * groups[0]:
+        groups = (1, 1)
+    open_to_rows = num_experts // groups[0] * groups[1]
+    scale = 2.5 if is_corrected else 1.0
+    rule = RoutingRule(min(choices, open_to_rows), is_normalized, scores, scale, *groups)
     logits = logits_of(num_rows, num_experts, seed=seed)
     # Larger than any score, of either sign, and the same of some experts: scores decide among these.
     corrections = 8 * logits_of(1, num_experts, seed=seed + 1)[0].round() if is_corrected else None

@@ -50,7 +50,12 @@ def test_rows_go_to_the_experts_of_highest_scores_of_equals_to_the_first(data: s
     choices, num_rows = data.draw(st.integers(1, min(8, num_experts))), data.draw(st.integers(0, 9))
     is_corrected, seed = data.draw(st.booleans()), data.draw(st.integers(0, 99))
     scores: Scores = data.draw(st.sampled_from(["softmax", "sigmoid"]))
-    rule = RoutingRule(choices, data.draw(st.booleans()), scores, scale=2.5 if is_corrected else 1.0)
+    num_groups = data.draw(
+        st.sampled_from([n for n in (1, 2, 3, 4, 8) if (num_experts % n == 0 and num_experts >= 2 * n) or n == 1])
+    )
+    kept = data.draw(st.integers(-(-choices * num_groups // num_experts), num_groups))
+    scale = 2.5 if is_corrected else 1.0
+    rule = RoutingRule(choices, data.draw(st.booleans()), scores, scale, num_groups, kept)
     coarse = data.draw(st.sampled_from([1.0, 2.0, 1000.0]))  # many logits are equal
     logits = (coarse * randn(num_rows, num_experts, seed=seed)).round() / coarse
     # Larger than any score, of either sign, and the same of some experts: scores decide among these.

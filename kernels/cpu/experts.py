@@ -14,7 +14,7 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.bits import float_of_bits
-from kernels.cpu.compiled import exact
+from kernels.cpu.compiled import compiled, exact
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import LOG2_E, exp2
 from kernels.cpu.kernel import Kernel, arguments_of
@@ -31,6 +31,7 @@ PART_EXPERTS = 1 << 11  # looked at in some microseconds, over all choices
 Choosing = arguments_of(
     *("weights", "chosen", "scores", "order", "logits", "corrections"),  # the last: where has_corrections
     *("num_rows", "num_experts", "choices", "is_softmax", "has_corrections", "is_normalized"),
+    *("num_groups", "kept_groups"),
     "scale",  # the bits of a float32
 )
 Sorting = arguments_of("places", "rows", "starts", "next", "chosen", "num_rows", "num_experts", "choices")
@@ -38,6 +39,24 @@ Summing = arguments_of(
     *("sums", "results", "places", "weights", "shared", "room"),  # shared: 0, there is nothing
     *("num_rows", "width", "choices"),
 )
+
+
+@compiled
+def drop_group(order: Any, num_groups: Any) -> None:
+    """Of those whose scores are not taken the one with the lowest sum of its two best; of equals the last."""
+    size, worst, lowest = len(order) // num_groups, 0, FIRST
+    for group in range(num_groups):
+        first, second = TAKEN, TAKEN
+        for expert in range(group * size, (group + 1) * size):
+            score = order[expert]
+            if score > first:
+                first, second = score, first
+            elif score > second:
+                second = score
+        if first > TAKEN and first + second <= lowest:
+            worst, lowest = group, first + second
+    for expert in range(worst * size, (worst + 1) * size):
+        order[expert] = TAKEN
 
 
 def choose_experts(arguments: Any, part: int, num_parts: int, thread: int) -> None:
@@ -68,6 +87,8 @@ def choose_experts(arguments: Any, part: int, num_parts: int, thread: int) -> No
         for expert in range(a.num_experts):
             corrected = scores[expert] + corrections[expert] if a.has_corrections else scores[expert]
             order[expert] = corrected if corrected == corrected else FIRST
+        for _ in range(a.num_groups - a.kept_groups):
+            drop_group(order, a.num_groups)
         total = ZERO
         for choice in range(a.choices):
             best = 0
@@ -160,6 +181,7 @@ def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) 
     """The experts of each row; logits: [num_rows, num_experts] float32."""
     assert logits.dtype == torch.float32 and logits.is_contiguous()
     (num_rows, num_experts), choices = logits.shape, rule.choices
+    assert num_experts % rule.num_groups == 0
     assert corrections is None or (corrections.dtype == torch.float32 and corrections.is_contiguous())
     weights, chosen = empty(num_rows, choices), empty(num_rows, choices, dtype=torch.int64)
     scores, order = empty(num_rows, num_experts), empty(num_rows, num_experts)
@@ -168,6 +190,7 @@ def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) 
         logits.data_ptr() if corrections is None else corrections.data_ptr(),
         *(num_rows, num_experts, choices),
         *(rule.scores == "softmax", corrections is not None, rule.is_normalized),
+        *(rule.num_groups, rule.kept_groups),
         int(np.float32(rule.scale).view(np.int32)),
         parts=parts_of(logits.numel() * (choices + 2), PART_EXPERTS, max(num_rows, 1)),
     )

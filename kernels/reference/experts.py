@@ -41,6 +41,9 @@ class RoutingRule(NamedTuple):
     is_normalized: bool  # the weights of a row's experts add up to 1, before they are scaled
     scores: Scores = "softmax"  # over all experts; or each expert's own (DeepSeek-V3, arXiv 2412.19437)
     scale: float = 1.0  # of the weights
+    # Experts lie in so many groups, as many in each, and a row goes to those of the best ones alone (DeepSeek-V3).
+    num_groups: int = 1
+    kept_groups: int = 1  # with the highest sums of their two best scores, and with experts enough
 
 
 def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) -> Routing:
@@ -53,6 +56,8 @@ def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) 
     """
     scores = softmax(logits) if rule.scores == "softmax" else _sigmoid(logits)
     order = scores if corrections is None else scores + corrections
+    if rule.num_groups > 1:
+        order = _in_best_groups(order, rule)
     experts = order.sort(dim=1, descending=True, stable=True).indices[:, : rule.choices]
     weights = scores.gather(1, experts)
     if rule.is_normalized:
@@ -61,6 +66,15 @@ def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) 
             total = total + weights[:, choice : choice + 1]
         weights = weights / (total + LEAST_TOTAL)
     return sort_by_expert(experts, (weights * rule.scale).contiguous(), logits.shape[1])
+
+
+def _in_best_groups(order: Tensor, rule: RoutingRule) -> Tensor:
+    """Scores that experts are chosen by [num_rows, num_experts], none chosen in other groups; of equals the first."""
+    grouped = order.view(len(order), rule.num_groups, order.shape[1] // rule.num_groups)
+    totals = grouped.topk(2, dim=2).values.sum(2)
+    kept = totals.sort(dim=1, descending=True, stable=True).indices[:, : rule.kept_groups]
+    is_kept = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, kept, True)
+    return grouped.masked_fill(~is_kept[:, :, None], float("-inf")).view_as(order)
 
 
 def _sigmoid(logits: Tensor) -> Tensor:
