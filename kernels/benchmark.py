@@ -28,9 +28,11 @@ if TYPE_CHECKING:  # --help answers without them
 OPS = (  # modules of kernels.benchmarks
     "linear",
     "experts",
+    "heads_linear",
     "paged_attention",
     "rms_norm",
     "rope",
+    "latent_rows",
     "partial_sums",
     "mask_and_penalise",
     "sampling",

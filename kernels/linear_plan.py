@@ -88,6 +88,11 @@ def plan_linear(
     )
 
 
+def stages_of_short_sums(plan: LinearPlan) -> int:
+    """As planned, or as many as so few steps need: then more programs share a multiprocessor."""
+    return min(plan.num_stages, max(plan.split_width // plan.block_k, 2) + 1)
+
+
 def rows_of_each_kind(
     out_features: int,
     in_features: int,

@@ -1,4 +1,4 @@
-"""What programs of kernels/linear.py and kernels/experts_linear.py do with a tile: its sums, and what follows them."""
+"""What programs of kernels/linear.py and of experts' and heads' products do with a tile: its sums, and what follows."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

@@ -1,8 +1,10 @@
 """kernels/reference/paged_attention.py on a GPU: flash attention over a paged cache, each row on its own.
 
 A program takes BLOCK_M packed rows, the query heads of one KV head times a tile's launch rows, so that keys and values
-are read once for all of them. Split form (decode and verification, after Flash-Decoding): a program sees the keys of
-one split, and merge_splits.py merges each row's splits. Whole form (prompts): it walks all keys of its tile.
+are read once for all of them; a KV head with more query heads has several programs. Where values are the first columns
+of keys (latent attention: DeepSeek-V2, arXiv 2405.04434), they are read once and multiplied as both. Split form (decode
+and verification, after Flash-Decoding): a program sees the keys of one split, and merge_splits.py merges each row's
+splits. Whole form (prompts): it walks all keys of its tile.
 
 A row's bits depend on its query and its visible keys alone. Keys sit at their absolute positions in blocks of BLOCK_N
 and in splits, so every product and every sum has the same shape wherever a row is; a block that only a neighbour needs
@@ -14,6 +16,7 @@ tl.fma fuses a product and a sum (enable_fp_fusion=False), so programs compiled 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
 from kernels.merge_splits import LOG2_E, merge_splits, visible, with_sink
 from kernels.paged_segments import PagedSegments
+from kernels.shared_memory import HOPPERS, shared_memory
 from kernels.sizes import cdiv, next_power_of_2
 from kernels.tanh import tanh
 
@@ -35,13 +39,23 @@ FLOAT32_BLOCK_N = 16  # float32 has no tensor cores: plain multiply-adds, all of
 SPLIT_KEYS = 512  # keys of a split; a multiple of BLOCK_N
 OWN_SPLITS = 2  # of a tree's row: the split in which its tree begins, and the next one
 STAGE_BYTES = 96 * 1024  # shared memory for keys and values on their way; sm_80 has 163 KB, the queries need some too
+# Of values in keys that are wider than 256 a thread of eight warps holds what one of four does of others, and the
+# queries of a tile need so much memory that they are counted: bytes of both. A GPU that has less than the second number
+# for a program (compute capability 8.6, 8.9, 12.0) takes half of the keys at a time.
+WIDE_LATENT_BYTES, LEAST_LATENT_BYTES = 220 * 1024, 120 * 1024
 
 
 def rows_per_tile(num_heads: int, num_kv_heads: int) -> int:
     """Launch rows that fill a tile."""
+    return BLOCK_M // heads_of_a_program(num_heads, num_kv_heads)
+
+
+@cache
+def heads_of_a_program(num_heads: int, num_kv_heads: int) -> int:
+    """All query heads of a KV head, or as large an equal share of them as a tile holds."""
     group = num_heads // num_kv_heads
-    assert group * num_kv_heads == num_heads and group <= BLOCK_M, "query heads are groups of at most BLOCK_M"
-    return BLOCK_M // group
+    assert group * num_kv_heads == num_heads, "every KV head has as many query heads"
+    return max(share for share in range(1, min(group, BLOCK_M) + 1) if group % share == 0)
 
 
 @triton.jit
@@ -75,7 +89,7 @@ def slots_of(
 )
 def attend_kernel(
     query_ptr,  # [num_rows, num_heads, head_dim], strided
-    kv_ptr,  # [num_slots, NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)]
+    kv_ptr,  # [num_slots, NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)]; if VALUES_IN_KEYS [num_slots, HEAD_DIM]
     output_ptr,  # whole: [num_rows, num_heads, VALUE_DIM]; split: [num_rows, num_heads, num_splits, VALUE_DIM] float32
     maxima_ptr,  # split: [num_rows, num_heads, num_splits] float32; whole: None
     totals_ptr,  # as maxima_ptr
@@ -97,12 +111,15 @@ def attend_kernel(
     num_splits,
     num_shared_tiles,
     segments_per_table,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a program
+    SHARES: tl.constexpr,  # programs that a KV head's query heads are shared among
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,  # >= HEAD_DIM
+    HEAD_BLOCK: tl.constexpr,  # >= HEAD_DIM; if VALUES_IN_KEYS VALUE_BLOCK
     VALUE_BLOCK: tl.constexpr,  # >= VALUE_DIM
+    TAIL_BLOCK: tl.constexpr,  # if VALUES_IN_KEYS >= HEAD_DIM - VALUE_DIM, or 0 where there are no such columns
+    VALUES_IN_KEYS: tl.constexpr,  # of the one KV head: its first VALUE_DIM columns are both
     BLOCK_SIZE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,  # 0: whole
     OWN_SPLITS: tl.constexpr,  # that the keys from a tile's first_keys on lie in, at most
@@ -114,11 +131,13 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile, KV head and split: the attention, or, split, its numerators and their sums and maxima."""
-    WIDTH: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)
+    """One tile, share of heads and split: the attention, or, split, its numerators and their sums and maxima."""
+    WIDTH: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + (0 if VALUES_IN_KEYS else VALUE_DIM))
+    KEY_DIM: tl.constexpr = VALUE_DIM if VALUES_IN_KEYS else HEAD_DIM  # columns of the first product
     if OVERLAPS:
         await_input()
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, share, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = share // SHARES
     if first_keys_ptr is not None:  # shared tiles have a program for each split, the others for those they attend to
         own = tile - num_shared_tiles * num_splits
         split = tl.where(own < 0, tile % num_splits, own % OWN_SPLITS)
@@ -143,17 +162,25 @@ def attend_kernel(
     packed = tl.arange(0, BLOCK_M)
     row_in_tile = packed // GROUP
     row = (first_row + row_in_tile).to(tl.int64)
-    head = kv_head * GROUP + packed % GROUP
+    head = share * GROUP + packed % GROUP
     is_row = row_in_tile < size
     # Places without a row see what the last row sees: if they saw no key, they would divide zero by zero.
     first, last = visible(position + tl.minimum(row_in_tile, size - 1), last_key, WINDOW, IS_CAUSAL)
     head_columns, value_columns = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
-    is_head_column, is_value_column = head_columns < HEAD_DIM, value_columns < VALUE_DIM
+    is_head_column, is_value_column = head_columns < KEY_DIM, value_columns < VALUE_DIM
     query = tl.load(
         query_ptr + (row * query_row_stride + head * query_head_stride)[:, None] + head_columns[None, :],
         mask=is_row[:, None] & is_head_column[None, :],
         other=0.0,
     )
+    if TAIL_BLOCK > 0:
+        tail_columns = VALUE_DIM + tl.arange(0, TAIL_BLOCK)
+        is_tail_column = tail_columns < HEAD_DIM
+        query_tail = tl.load(
+            query_ptr + (row * query_row_stride + head * query_head_stride)[:, None] + tail_columns[None, :],
+            mask=is_row[:, None] & is_tail_column[None, :],
+            other=0.0,
+        )
     key_ptr = kv_ptr + kv_head * HEAD_DIM
     value_ptr = kv_ptr + NUM_KV_HEADS * HEAD_DIM + kv_head * VALUE_DIM
 
@@ -174,7 +201,15 @@ def attend_kernel(
             mask=is_key[None, :] & is_head_column[:, None],
             other=0.0,
         )
-        logits = tl.dot(query, key, input_precision="ieee") * scale
+        logits = tl.dot(query, key, input_precision="ieee")
+        if TAIL_BLOCK > 0:
+            key_tail = tl.load(
+                key_ptr + slots.to(tl.int64)[None, :] * WIDTH + tail_columns[:, None],
+                mask=is_key[None, :] & is_tail_column[:, None],
+                other=0.0,
+            )
+            logits = tl.dot(query_tail, key_tail, logits, input_precision="ieee")
+        logits *= scale
         if SOFTCAP > 0:
             logits = tanh(logits) * (SOFTCAP * LOG2_E)
         is_visible = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
@@ -185,15 +220,26 @@ def attend_kernel(
         alpha = tl.exp2(maximum - base)
         weights = tl.exp2(logits - base[:, None])
         total = tl.fma(total, alpha, tl.sum(weights, axis=1))
-        value = tl.load(
-            value_ptr + slots.to(tl.int64)[:, None] * WIDTH + value_columns[None, :],
-            mask=is_key[:, None] & is_value_column[None, :],
-            other=0.0,
-        )
+        if VALUES_IN_KEYS:
+            value = tl.trans(key)
+        else:
+            value = tl.load(
+                value_ptr + slots.to(tl.int64)[:, None] * WIDTH + value_columns[None, :],
+                mask=is_key[:, None] & is_value_column[None, :],
+                other=0.0,
+            )
         numerator = tl.dot(weights.to(value.dtype), value, numerator * alpha[:, None], input_precision="ieee")
         maximum, slots = larger, next_slots
 
-    result_row = row * (NUM_KV_HEADS * GROUP) + head
+    if VALUES_IN_KEYS:
+        # The same without quotients, where it can be: a thread stores parts of many rows, and what it knew of each
+        # since before the loop would have no registers.
+        is_row = packed < size * GROUP
+        result_row = first_row.to(tl.int64) * (SHARES * GROUP) + share * GROUP + packed
+        if SHARES > 1:
+            result_row += packed // GROUP * ((SHARES - 1) * GROUP)
+    else:
+        result_row = row * (NUM_KV_HEADS * SHARES * GROUP) + head
     if SPLIT_KEYS > 0:
         result_row = result_row * num_splits + split
         tl.store(maxima_ptr + result_row, maximum, mask=is_row)
@@ -220,6 +266,7 @@ def paged_attention(
     value_dim: int,
     scale: float,
     split_keys: int | None,  # None: whole. Part of a token's arithmetic, so one choice for a model and kind of launch
+    values_in_keys: bool = False,  # one KV head [.., head_dim], whose first value_dim elements are values too (MLA)
     sliding_window: int | None = None,
     is_causal: bool = True,  # False: a row sees up to its tile's last_keys
     softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
@@ -233,13 +280,18 @@ def paged_attention(
     attending = segments if shares else own
     num_tiles = len(attending.tile_rows)
     assert query.stride(2) == 1 and kv_cache.is_contiguous() and query.dtype == kv_cache.dtype
-    assert kv_cache.shape[2] == num_kv_heads * (head_dim + value_dim)
+    assert kv_cache.shape[2] == (head_dim if values_in_keys else num_kv_heads * (head_dim + value_dim))
+    assert not values_in_keys or (num_kv_heads == 1 and value_dim <= head_dim)
     assert segments.max_tile_size <= rows_per_tile(num_heads, num_kv_heads)
     assert split_keys is None or split_keys % BLOCK_N == 0
     output = query.new_empty(num_rows, num_heads * value_dim)
     if num_tiles == 0:
         return output
     head_block, value_block = (max(16, next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    tail_block, latent_block, columns = 0, 0, head_block + value_block
+    if values_in_keys:
+        tail_block = max(16, next_power_of_2(head_dim - value_dim)) if head_dim > value_dim else 0
+        head_block, latent_block, columns = value_block, value_block, value_block + tail_block
     seen: dict[str, Any] = {"WINDOW": sliding_window or 0, "IS_CAUSAL": is_causal}
     seen |= {"SPLIT_KEYS": split_keys if is_split else 0, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
     overlaps = can_overlap(query.device)
@@ -248,10 +300,11 @@ def paged_attention(
     if is_split:
         maxima, sums = query.new_empty(2, num_rows, num_heads, num_splits, dtype=torch.float32)
         attended = query.new_empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32)
-    grid = (num_tiles, num_kv_heads, num_splits)
+    group = heads_of_a_program(num_heads, num_kv_heads)
+    grid = (num_tiles, num_heads // group, num_splits)
     if shares:
         assert split_keys is not None and segments.branch_slots.shape[1] <= split_keys  # so that OWN_SPLITS suffice
-        grid = (segments.num_shared_tiles * num_splits + len(own.tile_rows) * OWN_SPLITS, num_kv_heads, 1)
+        grid = (segments.num_shared_tiles * num_splits + len(own.tile_rows) * OWN_SPLITS, num_heads // group, 1)
     attend_kernel[grid](
         query,
         kv_cache,
@@ -276,10 +329,13 @@ def paged_attention(
         num_splits,
         segments.num_shared_tiles,
         segments.segments_per_table,
-        GROUP=num_heads // num_kv_heads,
+        GROUP=group,
+        SHARES=num_heads // (num_kv_heads * group),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block,
+        TAIL_BLOCK=tail_block,
+        VALUES_IN_KEYS=values_in_keys,
         BLOCK_SIZE=kv_cache.shape[1],
         SOFTCAP=softcap or 0.0,
         OWN_SPLITS=OWN_SPLITS,
@@ -288,7 +344,7 @@ def paged_attention(
         launch_pdl=overlaps,
         BLOCK_M=BLOCK_M,
         **seen,
-        **launch_options(head_block + value_block, query.element_size()),
+        **launch_options(columns, query.element_size(), latent_block, shared_memory(query.device)),
     )
     if is_split:
         merge_splits(
@@ -307,10 +363,19 @@ def paged_attention(
     return output
 
 
-def launch_options(columns: int, element_size: int) -> dict[str, Any]:
-    """How attend_kernel is compiled; as many blocks of `columns` wide keys and values under way as memory holds."""
-    block_n, num_warps = BLOCK_N if columns <= 256 else WIDE_BLOCK_N, 4
+def launch_options(columns: int, element_size: int, latent_block: int = 0, capacity: int = HOPPERS) -> dict[str, Any]:
+    """How attend_kernel is compiled; as many blocks of `columns` wide keys and values under way as memory holds.
+
+    Args:
+        latent_block: how many of the columns are keys and values at once.
+        capacity: bytes of shared memory that a program may have.
+    """
+    block_n, num_warps, stage_bytes = BLOCK_N if columns <= 256 else WIDE_BLOCK_N, 4, STAGE_BYTES
+    if latent_block > 256:
+        num_warps, stage_bytes = 8, WIDE_LATENT_BYTES - BLOCK_M * columns * element_size
     if element_size == 4:
         block_n, num_warps = min(BLOCK_N, FLOAT32_BLOCK_N), 16
-    num_stages = min(3, max(1, STAGE_BYTES // (block_n * columns * element_size)))
+    num_stages = min(3, max(1, stage_bytes // (block_n * columns * element_size)))
+    if latent_block > 256 and capacity < LEAST_LATENT_BYTES:
+        block_n, num_stages = min(block_n, WIDE_BLOCK_N // 2), 2
     return {"BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}

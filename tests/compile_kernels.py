@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kernels.linear_plan import plan_linear
+from kernels.linear_plan import plan_linear, stages_of_short_sums
 from kernels.shared_memory import HOPPERS
 
-SHARED_MEMORY = {80: 163 * 1024, 90: HOPPERS}  # bytes of a program
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: HOPPERS}  # bytes of a program
 OVERLAPS = "OVERLAPS"  # the constant of kernels that may begin while the launch before runs: on Hopper
 # Of interest in PTX.
 OPCODES = r"(?:wgmma\.mma_async|\bmma)\.sync[\w.]*|cp\.async\.c[ag]|griddepcontrol\.wait|prefetch\.global"
@@ -163,11 +163,44 @@ def linear_of_experts_kernel(
     )
 
 
+def linear_of_heads_kernel(
+    num_rows: int, out_features: int, in_features: int, *, capability: int, dtype: str = "bf16"
+) -> Kernel:
+    """A product of heads as kernels/heads_linear.py launches it."""
+    plan = plan_linear(
+        num_rows,
+        out_features,
+        in_features,
+        element_size=4 if dtype == "fp32" else 2,
+        gated=False,
+        of_experts=True,
+        capacity=SHARED_MEMORY[capability],
+    )
+    return Kernel(
+        module="kernels.heads_linear",
+        name="linear_of_heads_kernel",
+        signature=" ".join([*[f"*{dtype}:16"] * 3, "i32", *["i32:16"] * 7]),
+        constants={
+            "SPLITS": plan.splits,
+            "EVEN_K": in_features % plan.block_k == 0,
+            "TOKENS": plan.tokens,
+            "FEATURES": plan.features,
+            "BLOCK_K": plan.block_k,
+        },
+        options={"num_warps": plan.num_warps, "num_stages": stages_of_short_sums(plan)},
+        max_shared=SHARED_MEMORY[capability],
+        compute_capabilities=(capability,),
+    )
+
+
 # Llama-3-8B's attention in bfloat16.
 HEADS = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128}
 SEEN = {"WINDOW": 0, "IS_CAUSAL": 1, "VALUE_DIM": 128, "VALUE_BLOCK": 128}
 ATTEND = HEADS | SEEN | {"GROUP": 4, "HEAD_BLOCK": 128, "BLOCK_SIZE": 16, "SOFTCAP": 0, "HAS_BRANCHES": 1}
 ATTEND |= {"BLOCK_M": 64, "BLOCK_N": 64, "OWN_SPLITS": 2, "sinks_ptr": None}
+ATTEND |= {"SHARES": 1, "TAIL_BLOCK": 0, "VALUES_IN_KEYS": 0}
+LATENT = {"NUM_KV_HEADS": 1, "HEAD_DIM": 576, "VALUE_DIM": 512, "HEAD_BLOCK": 512, "VALUE_BLOCK": 512}
+LATENT |= {"TAIL_BLOCK": 64, "VALUES_IN_KEYS": 1, "BLOCK_N": 32, "SPLIT_KEYS": 512}
 NOTHING_SHARED = {"first_keys_ptr": None}
 NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
 TRUNCATION = {"num_warps": 8, "enable_fp_fusion": False}
@@ -468,18 +501,27 @@ TABLE = [
     linear_of_experts_kernel(  # of four ranks, which halve its groups: in 8 bits
         4, 2880, 720, gated=False, capability=90, held="i8", group_size=16, num_experts=32, has_bias=True
     ),
+    # What turns queries into latents and latents into values, GLM-4.7-Flash's in every tile; and DeepSeek-V3's.
+    *(linear_of_heads_kernel(num_rows, 512, 192, capability=90) for num_rows in (1, 17, 33, 65, 513)),
+    *(linear_of_heads_kernel(num_rows, 256, 512, capability=90) for num_rows in (1, 513)),
+    linear_of_heads_kernel(1, 512, 128, capability=90),
+    *(linear_of_heads_kernel(num_rows, 512, 192, capability=80) for num_rows in (1, 513)),
+    linear_of_heads_kernel(1, 512, 176, capability=90, dtype="fp32"),
     *(
         Kernel(
             module="kernels.experts",
             name="choose_kernel",
             signature="*fp32:16 *i32:16 *fp32:16 *fp32:16 fp32",
             constants={"NUM_EXPERTS": num_experts, "EXPERTS": block, "NUM_CHOICES": choices, "CHOICES": 8}
-            | {"IS_SOFTMAX": is_softmax, "IS_NORMALIZED": is_normalized},
+            | {"IS_SOFTMAX": is_softmax, "IS_NORMALIZED": is_normalized}
+            | {"NUM_GROUPS": num_groups, "GROUPS": num_groups, "KEPT_GROUPS": kept_groups},
             options={"num_warps": 1},
+            max_shared=256,
         )
-        for num_experts, block, choices, is_softmax, is_normalized in (
-            (128, 128, 8, False, True),
-            (60, 64, 6, True, False),
+        for num_experts, block, choices, is_softmax, is_normalized, num_groups, kept_groups in (
+            (128, 128, 8, False, True, 1, 1),
+            (60, 64, 6, True, False, 1, 1),
+            (256, 256, 8, False, True, 8, 4),  # DeepSeek-V3's, whose experts lie in groups
         )
     ),
     Kernel(
@@ -594,6 +636,42 @@ TABLE = [
             ("*bf16 *bf16 *bf16", {"SPLIT_KEYS": 0, "maxima_ptr": None, "totals_ptr": None}),
         )
     ),
+    # Keys that hold their values: of GLM-4.7-Flash over splits, which a tree's rows share; of DeepSeek-V3, whose heads
+    # two programs share; of Moonlight, whole.
+    *(
+        Kernel(
+            module="kernels.paged_attention",
+            name="attend_kernel",
+            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
+            constants=ATTEND | LATENT | constants,
+            options={"num_warps": 8, "num_stages": 3 if 90 in capabilities else 2, "enable_fp_fusion": False},
+            max_shared=180 * 1024,
+            compute_capabilities=capabilities,
+            sm_90_instruction="wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
+        )
+        for pointers, tiles, constants, capabilities in (
+            ("*bf16 *bf16 *fp32 *fp32 *fp32", "*i32 *i32 *i32 *i32", {"GROUP": 20, **NOTHING_SHARED}, (90,)),
+            ("*bf16 *bf16 *fp32 *fp32 *fp32", "*i32 *i32 *i32 *i32 *i32", {"GROUP": 20}, (90,)),
+            (
+                "*bf16 *bf16 *fp32 *fp32 *fp32",
+                "*i32 *i32 *i32 *i32",
+                {"GROUP": 64, "SHARES": 2, **NOTHING_SHARED},
+                (90,),
+            ),
+            (
+                "*bf16 *bf16 *bf16",
+                "*i32 *i32 *i32 *i32",
+                {"GROUP": 16, "SPLIT_KEYS": 0, "maxima_ptr": None, "totals_ptr": None, **NOTHING_SHARED},
+                (80, 90),
+            ),
+            (
+                "*bf16 *bf16 *fp32 *fp32 *fp32",
+                "*i32 *i32 *i32 *i32",
+                {"GROUP": 16, "BLOCK_N": 16, **NOTHING_SHARED},
+                (89,),
+            ),
+        )
+    ),
     *(
         Kernel(  # in float32, as the tiny family runs: what a thread cannot hold takes memory for all that there may be
             module="kernels.paged_attention",
@@ -615,6 +693,15 @@ TABLE = [
         constants={**SEEN, "SPLIT_KEYS": 512, "MERGED_SPLITS": 16, "sinks_ptr": None},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
+    ),
+    Kernel(  # of latents
+        module="kernels.merge_splits",
+        name="merge_kernel",
+        signature="*fp32 *fp32 *fp32 *bf16 *i32 *i32 *i32 *i32 i32",
+        constants={**SEEN, "VALUE_DIM": 512, "VALUE_BLOCK": 512}
+        | {"SPLIT_KEYS": 512, "MERGED_SPLITS": 16, "sinks_ptr": None},
+        options={**NO_FUSION, "maxnreg": 128},
+        max_shared=4096,
     ),
     *(
         Kernel(  # gpt-oss's attention, whose heads have sinks, over splits and whole
@@ -650,6 +737,19 @@ TABLE = [
         max_shared=2048,
     ),
     *HEADS_OF_PARTS.values(),
+    *(  # GLM-4.7-Flash's, Moonlight's and, as the tiny family runs, in float32
+        Kernel(
+            module="kernels.latent_rows",
+            name="latent_rows_kernel",
+            signature=f"*{dtype}:16 *{dtype}:16 *fp32:16 *i64 *i64 *{dtype}:16 *{dtype}:16 *{dtype}:16 *fp32:16"
+            + " i32:16" * 5,
+            constants={"NUM_HEADS": num_heads, "UNTURNED": unturned, "TURNED": 64, "HALF_BLOCK": 32}
+            | {"RANK": 512, "RANK_BLOCK": 512, "BLOCK_SIZE": 16, "HEADS": 32},
+            options={**NO_FUSION, "maxnreg": 128},
+            max_shared=2048,
+        )
+        for dtype, num_heads, unturned in (("bf16", 20, 192), ("bf16", 16, 128), ("fp32", 16, 128))
+    ),
     Kernel(  # keys and values alone, normed
         module="kernels.rope",
         name="rope_kernel",

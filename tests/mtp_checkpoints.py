@@ -36,7 +36,21 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# model_type of the target -> options beyond SHAPE
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+# model_type of the target, and what else there is to say of it -> options beyond SHAPE
 TARGETS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -44,20 +58,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-    },
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v3, run by transformers": {**_DEEPSEEK, "hidden_act": "gelu"},
     # The module's block attends, behind a layer that does not.
     "qwen3_5_text": {
         "head_dim": 16,
@@ -151,6 +153,7 @@ LAYOUTS = {
 # (layout, model_type of the transformers model that target and block are taken from)
 PUBLISHED = (
     ("deepseek", "deepseek_v3"),
+    ("deepseek", "deepseek_v3, run by transformers"),
     ("deepseek", "glm4_moe"),
     ("deepseek", "llama"),
     ("ernie", "ernie4_5_moe"),
@@ -242,7 +245,8 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
     from transformers import AutoConfig
 
     names = LAYOUTS[layout]
-    model = random_model(AutoConfig.for_model(model_type, **{**SHAPE, **TARGETS[model_type]}))
+    family = model_type.partition(",")[0]
+    model = random_model(AutoConfig.for_model(family, **{**SHAPE, **TARGETS[model_type]}))
     model.save_pretrained(directory)
     save_tokenizer(directory, VOCAB_SIZE)
     values = json.loads((directory / "config.json").read_text())

@@ -16,6 +16,24 @@ GEMMA: dict[str, Any] = {
 # A state follows one path of tokens, forwards: drafts are chains, and drafters attend in all layers.
 WITH_STATES = ("qwen3_5_text",)
 FAMILIES: dict[str, dict[str, Any]] = {
+    # One latent of a token for all heads, and experts in groups.
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+    },
     "gemma2": GEMMA,
     # The first layer sees a window and turns by other angles than the second.
     "gemma3_text": {

@@ -268,7 +268,7 @@ def quantize_checkpoint(directory: Path, layout: Layout) -> dict[str, Tensor]:
     tensors, dense = dict[str, Tensor](), load_file(file)
     for name, tensor in list(dense.items()):
         module, _, kind = name.rpartition(".")
-        if kind != "weight" or not re.search(r"_proj(_qkvz?|_z)?$", module):
+        if kind != "weight" or not re.search(r"_proj(_qkvz?|_z|_with_mqa)?$", module):
             tensors[name] = tensor
             continue
         packed, dense[name] = layout.pack(tensor.float(), generator)

@@ -62,11 +62,12 @@ def test_an_interrupt_waits_for_nothing_and_what_it_left_is_compiled_later(found
     assert found["mended"]["held"] == found["first"]["held"]
 
 
-RULES = ("probabilistic", "strict", "block", "typical", "probabilistic")
+RULES = ("probabilistic", "strict", "block", "typical", "probabilistic", "block")
 STARTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma": {"architecture": GEMMA},
     "experts, fp8": {"architecture": {**EXPERTS, "num_hidden_layers": 1}, "quantization": "fp8"},
+    "latents": {"architecture": OTHER_FAMILIES["deepseek_v3"]},
     "states and experts": {"architecture": WITH_STATES_AND_EXPERTS},
     "gpt_oss": {
         "architecture": {

@@ -36,7 +36,8 @@ OPTIONS = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in C
 MANDATORY = {"model/hf": ["model.model=x", "method=ngram"], "method/custom_class": ["method.model=a.B"]}
 MANDATORY["model/qwen3_0_6b"] = ["method=ngram"]  # no draft is smaller
 MANDATORY["model/gpt_oss_20b"] = ["method=eagle3"]  # nor of this vocabulary
-WITH_MTP = {"glm4_5_air": 106, "ernie4_5_21b_a3b": 21, "qwen3_5_27b": 26, "qwen3_5_35b_a3b": 34}  # billions of weights
+# Billions of weights.
+WITH_MTP = {"glm4_5_air": 106, "glm4_7_flash": 29, "ernie4_5_21b_a3b": 21, "qwen3_5_27b": 26, "qwen3_5_35b_a3b": 34}
 MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_MTP}
 MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
 EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
@@ -242,6 +243,7 @@ def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
         ("gemma3_1b", "default"),
         ("gpt_oss_20b", "yarn"),
         ("glm4_5_air", "default"),
+        ("glm4_7_flash", "default"),
         ("ernie4_5_21b_a3b", "default"),
         ("qwen3_5_27b", "default"),
         ("qwen3_5_35b_a3b", "default"),

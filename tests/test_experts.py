@@ -109,11 +109,12 @@ def test_in_bfloat16_neither_methods_nor_schedules_change_a_token(
         assert answers(found) == answers(requests)
 
 
+@pytest.mark.parametrize(("architecture", "num_asked"), [(GLM, 12), (FAMILIES["deepseek_v3"], 18)])
 def test_a_gpu_is_asked_at_the_start_for_every_product_of_both_kinds_of_layers(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, architecture: dict[str, Any], num_asked: int
 ) -> None:
-    """A dense first layer's, a router's and a shared expert's too."""
-    model = engines(architecture=GLM, **ROOMY).engine.target.model
+    """A dense first layer's, a router's, a shared expert's and those of heads too."""
+    model = engines(architecture=architecture, **ROOMY).engine.target.model
     assert isinstance(model, Decoder)
     asked: list[int] = []
 
@@ -128,7 +129,7 @@ def test_a_gpu_is_asked_at_the_start_for_every_product_of_both_kinds_of_layers(
     dense, mixed = model.layers
     assert isinstance(dense.mlp, MLP) and isinstance(mixed.mlp, Experts) and mixed.mlp.shared is not None
     weights = [model.lm_head, mixed.mlp.router, *dense.product_weights, *mixed.product_weights]
-    assert len(weights) == 12 and sorted(asked) == sorted(map(id, weights))
+    assert len(weights) == num_asked and sorted(asked) == sorted(map(id, weights))
 
 
 @pytest.mark.parametrize("numbers", ["int8", "fp8"])

@@ -184,6 +184,15 @@ def test_layers_that_do_more_than_llamas_keep_their_bits(family: str, engines: E
         sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
         own |= {"architecture": {**own["architecture"], **sizes}, "of_drafters": ARCHITECTURE}
         of_head = METHODS[9]
+    if family == "deepseek_v3":  # as published
+        sizes = {
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "head_dim": 64,
+            "v_head_dim": 128,
+        }
+        own["architecture"] |= sizes
     plain = engines(None, **own)
     assert plain.engine.target.is_row_invariant, "this GPU's kernels do not keep a row's bits"
     expected = texts(plain, 16)

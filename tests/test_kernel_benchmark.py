@@ -69,7 +69,7 @@ def test_every_op_has_a_module_and_every_module_an_op() -> None:
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (["liner"], "did you mean linear? Ops are linear, experts, paged_attention"),
+        (["liner"], "did you mean linear? Ops are linear, experts, heads_linear"),
         (["--repetitions", "0"], "whole number >= 1"),
         (["--json", "/nowhere/at/all.json"], "make it first"),
     ],
@@ -215,9 +215,11 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("linear", "linear", "linear", _scaled),
     ("partial_sums", "linear", "gated_linear", _scaled),
     ("experts", "experts_linear", "gated_linear_of_experts", _scaled),
+    ("heads_linear", "heads_linear", "linear_of_heads", None),
     ("paged_attention", "paged_attention", "paged_attention", _scaled),
     ("rms_norm", "rms_norm", "add_rms_norm", lambda results: (_scaled(results[0]), results[1])),
     ("rope", "rope", "rope_and_write", None),
+    ("latent_rows", "latent_rows", "rotate_and_store_latents", None),
     ("mask_and_penalise", "mask_and_penalise", "mask_and_penalise", _scaled),
     ("sampling", "sampling", "greedy", _shifted),
     ("uniforms", "uniforms", "uniforms", _shifted),

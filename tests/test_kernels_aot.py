@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kernels
-from tests.compile_kernels import ADDING_NORMS, HEADS_OF_PARTS, KERNELS, OVERLAPS
+from tests.compile_kernels import ADDING_NORMS, HEADS_OF_PARTS, KERNELS, OVERLAPS, SHARED_MEMORY
 
 pytest.importorskip("triton")
 
@@ -69,7 +69,7 @@ def test_every_kernel_compiles_and_keeps_to_its_shared_memory_and_registers(comp
     for kernel in KERNELS:
         for capability in kernel.compute_capabilities:
             found = compiled[f"{kernel} sm_{capability}"]
-            assert found["shared"] <= kernel.max_shared, str(kernel)
+            assert found["shared"] <= min(kernel.max_shared, SHARED_MEMORY[capability]), f"{kernel} sm_{capability}"
             # What Hopper's matrix instructions take from shared memory older ones hold in registers.
             assert found["stack"] == 0 or capability < 90, f"{kernel} spills registers"
 
@@ -89,10 +89,11 @@ def test_what_overlaps_with_the_launch_before_awaits_it_before_it_touches_memory
     of_experts = {"choose_kernel", "place_kernel", "linear_of_experts_kernel", "sum_of_experts_kernel"}
     others = {"linear_kernel", "rope_kernel", "attend_kernel", "merge_kernel", "sum_of_ranks_kernel"}
     others |= {"gated_delta_kernel", "sigmoid_gate_kernel", "add_up_kernel"}
+    others |= {"linear_of_heads_kernel", "latent_rows_kernel"}
     assert found == norms | of_experts | others
 
 
-PRODUCTS = ("linear_kernel", "linear_of_experts_kernel")
+PRODUCTS = ("linear_kernel", "linear_of_experts_kernel", "linear_of_heads_kernel")
 
 
 def test_products_are_computed_while_later_steps_are_on_their_way(compiled: dict[str, Any]) -> None:
@@ -137,7 +138,7 @@ def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: s
         sharing = kernel.options["num_warps"] // 4 * 64 // kernel.constants["FEATURES"]  # a tile's tokens among them
         instruction = f"wgmma.mma_async.sync.aligned.m64n{kernel.constants['TOKENS'] // sharing}k16.f32.bf16.bf16"
         of_a_step = kernel.constants["BLOCK_K"] // 16
-        assert products == [instruction] * of_a_step * (2 if kernel.constants["GATED"] else 1), str(kernel)
+        assert products == [instruction] * of_a_step * (2 if kernel.constants.get("GATED") else 1), str(kernel)
         assert opcodes[0] == "griddepcontrol.wait" and opcodes[1].startswith("cp.async.c"), str(kernel)
         assert of_a_step == 4 or (of_a_step in (1, 2) and kernel.constants["HAS_GROUPS"])
 

@@ -92,6 +92,17 @@ DELTA_NET = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+}
+LATENT_ROUTED = {**LATENT, **{key: value for key, value in ROUTED.items() if key != "head_dim"}}
+LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
 SLIDING_LAYER = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {"head_dim": 24, "pad_token_id": 0}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -111,6 +122,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, proportional rope": (
         "llama",
         {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "deepseek_v2": ("deepseek_v2", {**LATENT_ROUTED, "norm_topk_prob": False}),
+    "deepseek_v2, queries at once, yarn rope, biased": (
+        "deepseek_v2",
+        {**LATENT_ROUTED, "q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True}
+        | {"rope_parameters": LATENT_YARN, "mlp_bias": False, "routed_scaling_factor": 1.0},
+    ),
+    "deepseek_v3": ("deepseek_v3", {**LATENT_ROUTED, "n_group": 3, "topk_group": 2}),
+    "deepseek_v3, halves turn, yarn rope, biased, not normalized": (
+        "deepseek_v3",
+        {**LATENT_ROUTED, "n_group": 1, "topk_group": 1, "rope_interleave": False, "rope_parameters": LATENT_YARN}
+        | {"attention_bias": True, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
+    "deepseek_v3, queries at once, values wider than keys": (
+        "deepseek_v3",
+        {**LATENT_ROUTED, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "v_head_dim": 40, "kv_lora_rank": 16},
     ),
     "dots1": ("dots1", {**ROUTED, **SLIDING_LAYER}),
     "dots1, biased, not normalized, experts everywhere": (
@@ -168,9 +195,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"head_dim": 24, "pad_token_id": 0}),
     "glm4, tied": ("glm4", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": True, "attention_bias": False}),
     "glm4_moe": ("glm4_moe", {**ROUTED, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe, experts in groups": (
+        "glm4_moe",
+        {**ROUTED, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
     "glm4_moe, tied, no norms of heads": (
         "glm4_moe",
         {**ROUTED, "n_shared_experts": 1, "tie_word_embeddings": True, "num_experts_per_tok": 1, "head_dim": 24},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT_ROUTED, "mlp_layer_types": ["dense", "sparse"]}),
+    "glm4_moe_lite, tied, experts below a dense layer": (
+        "glm4_moe_lite",
+        {**LATENT_ROUTED, "mlp_layer_types": ["sparse", "dense"], "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
     ),
     "gpt_oss": ("gpt_oss", {**GPT_OSS, "rope_parameters": {**YARN, "truncate": False}}),
     "gpt_oss, tied, no biases": (
@@ -256,10 +292,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "solar_open",
         {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"} | {"attention_bias": True},
     ),
+    "youtu": ("youtu", {**LATENT, "tie_word_embeddings": True}),
 }
 
 
 BFLOAT16 = (
+    "deepseek_v3",
     "ernie4_5, biased, tied",
     "exaone4",
     "gemma2",
@@ -371,7 +409,7 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     assert read_architecture(AutoConfig.for_model("llama", hidden_act="gelu")) is None
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_limit=5.0)) is None
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_alpha=1.0)) is None
-    assert read_architecture(AutoConfig.for_model("glm4_moe", n_group=2, topk_group=1)) is None
+    assert read_architecture(AutoConfig.for_model("deepseek_v2", topk_method="group_limited_greedy")) is None
     assert read_architecture(AutoConfig.for_model("ernie4_5_moe", use_bias=True)) is None
     assert read_architecture(AutoConfig.for_model("qwen3", architectures=["Qwen3ForTokenClassification"])) is None
 
@@ -466,8 +504,21 @@ def test_a_router_keeps_its_digits_beside_16_bits(
             "linear_key_head_dim of a qwen3_5_text checkpoint must be >= 1",
         ),
         ("ernie4_5_moe", {"moe_layer_start_index": None}, "moe_layer_start_index of a ernie4_5_moe checkpoint must be"),
+        (
+            "glm4_moe",
+            {**ROUTED, "n_group": 4, "topk_group": 1},
+            "n_group of a glm4_moe checkpoint must divide 6, the experts, .* got 4; mend",
+        ),
+        (
+            "glm4_moe",
+            {**ROUTED, "n_group": 3, "topk_group": 1},
+            r"topk_group of a glm4_moe checkpoint must lie in \[1, 3\], .* the 3 experts .*, got 1; mend",
+        ),
+        ("youtu", {**LATENT, "kv_lora_rank": 0}, "kv_lora_rank of a youtu checkpoint must be >= 1, got 0; mend"),
+        ("youtu", {**LATENT, "q_lora_rank": -1}, "q_lora_rank of a youtu checkpoint must be >= 1, got -1; mend"),
+        ("youtu", {**LATENT, "head_dim": 16}, r"head_dim of a youtu .* its qk_rope_head_dim \(8\), got 16; leave"),
     ],
-    ids=["experts", "no number of them", "no step", "heads", "a head", "no layers"],
+    ids=repr,
 )
 def test_numbers_that_cannot_be_are_refused(family: str, options: dict[str, Any], rule: str) -> None:
     from transformers import AutoConfig
@@ -533,6 +584,8 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "qwen3_5_text",
         "qwen3_next",
         "qwen3_5_moe_text",
+        "deepseek_v3",
+        "deepseek_v3, queries at once, values wider than keys",
     ],
 )
 def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_path: Path) -> None:
@@ -543,7 +596,8 @@ def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_pa
 
     def compute(ranks: Ranks) -> torch.Tensor:
         own = load_model(source, device=CPU, dtype=torch.float32, max_model_len=None, shard=ranks.shard)
-        assert [2 * width for width in own.model.kv_widths] == whole.model.kv_widths
+        parts = 1 if "deepseek" in variant else 2  # latents are whole in every rank
+        assert [parts * width for width in own.model.kv_widths] == whole.model.kv_widths
         assert isinstance(own.model, Decoder) and own.model.lm_head.shape[0] == VOCAB_SIZE // 2
         assert torch.equal(own.model.whole_head(), whole.model.whole_head())
         return engine_logits(own, sequences)

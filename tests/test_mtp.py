@@ -113,7 +113,10 @@ def test_the_engine_drafts_what_the_layouts_own_forward_does_and_says_what_the_t
 
 
 @pytest.mark.parametrize("tree", ["dynamic", [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]])
-@pytest.mark.parametrize(("layout", "model_type"), [("qwen3_next", "qwen3"), ("deepseek", "deepseek_v3")])
+@pytest.mark.parametrize(
+    ("layout", "model_type"),
+    [("qwen3_next", "qwen3"), ("deepseek", "deepseek_v3"), ("deepseek", "deepseek_v3, run by transformers")],
+)
 def test_trees_of_a_module_change_no_token(layout: str, model_type: str, tree: Any, written: Any) -> None:
     found = written(layout, model_type)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32}

@@ -58,7 +58,10 @@ def refusal(model: Path | str, head: Path | None = None, **options: Any) -> str:
     return message
 
 
-@pytest.mark.parametrize(("layout", "model_type"), [("qwen3_next", "qwen3"), ("deepseek", "deepseek_v3")])
+@pytest.mark.parametrize(
+    ("layout", "model_type"),
+    [("qwen3_next", "qwen3"), ("deepseek", "deepseek_v3"), ("deepseek", "deepseek_v3, run by transformers")],
+)
 def test_other_methods_load_the_target_and_leave_its_module_alone(layout: str, model_type: str, tmp_path: Path) -> None:
     write(tmp_path, layout, model_type)
     llm = LLM(str(tmp_path), speculative_config={"method": "ngram"}, device="cpu", dtype="float32")
@@ -74,7 +77,7 @@ def test_other_methods_load_the_target_and_leave_its_module_alone(layout: str, m
         ("qwen3_next", "qwen3", "mtp.layers.1.input_layernorm.weight"),
         ("mimo", "qwen2", "model.mtp_layers.1.input_proj.weight"),
         ("deepseek", "llama", f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight"),
-        ("deepseek", "deepseek_v3", f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight"),
+        ("deepseek", "deepseek_v3, run by transformers", f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight"),
     ],
 )
 def test_a_target_with_tensors_that_no_module_has_is_refused(
@@ -86,7 +89,7 @@ def test_a_target_with_tensors_that_no_module_has_is_refused(
         load(ModelSource(model=str(tmp_path)))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3, run by transformers"])
 def test_a_further_layer_is_a_module_only_where_the_config_says_so(model_type: str, tmp_path: Path) -> None:
     write(tmp_path, "deepseek", model_type, num_nextn_predict_layers=0)
     with pytest.raises(UserError, match=f"unexpected: {LAST}"):
@@ -124,7 +127,7 @@ def test_everything_wrong_with_a_module_is_one_message(tmp_path: Path) -> None:
 
 
 def test_missing_experts_of_a_module_are_named(tmp_path: Path) -> None:
-    write(tmp_path, "deepseek", "deepseek_v3")
+    write(tmp_path, "deepseek", "deepseek_v3, run by transformers")
     name = f"{LAST}mlp.experts.3.up_proj.weight"
 
     def change(tensors: Tensors) -> None:  # for a layer that transformers stacks the experts of, all of one kind
@@ -164,7 +167,7 @@ def test_a_speculators_config_of_another_kind_is_refused(tmp_path: Path) -> None
         describe_module(source, target)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3, run by transformers"])
 @pytest.mark.usefixtures("unpacked_weights")
 def test_a_module_may_lie_in_another_checkpoint_of_the_same_target(model_type: str, tmp_path: Path) -> None:
     layout = "qwen3_next" if model_type == "qwen3" else "deepseek"
@@ -189,13 +192,13 @@ def test_a_module_may_lie_in_another_checkpoint_of_the_same_target(model_type: s
 def test_a_module_of_another_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     (tmp_path / "theirs").mkdir()
-    write(tmp_path / "ours", "deepseek", "deepseek_v3")
+    write(tmp_path / "ours", "deepseek", "deepseek_v3, run by transformers")
     write(tmp_path / "theirs", "qwen3_next", "qwen3_moe")
     message = refusal(tmp_path / "ours", tmp_path / "theirs")
     assert "model_type must be 'deepseek_v3', the target's, or a dense family of ours, got 'qwen3_moe';" in message
 
 
-@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "deepseek_v3, run by transformers"])
 def test_copies_of_embedding_and_head_are_shared_and_others_are_used(model_type: str, tmp_path: Path) -> None:
     write(tmp_path, "deepseek", model_type)
 
@@ -226,7 +229,7 @@ def test_copies_of_embedding_and_head_are_shared_and_others_are_used(model_type:
         ("mimo", "qwen2", ("model.mtp_layers.0.", "model.mtp_layers.1.")),
         ("qwen3_next", "qwen3", ("mtp.layers.0.", "mtp.layers.1.")),
         ("deepseek", "llama", (LAST, f"model.layers.{NUM_LAYERS + 1}.")),
-        ("deepseek", "deepseek_v3", (LAST, f"model.layers.{NUM_LAYERS + 1}.")),
+        ("deepseek", "deepseek_v3, run by transformers", (LAST, f"model.layers.{NUM_LAYERS + 1}.")),
     ],
 )
 @pytest.mark.usefixtures("unpacked_weights")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ class Model:
 
     @property
     def width(self) -> int:
+        if "values_in_keys" in self.options:
+            return self.head_dim
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
     def keys(self) -> dict[str, Any]:
@@ -55,6 +57,7 @@ class Model:
 
 
 PLAIN = Model(num_heads=3)  # three heads a group: a packed row of the tile stays empty
+LATENT = Model(num_heads=5, head_dim=24, options={"values_in_keys": True})
 MODELS = {
     "plain": PLAIN,
     "one head a group, values narrower": Model(num_heads=2, num_kv_heads=2, head_dim=32, value_dim=24),
@@ -66,9 +69,16 @@ MODELS = {
     "softcap far away": Model(options={"softcap": 50.0}),
     "sinks": Model(num_heads=8, num_kv_heads=2, has_sinks=True),
     "sinks, window": Model(has_sinks=True, options={"sliding_window": 21}),
+    "values in keys": LATENT,
+    "values in keys, window": replace(
+        LATENT, head_dim=56, value_dim=40, options=LATENT.options | {"sliding_window": 9}
+    ),
+    "values are keys": replace(LATENT, head_dim=16, has_sinks=True, options=LATENT.options | {"softcap": 2.0}),
+    "values in keys, heads of five programs": replace(LATENT, num_heads=130),
 }
-HALF = ("plain", "head_dim 96")  # in float16
+HALF = ("plain", "head_dim 96", "values in keys")  # in float16
 SPLIT = ("plain", "one head a group, values narrower", "window", "not causal, window", "sinks, window")
+SPLIT += ("values in keys", "values in keys, window", "values in keys, heads of five programs")
 FORMS = [(name, split_keys) for name in MODELS for split_keys in (None, 32) if split_keys is None or name in SPLIT]
 
 
@@ -163,7 +173,8 @@ def dense(model: Model, rows: Sequence[Rows], queries: Tensor, cache: Tensor, dt
             kv = cache.flatten(0, 1)[[own.slots[p] for p in seen]].to(dtype)
             split = model.num_kv_heads * model.head_dim
             k = kv[:, :split].view(-1, model.num_kv_heads, model.head_dim).repeat_interleave(group, dim=1)
-            v = kv[:, split:].view(-1, model.num_kv_heads, model.value_dim).repeat_interleave(group, dim=1)
+            v = kv[:, : model.value_dim] if "values_in_keys" in keys else kv[:, split:]
+            v = v.view(-1, model.num_kv_heads, model.value_dim).repeat_interleave(group, dim=1)
             logits = torch.einsum("hd,nhd->hn", queries[launch_row].to(dtype), k).to(exact) * keys["scale"]
             if softcap := keys.get("softcap"):
                 logits = softcap * torch.tanh(logits / softcap)
@@ -236,7 +247,7 @@ COMPANIES: dict[str, tuple[list[Rows], int, dict[str, int]]] = {
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("split_keys", [None, 32])
-@pytest.mark.parametrize("name", ["plain", "sinks, window"])
+@pytest.mark.parametrize("name", ["plain", "sinks, window", "values in keys", "values in keys, heads of five programs"])
 def test_a_row_keeps_its_bits_in_any_company(kernel_device: torch.device, name: str, split_keys: int | None) -> None:
     """Rows around it begin at other blocks, end in other splits and have larger logits."""
     model = MODELS[name]
@@ -263,9 +274,12 @@ def test_contexts_on_both_sides_of_one_split_have_the_same_bits(kernel_device: t
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("split_keys", [None, 32])
-def test_a_branch_of_a_tree_has_the_bits_of_a_chain(kernel_device: torch.device, split_keys: int | None) -> None:
+@pytest.mark.parametrize("name", ["plain", "values in keys"])
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
+    kernel_device: torch.device, name: str, split_keys: int | None
+) -> None:
     """Two paths over one prefix; keys of the second lie behind those of the first, out of order."""
-    model = PLAIN
+    model = MODELS[name]
     chain = in_order(70, 0)
     tree = [
         Rows(start=60, size=5, slots=chain, branch_start=60),
@@ -285,7 +299,7 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(kernel_device: torch.device,
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", ["plain", "window"])
+@pytest.mark.parametrize("name", ["plain", "window", "values in keys", "values in keys, window"])
 def test_rows_of_a_tree_share_the_splits_before_it_and_keep_their_bits(
     kernel_device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,9 +370,17 @@ def test_launches_of_padding_alone_do_nothing(kernel_device: torch.device) -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("split_keys", [None, triton_ops.SPLIT_KEYS])
-def test_one_row_has_the_bits_it_has_among_1088(split_keys: int | None) -> None:
-    """Llama-3-8B's shape in bfloat16: 64 sequences, 17 rows each, contexts of 17 to 8,000 over their own blocks."""
-    model, device = Model(num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128), torch.device("cuda")
+@pytest.mark.parametrize(
+    "model",
+    [
+        Model(num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128),
+        Model(num_heads=20, head_dim=576, value_dim=512, options={"values_in_keys": True}),
+    ],
+    ids=["Llama-3-8B", "GLM-4.7-Flash"],
+)
+def test_one_row_has_the_bits_it_has_among_1088(model: Model, split_keys: int | None) -> None:
+    """In bfloat16: 64 sequences, 17 rows each, contexts of 17 to 8,000 over their own blocks."""
+    device = torch.device("cuda")
     rows, used = [], 0
     for start in torch.linspace(0, 7983, 64).long().tolist():
         rows.append(Rows(start=start, size=17, slots=in_order(start + 17, used)))
@@ -377,3 +399,12 @@ def test_one_row_has_the_bits_it_has_among_1088(split_keys: int | None) -> None:
         dense(model, rows[:8], queries[: 17 * 8], cache.cpu(), kind) for kind in (torch.float64, torch.bfloat16)
     )
     assert_close(together[: 17 * 8], exact, plain)
+
+
+@pytest.mark.parametrize(("capacity", "block_n", "num_stages"), [(227, 32, 3), (163, 32, 3), (99, 16, 2)])
+def test_latents_are_taken_in_by_as_many_keys_as_a_gpu_has_memory_for(
+    capacity: int, block_n: int, num_stages: int
+) -> None:
+    """tests/compile_kernels.py has what these take."""
+    found = triton_ops.launch_options(576, 2, 512, capacity * 1024)
+    assert (found["BLOCK_N"], found["num_stages"], found["num_warps"]) == (block_n, num_stages, 8)

@@ -22,6 +22,7 @@ from runner.engine.decoder import Decoder
 from runner.engine.delta_net import GatedDeltaNet
 from runner.engine.errors import UserError
 from runner.engine.experts import Experts
+from runner.engine.latent_attention import LatentAttention
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.mlp import MLP
 from runner.engine.quantization import read_scheme
@@ -46,7 +47,7 @@ from tests.quantized_checkpoints import (
     quantize_checkpoint,
     state_config,
 )
-from tests.test_model_families import DELTA_NET
+from tests.test_model_families import DELTA_NET, LATENT
 from tests.transformers_reference import CPU, load, random_model, save, save_tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -182,6 +183,33 @@ def test_queries_and_keys_in_another_order_are_expanded_with_their_values(name: 
         assert torch.equal(unpack(layer.attention.qkv_proj.weight), torch.cat((*turned, v)))
         down = expected[f"model.layers.{index}.mlp.down_proj.weight"]
         assert isinstance(layer.mlp, MLP) and torch.equal(unpack(layer.mlp.down_proj.weight), down)
+
+
+@pytest.mark.parametrize("is_interleaved", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_latent_attention_multiplies_by_is_what_the_checkpoint_holds(
+    name: str, is_interleaved: bool, tmp_path: Path
+) -> None:
+    """In every bit; what goes through latents is dense, and so are heads of another order and what is beside them."""
+    from transformers import AutoConfig
+
+    options = {**SHAPE, **LATENT, "q_lora_rank": 32, "v_head_dim": 16, "rope_interleave": is_interleaved}
+    save(random_model(AutoConfig.for_model("youtu", **options)), tmp_path)
+    twin = Path(shutil.copytree(tmp_path, tmp_path / "twin"))
+    save_file(quantize_checkpoint(tmp_path, LAYOUTS[name]), twin / "model.safetensors", metadata={"format": "pt"})
+    quantized, of_twin = load(ModelSource(model=str(tmp_path))), load(ModelSource(model=str(twin)))
+    assert isinstance(quantized.model, Decoder) and isinstance(of_twin.model, Decoder) and of_twin.held is None
+    for layer, other in zip(quantized.model.layers, of_twin.model.layers, strict=True):
+        own, expected = layer.mixer, other.mixer
+        assert isinstance(own, LatentAttention) and isinstance(expected, LatentAttention)
+        for product, like in zip(own.products, expected.products, strict=True):
+            assert torch.equal(unpack(product.weight), unpack(like.weight))
+        for heads, like_heads in zip(own.head_products, expected.head_products, strict=True):
+            for weight, like_weight in zip(heads.weights, like_heads.weights, strict=True):
+                assert torch.is_tensor(weight) and torch.equal(weight, unpack(like_weight))
+        if LAYOUTS[name].held is not None:
+            is_dense = [torch.is_tensor(product.weight) for product in own.products]
+            assert is_dense == [is_interleaved, is_interleaved, False]
 
 
 @holds_8_bits

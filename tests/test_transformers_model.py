@@ -77,6 +77,7 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_v3": {
+        **OTHER_ACT,
         "num_key_value_heads": 4,
         "moe_intermediate_size": 32,
         "n_routed_experts": 8,

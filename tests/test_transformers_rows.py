@@ -49,7 +49,8 @@ MORE: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_norm_min": 1e-6},
     "exaone4": {**OTHER_ACT, "sliding_window": 8},  # norms behind what they norm
     "glm4_moe": {
-        "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2,
+        **OTHER_ACT, "head_dim": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2,
         "topk_group": 1, "first_k_dense_replace": 1,
     },
     "gpt_neox": {},

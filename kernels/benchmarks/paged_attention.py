@@ -1,6 +1,7 @@
 """Decode (a row) and verification of seven drafts (eight rows) over paged caches at Llama-3-8B's heads.
 
-Blocks of a sequence lie scattered over the cache. What comes from memory is the keys and values.
+And of three drafts over latents, keys that hold their values, at Moonlight's. Blocks of a sequence lie scattered over
+the cache. What comes from memory is the keys and values.
 """
 
 from __future__ import annotations
@@ -27,23 +28,46 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
+    values_in_keys: bool = False
     batch: int
     context: int  # positions of a sequence, the last rows' own included
     num_rows: int  # last positions of a sequence that are queries
     split_keys: int
     most_rows: int  # queries of a sequence in the fullest launch that rows are compared in
 
+    @property
+    def width(self) -> int:
+        return self.head_dim if self.values_in_keys else self.num_kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def label(self) -> str:
+        kind = "latents, " if self.values_in_keys else ""
+        return f"{kind}batch {self.batch} x {self.num_rows} rows, context {self.context}"
+
 
 def _shapes(setting: Setting) -> list[Shape]:
+    plain: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128}
+    latent: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512}
+    latent |= {"values_in_keys": True}
     if setting.is_small:
-        small = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "split_keys": kernel.BLOCK_N, "most_rows": 3}
-        return [Shape(**small, batch=2, context=kernel.BLOCK_N + 9, num_rows=2)]
-    llama = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "split_keys": kernel.SPLIT_KEYS, "most_rows": 8}
+        plain |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "value_dim": 32}
+        latent |= {"num_heads": 4, "head_dim": 24, "value_dim": 16}
+        sizes: dict[str, Any] = {"batch": 2, "context": kernel.BLOCK_N + 9, "num_rows": 2, "most_rows": 3}
+        return [Shape(**heads, **sizes, split_keys=kernel.BLOCK_N) for heads in (plain, latent)]
     return [
-        Shape(**llama, batch=batch, context=context, num_rows=num_rows)
+        Shape(
+            **heads,
+            batch=batch,
+            context=context,
+            num_rows=num_rows,
+            split_keys=kernel.SPLIT_KEYS,
+            most_rows=most_rows,
+        )
+        for heads, most_rows in ((plain, 8), (latent, 4))
         for batch in (1, 64)
         for context in (384, 1024, 8192)  # the first within a split
-        for num_rows in (1, 8)
+        for num_rows in (1, most_rows)
     ]
 
 
@@ -51,7 +75,7 @@ def cases(setting: Setting) -> list[Case]:
     return [
         Case(
             op="paged_attention",
-            label=f"batch {shape.batch} x {shape.num_rows} rows, context {shape.context}",
+            label=shape.label,
             dtype=name_of(setting.dtype),
             prepare=partial(_prepare, setting, shape),
         )
@@ -79,14 +103,15 @@ def _segments(shape: Shape, tables: Tensor, tiles: Sequence[tuple[int, int, int]
 
 
 def _prepare(setting: Setting, shape: Shape) -> Work:
-    width, most = 2 * shape.num_kv_heads * shape.head_dim, shape.most_rows
+    most = shape.most_rows
     blocks = -(-shape.context // BLOCK_SIZE)
     generator = torch.Generator(setting.device).manual_seed(0)
     order = torch.randperm(shape.batch * blocks, generator=generator, device=setting.device) + 1
     tables = order.view(shape.batch, blocks).to(torch.int32)
-    cache = setting.normal(shape.batch * blocks + 1, BLOCK_SIZE, width, seed=1)
+    cache = setting.normal(shape.batch * blocks + 1, BLOCK_SIZE, shape.width, seed=1)
     queries = setting.normal(shape.batch, most, shape.num_heads, shape.head_dim, seed=2)
-    sizes = {"num_kv_heads": shape.num_kv_heads, "value_dim": shape.head_dim, "scale": shape.head_dim**-0.5}
+    sizes: dict[str, Any] = {"num_kv_heads": shape.num_kv_heads, "value_dim": shape.value_dim}
+    sizes |= {"scale": shape.head_dim**-0.5, "values_in_keys": shape.values_in_keys}
 
     def launch(num_rows: int) -> tuple[Tensor, PagedSegments]:
         """Queries and tiles of the last positions of every sequence."""
@@ -130,10 +155,10 @@ def _prepare(setting: Setting, shape: Shape) -> Work:
         return "row bits"
 
     rows, segments = launch(shape.num_rows)
-    kv_bytes = shape.batch * shape.context * width * setting.dtype.itemsize
+    kv_bytes = shape.batch * shape.context * shape.width * setting.dtype.itemsize
     return Work(
         check=check,
         calls=[partial(attend, rows, segments, kv) for (kv,) in setting.copies(kv_bytes, cache)],
-        num_bytes=kv_bytes + 2 * rows.numel() * setting.dtype.itemsize,
+        num_bytes=kv_bytes + len(rows) * shape.num_heads * (shape.head_dim + shape.value_dim) * setting.dtype.itemsize,
         comes_from=setting.comes_from(kv_bytes),
     )

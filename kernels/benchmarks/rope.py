@@ -28,7 +28,7 @@ def cases(setting: Setting) -> list[Case]:
     ]
 
 
-def _angles(head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def angles(head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and signed sin [MAX_MODEL_LEN, head_dim] float32."""
     frequencies = THETA ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(MAX_MODEL_LEN, device=device, dtype=torch.float64), frequencies)
@@ -45,7 +45,7 @@ def _prepare(setting: Setting, num_rows: int, num_heads: int, num_kv_heads: int,
     generator = torch.Generator(setting.device).manual_seed(2)
     slots = torch.randperm(num_slots - BLOCK_SIZE, generator=generator, device=setting.device)[:num_rows]
     slots += BLOCK_SIZE  # behind the null block
-    cos, signed_sin = _angles(head_dim, setting.device)
+    cos, signed_sin = angles(head_dim, setting.device)
     compact = RopeTable(cos, signed_sin, 1, 0).compact
     sizes: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
 

@@ -46,6 +46,7 @@ Arguments = arguments_of(
     "thread_floats",
     *("num_rows", "num_heads", "query_stride", "num_slots", "width", "num_tiles", "num_segments", "num_blocks"),
     *("segments_per_table", "num_branch", "block_size", "num_kv_heads", "head_dim", "value_dim", "window", "is_causal"),
+    "first_value",  # column of a row of the cache: 0 where a key holds its value
     "max_context",  # no key from here on is read
     # The bits of float32s: what scores are multiplied by, log2(e) included; or, where cap is not 0, they become
     # cap * tanh(scale * score), and the cap includes it.
@@ -153,14 +154,13 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             offsets_into(offsets[0, begin:], a, segment + low, start + begin, start + count)
                             if member == 0 and members == of_tile:  # a part of the heads would leave gaps as well
                                 fetch(a.kv, offsets[0], begin, count, element_bytes, a.width)
-                        of_values = a.num_kv_heads * dim  # their first column
-                        shift_offsets(offsets, count, kv_head * dim, of_values + kv_head * value_dim)
+                        shift_offsets(offsets, count, kv_head * dim, a.first_value + kv_head * value_dim)
                         next_keys, num_next, next_head = offsets[0], np.int64(0), kv_head
                         if paths == 1 and members < of_tile:
                             kv_heads = kv_head, first_unit // blocks, (first_unit + members - 1) // blocks + 1
                             next_keys, num_next, next_head = keys_ahead(offsets, a, segment, start, together, kv_heads)
                         keys_next = next_keys, num_next, next_head * dim
-                        values_next = next_keys, num_next, of_values + next_head * value_dim
+                        values_next = next_keys, num_next, a.first_value + next_head * value_dim
                         own, seen = offsets_at + 8 * KEYS, (max(first_key - start, 0), count)
                         if is_paired:
                             pair_keys(keys_at, a.kv, own, begin, count, keys_next, dim)

@@ -95,12 +95,24 @@ def linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing, bia
 
     biases: [num_experts, out_features], in the dtype of x.
     """
+    return linear_of_sorted(x, weights, routing.starts, biases, most_rows=len(routing.places))  # once to an expert
+
+
+def linear_of_sorted(
+    x: Tensor,  # [num_places, in_features]
+    weights: PanelsOfExperts,
+    starts: Tensor,  # [num_experts + 1] int64: the first place of each expert, and how many there are
+    biases: Tensor | None = None,
+    *,
+    most_rows: int,  # that an expert may have
+) -> Tensor:  # [num_places, out_features]
+    """linear_of_experts, of rows wherever they come from."""
     weight = weights[0]
     out_features, in_features = weight.shape
     assert x.dtype == weight.dtype and x.shape[1] == in_features
     assert biases is None or (biases.dtype == x.dtype and biases.is_contiguous())
     assert biases is None or biases.shape == (len(weights), out_features)
-    num_places, most_rows = len(x), len(routing.places)  # a row goes to an expert once
+    num_places = len(x)
     out = empty(num_places, out_features, dtype=x.dtype)
     if linear_amx.multiplies_tiles(weight):
         rows, room, names = x.contiguous(), linear_amx.room_of(weight), linear_amx.Arguments.names
@@ -120,7 +132,7 @@ def linear_of_experts(x: Tensor, weights: PanelsOfExperts, routing: Routing, bia
     experts_multiplying(names)(
         *arguments,
         *(kernel.address for kernel in kernels),
-        *(weights.addresses.data_ptr(), routing.starts.data_ptr(), calls.data_ptr()),
+        *(weights.addresses.data_ptr(), starts.data_ptr(), calls.data_ptr()),
         *(many_rows, len(weights), rows.stride(0) * rows.element_size(), out_features * out.element_size()),
         0 if biases is None else out_features * biases.element_size(),
         room.nbytes // torch.get_num_threads(),

@@ -42,6 +42,7 @@ class LayerLaunch:
         sliding_window: int | None,
         is_causal: bool,
         softcap: float | None,
+        values_in_keys: bool,
     ) -> None:
         num_rows, num_heads, head_dim = query.shape
         num_blocks, block_size, width = kv_cache.shape
@@ -75,7 +76,8 @@ class LayerLaunch:
             *(num_rows, num_heads, query_stride, num_blocks * block_size, width),
             *(len(segments.tile_rows), len(segments.branch_starts), segments.block_tables.shape[1]),
             *(segments.segments_per_table, segments.branch_slots.shape[1], block_size),
-            *(num_kv_heads, head_dim, value_dim, sliding_window or 0, is_causal, max_context),
+            *(num_kv_heads, head_dim, value_dim, sliding_window or 0, is_causal),
+            *(0 if values_in_keys else num_kv_heads * head_dim, max_context),
             *(int(np.float32(number).view(np.int32)) for number in (steepness, cap)),
         )
 
@@ -100,13 +102,15 @@ def paged_attention(
     is_causal: bool = True,  # False: a row sees up to its tile's last_keys
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [num_heads]
+    values_in_keys: bool = False,
 ) -> Tensor:  # [num_rows, num_heads * value_dim]; zeros in rows of no tile
     """What kernels.reference.paged_attention.paged_attention says, in the arithmetic of kernels/cpu/attend.py."""
     head_dim = query.shape[2]
     assert query.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
-    assert query.dtype == kv_cache.dtype and kv_cache.shape[2] == num_kv_heads * (head_dim + value_dim)
+    assert query.dtype == kv_cache.dtype and (num_kv_heads == 1 or not values_in_keys)
+    assert kv_cache.shape[2] == num_kv_heads * (head_dim + (0 if values_in_keys else value_dim))
     sizes = (*query.shape, query.stride(0), kv_cache.shape)
-    shape = (query.dtype, *sizes, num_kv_heads, value_dim, scale, sliding_window, is_causal, softcap)
+    shape = (query.dtype, *sizes, num_kv_heads, value_dim, scale, sliding_window, is_causal, softcap, values_in_keys)
     launch = segments.by_shape.get((shape, torch.get_num_threads()))  # each has its room
     if launch is None:
         launch = segments.by_shape[shape, torch.get_num_threads()] = LayerLaunch(
@@ -119,5 +123,6 @@ def paged_attention(
             sliding_window=sliding_window,
             is_causal=is_causal,
             softcap=softcap,
+            values_in_keys=values_in_keys,
         )
     return launch(query, kv_cache, sinks)

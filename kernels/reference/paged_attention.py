@@ -69,6 +69,7 @@ def paged_attention(
     num_kv_heads: int,
     value_dim: int,
     scale: float,
+    values_in_keys: bool = False,  # one KV head [.., head_dim], whose first value_dim elements are values too (MLA)
     sliding_window: int | None = None,
     is_causal: bool = True,  # False: a row sees up to the last key of its segment (DFlash's blocks)
     softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
@@ -76,6 +77,7 @@ def paged_attention(
 ) -> torch.Tensor:  # [num_rows, num_heads * value_dim]
     num_heads, head_dim = query.shape[1:]
     num_blocks, block_size, width = kv_cache.shape
+    assert not values_in_keys or (num_kv_heads == 1 and width == head_dim)
     outputs = []
     for tile in plan.tiles:
         num_tiles, tile_rows = tile.query_positions.shape
@@ -90,7 +92,7 @@ def paged_attention(
                 kv.view(-1, width).index_copy_(0, tile.apart_columns, stored_apart)
         tile_stride = tile.block_table.shape[1] * block_size * width
         k = _heads(kv, first, 0, (num_tiles, num_kv_heads, tile.context, head_dim), tile_stride, width)
-        v_column = num_kv_heads * head_dim
+        v_column = 0 if values_in_keys else num_kv_heads * head_dim
         v = _heads(kv, first, v_column, (num_tiles, num_kv_heads, tile.context, value_dim), tile_stride, width)
         mask = tile.mask(sliding_window, query.dtype, is_causal)
         if softcap is None and sinks is None and value_dim == head_dim:
@@ -140,6 +142,7 @@ def places_keep_their_bits(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    value_dim: int,
     tile_rows: int,
     context: int,
     dtype: torch.dtype,
@@ -156,13 +159,13 @@ def places_keep_their_bits(
         return torch.randn(shape, generator=generator).to(dtype)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        if softcap is not None or sinks is not None:
+        if softcap is not None or sinks is not None or value_dim != head_dim:
             return _explicit_attention(q, k, v, mask, head_dim**-0.5, softcap, sinks)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=num_heads != num_kv_heads)
 
     for keys in (context, 5 * context, 10 * context):
         q = randn(1, num_heads, 1, head_dim).expand(3, -1, tile_rows, -1).contiguous()
-        k, v = (randn(1, num_kv_heads, keys, head_dim).expand(3, -1, -1, -1) for _ in range(2))
+        k, v = (randn(1, num_kv_heads, keys, dim).expand(3, -1, -1, -1) for dim in (head_dim, value_dim))
         mask = torch.zeros(3, 1, tile_rows, keys, dtype=dtype)
         alone, together = (attend(q[:tiles], k[:tiles], v[:tiles], mask[:tiles]) for tiles in (1, 3))
         expected = alone[:, :, :1]

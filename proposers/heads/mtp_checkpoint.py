@@ -158,7 +158,7 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
     found: Iterable[tuple[str, Any]] = read_tensors(source)
     if module.arch is not None:
         found = split_fused(split_stacks(found, module.arch.experts), module.arch.fused_tensors)
-        found = in_our_order(found, module.arch.head_layout)
+        found = in_our_order(found, module.arch.head_orders)
     tensors = {plain: tensor[:] for name, tensor in found if belongs(plain := _plain(name, module))}
     prefix = layout.prefix_of(0, module.num_layers)
     copies = [f"{prefix}{name}.weight" for name in (layout.embedding, layout.head) if name is not None]

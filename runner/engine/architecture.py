@@ -17,6 +17,7 @@ from runner.engine.delta_shapes import DeltaShapes, read_delta_shapes
 from runner.engine.errors import UserError
 from runner.engine.families import FAMILIES, Family, Mixture, NormNames
 from runner.engine.fused_tensors import Fused
+from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes
 from runner.engine.rope import ONE_ROPE, HeadLayout
 
 
@@ -99,6 +100,7 @@ class Architecture:
     experts: ExpertShapes | None = None
     has_output_gate: bool = False  # Family.has_output_gate
     delta: DeltaShapes | None = None
+    latent: LatentShapes | None = None  # of the attention, in place of heads' keys and values
 
     @property
     def has_plain_layers(self) -> bool:
@@ -108,7 +110,7 @@ class Architecture:
     @property
     def is_plain(self) -> bool:
         """Whether its layers are plain, and heads turn whole: what other draft heads are built of."""
-        is_other = self.has_output_gate or self.norms_add_one
+        is_other = self.has_output_gate or self.norms_add_one or self.latent is not None
         return self.has_plain_layers and self.head_layout.order is None and not is_other
 
     @cached_property
@@ -116,6 +118,20 @@ class Architecture:
         """Rows of the matrices that give queries, keys and values, by name."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+
+    @property
+    def head_orders(self) -> Mapping[str, list[int]]:
+        """Of the elements of a head in our rotations (HeadLayout.order), by tensors' names within a layer."""
+        if self.latent is not None:
+            return self.latent.head_orders(self.head_layout)
+        order = self.head_layout.order
+        parts = [f"{name}_{kind}" for name in "qk" for kind in ("proj.weight", "proj.bias", "norm.weight")]
+        return {} if order is None else {f"self_attn.{part}": order for part in parts}
+
+    @property
+    def beside_heads(self) -> tuple[str, ...]:
+        """Matrices of those whose heads are reordered, and what is multiplied with them."""
+        return tuple(self.qkv_rows) if self.latent is None else self.latent.beside_heads
 
     @property
     def fused_tensors(self) -> Mapping[str, Fused]:
@@ -128,6 +144,8 @@ class Architecture:
             queries = self.num_heads * self.head_dim
             both = {"self_attn.q_proj": queries, "self_attn.gate_proj": queries}
             fused["self_attn.q_proj"] = Fused(parts=both, num_groups=self.num_heads)
+        if self.latent is not None:
+            return {**fused, **self.latent.fused_tensors}
         return fused if self.delta is None else {**fused, **self.delta.fused_tensors}
 
 
@@ -147,7 +165,7 @@ def read_architecture(config: Any) -> Architecture | None:
     if name not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
         return None
     family = FAMILIES[name]
-    is_ours = all(getattr(config, key, number) == number for key, number in family.fixed_numbers.items())
+    is_ours = all(getattr(config, key, value) == value for key, value in family.fixed_values.items())
     if family.delta_nets != "none":
         is_ours = is_ours and set(config.layer_types) <= {"linear_attention", "full_attention"}
         is_ours = is_ours and "full_attention" in config.layer_types
@@ -179,7 +197,11 @@ def read_architecture(config: Any) -> Architecture | None:
         norms_add_one=family.norms_add_one,
         norms_round_last=family.norms_round_last,
         activation=family.activation,
-        attention_scale=float(_own(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5,
+        attention_scale=(
+            latent_scale(config)
+            if family.is_latent
+            else float(_own(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5
+        ),
         attention_softcap=_own(config, family, "attn_logit_softcapping"),
         logits_softcap=_own(config, family, "final_logit_softcapping"),
         embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
@@ -188,6 +210,7 @@ def read_architecture(config: Any) -> Architecture | None:
         experts=None if family.experts is None else _experts(config, family.experts),
         has_output_gate=family.has_output_gate,
         delta=None if family.delta_nets == "none" else read_delta_shapes(config, family),
+        latent=read_latent_shapes(config) if family.is_latent else None,
     )
 
 
@@ -223,6 +246,7 @@ def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
             f"there are experts, got {choices}; mend its config"
         )
     size = getattr(config, mixture.size_key)
+    num_groups, kept_groups = _groups(config, mixture, num_experts, choices)
     return ExpertShapes(
         mixture=mixture,
         num_experts=num_experts,
@@ -231,12 +255,37 @@ def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
             is_normalized=_is_told(config, mixture.is_normalized),
             scores=mixture.scores,
             scale=1.0 if mixture.scale_key is None else float(getattr(config, mixture.scale_key)),
+            num_groups=num_groups,
+            kept_groups=kept_groups,
         ),
         is_router_float32=mixture.router_digits == "float32",
         intermediate_size=size,
         shared_size=_shared_size(config, mixture, size),
         in_layers=tuple(_has_experts(config, mixture, layer) for layer in range(config.num_hidden_layers)),
     )
+
+
+def _groups(config: Any, mixture: Mixture, num_experts: int, choices: int) -> tuple[int, int]:
+    """(groups of experts, groups that a row goes to).
+
+    Raises:
+        UserError: groups that cannot be, or that have too few experts.
+    """
+    if not mixture.has_groups or config.n_group in (None, 1):
+        return 1, 1
+    num_groups, kept = config.n_group, config.topk_group
+    of = f"of a {config.model_type} checkpoint must"
+    if num_groups < 1 or num_experts % num_groups or num_experts < 2 * num_groups:
+        raise UserError(
+            f"n_group {of} divide {num_experts}, the experts, into groups of two and more, got {num_groups}; mend its "
+            "config"
+        )
+    if kept is None or not 1 <= kept <= num_groups or kept * (num_experts // num_groups) < choices:
+        raise UserError(
+            f"topk_group {of} lie in [1, {num_groups}], and so many groups must have the {choices} experts that a row "
+            f"goes to, got {kept}; mend its config"
+        )
+    return num_groups, kept
 
 
 def _shared_size(config: Any, mixture: Mixture, size: int) -> int:
@@ -311,4 +360,5 @@ def _ropes(config: Any, family: Family) -> tuple[str | None, ...]:
 
 def _head_layout(config: Any, family: Family, head_dim: int) -> HeadLayout:
     factor = config.rope_parameters.get("partial_rotary_factor", 1.0) if family.is_rope_partial else 1.0
-    return HeadLayout(head_dim=head_dim, num_rotated=int(head_dim * factor), is_interleaved=family.is_rope_interleaved)
+    is_interleaved = _is_told(config, family.is_rope_interleaved)
+    return HeadLayout(head_dim=head_dim, num_rotated=int(head_dim * factor), is_interleaved=is_interleaved)

@@ -9,6 +9,8 @@ from functools import partial
 import torch
 
 from kernels.cpu.panels import Weight
+from runner.engine.head_linear import HeadLinear
+from runner.engine.latent_attention import LatentAttention
 from runner.engine.layers import DecoderLayer, add_output
 from runner.engine.mlp import MLP
 from runner.engine.norms import RMSNorm
@@ -22,6 +24,7 @@ class AskedProduct:
     multiply: Callable[[torch.Tensor], Rows]  # [num_rows, in_features of the first weight] -> [num_rows, ...]
     weights: Sequence[Weight]  # in the order in which rows meet them; of two the first is gated
     rows_for_one: int = 1  # a weight meets one of so many rows
+    of_experts: bool = False  # in tiles as plan_linear has them for experts; heads have such, too
     norms: Norms = (None, None)  # behind it, which add up what it leaves in parts
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +47,7 @@ def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
         norms = (layer.after_mlp, layer.input_norm)
         return [AskedProduct(multiply=multiply, weights=mlp.product_weights, norms=norms)]
     shared, gate = mlp.shared, mlp.shared_gate
-    own = AskedProduct(multiply=multiply, weights=mlp.product_weights, rows_for_one=mlp.rows_for_one)
+    own = AskedProduct(multiply=multiply, weights=mlp.product_weights, rows_for_one=mlp.rows_for_one, of_experts=True)
     asked = [own, AskedProduct(multiply=partial(mlp.router_logits, tile=tile), weights=[mlp.router])]
     if shared is not None:
         asked.append(AskedProduct(multiply=partial(shared.own_part, tile=tile), weights=shared.product_weights))
@@ -55,11 +58,25 @@ def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
 
 def _of_mixer(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
     in_parts, last = layer.mixer.products_in_parts, layer.mixer.products[-1]
+    heads = layer.mixer.head_products if isinstance(layer.mixer, LatentAttention) else []
     return [
-        AskedProduct(
-            multiply=partial(product.in_parts if product in in_parts else product, tile=tile),
-            weights=[product.weight],
-            norms=(layer.after_attention, layer.before_mlp) if product is last else (None, None),
-        )
-        for product in layer.mixer.products
+        *(
+            AskedProduct(multiply=partial(_by_heads, own, tile=tile), weights=[own.weight], of_experts=True)
+            for own in heads
+        ),
+        *(
+            AskedProduct(
+                multiply=partial(product.in_parts if product in in_parts else product, tile=tile),
+                weights=[product.weight],
+                norms=(layer.after_attention, layer.before_mlp) if product is last else (None, None),
+            )
+            for product in layer.mixer.products
+        ),
     ]
+
+
+def _by_heads(product: HeadLinear, x: torch.Tensor, tile: int | None) -> torch.Tensor:
+    """What all heads make of the same row."""
+    out = x.new_empty(len(x), product.num_heads, product.weight.shape[0])
+    product(x.unsqueeze(1).expand(-1, product.num_heads, -1), out, tile)
+    return out.flatten(1)

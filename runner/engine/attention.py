@@ -21,6 +21,7 @@ class Attention(ABC):
     num_kv_heads: int
     head_dim: int  # of queries, and of keys as they are cached
     value_dim: int
+    values_in_keys = False  # a key's first elements are its value too: the cache has a row of keys alone
     scale: float  # of the logits
     softcap: float | None = None
     sinks: torch.Tensor | None = None
@@ -48,6 +49,7 @@ class Attention(ABC):
             plan,
             num_kv_heads=self.num_kv_heads,
             value_dim=self.value_dim,
+            values_in_keys=self.values_in_keys,
             scale=self.scale,
             sliding_window=self.sliding_window,
             is_causal=self.is_causal,
@@ -69,7 +71,7 @@ class Attention(ABC):
     @property
     def kv_width(self) -> int:
         """Elements a token takes in the cache."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim)
+        return self.num_kv_heads * (self.head_dim + (0 if self.values_in_keys else self.value_dim))
 
     @property
     @abstractmethod

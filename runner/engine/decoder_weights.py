@@ -34,7 +34,7 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
     block_names |= {f"{name}.weight" for name in (*gate_up_rows("mlp", arch.intermediate_size), "mlp.down_proj")}
     unknown = []
     whole_matrices = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
-    for name, tensor in in_our_order(whole_matrices, arch.head_layout):
+    for name, tensor in in_our_order(whole_matrices, arch.head_orders):
         if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):
             continue  # derived from the config; a copy of the embedding
         target = targets.pop(name, None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.cpu.panels import Panels, Weight, unpack
+from kernels.cpu.panels import Panels, Weight, unpack, unpacked
 from kernels.reference import experts as in_torch
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing, RoutingRule
@@ -78,6 +78,13 @@ class ExpertWeights(tuple[Weight, ...]):
         from kernels.cpu.experts_linear import PanelsOfExperts
 
         return PanelsOfExperts(panels)
+
+    @cached_property
+    def whole(self) -> torch.Tensor:
+        """[num_experts * out_features, in_features], of dense weights that lie one behind another."""
+        first = unpacked(self[0])
+        assert all(unpacked(own).data_ptr() == first.data_ptr() + at * first.nbytes for at, own in enumerate(self))
+        return first.as_strided((len(self) * len(first), first.shape[1]), (first.shape[1], 1))
 
     @cached_property
     def in_memory(self) -> ExpertsInMemory:

@@ -49,6 +49,7 @@ class Mixture:
     scores: Scores = "softmax"
     is_normalized: bool | str = True  # the weights of a row's experts add up to 1, or: the config's key says so
     scale_key: str | None = None  # of those weights; None: they are not scaled
+    has_groups: bool = False  # of experts, as the config's n_group says: a row goes to those of the best topk_group
     corrections: str | None = None  # name in the checkpoint, within the block, of what scores are corrected by
     corrections_have_rows: bool = False  # in the checkpoint [1, num_experts]
     shared: str | None = None  # name of the MLP beside the experts, within the block, which all rows go to
@@ -78,10 +79,11 @@ class Family:
     activation: Activation = "silu"
     activation_key: str = "hidden_act"  # of the config
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
-    fixed_numbers: Mapping[str, float | None] = field(default_factory=dict)  # by keys; with others layers are not ours
+    # By keys of the config; with others layers are not ours.
+    fixed_values: Mapping[str, float | str | None] = field(default_factory=dict)
     is_embedding_scaled: bool = False  # by the root of the hidden size
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
-    is_rope_interleaved: bool = False  # neighbours turn together, not the halves of what is rotated
+    is_rope_interleaved: bool | str = False  # neighbours turn together, not the halves of what is rotated
     is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
     reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()  # of what one tensor of the checkpoint holds all
@@ -90,6 +92,7 @@ class Family:
     # Of layers of type linear_attention, and how tensors hold projections together: matrix by matrix (Qwen3.5), or a
     # key head and its value heads at a time (Qwen3-Next).
     delta_nets: Literal["none", "by_matrix", "by_key_head"] = "none"
+    is_latent: bool = False  # keys and values of all heads are read from one latent of a token (arXiv 2405.04434)
     experts: Mixture | None = None
 
     @property
@@ -113,7 +116,7 @@ _QWEN3_NEXT: dict[str, Any] = {
     "norms_add_one": True,
     "is_rope_partial": True,
     "has_output_gate": True,
-    "fixed_numbers": {"attn_output_gate": True},
+    "fixed_values": {"attn_output_gate": True},
 }
 _LATER_GEMMA: dict[str, Any] = {
     **_GEMMA,
@@ -131,8 +134,7 @@ _LATER_OLMO: dict[str, Any] = {**_OLMO, "norms": OLMO_NORMS, "norms_round_last":
 _OLMO_MIXTURE = Mixture(block="mlp", size_key="intermediate_size", is_normalized="norm_topk_prob")
 _EXAONE: dict[str, Any] = {"qkv_bias": False, "qk_norm": True, "windows": "by_layer", "is_rope_in_windows": True}
 
-# DeepSeek-V3's mixture (arXiv 2412.19437), whose experts lie in one group.
-_ONE_GROUP = {"n_group": 1}
+# DeepSeek-V3's mixture (arXiv 2412.19437).
 _DEEPSEEK_MIXTURE = Mixture(
     block="mlp",
     router_digits="of checkpoint",
@@ -140,6 +142,7 @@ _DEEPSEEK_MIXTURE = Mixture(
     scores="sigmoid",
     is_normalized="norm_topk_prob",
     scale_key="routed_scaling_factor",
+    has_groups=True,
     corrections="gate.e_score_correction_bias",
     shared="shared_experts",
     shared_count_key="n_shared_experts",
@@ -154,6 +157,8 @@ _EXAONE_MIXTURE = replace(
     layers="by_type",
 )
 
+_LATENT: dict[str, Any] = {"output_bias": "attention_bias", "is_latent": True, "is_rope_interleaved": "rope_interleave"}
+
 # Qwen2-MoE's, whose shared expert is gated.
 _QWEN_MIXTURE: dict[str, Any] = {
     "block": "mlp",
@@ -164,18 +169,24 @@ _QWEN_MIXTURE: dict[str, Any] = {
 _SPARSE_QWEN_MIXTURE = Mixture(**_QWEN_MIXTURE, is_normalized="norm_topk_prob", layers="by_step")
 
 FAMILIES = {
+    "deepseek_v2": Family(
+        **{**_LATENT, "is_rope_interleaved": True},
+        mlp_bias="mlp_bias",
+        fixed_values={"topk_method": "greedy"},
+        experts=replace(_DEEPSEEK_MIXTURE, scores="softmax", has_groups=False, corrections=None, is_normalized=False),
+    ),
+    "deepseek_v3": Family(**_LATENT, experts=_DEEPSEEK_MIXTURE),
     "dots1": Family(
         output_bias="attention_bias",
         qk_norm=True,
         windows="by_layer",
-        fixed_numbers=_ONE_GROUP,
         experts=_DEEPSEEK_MIXTURE,
     ),
     "ernie4_5": Family(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_rope_interleaved=True),
     "ernie4_5_moe": Family(
         qkv_bias=False,
         is_rope_interleaved=True,
-        fixed_numbers={"use_bias": False, "moe_norm_min": 1e-12},  # the latter: lost in sums of published scores
+        fixed_values={"use_bias": False, "moe_norm_min": 1e-12},  # the latter: lost in sums of published scores
         experts=Mixture(
             block="mlp",
             router_digits="float32",
@@ -189,7 +200,7 @@ FAMILIES = {
         ),
     ),
     "exaone4": Family(**_EXAONE, norms=OLMO_NORMS),
-    "exaone_moe": Family(**_EXAONE, fixed_numbers=_ONE_GROUP, experts=_EXAONE_MIXTURE),
+    "exaone_moe": Family(**_EXAONE, experts=_EXAONE_MIXTURE),
     "flex_olmo": Family(**_LATER_OLMO, experts=_OLMO_MIXTURE),
     "gemma": Family(**_GEMMA),
     "gemma2": Family(
@@ -198,15 +209,14 @@ FAMILIES = {
     "gemma3_text": Family(**_LATER_GEMMA, qk_norm=True, reads=("query_pre_attn_scalar", "final_logit_softcapping")),
     "glm": Family(is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "glm4": Family(norms=GLM_NORMS, is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
-    "glm4_moe": Family(
-        qk_norm="use_qk_norm", is_rope_partial=True, fixed_numbers=_ONE_GROUP, experts=_DEEPSEEK_MIXTURE
-    ),
+    "glm4_moe_lite": Family(**_LATENT, experts=replace(_DEEPSEEK_MIXTURE, layers="by_type")),
+    "glm4_moe": Family(qk_norm="use_qk_norm", is_rope_partial=True, experts=_DEEPSEEK_MIXTURE),
     "gpt_oss": Family(
         output_bias="attention_bias",
         windows="by_layer",
         has_sinks=True,
         activation="clamped_swiglu",
-        fixed_numbers={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
+        fixed_values={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
         experts=Mixture(
             block="mlp",
             router="router",
@@ -231,7 +241,7 @@ FAMILIES = {
     ),
     "olmo2": Family(**_LATER_OLMO),
     "olmo3": Family(**_LATER_OLMO, windows="by_layer"),
-    "olmoe": Family(**_OLMO, fixed_numbers={"clip_qkv": None}, experts=_OLMO_MIXTURE),
+    "olmoe": Family(**_OLMO, fixed_values={"clip_qkv": None}, experts=_OLMO_MIXTURE),
     "phi3": Family(qkv_bias=False, windows="one", is_rope_partial=True, fused=("qkv", "gate_up")),
     "qwen2": Family(qkv_bias=True, windows="by_layer"),
     "qwen2_moe": Family(qkv_bias="qkv_bias", windows="by_layer", experts=_SPARSE_QWEN_MIXTURE),
@@ -256,13 +266,14 @@ FAMILIES = {
         windows="by_layer",
         reads=("no_rope_layers", "use_sliding_window"),
     ),
-    "solar_open": Family(fixed_numbers=_ONE_GROUP, experts=replace(_DEEPSEEK_MIXTURE, layers="all")),
+    "youtu": Family(**_LATENT),
+    "solar_open": Family(experts=replace(_DEEPSEEK_MIXTURE, layers="all")),
 }
 # Of other draft heads.
 HEAD_FAMILIES = tuple(
     name
     for name, family in FAMILIES.items()
     if family.has_plain_layers
-    and not (family.is_rope_interleaved or family.norms_add_one or family.has_output_gate)
+    and not (family.is_rope_interleaved or family.norms_add_one or family.has_output_gate or family.is_latent)
     and family.experts is None
 )

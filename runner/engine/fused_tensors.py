@@ -17,6 +17,7 @@ class Fused:
 
     parts: Mapping[str, int]  # name of a matrix -> its rows
     num_groups: int = 1
+    transposed: tuple[str, ...] = ()  # of these each group's rows become columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,23 @@ class RowsOfGroups:
         return groups[:, self.first : self.first + self.num_rows].reshape(self.get_shape())[index]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransposedGroups:
+    """A tensor with the rows of every group as columns: read where it is indexed."""
+
+    tensor: Any
+    num_groups: int
+
+    def get_shape(self) -> list[int]:
+        num_rows, num_columns = self.tensor.get_shape()
+        return [self.num_groups * num_columns, num_rows // self.num_groups]
+
+    def __getitem__(self, index: Any) -> Any:
+        whole = self.tensor[...]
+        groups = whole.view(self.num_groups, -1, whole.shape[1])
+        return groups.transpose(1, 2).reshape(self.get_shape())[index]
+
+
 def split_fused(tensors: Iterable[tuple[str, Any]], fused: Mapping[str, Fused]) -> Iterator[tuple[str, Any]]:
     """Named tensors, each fused one as its parts; fused: names within a layer.
 
@@ -70,6 +88,8 @@ def split_fused(tensors: Iterable[tuple[str, Any]], fused: Mapping[str, Fused]) 
         for part, total in fused[found].parts.items():
             num_rows = total // num_groups
             own = _part(tensor, num_groups, first, num_rows)
+            if part in fused[found].transposed:
+                own = TransposedGroups(tensor=own, num_groups=num_groups)
             yield f"{module.removesuffix(found)}{part}.{kind}", own
             first += num_rows
 

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from runner.engine.rope import HeadLayout
-
-REORDERED = tuple(
-    f"self_attn.{name}"
-    for name in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "q_norm.weight", "k_norm.weight")
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +23,13 @@ class ReorderedHeads:
         return heads[:, self.order].reshape(whole.shape)[index]
 
 
-def in_our_order(tensors: Iterable[tuple[str, Any]], layout: HeadLayout) -> Iterator[tuple[str, Any]]:
-    """Named tensors, those of queries and keys with their heads' elements as our rotations pair them."""
-    order = layout.order
+def in_our_order(tensors: Iterable[tuple[str, Any]], orders: Mapping[str, list[int]]) -> Iterator[tuple[str, Any]]:
+    """Named tensors, those of queries and keys with their heads' elements as our rotations pair them.
+
+    orders: of a head, by names within a layer (Architecture.head_orders).
+    """
     for name, tensor in tensors:
+        order = next((own for ending, own in orders.items() if name.endswith(f".{ending}")), None)
         # One of another shape is refused later, by its name.
-        is_ours = order is not None and name.endswith(REORDERED) and tensor.get_shape()[0] % layout.head_dim == 0
+        is_ours = order is not None and tensor.get_shape()[0] % len(order) == 0
         yield name, ReorderedHeads(tensor=tensor, order=order) if is_ours and order is not None else tensor

@@ -183,6 +183,7 @@ def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], lm_he
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
+        value_dim=attention.value_dim,
         tile_rows=shape.attention,
         context=shape.context,
         dtype=lm_head.dtype,
@@ -232,7 +233,7 @@ def compile_products(layers: Sequence[DecoderLayer], dtype: torch.dtype, tile: i
 
 
 def _products_agree(asked: Sequence[AskedProduct], dtype: torch.dtype) -> list[bool]:
-    return [_rows_agree(own.compute, own.weights, own.rows_for_one, dtype) for own in asked]
+    return [_rows_agree(own.compute, own.weights, own.rows_for_one, dtype, own.of_experts) for own in asked]
 
 
 def _rows_agree(
@@ -240,6 +241,7 @@ def _rows_agree(
     weights: Sequence[Weight],
     of_rows: int = 1,
     dtype: torch.dtype | None = None,
+    of_experts: bool = False,
 ) -> bool:
     """In every kind of program that may compute the product, of experts' as far as there are rows for it.
 
@@ -247,6 +249,7 @@ def _rows_agree(
         weights: as rows meet them; of two the first is gated.
         of_rows: a weight meets one of so many rows.
         dtype: of the rows; None: of the weights.
+        of_experts: as AskedProduct.of_experts.
     """
     counts = set[int]()
     for index, weight in enumerate(weights):
@@ -258,7 +261,7 @@ def _rows_agree(
             gated=gated,
             number_bits=weight.number_bits if isinstance(weight, QuantizedWeight) else None,
             group_size=weight.shared_columns if isinstance(weight, QuantizedWeight) else None,
-            of_experts=of_rows > 1,
+            of_experts=of_experts,
         )
     counts = {min(count * of_rows, max(count, MOST_ROWS_OF_EXPERTS)) for count in counts}
     first = weights[0]

@@ -18,6 +18,7 @@ from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.grouped_query_attention import GroupedQueryAttention
 from runner.engine.kv_cache import PagedKVCache
+from runner.engine.latent_attention import LatentAttention
 from runner.engine.linear import WeightTarget
 from runner.engine.mlp import MLP
 from runner.engine.norms import RMSNorm
@@ -66,6 +67,8 @@ class DecoderLayer:
         self.mixer: Attention | GatedDeltaNet
         if arch.delta is not None and arch.delta.in_layers[layer]:
             self.mixer = GatedDeltaNet(arch, layer, shard, dtype, quantization=quantization)
+        elif arch.latent is not None:
+            self.mixer = LatentAttention(arch, layer, shard, dtype, quantization=quantization)
         else:
             self.mixer = GroupedQueryAttention(
                 arch, layer, shard, dtype, in_features=in_features, quantization=quantization

@@ -111,10 +111,11 @@ class ColumnParallelLinear:
         parts: Mapping[str, int],  # checkpoint name of each stacked matrix -> its rows in the whole model
         *,
         bias: bool,
-        shard: Shard,
+        shard: Shard,  # Shard(): every rank has all rows
         dtype: torch.dtype,
         quantization: Quantization | None = None,  # by the parts' names; None: all are dense
     ) -> None:
+        self._shard_dim = 0 if shard.size > 1 else None
         self.part_rows = {name: shard.split(rows, name) for name, rows in parts.items()}
         total = sum(self.part_rows.values())
         self.weight: Weight = empty_weight(total, in_features, dtype, shared_storage(list(parts), quantization))
@@ -134,9 +135,10 @@ class ColumnParallelLinear:
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets, start = {}, 0
         for name, rows in self.part_rows.items():
-            targets[f"{prefix}{name}.weight"] = weight_target(self.weight, slice(start, start + rows), 0)
+            own = slice(start, start + rows)
+            targets[f"{prefix}{name}.weight"] = weight_target(self.weight, own, self._shard_dim)
             if self.bias is not None:
-                targets[f"{prefix}{name}.bias"] = WeightTarget(view=self.bias[start : start + rows], shard_dim=0)
+                targets[f"{prefix}{name}.bias"] = WeightTarget(view=self.bias[own], shard_dim=self._shard_dim)
             start += rows
         return targets
 

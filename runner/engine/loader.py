@@ -188,8 +188,8 @@ def _find_quantization(
             tensors = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
             found = {name: kept.storage for name, kept in tensors if isinstance(kept, QuantizedTensor)}
             found = {name.removesuffix(".weight"): storage for name, storage in found.items()}
-    if arch.head_layout.order is not None:  # queries and keys are expanded, and so is what is multiplied with them
-        reordered = tuple(f".{name}" for name in arch.qkv_rows)
+    if arch.head_orders:  # queries and keys are expanded, and so is what is multiplied with them
+        reordered = tuple(f".{name}" for name in arch.beside_heads)
         found = {name: storage for name, storage in found.items() if not name.endswith(reordered)}
     numbers = source.quantization
     asked = {} if numbers is None else dict.fromkeys(wanted, numbers)

@@ -263,7 +263,7 @@ def gated_delta(
 
 def paged_attention(
     query: torch.Tensor,  # [num_rows, num_heads, head_dim]
-    kv_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads * (head_dim + value_dim)]
+    kv_cache: torch.Tensor,  # [num_blocks, block_size, Attention.kv_width]
     plan: Any,  # ForwardBatch.attention
     **layer: Any,  # keyword arguments of kernels/reference/paged_attention.py
 ) -> torch.Tensor:  # [num_rows, num_heads * value_dim]
