@@ -107,6 +107,7 @@ SLIDING_LAYER = {"sliding_window": 8, "layer_types": ["sliding_attention", "full
 GEMMA = {"head_dim": 24, "pad_token_id": 0}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 # name -> (family, options)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -119,10 +120,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
     "llama, yarn rope": ("llama", {"rope_parameters": YARN}),
-    "llama, proportional rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    ),
+    "llama, proportional rope": ("llama", {"rope_parameters": PROPORTIONAL}),
     "deepseek_v2": ("deepseek_v2", {**LATENT_ROUTED, "norm_topk_prob": False}),
     "deepseek_v2, queries at once, yarn rope, biased": (
         "deepseek_v2",
@@ -194,11 +192,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": ("glm4", {"head_dim": 24, "pad_token_id": 0}),
     "glm4, tied": ("glm4", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": True, "attention_bias": False}),
+    "glm4, proportional rope": ("glm4", {"head_dim": 16, "pad_token_id": 0, "rope_parameters": PROPORTIONAL}),
     "glm4_moe": ("glm4_moe", {**ROUTED, "attention_bias": True, "use_qk_norm": True}),
     "glm4_moe, experts in groups": (
         "glm4_moe",
         {**ROUTED, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
     ),
+    "glm4_moe, proportional rope": ("glm4_moe", {**ROUTED, "rope_parameters": PROPORTIONAL}),
     "glm4_moe, tied, no norms of heads": (
         "glm4_moe",
         {**ROUTED, "n_shared_experts": 1, "tie_word_embeddings": True, "num_experts_per_tok": 1, "head_dim": 24},
@@ -407,6 +407,7 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     only_states = ["linear_attention"] * 2
     assert read_architecture(AutoConfig.for_model("qwen3_5_text", **{**SHAPE, "layer_types": only_states})) is None
     assert read_architecture(AutoConfig.for_model("llama", hidden_act="gelu")) is None
+    assert read_architecture(AutoConfig.for_model("gemma2", hidden_activation="gelu")) is None  # not Gemma's own gelu
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_limit=5.0)) is None
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_alpha=1.0)) is None
     assert read_architecture(AutoConfig.for_model("deepseek_v2", topk_method="group_limited_greedy")) is None

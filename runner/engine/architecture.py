@@ -359,6 +359,8 @@ def _ropes(config: Any, family: Family) -> tuple[str | None, ...]:
 
 
 def _head_layout(config: Any, family: Family, head_dim: int) -> HeadLayout:
-    factor = config.rope_parameters.get("partial_rotary_factor", 1.0) if family.is_rope_partial else 1.0
+    # Proportional frequencies are of whole heads, and zero where nothing turns.
+    is_partial = family.is_rope_partial and config.rope_parameters.get("rope_type") != "proportional"
+    factor = config.rope_parameters.get("partial_rotary_factor", 1.0) if is_partial else 1.0
     is_interleaved = _is_told(config, family.is_rope_interleaved)
     return HeadLayout(head_dim=head_dim, num_rotated=int(head_dim * factor), is_interleaved=is_interleaved)

@@ -121,6 +121,7 @@ _QWEN3_NEXT: dict[str, Any] = {
 _LATER_GEMMA: dict[str, Any] = {
     **_GEMMA,
     "activation_key": "hidden_activation",
+    "activation_names": ("gelu_pytorch_tanh",),  # "gelu" means itself
     "norms": GEMMA_NORMS,
     "windows": "by_layer",
 }
