@@ -338,6 +338,22 @@ def test_a_tied_head_may_be_stored_or_left_out(checkpoint: Callable[..., Path]) 
         assert torch.equal(parameter, without[name])
 
 
+@BOTH_PATHS
+def test_a_head_that_is_no_copy_of_the_embedding_is_not_tied_to_it(
+    model_type: str, checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers reads it. Bug told here: our decoder took the embedding, whatever the checkpoint's head was."""
+    directory = checkpoint(model_type, tie_word_embeddings=True)
+    edit_tensors(
+        directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)})
+    )
+    with caplog.at_level(logging.WARNING):
+        model = load(ModelSource(model=str(directory))).model
+    assert torch.equal(model.whole_head(), model.embed_tokens.flip(0))
+    own = [record.message for record in caplog.records if record.name.startswith("runner")]
+    assert any("lm_head.weight is no copy of its embedding" in message for message in own) == (model_type == "llama")
+
+
 def test_a_draft_with_another_vocabulary_is_refused(saved: Callable[..., Path]) -> None:
     target, draft = saved("llama"), saved("llama", vocab_size=48)
     method = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}

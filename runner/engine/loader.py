@@ -30,6 +30,8 @@ from runner.engine.transformers_support import require_supported
 
 logger = logging.getLogger(__name__)
 
+COMPARED_ROWS = 8192  # at a time
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
@@ -69,7 +71,7 @@ def load_model(
     if arch is None:
         return _load_through_transformers(source, config, device=device, dtype=dtype, max_model_len=length, shard=shard)
     require_static_rope(config)
-    arch = _with_router_of(source, arch)
+    arch = _with_head_of(source, _with_router_of(source, arch), dtype)
     logger.info("%s: %s runs on our own decoder", source.model, arch.family)
     shape = partial(Decoder, arch, config, max_model_len=length, dtype=dtype, shard=shard)
     with torch.device("meta"), _naming(source):
@@ -105,6 +107,36 @@ def _with_router_of(source: ModelSource, arch: Architecture) -> Architecture:
     routers = (tensor for name, tensor in read_tensors(source) if name.endswith(f".{experts.router_name}.weight"))
     is_float32 = any(not isinstance(tensor, QuantizedTensor) and tensor.get_dtype() == "F32" for tensor in routers)
     return replace(arch, experts=replace(experts, is_router_float32=is_float32))
+
+
+def _with_head_of(source: ModelSource, arch: Architecture, dtype: torch.dtype) -> Architecture:
+    """Untied where the checkpoint has a dense head that is no copy of its embedding, whatever its config says.
+
+    transformers reads it so since its version 5. A head may have been trained behind a config that nobody changed.
+    """
+    if source.is_dummy or not arch.tie_word_embeddings:
+        return arch
+    names = ("model.embed_tokens.weight", f"{HEAD}.weight")
+    found = [tensor for name, tensor in read_tensors(source) if name in names]
+    if len(found) < 2 or any(isinstance(tensor, QuantizedTensor) for tensor in found):
+        return arch
+    if _are_equal(found[0], found[1], dtype):
+        return arch
+    logger.warning(
+        "%s: its %s.weight is no copy of its embedding, so that tie_word_embeddings=True of its config is not so; the "
+        "head is taken as it is stored",
+        source.model,
+        HEAD,
+    )
+    return replace(arch, tie_word_embeddings=False)
+
+
+def _are_equal(first: Any, second: Any, dtype: torch.dtype) -> bool:
+    """Of two safetensors slices, as numbers of dtype."""
+    if first.get_shape() != second.get_shape():
+        return False
+    pieces = [slice(begin, begin + COMPARED_ROWS) for begin in range(0, first.get_shape()[0], COMPARED_ROWS)]
+    return all(torch.equal(first[piece].to(dtype), second[piece].to(dtype)) for piece in pieces)
 
 
 def _how_held(decoder: Decoder) -> str | None:
