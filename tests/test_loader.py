@@ -207,6 +207,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
         ("qwen3", YARN, 128),  # Qwen3's 40960 positions become 131072 so
         ("llama", {**YARN, "original_max_position_embeddings": 16}, 64),  # they state the extended length already
         ("llama", LINEAR, 128),
+        ("llama", {**LINEAR, "rope_type": "dynamic"}, 64),  # behind them its frequencies change with the length at hand
         ("gemma3_text", {"sliding_attention": {**LINEAR, "rope_type": "default"}, "full_attention": LINEAR}, 64),
     ],
 )

@@ -118,6 +118,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, as many kv heads": ("llama", {"num_key_value_heads": 4}),
     "llama, ignores layer_types": ("llama", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}),
     "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama, dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
     "llama, yarn rope": ("llama", {"rope_parameters": YARN}),
     "llama, proportional rope": ("llama", {"rope_parameters": PROPORTIONAL}),
@@ -193,6 +194,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"head_dim": 24, "pad_token_id": 0}),
     "glm4, tied": ("glm4", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": True, "attention_bias": False}),
     "glm4, proportional rope": ("glm4", {"head_dim": 16, "pad_token_id": 0, "rope_parameters": PROPORTIONAL}),
+    "gemma3_text, dynamic rope": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            **SLIDING_LAYER,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": DEFAULT_ROPE,
+            },
+        },
+    ),
     "glm4_moe": ("glm4_moe", {**ROUTED, "attention_bias": True, "use_qk_norm": True}),
     "glm4_moe, experts in groups": (
         "glm4_moe",

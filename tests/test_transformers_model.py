@@ -149,6 +149,20 @@ def test_longrope_does_not_change_with_the_longest_sequence_of_the_batch(
     assert_as_accurate(engine_logits(load(source), mixed), *long_context_logits(model, mixed))
 
 
+@pytest.mark.parametrize("model_type", ["granite", "olmo3"])
+def test_dynamic_rope_is_plain_up_to_the_length_that_a_config_states(model_type: str, tmp_path: Path) -> None:
+    """Longer texts change it in transformers, for all that are computed beside them; here there are none."""
+    rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    if model_type != "granite":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    model = random_model(make_config(model_type, rope_parameters=rope))
+    loaded = load(save(model, tmp_path))
+    assert isinstance(loaded.model, TransformersModel) and loaded.max_model_len == SHAPE["max_position_embeddings"]
+    sequences = random_sequences(VOCAB_SIZE, LENGTHS)
+    ours = engine_logits(loaded, sequences)
+    assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
+
+
 @pytest.mark.parametrize("model_type", ["vaultgemma", "olmo2", "gpt2"])
 def test_taps_are_the_hidden_states_of_transformers(model_type: str, tmp_path: Path) -> None:
     model = random_model(make_config(model_type))
@@ -257,24 +271,20 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
         r"has layers of type (indexed|deepseek_sparse)_attention, whose state is no key-value cache",
     ),
     "chunked attention": (dummy_source("llama4_text"), r"has layers of type chunked_attention"),
-    "dynamic rope": (
-        dummy_source("olmo2", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        r"rope type must be one of default, .*, got 'dynamic': its frequencies depend on the longest sequence in the "
-        r"batch, .* use a checkpoint with static rope",
+    "a rope that is not known": (
+        dummy_source("llama", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0}),
+        r"rope type must be one of default, .*, got 'spiral': its frequencies are not known here; use a checkpoint",
     ),
-    "dynamic rope in one of our families": (
-        dummy_source("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        r"rope type must be one of default, .*, got 'dynamic'",
-    ),
-    "dynamic rope in one layer type": (
+    "longrope in one layer type": (
         dummy_source(
             "gemma3_text",
             rope_parameters={
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+                "full_attention": LONGROPE,
             },
         ),
-        r"got 'dynamic'",
+        r"rope type of a gemma3_text model must not be 'longrope' for one type of its layers: its frequencies depend "
+        r"on the longest sequence in the batch, .* use a checkpoint with static rope",
     ),
     "no layers": (dummy_source("olmo2", num_hidden_layers=0), r"has 0 layers; mend num_hidden_layers in its config"),
     "a config without what the model is built from": (

@@ -1,8 +1,8 @@
 """Tables of rotary cosines and sines, one row a position, built by transformers' own initialisers.
 
-Only frequencies that do not depend on the batch are allowed: `dynamic` recomputes them from the longest
-sequence present, which would make a request's tokens depend on its neighbours. `longrope` has two factor sets;
-`max_model_len` picks one for the whole run.
+Only frequencies that do not depend on the batch are allowed, or a request's tokens would depend on its neighbours.
+`dynamic` ones change with the longest sequence present where it passes max_position_embeddings, and none here does
+(`num_positions`). `longrope` has two factor sets; `max_model_len` picks one for the whole run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runner.engine.errors import UserError
 logger = logging.getLogger(__name__)
 
 ONE_ROPE = ""  # key of a config's rotations, where all its layers have the same
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,18 +131,18 @@ def require_static_rope(config: Any) -> None:
     """Raises UserError when the rope frequencies depend on the batch, or are of a type that is not known here."""
     kinds = rope_types(config)
     for kind in kinds:
-        # One factor set can be pinned for a whole model, not yet one for each of its layer types.
-        if kind in STATIC_ROPE_TYPES and (kind != "longrope" or len(kinds) == 1):
-            continue
-        reason = "its frequencies are not known here"
-        if kind in ("dynamic", "longrope"):
-            reason = (
-                "its frequencies depend on the longest sequence in the batch, so no request's output would be its own"
+        if kind not in STATIC_ROPE_TYPES:
+            raise UserError(
+                f"rope type must be one of {', '.join(STATIC_ROPE_TYPES)}, got {kind!r}: its frequencies are not known "
+                "here; use a checkpoint with one of them"
             )
-        raise UserError(
-            f"rope type must be one of {', '.join(STATIC_ROPE_TYPES)}, got {kind!r}: {reason}; use a checkpoint with "
-            "static rope"
-        )
+        # One factor set can be pinned for a whole model, not yet one for each of its layer types.
+        if kind == "longrope" and len(kinds) > 1:
+            raise UserError(
+                f"rope type of a {config.model_type} model must not be 'longrope' for one type of its layers: its "
+                "frequencies depend on the longest sequence in the batch, so no request's output would be its own; "
+                "use a checkpoint with static rope"
+            )
 
 
 def rope_tables(
@@ -172,8 +172,10 @@ def rope_tables(
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def pin_longrope(model: nn.Module, max_model_len: int) -> None:
-    """Fix the factor set of a transformers model, which would choose it by the longest sequence of each launch.
+def pin_frequencies(model: nn.Module, max_model_len: int) -> None:
+    """Fix those of a transformers model, which would choose a factor set by the longest sequence of each launch.
+
+    Dynamic ones stay what they are at first: no sequence is long enough to change them, and none has to be measured.
 
     Raises:
         UserError: the model's own code chooses by length all the same.
@@ -181,7 +183,12 @@ def pin_longrope(model: nn.Module, max_model_len: int) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():
-        if getattr(module, "rope_type", None) != "longrope":
+        kind: Any = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            kind.update({name: "default" for name, own in kind.items() if own == "dynamic"})
+        elif kind == "dynamic":
+            module.rope_type = "default"  # type: ignore[assignment]
+        if kind != "longrope":
             continue
         config: Any = module.config
         inv_freq = module.get_buffer("inv_freq")

@@ -11,7 +11,7 @@ from runner.engine.checkpoint import ModelSource, read_tensors, require_finite, 
 from runner.engine.errors import UserError
 from runner.engine.memory import model_remedy, require_memory
 from runner.engine.mtp_layout import is_mtp_tensor
-from runner.engine.rope import pin_longrope
+from runner.engine.rope import pin_frequencies
 from runner.engine.transformers_attention import ATTENTION_NAME, attention
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.transformers_support import CONFIG_ERRORS, auto_class, quantization_method
@@ -48,7 +48,7 @@ def load_with_transformers(
         causal_model = _read(config, source, dtype, device)
         for name, parameter in causal_model.named_parameters():
             require_finite(parameter, name, source)
-    pin_longrope(causal_model, max_model_len)
+    pin_frequencies(causal_model, max_model_len)
     name = f"{source.name}={source.model}"
     return TransformersModel(causal_model.requires_grad_(False).eval(), config, name, max_model_len=max_model_len)
 
