@@ -295,6 +295,20 @@ def test_words_may_be_padded(bits: int, has_zeros: bool) -> None:
     assert name == "a.weight" and torch.equal(found[...], dense)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_modules_of_other_groups_may_have_other_bits(bits: int) -> None:
+    """Bug told here: words of 8 bits were taken apart as of 4 where the first group of modules has 4, and half of them
+    was the weight.
+    """
+    stated = compressed("pack-quantized", **{**INT4, "num_bits": 12 - bits})
+    stated["config_groups"]["group_1"] = {"targets": ["re:.*down_proj"], "weights": {**INT4, "num_bits": bits}}
+    weight = torch.randn(7, 82, generator=torch.Generator().manual_seed(2))
+    tensors, dense = int32(weight, torch.Generator().manual_seed(3), bits=bits)
+    scheme = read_scheme(stated, "x", "model.quantization")
+    ((_, found),) = unpack_tensors({f"a.{n}": Slice(tensor=t) for n, t in tensors.items()}, scheme, "x")
+    assert torch.equal(found[...], dense)
+
+
 def test_an_order_that_is_not_stated_is_the_inputs_own() -> None:
     """compressed-tensors fills weight_g_idx with -1 then."""
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
@@ -475,6 +489,9 @@ def test_inputs_that_share_a_scale_stay_in_one_rank(checkpoint: Path) -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
+ROTATED = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
+
+
 @pytest.mark.parametrize(
     ("config", "got"),
     [
@@ -489,6 +506,10 @@ def test_inputs_that_share_a_scale_stay_in_one_rank(checkpoint: Path) -> None:
         ({"quant_method": "fp8", "weight_block_size": 128}, "got {'quant_method': 'fp8'}"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "got {'quant_method': 'fp8'}"),
         ({"quant_method": "compressed-tensors", "config_groups": [1]}, "got {'quant_method': 'compressed-tensors'}"),
+        (
+            compressed("pack-quantized", **INT4) | {"transform_config": ROTATED},
+            "'transform_config': {'config_groups': {'u':",
+        ),
         ({}, "got {}"),
     ],
 )

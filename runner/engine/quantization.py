@@ -78,7 +78,10 @@ def read_scheme(stated: Mapping[str, Any], of: str, option: str) -> Scheme:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # values of other types than are published
         scheme = None
     if scheme is None:
-        keys = ("quant_method", "format", "fmt", "quant_algo", "bits", "version", "checkpoint_format")
+        keys = (
+            *("quant_method", "format", "fmt", "quant_algo", "bits", "version", "checkpoint_format"),
+            "transform_config",
+        )
         said = {key: stated[key] for key in keys if stated.get(key) is not None}
         raise UserError(
             f"quantization_config of {of} must be one of {READABLE}, got {said}; choose such a checkpoint, or the "
@@ -99,10 +102,10 @@ def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
     bits, size = stated.get("bits"), _size(stated.get("group_size"))
     if method == "gptq" and bits in (4, 8) and stated.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2"):
         is_first = stated.get("checkpoint_format", "gptq") == "gptq"  # it stores zero points less one
-        storage = _of_bits(bits, size, has_zeros=not stated.get("sym", True))
+        storage = storage_of_bits(bits, size, has_zeros=not stated.get("sym", True))
         return Scheme(packing="gptq", storage=storage, bits=bits, zero_offset=int(is_first))
     if method == "awq" and bits == 4 and str(stated.get("version", "gemm")).lower() == "gemm":
-        storage = _of_bits(4, size, has_zeros=bool(stated.get("zero_point", True)))
+        storage = storage_of_bits(4, size, has_zeros=bool(stated.get("zero_point", True)))
         return Scheme(packing="awq", storage=storage, bits=4)
     if method == "mxfp4":
         storage = Storage(dtype=torch.uint8, group_size=MXFP4_GROUP, code="fp4")
@@ -111,7 +114,13 @@ def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
 
 
 def _compressed(stated: Mapping[str, Any]) -> Scheme | None:
-    """Of the first group of modules; where others are packed differently their tensors are unexpected ones."""
+    """Of the first group of modules; where others are packed differently their tensors are unexpected ones.
+
+    Not read are those whose rows are rotated where they run, in front of products or behind them (QuIP, SpinQuant).
+    """
+    rotations = (stated.get("transform_config") or {}).get("config_groups") or {}
+    if any(not own["location"].startswith("weight") for rotation in rotations.values() for own in rotation["apply"]):
+        return None
     groups = stated.get("config_groups") or {}
     weights = next((group.get("weights") or {} for group in groups.values()), {})
     kind, bits = weights.get("type"), weights.get("num_bits")
@@ -122,12 +131,13 @@ def _compressed(stated: Mapping[str, Any]) -> Scheme | None:
         case ("int-quantized" | "naive-quantized", "int", 8):
             return _scaled(torch.int8, None, size)
         case ("pack-quantized", "int", 4 | 8):
-            storage = _of_bits(int(bits), size, has_zeros=weights.get("symmetric") is False)
+            storage = storage_of_bits(int(bits), size, has_zeros=weights.get("symmetric") is False)
             return Scheme(packing="int32", storage=storage, bits=int(bits))
     return None
 
 
-def _of_bits(bits: int, size: int | None, *, has_zeros: bool) -> Storage:
+def storage_of_bits(bits: int, size: int | None, *, has_zeros: bool = False) -> Storage:
+    """Of numbers that are packed into words, of which so many share a scale."""
     if bits == 8:
         return Storage(dtype=torch.int8, group_size=size)
     return Storage(dtype=torch.uint8, group_size=size, code="int4", has_zeros=has_zeros)

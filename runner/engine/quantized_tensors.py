@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.quantized_weight import codes_side_by_side, expand, num_groups, numbers_of
 from runner.engine.errors import UserError
-from runner.engine.quantization import Scheme, Storage
+from runner.engine.quantization import Scheme, Storage, storage_of_bits
 
 # Scales of activations and of the KV cache, and zero points of them.
 LEFT_ALONE = (
@@ -132,11 +132,13 @@ def _scaled(weight: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Q
 
 def _int32(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
     scale, (out_features, num_words) = _required(parts, "weight_scale", of), packed.get_shape()
-    zero, bits = parts.get("weight_zero_point"), scheme.bits
+    zero = parts.get("weight_zero_point")
     _require_words({"weight_packed": packed, "weight_zero_point": packed if zero is None else zero}, of)
-    in_features = num_words * 32 // bits
+    in_features = num_words * 32 // scheme.bits
     if "weight_shape" in parts:  # the last words may be padded
-        in_features = min(in_features, int(parts["weight_shape"][...].tolist()[-1]))
+        in_features = int(parts["weight_shape"][...].tolist()[-1])
+        scheme = _with_bits(scheme, in_features, num_words, of)
+    bits = scheme.bits
     owners = _owners(parts.get("weight_g_idx"), in_features, scheme, of)
     _require_shape(scale, "weight_scale", (out_features, owners.groups), of)
     if zero is not None:
@@ -147,6 +149,18 @@ def _int32(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> Qu
         return Fields(_fields(packed[...], bits)[:, :in_features], zeros, scale[...])
 
     return _of_fields((out_features, in_features), scheme, owners, read, of, has_zeros=bits == 4 and zero is not None)
+
+
+def _with_bits(scheme: Scheme, in_features: int, num_words: int, of: str) -> Scheme:
+    """As many bits to a number as the words of a row have room for: modules may differ, and a Scheme is of some."""
+    choices = sorted((4, 8), key=lambda bits: bits != scheme.bits)
+    bits = next((bits for bits in choices if num_words == -(-in_features * bits // 32)), None)
+    if bits is None:
+        raise UserError(
+            f"{of}.weight_packed must hold {in_features} numbers of 4 or 8 bits in each row, as its weight_shape says, "
+            f"got {num_words} words of 32; {AGAIN}"
+        )
+    return replace(scheme, bits=bits, storage=storage_of_bits(bits, scheme.storage.group_size))
 
 
 def _gptq(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
