@@ -14,7 +14,7 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.text_part import WITH_TEXT_PART, text_tensors
+from runner.engine.text_part import WITH_TEXT_PART, text_config, text_tensors
 from runner.llm import LLM
 from tests.transformers_reference import (
     INITIALIZER_RANGE,
@@ -168,6 +168,15 @@ def test_a_language_models_tensors_are_named_as_one_alone_names_them(prefix: str
 def test_names_of_a_model_of_text_stay() -> None:
     given = {"model.layers.0.mlp.up_proj.weight": 1, "lm_head.weight": 2, "connector.weight": 3}
     assert text_tensors(given) == given
+
+
+@pytest.mark.parametrize(("stated", "expected"), [(0, 0), ([0, 5], [0, 5]), (None, 7)], ids=str)
+def test_the_whole_config_says_where_texts_end(stated: Any, expected: Any) -> None:
+    """Bug told here: a token numbered 0 was taken for none, so that texts went on behind it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("internvl", text_config={**QWEN2, "eos_token_id": 7}, eos_token_id=stated)
+    assert text_config(config, None).eos_token_id == expected
 
 
 def test_what_is_neither_a_language_models_nor_an_encoders_is_named(tmp_path: Path) -> None:

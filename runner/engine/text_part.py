@@ -41,7 +41,8 @@ def text_config(config: Any, read_names: Callable[[], Collection[str]] | None) -
     text.architectures = [f"{text.model_type.capitalize()}ForCausalLM"]
     text.name_or_path = config.name_or_path
     text.dtype = text.dtype or config.dtype
-    text.eos_token_id = getattr(config, "eos_token_id", None) or getattr(text, "eos_token_id", None)
+    ends = getattr(config, "eos_token_id", None)
+    text.eos_token_id = getattr(text, "eos_token_id", None) if ends is None else ends
     stated = getattr(text, "tie_word_embeddings", config.tie_word_embeddings)
     text.tie_word_embeddings = stated if read_names is None else not any(map(_HEAD.match, read_names()))
     return text
