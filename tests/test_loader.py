@@ -163,14 +163,20 @@ def test_a_family_that_transformers_does_not_know_gets_its_own_remedy(
     assert rule in message and message.endswith(remedy)
 
 
-def test_an_option_that_our_decoder_lacks_is_named_with_its_directory(tmp_path: Path) -> None:
-    """With a target and a draft nobody knew whose it was."""
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "gemma2", **SHAPE, "use_bidirectional_attention": True})
-    )
+@pytest.mark.parametrize(
+    ("family", "key", "is_so"), [("gemma2", "use_bidirectional_attention", True), ("qwen2", "is_causal", False)]
+)
+def test_an_option_that_our_decoder_lacks_is_named_with_its_directory(
+    family: str, key: str, is_so: bool, tmp_path: Path
+) -> None:
+    """With a target and a draft nobody knew whose it was.
+
+    Bug told here: is_causal was not read, by which transformers makes an encoder of any decoder.
+    """
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **SHAPE, key: is_so}))
     with pytest.raises(UserError) as caught:
         load(ModelSource(model=str(tmp_path)))
-    assert f"use_bidirectional_attention of a gemma2 checkpoint ({tmp_path}) must be false" in str(caught.value)
+    assert f"{key} of a {family} checkpoint ({tmp_path}) must be {str(not is_so).lower()}" in str(caught.value)
 
 
 def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:

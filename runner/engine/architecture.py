@@ -333,11 +333,12 @@ def _require_own(config: Any) -> None:
             f"num_attention_heads {of} must be divisible by num_key_value_heads "
             f"({config.num_key_value_heads}), got {config.num_attention_heads}; mend its config"
         )
-    if getattr(config, "use_bidirectional_attention", False):
-        raise UserError(
-            f"use_bidirectional_attention {of} must be false: tokens that see what follows them cannot be generated "
-            "one after another; use a checkpoint of the published architecture"
-        )
+    for key, rule in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if bool(getattr(config, key, rule)) != rule:  # transformers reads the latter of every decoder
+            raise UserError(
+                f"{key} {of} must be {str(rule).lower()}: tokens that see what follows them cannot be generated one "
+                "after another; use a checkpoint of the published architecture"
+            )
 
 
 def _sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:

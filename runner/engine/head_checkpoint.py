@@ -88,7 +88,8 @@ def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[A
             f"{source.name}={source.model}: model_type must be one of {', '.join(HEAD_FAMILIES)}, got {family!r}; "
             "choose a head whose layer is of one of these families"
         )
-    values.pop("auto_map", None)
+    for key in ("auto_map", "is_causal"):  # what a head's rows see is up to its method
+        values.pop(key, None)
     values["architectures"] = [f"{family.capitalize()}ForCausalLM"]
     try:
         config = AutoConfig.for_model(family, **values)
