@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,19 +77,6 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=["one thread", "threads", "no OpenMP"])
-def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The claims hold whoever shares the work, and where torch has no OpenMP to share it with."""
-    before = torch.get_num_threads()
-    if request.param == "threads":
-        share_all(monkeypatch)
-        torch.set_num_threads(3)
-    if request.param == "no OpenMP":
-        monkeypatch.setattr(threads, "has_openmp", lambda: False)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(params=[*DTYPES, "bfloat16 in vector lanes", "bfloat16 in float32"], ids=str)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """bfloat16 as this machine attends to it, on its matrix unit if it has one, and as others do."""
@@ -104,6 +92,23 @@ def share_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among all threads, however little it is."""
     for name in ("PART_PRODUCTS", "AMX_PRODUCTS"):
         monkeypatch.setattr(on_cpu, name, 1)
+
+
+def whoever_shares(compute: Callable[[], Tensor]) -> Tensor:
+    """What is computed by one thread, which has the same bits of three, and where torch has no OpenMP to share with."""
+    alone, before = compute(), torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "has_openmp", lambda: False)
+        assert torch.equal(compute(), alone)
+    with pytest.MonkeyPatch.context() as patch:
+        share_all(patch)
+        torch.set_num_threads(3)
+        try:
+            shared = compute()
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(shared, alone)
+    return alone
 
 
 def attention(
@@ -123,19 +128,17 @@ def attention(
     return on_cpu.paged_attention(qkv[:, :-48].view(queries.shape), cache, segments, **model.keys())
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_ragged_launch_is_what_the_definition_says(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
     queries = random_queries(model, sum(own.size for own in RAGGED), dtype)
     cache = filled_cache(model, RAGGED, dtype)
-    found = attention(model, RAGGED, queries, cache, num_padding=2)
+    found = whoever_shares(lambda: attention(model, RAGGED, queries, cache, num_padding=2))
     exact, plain = (dense(model, RAGGED, queries, cache, kind) for kind in (torch.float64, torch.float32))
     # Two in float32: how near plain torch comes to the truth is up to the machine's BLAS.
     assert_close(found, exact, plain, ulps=2 if dtype == torch.float32 else 1)
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(
     "name",
     [
@@ -152,7 +155,7 @@ def test_a_row_keeps_its_bits_in_any_company(name: str, dtype: torch.dtype) -> N
     for company, (rows, place, how) in COMPANIES.items():
         queries = random_queries(model, sum(own.size for own in rows), dtype, seed=8) * 3
         queries[place] = query[0]
-        found = attention(model, rows, queries, cache, **how)
+        found = whoever_shares(partial(attention, model, rows, queries, cache, **how))
         assert torch.equal(found[place], alone), company
 
 
@@ -208,7 +211,6 @@ def test_a_value_that_is_no_number_is_seen_in_the_result(dtype: torch.dtype) -> 
         assert attention(model, rows, random_queries(model, 1, dtype), cache).isnan().all()
 
 
-@pytest.mark.usefixtures("_threads")
 def test_a_branch_of_a_tree_has_the_bits_of_a_chain(dtype: torch.dtype) -> None:
     """Two paths over one prefix; keys of the second lie behind those of the first, out of order."""
     chain = in_order(70, 0)
@@ -219,7 +221,7 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(dtype: torch.dtype) -> None:
     model = MODELS["five heads of 32 a group"]
     content = torch.randn(80, model.width, generator=torch.Generator().manual_seed(5)).to(dtype)
     queries = random_queries(model, 8, dtype)
-    found = attention(model, tree, queries, content.view(-1, BLOCK_SIZE, model.width))
+    found = whoever_shares(lambda: attention(model, tree, queries, content.view(-1, BLOCK_SIZE, model.width)))
     for path, rows in zip(tree, (slice(0, 5), slice(5, 8)), strict=True):
         laid_out = torch.full_like(content, torch.nan)
         laid_out[: path.end] = content[list(path.slots[: path.end])]
@@ -229,7 +231,6 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(dtype: torch.dtype) -> None:
         assert torch.equal(found[rows], expected)
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("first", [0, 3], ids=["the whole tree", "without its first nodes"])
 @pytest.mark.parametrize(
     "name", ["five heads of 32 a group", "heads of 64, window", "values narrower than keys", "sinks"]
@@ -262,15 +263,14 @@ def test_a_trees_rows_in_one_launch_have_the_bits_of_chains(name: str, first: in
     )
     queries = random_queries(model, len(rows.positions), dtype)
     cache = torch.randn(blocks.numel(), BLOCK_SIZE, model.width, generator=generator).to(dtype)
-    found = on_cpu.paged_attention(queries, cache, segments, **model.keys())
+    found = whoever_shares(lambda: on_cpu.paged_attention(queries, cache, segments, **model.keys()))
+    chains = []
     for row, (position, start) in enumerate(zip(rows.positions.tolist(), rows.branch_starts.tolist(), strict=True)):
         request = row // (num_nodes + 1 - first)
         table = [int(block) * BLOCK_SIZE + place for block in blocks[request] for place in range(BLOCK_SIZE)]
         path = [*table[:start], *rows.branch_slots[row].tolist()][: position + 1]
-        alone = attention(
-            model, [Rows(start=position, size=1, slots=path, branch_start=start)], queries[row : row + 1], cache
-        )
-        assert torch.equal(found[row], alone[0]), (request, position)
+        chains.append(Rows(start=position, size=1, slots=path, branch_start=start))
+    assert torch.equal(found, attention(model, chains, queries, cache))
 
 
 def test_a_lone_row_may_have_any_stride() -> None:
