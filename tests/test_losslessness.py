@@ -204,7 +204,7 @@ def plain_greedy(engines: Engines) -> list[Request]:
 def test_at_temperature_zero_a_lossless_rule_changes_no_token(
     engines: Engines, plain_greedy: list[Request], method: str, rule: str
 ) -> None:
-    """The rules in turns, under preemption; test_every_cell.py has every method under both."""
+    """The rules in turns, under preemption; test_every_cell.py has one of every way to draft under both."""
     tell_test_proposers(plain_greedy)
     config = method_config(method, 4, rejection_sample_method=rule)
     requests, metrics = complete(engines(config, num_gpu_blocks_override=11, **ROOMY), PROMPTS, GREEDY)
