@@ -84,7 +84,7 @@ class CommandLine:
         monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", compose_once)
 
     def __call__(self, *argv: str) -> Ending:
-        with _logging_as_it_was():
+        with logging_as_it_was():
             try:
                 status = main(list(argv))
             except SystemExit as exit_:
@@ -99,7 +99,7 @@ class CommandLine:
 
 
 @contextmanager
-def _logging_as_it_was() -> Iterator[None]:
+def logging_as_it_was() -> Iterator[None]:
     """Every Hydra job points the root logger at its own streams and files."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

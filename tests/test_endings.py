@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from runner import endings
+from runner.__main__ import main
 from runner.endings import BROKEN_PIPE_STATUS, postponed_interrupts
 from runner.tracking import open_tracker
+from tests.command_line import logging_as_it_was
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 
@@ -157,10 +159,12 @@ def test_a_run_is_recorded_where_stdout_is_full_or_closed(
     assert "Traceback" not in done.stderr and "Logging error" not in done.stderr
 
 
-def test_paths_and_records_go_by_the_directory_of_the_command(tmp_path: Path) -> None:
+def test_paths_and_records_go_by_the_directory_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under hydra.job.chdir a workload was looked for in the run's own directory, and the run recorded there."""
     (tmp_path / "own.jsonl").write_text('{"prompt": "def f"}\n')
-    arguments = ("workload=jsonl", "workload.path=own.jsonl", "sampler.max_tokens=4", "method=none", "tracking=jsonl")
-    with run(*arguments, "hydra.job.chdir=true", cwd=tmp_path, stdout=subprocess.PIPE) as process:
-        process.communicate(timeout=60)
-    assert process.returncode == 0 and (tmp_path / "runs" / "runs.jsonl").is_file()
+    arguments = ["workload=jsonl", "workload.path=own.jsonl", "sampler.max_tokens=4", "method=none", "tracking=jsonl"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner"])
+    with logging_as_it_was():
+        assert main([*arguments, "hydra.job.chdir=true"]) == 0
+    assert (tmp_path / "runs" / "runs.jsonl").is_file()
