@@ -236,6 +236,7 @@ def test_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=dim,
+        value_dim=dim,
         tile_rows=decode.attention,
         context=decode.context,
         dtype=dtype,
