@@ -12,56 +12,13 @@ from functools import cached_property
 from typing import Any
 
 from kernels.reference.act_and_mul import Activation
-from kernels.reference.experts import RoutingRule
 from runner.engine.delta_shapes import DeltaShapes, read_delta_shapes
 from runner.engine.errors import UserError
-from runner.engine.families import FAMILIES, Family, Mixture, NormNames
+from runner.engine.expert_shapes import ExpertShapes, read_expert_shapes
+from runner.engine.families import FAMILIES, Family, NormNames, is_told
 from runner.engine.fused_tensors import Fused
 from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes
 from runner.engine.rope import ONE_ROPE, HeadLayout
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertShapes:
-    """The mixtures of experts that stand in place of layers' MLPs."""
-
-    mixture: Mixture
-    num_experts: int
-    rule: RoutingRule
-    is_router_float32: bool  # whatever dtype rows have
-    intermediate_size: int  # of an expert
-    shared_size: int  # intermediate, of the MLP beside them; 0: there is none
-    in_layers: tuple[bool, ...]  # of each layer; the others have an MLP
-
-    @property
-    def router_name(self) -> str:
-        """In the checkpoint, within a layer."""
-        return f"{self.mixture.block}.{self.mixture.router}"
-
-    @property
-    def prefix(self) -> str:
-        """Of the names of experts' tensors, within a layer."""
-        return f"{self.mixture.block}.experts."
-
-    @property
-    def corrections_name(self) -> str | None:
-        """Of the tensor that scores are corrected by, within a layer."""
-        return None if self.mixture.corrections is None else f"{self.mixture.block}.{self.mixture.corrections}"
-
-    @property
-    def shared_gate_name(self) -> str | None:
-        """Of the tensor that gates the MLP beside them, within a layer."""
-        return None if self.mixture.shared_gate is None else f"{self.mixture.block}.{self.mixture.shared_gate}.weight"
-
-    @property
-    def shared_name(self) -> str:
-        """Of the MLP beside them, within a layer."""
-        return f"{self.mixture.block}.{self.mixture.shared}"
-
-    def names_of(self, expert: int) -> tuple[str, str, str]:
-        """Of its gate, up and down projections."""
-        gate, up, down = (f"{self.prefix}{expert}.{name}" for name in self.mixture.projections)
-        return gate, up, down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +142,10 @@ def read_architecture(config: Any) -> Architecture | None:
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
-        qkv_bias=_is_told(config, family.qkv_bias),
-        output_bias=_is_told(config, family.output_bias),
-        mlp_bias=_is_told(config, family.mlp_bias),
-        qk_norm=_is_told(config, family.qk_norm),
+        qkv_bias=is_told(config, family.qkv_bias),
+        output_bias=is_told(config, family.output_bias),
+        mlp_bias=is_told(config, family.mlp_bias),
+        qk_norm=is_told(config, family.qk_norm),
         is_qk_norm_whole=family.is_qk_norm_whole,
         sliding_windows=_sliding_windows(config, family),
         ropes=_ropes(config, family),
@@ -207,7 +164,7 @@ def read_architecture(config: Any) -> Architecture | None:
         embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
         has_sinks=family.has_sinks,
         fused=family.fused,
-        experts=None if family.experts is None else _experts(config, family.experts),
+        experts=None if family.experts is None else read_expert_shapes(config, family.experts),
         has_output_gate=family.has_output_gate,
         delta=None if family.delta_nets == "none" else read_delta_shapes(config, family),
         latent=read_latent_shapes(config) if family.is_latent else None,
@@ -219,106 +176,11 @@ def _own(config: Any, family: Family, key: str, default: Any = None) -> Any:
     return getattr(config, key) if key in family.reads else default
 
 
-def _is_told(config: Any, told: bool | str) -> bool:
-    """By the family, or by a key of the config."""
-    return bool(getattr(config, told, False)) if isinstance(told, str) else told
-
-
 def _intermediate_size(config: Any, family: Family) -> int:
     """Of layers' MLPs; where experts stand in all their places a config need not say it."""
     if family.experts is not None and not hasattr(config, "intermediate_size"):
         return int(getattr(config, family.experts.size_key))
     return int(config.intermediate_size)
-
-
-def _experts(config: Any, mixture: Mixture) -> ExpertShapes:
-    """Raises UserError for numbers of experts that cannot be."""
-    for key in (mixture.count_key, mixture.choices_key, *_LAYER_KEYS[mixture.layers]):
-        number, of = getattr(config, key), f"{key} of a {config.model_type} checkpoint must be"
-        if number is None:
-            raise UserError(f"{of} given, got null; mend its config")
-        if key in _STEPS and number < 1:
-            raise UserError(f"{of} >= 1, got {number}; mend its config")
-    num_experts, choices = getattr(config, mixture.count_key), getattr(config, mixture.choices_key)
-    if not 1 <= choices <= num_experts:
-        raise UserError(
-            f"{mixture.choices_key} of a {config.model_type} checkpoint must lie in [1, {num_experts}], as many as "
-            f"there are experts, got {choices}; mend its config"
-        )
-    size = getattr(config, mixture.size_key)
-    num_groups, kept_groups = _groups(config, mixture, num_experts, choices)
-    return ExpertShapes(
-        mixture=mixture,
-        num_experts=num_experts,
-        rule=RoutingRule(
-            choices=choices,
-            is_normalized=_is_told(config, mixture.is_normalized),
-            scores=mixture.scores,
-            scale=1.0 if mixture.scale_key is None else float(getattr(config, mixture.scale_key)),
-            num_groups=num_groups,
-            kept_groups=kept_groups,
-        ),
-        is_router_float32=mixture.router_digits == "float32",
-        intermediate_size=size,
-        shared_size=_shared_size(config, mixture, size),
-        in_layers=tuple(_has_experts(config, mixture, layer) for layer in range(config.num_hidden_layers)),
-    )
-
-
-def _groups(config: Any, mixture: Mixture, num_experts: int, choices: int) -> tuple[int, int]:
-    """(groups of experts, groups that a row goes to).
-
-    Raises:
-        UserError: groups that cannot be, or that have too few experts.
-    """
-    if not mixture.has_groups or config.n_group in (None, 1):
-        return 1, 1
-    num_groups, kept = config.n_group, config.topk_group
-    of = f"of a {config.model_type} checkpoint must"
-    if num_groups < 1 or num_experts % num_groups or num_experts < 2 * num_groups:
-        raise UserError(
-            f"n_group {of} divide {num_experts}, the experts, into groups of two and more, got {num_groups}; mend its "
-            "config"
-        )
-    if kept is None or not 1 <= kept <= num_groups or kept * (num_experts // num_groups) < choices:
-        raise UserError(
-            f"topk_group {of} lie in [1, {num_groups}], and so many groups must have the {choices} experts that a row "
-            f"goes to, got {kept}; mend its config"
-        )
-    return num_groups, kept
-
-
-def _shared_size(config: Any, mixture: Mixture, size: int) -> int:
-    """size: of an expert."""
-    if mixture.shared is None:
-        return 0
-    if mixture.shared_size_key:
-        return int(getattr(config, mixture.shared_size_key) or 0)
-    return size * (getattr(config, mixture.shared_count_key) or 0)
-
-
-# Of a config, which say by Mixture.layers what layers have experts.
-_STEPS = ("decoder_sparse_step", "moe_layer_interval")
-_LAYER_KEYS = {
-    "all": (),
-    "behind_first": ("first_k_dense_replace",),
-    "by_step": ("decoder_sparse_step",),
-    "by_type": ("mlp_layer_types",),
-    "in_range": ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
-}
-
-
-def _has_experts(config: Any, mixture: Mixture, layer: int) -> bool:
-    if mixture.layers == "behind_first":
-        return layer >= int(config.first_k_dense_replace)
-    if mixture.layers == "by_type":
-        return bool(config.mlp_layer_types[layer] == "sparse")
-    if mixture.layers == "in_range":
-        span = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
-        return layer in span and (layer + 1) % int(config.moe_layer_interval) == 0
-    if mixture.layers == "by_step":
-        return layer not in (config.mlp_only_layers or ()) and (layer + 1) % config.decoder_sparse_step == 0
-    return True
 
 
 def _require_own(config: Any) -> None:
@@ -363,5 +225,5 @@ def _head_layout(config: Any, family: Family, head_dim: int) -> HeadLayout:
     # Proportional frequencies are of whole heads, and zero where nothing turns.
     is_partial = family.is_rope_partial and config.rope_parameters.get("rope_type") != "proportional"
     factor = config.rope_parameters.get("partial_rotary_factor", 1.0) if is_partial else 1.0
-    is_interleaved = _is_told(config, family.is_rope_interleaved)
+    is_interleaved = is_told(config, family.is_rope_interleaved)
     return HeadLayout(head_dim=head_dim, num_rotated=int(head_dim * factor), is_interleaved=is_interleaved)

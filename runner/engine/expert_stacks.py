@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from runner.engine.architecture import ExpertShapes
+from runner.engine.expert_shapes import ExpertShapes
 from runner.engine.mxfp4_tensors import Mxfp4Stack
 
 ALL = slice(None)

@@ -14,7 +14,6 @@ import torch
 from kernels.cpu.panels import Change, Weight, unpacked
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
-from runner.engine.architecture import ExpertShapes
 from runner.engine.expert_operations import (
     ExpertWeights,
     gated_linear_of_experts,
@@ -23,6 +22,7 @@ from runner.engine.expert_operations import (
     router_logits,
     sum_of_experts,
 )
+from runner.engine.expert_shapes import ExpertShapes
 from runner.engine.linear import WeightTarget, empty_weight, shared_storage, split_inputs, weight_target
 from runner.engine.mlp import MLP
 from runner.engine.operations import linear, sigmoid_gate

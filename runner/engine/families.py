@@ -103,6 +103,11 @@ class Family:
         return self.norms is PRE_NORMS and not (is_other or self.reads)
 
 
+def is_told(config: Any, told: bool | str) -> bool:
+    """By the family, or by a key of the config."""
+    return bool(getattr(config, told, False)) if isinstance(told, str) else told
+
+
 _GEMMA: dict[str, Any] = {
     "output_bias": "attention_bias",
     "norms_add_one": True,
