@@ -36,7 +36,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_DEEPSEEK: dict[str, Any] = {
+DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,
@@ -58,8 +58,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v3, run by transformers": {**_DEEPSEEK, "hidden_act": "gelu"},
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3, run by transformers": {**DEEPSEEK, "hidden_act": "gelu"},
     # The module's block attends, behind a layer that does not.
     "qwen3_5_text": {
         "head_dim": 16,

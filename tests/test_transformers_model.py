@@ -14,6 +14,7 @@ from runner.engine.errors import UserError
 from runner.engine.tile_shape import ANY_SHAPE_TILES
 from runner.engine.transformers_model import TransformersModel
 from runner.llm import LLM, SamplingParams
+from tests.mtp_checkpoints import DEEPSEEK
 from tests.quantized_checkpoints import pack_experts
 from tests.transformers_reference import (
     assert_as_accurate,
@@ -76,21 +77,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
-    "deepseek_v3": {
-        **OTHER_ACT,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-    },
+    "deepseek_v3": {**OTHER_ACT, **DEEPSEEK},
     "olmo2": OTHER_ACT,
     "cohere2": {**ONE_SLIDING_LAYER, "logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},

@@ -10,7 +10,6 @@ import torch
 
 from kernels.cpu.panels import Weight
 from runner.engine.head_linear import HeadLinear
-from runner.engine.latent_attention import LatentAttention
 from runner.engine.layers import DecoderLayer, add_output
 from runner.engine.mlp import MLP
 from runner.engine.norms import RMSNorm
@@ -58,11 +57,10 @@ def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
 
 def _of_mixer(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
     in_parts, last = layer.mixer.products_in_parts, layer.mixer.products[-1]
-    heads = layer.mixer.head_products if isinstance(layer.mixer, LatentAttention) else []
     return [
         *(
             AskedProduct(multiply=partial(_by_heads, own, tile=tile), weights=[own.weight], of_experts=True)
-            for own in heads
+            for own in layer.mixer.head_products
         ),
         *(
             AskedProduct(

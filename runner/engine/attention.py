@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
-from kernels.cpu.panels import Change, Weight
-from runner.engine.forward_batch import ForwardBatch
-from runner.engine.kv_cache import PagedKVCache
-from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
-from runner.engine.operations import Rows, paged_attention
-from runner.engine.rope import HeadLayout, Rope, RopeRows
+from runner.engine.linear import RowParallelLinear
+from runner.engine.mixer import Mixer
+from runner.engine.operations import paged_attention
+from runner.engine.rope import HeadLayout, Rope
 
 
-class Attention(ABC):
+class Attention(Mixer):
     layer: int
     num_heads: int  # of this rank, as the next
     num_kv_heads: int
@@ -30,10 +27,6 @@ class Attention(ABC):
     rope_key: str | None
     head_layout: HeadLayout
     o_proj: RowParallelLinear
-
-    @abstractmethod
-    def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
-        """[num_rows, in_features] -> [num_rows, hidden]; keys and values of the rows are cached."""
 
     def attend(self, query: torch.Tensor, cached: torch.Tensor, plan: Any) -> torch.Tensor:
         """What the heads find [num_rows, num_heads * value_dim].
@@ -72,35 +65,3 @@ class Attention(ABC):
     def kv_width(self) -> int:
         """Elements a token takes in the cache."""
         return self.num_kv_heads * (self.head_dim + (0 if self.values_in_keys else self.value_dim))
-
-    @property
-    @abstractmethod
-    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]: ...
-
-    @property
-    @abstractmethod
-    def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
-        """Those that may be left in partial sums."""
-
-    @property
-    @abstractmethod
-    def product_names(self) -> list[str]:
-        """Of those that may be quantized."""
-
-    @property
-    def product_weights(self) -> list[Weight]:
-        """[out_features, in_features] each: of all shapes that there are."""
-        return [product.weight for product in self.products]
-
-    @property
-    def products_per_row(self) -> int:
-        """Multiplications of a row by weights."""
-        return sum(product.weight.shape.numel() for product in self.products)
-
-    def convert(self, change: Change) -> None:
-        """As Decoder.convert."""
-        for product in self.products:
-            product.convert(change)
-
-    @abstractmethod
-    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]: ...

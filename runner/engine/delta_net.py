@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.panels import Change, Weight
 from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
+from runner.engine.mixer import Mixer
 from runner.engine.operations import Rows, gated_delta
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
 
 
-class GatedDeltaNet:
-    kv_width = 0  # elements a token takes in the cache
+class GatedDeltaNet(Mixer):
+    kv_width = 0  # it keeps states in place of keys and values
 
     def __init__(
         self,
@@ -87,28 +87,11 @@ class GatedDeltaNet:
 
     @property
     def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
-        """As Attention.products_in_parts."""
         return [self.out_proj]
 
     @property
-    def product_weights(self) -> list[Weight]:
-        """As Attention.product_weights."""
-        return [product.weight for product in self.products]
-
-    @property
-    def products_per_row(self) -> int:
-        """As Attention.products_per_row."""
-        return sum(product.weight.shape.numel() for product in self.products)
-
-    @property
     def product_names(self) -> list[str]:
-        """Of those that may be quantized."""
         return [*self.in_proj.part_rows, self.out_proj.name]
-
-    def convert(self, change: Change) -> None:
-        """As Decoder.convert."""
-        for product in self.products:
-            product.convert(change)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         weights, own = self.weights, f"{prefix}linear_attn."

@@ -42,7 +42,7 @@ class HeadLinear:
         return self.num_heads * self.weight.shape.numel()
 
     def convert(self, change: Change) -> None:
-        """As Decoder.convert; but it is never quantized: what multiplies latents stands behind every logit."""
+        """As Decoder.convert; but it stays dense: no kernel multiplies heads by quantized weights."""
         changed = [change(weight) for weight in self.weights]
         if not any(isinstance(weight, QuantizedWeight) or weight is self.weight for weight in changed):
             self.weights = ExpertWeights(changed)

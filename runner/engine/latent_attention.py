@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.panels import Change, Weight
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
 from runner.engine.forward_batch import ForwardBatch
@@ -114,19 +113,6 @@ class LatentAttention(Attention):
     @property
     def product_names(self) -> list[str]:
         return [*self.down_proj.part_rows, *self.query_proj.part_rows, self.o_proj.name]
-
-    @property
-    def product_weights(self) -> list[Weight]:
-        return [*super().product_weights, *(product.weight for product in self.head_products)]
-
-    @property
-    def products_per_row(self) -> int:
-        return super().products_per_row + sum(product.products_per_row for product in self.head_products)
-
-    def convert(self, change: Change) -> None:
-        super().convert(change)
-        for product in self.head_products:
-            product.convert(change)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}

@@ -20,6 +20,7 @@ from runner.engine.grouped_query_attention import GroupedQueryAttention
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.latent_attention import LatentAttention
 from runner.engine.linear import WeightTarget
+from runner.engine.mixer import Mixer
 from runner.engine.mlp import MLP
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows
@@ -64,7 +65,7 @@ class DecoderLayer:
                 names.after_mlp,
             )
         )
-        self.mixer: Attention | GatedDeltaNet
+        self.mixer: Mixer
         if arch.delta is not None and arch.delta.in_layers[layer]:
             self.mixer = GatedDeltaNet(arch, layer, shard, dtype, quantization=quantization)
         elif arch.latent is not None:
