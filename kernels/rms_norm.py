@@ -2,7 +2,8 @@
 
 With or without the residual add before the norm, and of two rows side by side, of which one is gathered. One launch
 each, a program a normed row. A row lies in one tile, whose size and warps follow from its length, so the order of the
-sum does too. Rounding follows the definition: the new residual, the normed row, and its product with the weight.
+sum does too. Rounding follows the definition: the new residual, what it is scaled to, the normed row, and its product
+with the weight.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -28,7 +29,7 @@ LINE: tl.constexpr = tl.constexpr(32)  # elements of a cache line, at least: flo
 
 
 @triton.jit
-def await_x(x_weight_ptr, weight_ptr, eps_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def await_x(x_weight_ptr, weight_ptr, eps_ptr, sum_scale_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     """await_input; weights and eps, which have left the cache since the last step, come closer while it waits."""
     starts = tl.minimum(tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE, HIDDEN - 1)
     if x_weight_ptr is not None:
@@ -36,6 +37,8 @@ def await_x(x_weight_ptr, weight_ptr, eps_ptr, HIDDEN: tl.constexpr, BLOCK: tl.c
     if weight_ptr is not None:
         prefetch(weight_ptr + starts)
     prefetch(eps_ptr)
+    if sum_scale_ptr is not None:
+        prefetch(sum_scale_ptr)
     await_input()
 
 
@@ -58,6 +61,7 @@ def rms_norm_kernel(
     x_weight_ptr,  # [HIDDEN], of the norm of x before the sum; or None
     weight_ptr,  # [HIDDEN]; None: the sum is all
     eps_ptr,  # [] float32
+    sum_scale_ptr,  # [] float32, of the sum with the residual; or None
     normed_ptr,  # [num_rows, HIDDEN], rows out_stride apart, x itself perhaps; None without a weight
     sum_ptr,  # the same, or None
     scales_ptr,  # of partial sums [HIDDEN] float32, or None
@@ -76,7 +80,7 @@ def rms_norm_kernel(
     is_column = columns < HIDDEN
     dtype: tl.constexpr = (sum_ptr if normed_ptr is None else normed_ptr).dtype.element_ty
     if OVERLAPS:
-        await_x(x_weight_ptr, weight_ptr, eps_ptr, HIDDEN, BLOCK)
+        await_x(x_weight_ptr, weight_ptr, eps_ptr, sum_scale_ptr, HIDDEN, BLOCK)
     x = load_row(x_ptr + row * x_stride, columns, is_column, part_stride, scales_ptr, bias_ptr, NUM_PARTS, dtype)
     eps = tl.load(eps_ptr)
     if weight_ptr is not None:
@@ -87,6 +91,8 @@ def rms_norm_kernel(
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=is_column, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        if sum_scale_ptr is not None:
+            x = (x.to(tl.float32) * tl.load(sum_scale_ptr)).to(x.dtype)
         tl.store(sum_ptr + row * out_stride + columns, x, mask=is_column)
     if weight_ptr is not None:
         tl.store(normed_ptr + row * out_stride + columns, norm_row(x, weight, eps, HIDDEN), mask=is_column)
@@ -116,7 +122,7 @@ def rms_norm_pair_kernel(
     if half != STATE_HALF:
         weight_ptr = embedding_weight_ptr
     if OVERLAPS:
-        await_x(None, weight_ptr, eps_ptr, HIDDEN, BLOCK)
+        await_x(None, weight_ptr, eps_ptr, None, HIDDEN, BLOCK)
     x_ptr = states_ptr + row * states_stride
     if half != STATE_HALF:
         place = row
@@ -142,21 +148,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor | PartialSums, residual: Tensor, weight: Tensor, eps: Tensor, x_weight: Tensor | None = None
+    x: Tensor | PartialSums,
+    residual: Tensor,
+    weight: Tensor,
+    eps: Tensor,
+    x_weight: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual), both contiguous; residual is of x's shape and dtype, the rest as above.
 
-    With x_weight, of weight's shape and dtype, x is normed by it before it is added (Gemma 2).
+    With x_weight, of weight's shape and dtype, x is normed by it before it is added (Gemma 2). scale: [] float32 on x's
+    device, by which the rounded sum is multiplied (Gemma 4).
     """
     normed, total = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-    _launch(x, x_weight, residual, weight, eps, normed, total)
+    _launch(x, x_weight, residual, weight, eps, normed, total, scale)
     return normed, total
 
 
-def add_normed(x: Tensor | PartialSums, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+def add_normed(
+    x: Tensor | PartialSums, residual: Tensor, weight: Tensor, eps: Tensor, scale: Tensor | None = None
+) -> Tensor:
     """norm(x) + residual, contiguous; arguments as above."""
     total = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    _launch(x, weight, residual, None, eps, None, total)
+    _launch(x, weight, residual, None, eps, None, total, scale)
     return total
 
 
@@ -217,6 +231,7 @@ def _launch(
     eps: Tensor,
     normed: Tensor | None,
     total: Tensor | None,
+    scale: Tensor | None = None,  # of total
 ) -> None:
     """normed and total, of which one may be missing, have equal strides."""
     num_rows, hidden = x.shape
@@ -225,7 +240,9 @@ def _launch(
     for own in (weight, x_weight):
         assert own is None or (own.shape == (hidden,) and own.is_contiguous() and own.dtype in (x.dtype, torch.float32))
     assert weight is None or x_weight is None or x_weight.dtype == weight.dtype
-    assert eps.shape == () and eps.dtype == torch.float32 and eps.device == out.device
+    for number in (eps, *(() if scale is None else (scale,))):
+        assert number.shape == () and number.dtype == torch.float32 and number.device == out.device
+    assert scale is None or residual is not None
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1 and residual.dtype == x.dtype)
     if out.numel() == 0:
         return
@@ -234,6 +251,7 @@ def _launch(
         x_weight_ptr=x_weight,
         weight_ptr=weight,
         eps_ptr=eps,
+        sum_scale_ptr=scale,
         normed_ptr=normed,
         sum_ptr=total,
         residual_stride=0 if residual is None else residual.stride(0),

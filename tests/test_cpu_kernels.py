@@ -33,7 +33,7 @@ from kernels.cpu.sampling import greedy
 from kernels.cpu.tree_rows import tree_rows as tree_rows_on_cpu
 from kernels.paged_segments import PagedSegments
 from kernels.reference.act_and_mul import ACTIVATIONS, Activation, act_and_mul
-from kernels.reference.rms_norm import rms_norm
+from kernels.reference.rms_norm import add_rms_norm, rms_norm
 from kernels.reference.rope import RopeTable, apply_rope
 from kernels.reference.softcap import softcap
 from tests.test_paged_attention_kernel import (
@@ -387,6 +387,31 @@ def test_a_norm_of_what_another_made_of_the_added_rows_is_both(dtype: torch.dtyp
     assert torch.equal(total, residual + rms_norm_on_cpu(x, x_weight, eps))
     assert torch.equal(normed, rms_norm_on_cpu(total, weight, eps))
     assert torch.equal(add_normed(x, residual, x_weight, eps), total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_a_sum_is_rounded_scaled_and_rounded_again(dtype: torch.dtype) -> None:
+    """Of rows that lie apart; what is normed is the scaled sum, and 1 is as none."""
+    generator = torch.Generator().manual_seed(5)
+    x, residual = torch.randn(9, 200, generator=generator).to(dtype).chunk(2, dim=1)
+    weight, x_weight = torch.randn(2, 100, generator=generator)
+    eps, factor, one = torch.tensor(1e-5), torch.tensor(0.7019), torch.tensor(1.0)
+    for own in (None, x_weight):
+        normed, total = add_rms_norm_on_cpu(x, residual, weight, eps, own)
+        scaled_norm, scaled = add_rms_norm_on_cpu(x, residual, weight, eps, own, factor)
+        assert torch.equal(scaled, scale(total, factor))
+        assert torch.equal(scaled_norm, rms_norm_on_cpu(scaled, weight, eps))
+        for as_before, found in zip(
+            (normed, total), add_rms_norm_on_cpu(x, residual, weight, eps, own, one), strict=True
+        ):
+            assert torch.equal(found, as_before)
+        if own is None:
+            assert torch.equal(scaled, add_rms_norm(x, residual, weight, eps, scale=factor)[1])
+        else:
+            assert torch.equal(add_normed(x, residual, own, eps, factor), scaled)
+        for row in range(len(x)):
+            alone = add_rms_norm_on_cpu(x[row : row + 1], residual[row : row + 1], weight, eps, own, factor)
+            assert torch.equal(torch.cat(alone), torch.stack((scaled_norm[row], scaled[row])))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)

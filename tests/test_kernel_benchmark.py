@@ -167,7 +167,7 @@ def test_the_report_holds_conditions_checks_and_times(
     assert linear["ratio_to_torch"] == 1.0 and linear["torch_timing"] == norm["timing"]
     out, err = capsys.readouterr()
     assert "10.00      9.00     12.50" in out and "4000 GB/s" in out
-    assert "[1/11] rms_norm: add and norm, 1 rows, float32" in err
+    assert "[1/12] rms_norm: add and norm, 1 rows, float32" in err
 
 
 def test_a_report_replaces_the_one_before_at_once_or_not_at_all(
@@ -283,10 +283,10 @@ def test_a_failed_check_is_told_and_the_rest_goes_on(
     assert benchmark.run(["rms_norm", "rope", "rejection"], [setting], FakeTimer(), report, None) == 1
     out, err = capsys.readouterr()
     failures = [found["failure"] is not None for found in report["cases"]]
-    assert failures == [True, True, True, False, False, True, False, False] and report["is_complete"]
+    assert failures == [True, True, True, True, False, False, True, False, False] and report["is_complete"]
     assert [found["timing"] is None for found in report["cases"]] == failures
-    assert out.count("FAILED: error ") == 3 and f"FAILED: {type(error).__name__}: out of shared memory\n" in out
-    assert out.count("10.00") == 4 and "4 of 8 checks failed." in err
+    assert out.count("FAILED: error ") == 4 and f"FAILED: {type(error).__name__}: out of shared memory\n" in out
+    assert out.count("10.00") == 4 and "5 of 9 checks failed." in err
 
 
 def test_ctrl_c_leaves_the_rows_so_far(

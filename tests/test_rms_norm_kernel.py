@@ -62,6 +62,28 @@ def test_a_norm_is_as_near_as_its_definition(
     assert torch.equal(kernel.add_normed(x_there, added_there, x_weight_there, eps_there), residual)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_sum_is_rounded_scaled_and_rounded_again(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    """Of rows that lie apart; what is normed is the scaled sum, and 1 is as none."""
+    x, added = normal(9, 200, dtype=dtype, seed=0).to(kernel_device).chunk(2, dim=1)
+    weight, x_weight = normal(2, 100, dtype=torch.float32, seed=1).to(kernel_device)
+    eps, scale, one = (torch.tensor(number, device=kernel_device) for number in (1e-6, 0.7019, 1.0))
+    for own in (None, x_weight):
+        normed, total = kernel.add_rms_norm(x, added, weight, eps, own)
+        scaled_norm, scaled = kernel.add_rms_norm(x, added, weight, eps, own, scale)
+        assert torch.equal(scaled, (total.float() * scale).to(dtype))
+        assert torch.equal(scaled_norm, kernel.rms_norm(scaled, weight, eps))
+        for as_before, found in zip((normed, total), kernel.add_rms_norm(x, added, weight, eps, own, one), strict=True):
+            assert torch.equal(found, as_before)
+        if own is None:
+            assert torch.equal(scaled, reference.add_rms_norm(x, added, weight, eps, scale=scale)[1])
+        else:
+            assert torch.equal(kernel.add_normed(x, added, own, eps, scale), scaled)
+        for row in range(len(x)):
+            alone = kernel.add_rms_norm(x[row : row + 1], added[row : row + 1], weight, eps, own, scale)
+            assert torch.equal(torch.cat(alone), torch.stack((scaled_norm[row], scaled[row])))
+
+
 def test_rows_that_their_norm_overwrites_may_lie_apart(kernel_device: torch.device) -> None:
     wide = normal(3, 200, dtype=torch.float16, seed=0).to(kernel_device)
     weight, eps = normal(60, dtype=torch.float16, seed=1).to(kernel_device), torch.tensor(1e-6, device=kernel_device)

@@ -155,6 +155,9 @@ def test_a_cpu_without_panels_gets_tiles(engines: Engines, monkeypatch: pytest.M
 ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {  # of two operands [num_rows, width] and a weight [width]
     "rms_norm": lambda x, y, weight: rms_norm(x, weight, torch.tensor(1e-6)),
     "add_rms_norm": lambda x, y, weight: torch.cat(add_rms_norm(x, y, weight, torch.tensor(1e-6)), dim=1),
+    "scaled_add_rms_norm": lambda x, y, weight: torch.cat(
+        add_rms_norm(x, y, weight, torch.tensor(1e-6), weight, torch.tensor(0.7)), dim=1
+    ),
     "silu_and_mul": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1)),
     "gelu_tanh_and_mul": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1), "gelu_tanh"),
     "clamped_swiglu": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1), "clamped_swiglu"),

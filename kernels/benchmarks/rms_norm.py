@@ -1,7 +1,7 @@
 """The norms of Llama-3-8B's layers, residual add included, and the pair in front of its draft head's first layer.
 
 And, of the same size, what Gemma's layers do and OLMo's: rows are normed before they are added, by weights of float32;
-the latter norm no sum.
+Gemma 4's scale the sum, OLMo's norm none.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def cases(setting: Setting) -> list[Case]:
         for what, prepare, own_sizes in (
             ("add and norm", partial(_prepare_sum, norms_x=False), sizes),
             ("norm, add and norm", partial(_prepare_sum, norms_x=True), pair_sizes),
+            ("norm, add, scale and norm", partial(_prepare_sum, norms_x=True, is_scaled=True), pair_sizes),
             ("norm and add", _prepare_normed, pair_sizes),
             ("embeddings and states", _prepare_pair, pair_sizes),
         )
@@ -40,21 +41,23 @@ def cases(setting: Setting) -> list[Case]:
     ]
 
 
-def _prepare_sum(setting: Setting, num_rows: int, hidden: int, *, norms_x: bool) -> Work:
+def _prepare_sum(setting: Setting, num_rows: int, hidden: int, *, norms_x: bool, is_scaled: bool = False) -> Work:
     in_company = COMPANY if num_rows == 1 else num_rows
     x, added = (setting.normal(in_company, hidden, seed=seed) for seed in (0, 1))
     weight, x_weight = (setting.normal(hidden, seed=seed) for seed in (2, 3))
     eps = torch.tensor(EPS, device=setting.device)
     own_weight, own_x_weight = (weight.float(), x_weight.float()) if norms_x else (weight, None)
+    scale = torch.tensor(0.7, device=setting.device) if is_scaled else None
 
     def op(rows: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernel.add_rms_norm(rows, residual, own_weight, eps, own_x_weight)
+        return kernel.add_rms_norm(rows, residual, own_weight, eps, own_x_weight, scale)
 
     def check() -> list[str]:
         first = slice(0, num_rows)
         normed, residual = op(x[first], added[first])
         branch = x[first] if own_x_weight is None else kernel.rms_norm(x[first], own_x_weight, eps)
-        check_equal("residual", residual, added[first] + branch)
+        total = added[first] + branch
+        check_equal("residual", residual, total if scale is None else (total.float() * scale).to(total.dtype))
         by_torch, exact = reference.rms_norm(residual, own_weight, eps), _exact(residual, weight, eps)
         bits = check_row_bits(lambda rows: op(x[rows], added[rows])[0], in_company)
         return [check_error(normed, by_torch, exact), bits]

@@ -19,8 +19,9 @@ from kernels.cpu.threads import parts_of
 PART_NUMBERS = 1 << 13  # of rows, normed in some microseconds
 NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 Arguments = arguments_of(
-    # Addresses; rows of x: 0, each its own; x_weight 0: rows are added as they are; normed 0: the sum is all.
-    *("normed", "total", "x", "rows", "residual", "x_weight", "weight", "eps"),
+    # Addresses; rows of x: 0, each its own; x_weight 0: rows are added as they are; normed 0: the sum is all;
+    # sum_scale 0: it stays as it is.
+    *("normed", "total", "x", "rows", "residual", "x_weight", "weight", "eps", "sum_scale"),
     *("normed_stride", "total_stride", "x_stride", "residual_stride"),  # elements from row to row
     *("num_rows", "width", "x_rows"),
 )
@@ -59,6 +60,10 @@ def rows_norm(element: Any, weight_element: Any) -> Kernel:
                 else:
                     for column in range(width):
                         target[column] = narrow(widen(own[column]) + widen(added[row, column]), own[column])
+                if a.sum_scale:
+                    factor = floats(a.sum_scale, 1, 1)[0, 0]
+                    for column in range(width):
+                        target[column] = narrow(widen(target[column]) * factor, own[column])
                 own = target
             if a.normed:
                 squares = NOTHING
@@ -82,6 +87,7 @@ def norm_into(
     residual: Tensor | None = None,  # [num_rows, width]
     total: Tensor | None = None,  # [num_rows, width]: gets the sum, where there is a residual
     x_weight: Tensor | None = None,  # [width]: of the norm of x before the sum
+    scale: Tensor | None = None,  # [] float32: of the sum
 ) -> None:
     """Rows may be strided."""
     out = total if normed is None else normed
@@ -92,7 +98,8 @@ def norm_into(
         assert own.dtype == x.dtype and own.shape[1] == width and own.stride(1) == 1
     for own in (weight, *(() if x_weight is None else (x_weight,))):
         assert own.dtype == weight.dtype in (x.dtype, torch.float32) and own.shape == (width,) and own.stride(0) == 1
-    assert x_weight is None or residual is not None
+    assert (x_weight is None and scale is None) or residual is not None
+    assert scale is None or (scale.dtype == torch.float32 and scale.shape == ())
     assert eps.dtype == torch.float32 and (rows is not None or len(x) == num_rows)
     rows_norm(ELEMENTS[x.dtype], ELEMENTS[weight.dtype])(
         0 if normed is None else normed.data_ptr(),
@@ -103,6 +110,7 @@ def norm_into(
         0 if x_weight is None else x_weight.data_ptr(),
         weight.data_ptr(),
         eps.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
         out.stride(0),
         width if total is None else total.stride(0),
         x.stride(0),
@@ -122,18 +130,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor, x_weight: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: Tensor,
+    x_weight: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first."""
+    """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first.
+
+    scale: [] float32, by which the rounded sum is multiplied.
+    """
     normed, total = empty(*x.shape, dtype=x.dtype), empty(*x.shape, dtype=x.dtype)
-    norm_into(normed, x, weight, eps, residual=residual, total=total, x_weight=x_weight)
+    norm_into(normed, x, weight, eps, residual=residual, total=total, x_weight=x_weight, scale=scale)
     return normed, total
 
 
-def add_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """norm(x) + residual, all [num_rows, hidden]."""
+def add_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor, scale: Tensor | None = None) -> Tensor:
+    """norm(x) + residual, all [num_rows, hidden]; scale as above."""
     total = empty(*x.shape, dtype=x.dtype)
-    norm_into(None, x, weight, eps, residual=residual, total=total, x_weight=weight)
+    norm_into(None, x, weight, eps, residual=residual, total=total, x_weight=weight, scale=scale)
     return total
 
 

@@ -29,15 +29,29 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: torch.Tensor,
     x_weight: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first."""
-    residual = residual + (x if x_weight is None else rms_norm(x, x_weight, eps))
+    """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first.
+
+    scale: [] float32, by which the sum is multiplied once it is rounded, before all else is done with it (Gemma 4).
+    """
+    residual = _scaled(residual + (x if x_weight is None else rms_norm(x, x_weight, eps)), scale)
     return rms_norm(residual, weight, eps), residual
 
 
-def add_normed(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """norm(x) + residual, all [num_rows, hidden] (OLMo 2)."""
-    return residual + rms_norm(x, weight, eps)
+def add_normed(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: torch.Tensor,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """norm(x) + residual, all [num_rows, hidden] (OLMo 2); scale as above."""
+    return _scaled(residual + rms_norm(x, weight, eps), scale)
+
+
+def _scaled(total: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return total if scale is None else (total.float() * scale).to(total.dtype)
 
 
 def sum_beside_rms_norm(

@@ -35,30 +35,40 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: torch.Tensor,
     x_weight: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first."""
+    """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first.
+
+    scale: [] float32 on x's device, by which the rounded sum is multiplied.
+    """
     if isinstance(x, PartialSums) or runs_kernels(x):
         from kernels.rms_norm import add_rms_norm as kernel
 
-        return kernel(x, residual, weight, eps, x_weight)
+        return kernel(x, residual, weight, eps, x_weight, scale)
     if is_compiled(x):
         from kernels.cpu.rms_norm import add_rms_norm as on_cpu
 
-        return on_cpu(x, residual, weight, eps, x_weight)
-    return add_rms_norm_in_torch(x, residual, weight, eps, x_weight)
+        return on_cpu(x, residual, weight, eps, x_weight, scale)
+    return add_rms_norm_in_torch(x, residual, weight, eps, x_weight, scale)
 
 
-def add_normed(x: Rows, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """norm(x) + residual, all [num_rows, hidden]."""
+def add_normed(
+    x: Rows,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: torch.Tensor,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """norm(x) + residual, all [num_rows, hidden]; scale as above."""
     if isinstance(x, PartialSums) or runs_kernels(x):
         from kernels.rms_norm import add_normed as kernel
 
-        return kernel(x, residual, weight, eps)
+        return kernel(x, residual, weight, eps, scale)
     if is_compiled(x):
         from kernels.cpu.rms_norm import add_normed as on_cpu
 
-        return on_cpu(x, residual, weight, eps)
-    return add_normed_in_torch(x, residual, weight, eps)
+        return on_cpu(x, residual, weight, eps, scale)
+    return add_normed_in_torch(x, residual, weight, eps, scale)
 
 
 def norm_in_place(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> None:

@@ -25,13 +25,19 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Rows, residual: torch.Tensor, x_norm: RMSNorm | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the sum, the sum); of what x_norm makes of x, where there is one."""
-        return add_rms_norm(x, residual, self.weight, self.eps, None if x_norm is None else x_norm.weight)
+    def add(
+        self,
+        x: Rows,
+        residual: torch.Tensor,
+        x_norm: RMSNorm | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum, the sum); of what x_norm makes of x, where there is one. scale: [] float32, of the sum."""
+        return add_rms_norm(x, residual, self.weight, self.eps, None if x_norm is None else x_norm.weight, scale)
 
-    def add_to(self, residual: torch.Tensor, x: Rows) -> torch.Tensor:
-        """The sum of the residual stream and the norm of x."""
-        return add_normed(x, residual, self.weight, self.eps)
+    def add_to(self, residual: torch.Tensor, x: Rows, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of the residual stream and the norm of x, times scale, [] float32, where there is one."""
+        return add_normed(x, residual, self.weight, self.eps, scale)
 
     def overwrite(self, x: torch.Tensor) -> None:
         """x becomes its norm; its rows may lie further apart."""
