@@ -55,7 +55,7 @@ OPS = (  # modules of kernels.benchmarks
     "remember_candidates",
     "sum_of_ranks",
     "gated_delta",
-    "sigmoid_gate",
+    "gate",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
 BROKEN_PIPE = 141  # and of a reader that left

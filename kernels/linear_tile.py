@@ -4,19 +4,13 @@
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 
 from kernels.partial_sums import scale_and_add
 from kernels.reference import act_and_mul
-from kernels.tanh import tanh
+from kernels.tanh import gelu_power, tanh
 from kernels.weight_elements import HALF_SPAN, ZERO, as_factors, codes_as_factors, numbers_per_element
-
-# Of gelu by tanh: twice what it takes the tanh of is GELU_CUBIC * gate^3 + GELU_LINEAR * gate.
-GELU_LINEAR: tl.constexpr = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
-GELU_CUBIC: tl.constexpr = tl.constexpr(0.044715 * GELU_LINEAR.value)
 
 # Of clamped_swiglu.
 ALPHA: tl.constexpr = tl.constexpr(act_and_mul.ALPHA)
@@ -166,7 +160,7 @@ def results_of_tile(
         up_sums = scale_and_add(up_sums, up_scales, up_bias)
         power = sums
         if ACTIVATION == "gelu_tanh":
-            power = (GELU_CUBIC * sums * sums + GELU_LINEAR) * sums
+            power = gelu_power(sums)
         if ACTIVATION == "clamped_swiglu":
             sums = tl.where(sums > LIMIT, LIMIT, sums)  # what is no number stays so
             up_sums = tl.where(tl.abs(up_sums) > LIMIT, tl.where(up_sums > 0.0, LIMIT, -LIMIT), up_sums) + 1.0

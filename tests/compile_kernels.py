@@ -309,12 +309,18 @@ TABLE = [
     ),
     *(
         Kernel(
-            module="kernels.sigmoid_gate",
-            name="sigmoid_gate_kernel",
+            module="kernels.gate",
+            name="gate_kernel",
             signature=f"*{dtype}:16 *{dtype}:16 *{dtype}:16 i32:16 i32{':16' if not is_one else ''}",
-            constants={"WIDTH": 4096, "IS_ONE": is_one, "BLOCK": 1024, OVERLAPS: True},
+            constants={"WIDTH": width, "FUNCTION": function, "IS_ONE": is_one, "BLOCK": 1024, OVERLAPS: True},
         )
-        for dtype, is_one in (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", False))
+        for dtype, width, function, is_one in (
+            ("bf16", 4096, "sigmoid", False),
+            ("bf16", 4096, "sigmoid", True),
+            ("fp16", 4096, "sigmoid", False),
+            ("fp32", 4096, "sigmoid", False),
+            ("bf16", 256, "gelu_tanh", False),
+        )
     ),
     Kernel(
         module="kernels.chain_rows",

@@ -238,7 +238,7 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("remember_candidates", "remember_candidates", "remember_candidates", None),
     ("sum_of_ranks", "sum_of_ranks", "sum_of_ranks", _scaled),
     ("gated_delta", "gated_delta", "gated_delta", _scaled),
-    ("sigmoid_gate", "sigmoid_gate", "sigmoid_gate", _scaled),
+    ("gate", "gate", "gate", _scaled),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,7 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
-from kernels.cpu.exp2 import LOG2_E, exp2
+from kernels.cpu.exp2 import LOG2_E, exp2, gelu_power
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
@@ -19,9 +18,6 @@ from kernels.reference import act_and_mul as reference
 from kernels.reference.act_and_mul import Activation
 
 ONE = np.float32(1.0)
-# gelu by tanh is gate / (1 + e^-t) with t = CUBIC * gate^3 + LINEAR * gate: twice what it takes the tanh of.
-LINEAR = np.float32(2.0 * math.sqrt(2.0 / math.pi))
-CUBIC = np.float32(0.044715) * LINEAR
 ALPHA, LIMIT = np.float32(reference.ALPHA), np.float32(reference.LIMIT)  # of clamped_swiglu
 CHUNK = 64  # columns that a thread takes at a time
 PART_WORK = 1 << 12  # numbers, gated in some microseconds
@@ -48,7 +44,7 @@ def rows_gate(element: Any, activation: Activation) -> Kernel:
                     gate, up = min(gate, LIMIT), min(max(up, -LIMIT), LIMIT) + ONE
                     power = ALPHA * gate
                 else:
-                    power = (CUBIC * gate * gate + LINEAR) * gate if is_gelu else gate
+                    power = gelu_power(gate) if is_gelu else gate
                 out[column] = narrow(gate / (ONE + exp2(-power * LOG2_E)) * up, gates[column])
 
     return Kernel(gate_rows, Arguments)

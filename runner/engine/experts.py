@@ -25,7 +25,7 @@ from runner.engine.expert_operations import (
 from runner.engine.expert_shapes import ExpertShapes
 from runner.engine.linear import WeightTarget, empty_weight, shared_storage, split_inputs, weight_target
 from runner.engine.mlp import MLP
-from runner.engine.operations import linear, sigmoid_gate
+from runner.engine.operations import gate, linear
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -103,7 +103,9 @@ class Experts:
         if self.shared is None:
             return None
         part = self.shared.own_part(hidden, tile)
-        return part if self.shared_gate is None else sigmoid_gate(part, linear(hidden, self.shared_gate, None, tile))
+        if self.shared_gate is None:
+            return part
+        return gate(part, linear(hidden, self.shared_gate, None, tile), "sigmoid")
 
     def router_logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, num_experts] float32."""

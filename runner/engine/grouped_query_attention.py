@@ -11,7 +11,7 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import Rows, linear, rotate_and_store, sigmoid_gate
+from runner.engine.operations import Rows, gate, linear, rotate_and_store
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
@@ -111,7 +111,7 @@ class GroupedQueryAttention(Attention):
         )
         out = self.attend(query, cache.layers[self.layer], batch.attention)
         if self.gate_proj is not None:
-            out = sigmoid_gate(out, self.gate_proj(hidden, batch.linear_tile))
+            out = gate(out, self.gate_proj(hidden, batch.linear_tile), "sigmoid")
         return self.o_proj.in_parts(out, batch.linear_tile)
 
     def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:

@@ -17,6 +17,8 @@ from kernels.cpu.panels import Panels, Weight, unpack
 from kernels.quantized_weight import QuantizedWeight
 from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference.act_and_mul import Activation, act_and_mul
+from kernels.reference.gate import GateFunction
+from kernels.reference.gate import gate as gate_in_torch
 from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
 from kernels.reference.gated_delta import gated_delta as gated_delta_in_torch
 from kernels.reference.linear import linear as linear_in_tiles
@@ -25,7 +27,6 @@ from kernels.reference.paged_attention import paged_attention as attention_over_
 from kernels.reference.partial_sums import PartialSums
 from kernels.reference.rms_norm import rms_norm as rms_norm_in_torch
 from kernels.reference.rope import apply_rope
-from kernels.reference.sigmoid_gate import sigmoid_gate as sigmoid_gate_in_torch
 from kernels.reference.softcap import softcap as softcap_in_torch
 from kernels.reference.sum_of_ranks import sum_of_ranks as sum_of_ranks_in_torch
 from runner.engine.backend import is_compiled, runs_kernels
@@ -228,17 +229,17 @@ def _rope_and_write(qkv: Rows) -> Callable[..., torch.Tensor]:
     return on_cpu
 
 
-def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x times the sigmoid of gate: [num_rows, width], and [num_rows, width] or [num_rows, 1]."""
+def gate(x: torch.Tensor, by: torch.Tensor, function: GateFunction) -> torch.Tensor:
+    """x times a function of `by`: [num_rows, width], and [num_rows, width] or [num_rows, 1]; rows may be strided."""
     if is_compiled(x):
-        from kernels.cpu.sigmoid_gate import sigmoid_gate as on_cpu
+        from kernels.cpu.gate import gate as on_cpu
 
-        return on_cpu(x, gate)
+        return on_cpu(x, by, function)
     if not runs_kernels(x):
-        return sigmoid_gate_in_torch(x, gate)
-    from kernels.sigmoid_gate import sigmoid_gate as kernel
+        return gate_in_torch(x, by, function)
+    from kernels.gate import gate as kernel
 
-    return kernel(x, gate)
+    return kernel(x, by, function)
 
 
 def gated_delta(

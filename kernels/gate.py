@@ -1,4 +1,4 @@
-"""kernels/reference/sigmoid_gate.py in one launch."""
+"""kernels/reference/gate.py in one launch."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -11,20 +11,23 @@ from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
+from kernels.reference.gate import GateFunction
 from kernels.sizes import cdiv
+from kernels.tanh import gelu_power
 
 BLOCK = 1024  # columns of a program
 
 
 @Kernel
 @triton.jit
-def sigmoid_gate_kernel(
+def gate_kernel(
     x_ptr,  # [num_rows, WIDTH], rows x_stride apart
-    gate_ptr,  # [num_rows, WIDTH], or one number a row; rows gate_stride apart
+    by_ptr,  # [num_rows, WIDTH], or one number a row; rows by_stride apart
     out_ptr,  # [num_rows, WIDTH]
     x_stride,
-    gate_stride,
+    by_stride,
     WIDTH: tl.constexpr,
+    FUNCTION: tl.constexpr,
     IS_ONE: tl.constexpr,  # a gate for all columns
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,  # with the launch before
@@ -36,26 +39,28 @@ def sigmoid_gate_kernel(
         await_input()
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     places = columns * 0 if IS_ONE else columns
-    gate = tl.load(gate_ptr + row * gate_stride + places, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + columns, (x.to(tl.float32) * tl.sigmoid(gate)).to(x.dtype), mask=is_column)
+    by = tl.load(by_ptr + row * by_stride + places, mask=is_column, other=0.0).to(tl.float32)
+    factor = by / (1.0 + tl.exp(-gelu_power(by))) if FUNCTION == "gelu_tanh" else tl.sigmoid(by)
+    tl.store(out_ptr + row * WIDTH + columns, (x.to(tl.float32) * factor).to(x.dtype), mask=is_column)
 
 
-def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """x: [num_rows, width]; gate: the same, or [num_rows, 1]; rows may be strided. Contiguous, of x's dtype."""
+def gate(x: Tensor, by: Tensor, function: GateFunction) -> Tensor:
+    """x: [num_rows, width]; by: the same, or [num_rows, 1]; rows may be strided. Contiguous, of x's dtype."""
     num_rows, width = x.shape
-    assert gate.shape in ((num_rows, width), (num_rows, 1)) and gate.dtype == x.dtype
-    assert x.stride(1) == 1 and (gate.shape[1] == 1 or gate.stride(1) == 1)
+    assert by.shape in ((num_rows, width), (num_rows, 1)) and by.dtype == x.dtype
+    assert x.stride(1) == 1 and (by.shape[1] == 1 or by.stride(1) == 1)
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     overlaps = can_overlap(x.device)
     if num_rows:
-        sigmoid_gate_kernel[(num_rows, cdiv(width, BLOCK))](
+        gate_kernel[(num_rows, cdiv(width, BLOCK))](
             x,
-            gate,
+            by,
             out,
             x.stride(0),
-            gate.stride(0),
+            by.stride(0),
             WIDTH=width,
-            IS_ONE=gate.shape[1] == 1,
+            FUNCTION=function,
+            IS_ONE=by.shape[1] == 1,
             BLOCK=BLOCK,
             OVERLAPS=overlaps,
             launch_pdl=overlaps,

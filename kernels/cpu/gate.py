@@ -1,0 +1,71 @@
+"""kernels/reference/gate.py in one pass over each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+from torch import Tensor
+
+from kernels.cpu.compiled import vectorized
+from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
+from kernels.cpu.exp2 import LOG2_E, exp2, gelu_power
+from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.recording import empty
+from kernels.cpu.threads import parts_of
+from kernels.reference.gate import GateFunction
+
+ONE = np.float32(1.0)
+PART_WORK = 1 << 12  # numbers, gated in some microseconds
+Arguments = arguments_of("out", "x", "by", "num_rows", "width", "x_stride", "by_stride", "is_one")
+
+
+@vectorized
+def sigmoid(x: Any) -> Any:
+    return ONE / (ONE + exp2(-x * LOG2_E))
+
+
+@vectorized
+def gelu_tanh(x: Any) -> Any:
+    return x / (ONE + exp2(-gelu_power(x) * LOG2_E))
+
+
+FUNCTIONS: Mapping[GateFunction, Any] = {"sigmoid": sigmoid, "gelu_tanh": gelu_tanh}
+
+
+@cache
+def rows_gate(element: Any, function: GateFunction) -> Kernel:
+    """Of tensors of these elements."""
+    factor = FUNCTIONS[function]
+
+    def gate_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
+        a = carray(arguments, 1, Arguments)[0]
+        to, rows = elements(a.out, a.num_rows, a.width, element), elements(a.x, a.num_rows, a.x_stride, element)
+        gates = elements(a.by, a.num_rows, a.by_stride, element)
+        for row in range(part, a.num_rows, num_parts):
+            out, x, by = to[row], rows[row], gates[row]
+            if a.is_one:
+                scale = factor(widen(by[0]))
+                for column in range(a.width):
+                    out[column] = narrow(widen(x[column]) * scale, x[column])
+            else:
+                for column in range(a.width):
+                    out[column] = narrow(widen(x[column]) * factor(widen(by[column])), x[column])
+
+    return Kernel(gate_rows, Arguments)
+
+
+def gate(x: Tensor, by: Tensor, function: GateFunction) -> Tensor:
+    """x: [num_rows, width]; by: the same, or [num_rows, 1]; rows may be strided."""
+    num_rows, width = x.shape
+    assert by.shape in ((num_rows, width), (num_rows, 1)) and by.dtype == x.dtype
+    assert x.stride(1) == 1 and (by.shape[1] == 1 or by.stride(1) == 1)
+    out = empty(num_rows, width, dtype=x.dtype)
+    parts = parts_of(num_rows * width, PART_WORK, num_rows)
+    strides, is_one = (x.stride(0), by.stride(0)), by.shape[1] == 1
+    kernel = rows_gate(ELEMENTS[x.dtype], function)
+    kernel(out.data_ptr(), x.data_ptr(), by.data_ptr(), num_rows, width, *strides, is_one, parts=parts)
+    return out
