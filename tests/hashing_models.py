@@ -104,7 +104,7 @@ class HashingHead:
     known_tokens = None
 
     def __init__(self, head: Any) -> None:
-        self.max_model_len, self.attention, self.kv_widths = head.max_model_len, head.attention, head.kv_widths
+        self.max_model_len, self.attentions, self.kv_widths = head.max_model_len, head.attentions, head.kv_widths
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         return states
@@ -165,7 +165,7 @@ class HashingBlocks:
     known_tokens = None
 
     def __init__(self, head: Any) -> None:
-        self.max_model_len, self.attention, self.kv_widths = head.max_model_len, head.attention, head.kv_widths
+        self.max_model_len, self.attentions, self.kv_widths = head.max_model_len, head.attentions, head.kv_widths
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return token_ids.float().unsqueeze(1)

@@ -125,5 +125,7 @@ def _let_blocks_repeat(weights: Mapping[str, torch.Tensor], target: Any, arch: A
     mask = mask / mask.norm()
     v -= (v @ mask).outer(mask)  # or every guess would be the mask token
     v.copy_(torch.linalg.qr(v.T.float())[0].T)
-    values = v.view(arch.num_kv_heads, arch.head_dim, -1).repeat_interleave(arch.num_heads // arch.num_kv_heads, dim=0)
+    heads = arch.heads[0]
+    values = v.view(heads.num_kv_heads, heads.head_dim, -1)
+    values = values.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=0)
     o.copy_(20 * values.flatten(0, 1).T)

@@ -14,7 +14,7 @@ from kernels.cpu.panels import Change, Weight, unpacked
 from proposers.heads.draft_vocabulary import target_ids
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.architecture import Architecture
-from runner.engine.attention import Attention
+from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.checkpoint import ModelSource
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
@@ -50,8 +50,8 @@ class LayeredHead:
         return [layer.attention.kv_width for layer in self.layers]
 
     @property
-    def attention(self) -> Attention:
-        return self.layers[0].attention
+    def attentions(self) -> list[Attention]:
+        return one_of_each_shape(layer.attention for layer in self.layers)
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden], num_rows a multiple of tile -> [num_rows, known tokens] float32."""

@@ -77,8 +77,8 @@ class MtpHead:
         return self.block.layers
 
     @property
-    def attention(self) -> Attention | None:
-        return self.block.attention
+    def attentions(self) -> Sequence[Attention]:
+        return self.block.attentions
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         return states

@@ -30,7 +30,7 @@ from runner.engine.transformers_model import PROBE_ROWS, TransformersModel
 class MtpBlock(Protocol):
     layers: Sequence[DecoderLayer]  # of our own
     kv_width: int  # elements a token takes in the cache
-    attention: Attention | None  # None where transformers' own code attends
+    attentions: Sequence[Attention]  # as PagedLayers.attentions
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> tuple[Rows, torch.Tensor]:
         """(output not yet added, residual), all [num_rows, hidden]: the next norm adds them."""
@@ -62,7 +62,8 @@ class OwnBlock:
         # Where layers differ, modules are trained with the kind that sees everything.
         window = None if None in arch.sliding_windows else arch.sliding_windows[-1]
         experts = None if arch.experts is None else replace(arch.experts, in_layers=arch.experts.in_layers[-1:])
-        alone = replace(arch, num_layers=1, sliding_windows=(window,), experts=experts, delta=None)
+        heads = (replace(arch.heads[-1], kv_layer=0),)
+        alone = replace(arch, num_layers=1, heads=heads, sliding_windows=(window,), experts=experts, delta=None)
         with torch.device("meta"):
             like = DecoderLayer(alone, 0, Shard(), dtype)
         needed = sum(target.view.nbytes for target in like.weight_targets("").values())
@@ -70,7 +71,7 @@ class OwnBlock:
         with torch.device(device):
             self.layer = DecoderLayer(alone, 0, Shard(), dtype)
         self.layers: Sequence[DecoderLayer] = [self.layer]
-        self.attention: Attention | None = self.layer.attention
+        self.attentions: Sequence[Attention] = [self.layer.attention]
         self.kv_width = self.layer.attention.kv_width
         self._rope = self.layer.attention.rope(hf_config, max_model_len)
 
@@ -96,7 +97,7 @@ class TransformersBlock:
         device = target.embed_tokens.device
         require_memory(target.last_layer_bytes, device, f"the MTP module of {name}", "choose a smaller model")
         self.layers: Sequence[DecoderLayer] = ()
-        self.attention: Attention | None = None
+        self.attentions: Sequence[Attention] = ()
         self._target = target
         self._layer = target.last_layer()
         modules: Iterator[Any] = self._layer.modules()

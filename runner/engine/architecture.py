@@ -6,9 +6,8 @@ transformers' own modelling code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from kernels.reference.act_and_mul import Activation
@@ -17,8 +16,9 @@ from runner.engine.errors import UserError
 from runner.engine.expert_shapes import ExpertShapes, read_expert_shapes
 from runner.engine.families import FAMILIES, Family, NormNames, is_told
 from runner.engine.fused_tensors import Fused
+from runner.engine.head_shapes import HeadShapes, named, read_head_shapes
 from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes
-from runner.engine.rope import ONE_ROPE, HeadLayout
+from runner.engine.rope import ONE_ROPE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,9 @@ class Architecture:
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_sizes: tuple[int, ...]  # per layer
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: tuple[HeadShapes, ...]  # per layer
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
@@ -43,7 +41,6 @@ class Architecture:
     is_qk_norm_whole: bool  # over all query heads together, and over all key heads (OLMo 2)
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
     ropes: tuple[str | None, ...]  # per layer: which of the config's rotations, None = none (SmolLM3)
-    head_layout: HeadLayout
     norms: NormNames
     norms_add_one: bool  # to their weights (Gemma)
     norms_round_last: bool  # Family.norms_round_last
@@ -68,39 +65,35 @@ class Architecture:
     def is_plain(self) -> bool:
         """Whether its layers are plain, and heads turn whole: what other draft heads are built of."""
         is_other = self.has_output_gate or self.norms_add_one or self.latent is not None
-        return self.has_plain_layers and self.head_layout.order is None and not is_other
-
-    @cached_property
-    def qkv_rows(self) -> dict[str, int]:
-        """Rows of the matrices that give queries, keys and values, by name."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+        return self.has_plain_layers and self.heads[0].layout.order is None and not is_other
 
     @property
     def head_orders(self) -> Mapping[str, list[int]]:
         """Of the elements of a head in our rotations (HeadLayout.order), by tensors' names within a layer."""
+        layout = self.heads[0].layout
         if self.latent is not None:
-            return self.latent.head_orders(self.head_layout)
-        order = self.head_layout.order
+            return self.latent.head_orders(layout)
+        order = layout.order
         parts = [f"{name}_{kind}" for name in "qk" for kind in ("proj.weight", "proj.bias", "norm.weight")]
         return {} if order is None else {f"self_attn.{part}": order for part in parts}
 
     @property
     def beside_heads(self) -> tuple[str, ...]:
         """Matrices of those whose heads are reordered, and what is multiplied with them."""
-        return tuple(self.qkv_rows) if self.latent is None else self.latent.beside_heads
+        return tuple(self.heads[0].qkv_rows) if self.latent is None else self.latent.beside_heads
 
     @property
     def fused_tensors(self) -> Mapping[str, Fused]:
         """Names, within a layer, of checkpoints' tensors that hold several matrices."""
-        parts = {"self_attn.qkv_proj": self.qkv_rows, "mlp.gate_up_proj": gate_up_rows("mlp", self.intermediate_size)}
+        heads, gate_up = self.heads[0], gate_up_rows("mlp", self.intermediate_sizes[0])
+        parts = {"self_attn.qkv_proj": heads.qkv_rows, "mlp.gate_up_proj": gate_up}
         fused = {
             name: Fused(parts=rows) for name, rows in parts.items() if any(f".{own}_proj" in name for own in self.fused)
         }
         if self.has_output_gate:
-            queries = self.num_heads * self.head_dim
+            queries = heads.qkv_rows["self_attn.q_proj"]
             both = {"self_attn.q_proj": queries, "self_attn.gate_proj": queries}
-            fused["self_attn.q_proj"] = Fused(parts=both, num_groups=self.num_heads)
+            fused["self_attn.q_proj"] = Fused(parts=both, num_groups=heads.num_heads)
         if self.latent is not None:
             return {**fused, **self.latent.fused_tensors}
         return fused if self.delta is None else {**fused, **self.delta.fused_tensors}
@@ -129,16 +122,14 @@ def read_architecture(config: Any) -> Architecture | None:
     if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
         return None
     _require_own(config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = read_head_shapes(config, family)
     return Architecture(
         family=name,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=_intermediate_size(config, family),
+        intermediate_sizes=_intermediate_sizes(config, family, heads),
         num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
+        heads=heads,
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
@@ -149,16 +140,11 @@ def read_architecture(config: Any) -> Architecture | None:
         is_qk_norm_whole=family.is_qk_norm_whole,
         sliding_windows=_sliding_windows(config, family),
         ropes=_ropes(config, family),
-        head_layout=_head_layout(config, family, head_dim),
         norms=family.norms,
         norms_add_one=family.norms_add_one,
         norms_round_last=family.norms_round_last,
         activation=family.activation,
-        attention_scale=(
-            latent_scale(config)
-            if family.is_latent
-            else float(_own(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5
-        ),
+        attention_scale=_attention_scale(config, family, heads[0].head_dim),
         attention_softcap=_own(config, family, "attn_logit_softcapping"),
         logits_softcap=_own(config, family, "final_logit_softcapping"),
         embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
@@ -176,27 +162,33 @@ def _own(config: Any, family: Family, key: str, default: Any = None) -> Any:
     return getattr(config, key) if key in family.reads else default
 
 
-def _intermediate_size(config: Any, family: Family) -> int:
+def _attention_scale(config: Any, family: Family, head_dim: int) -> float:
+    if family.is_latent:
+        return latent_scale(config)
+    return 1.0 if family.norms_values else float(_own(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5
+
+
+def _intermediate_sizes(config: Any, family: Family, heads: Sequence[HeadShapes]) -> tuple[int, ...]:
     """Of layers' MLPs; where experts stand in all their places a config need not say it."""
     if family.experts is not None and not hasattr(config, "intermediate_size"):
-        return int(getattr(config, family.experts.size_key))
-    return int(config.intermediate_size)
+        return (int(getattr(config, family.experts.size_key)),) * len(heads)
+    is_wider = _own(config, family, "use_double_wide_mlp", False)  # where layers see others' keys and values
+    return tuple(
+        int(config.intermediate_size) * (2 if is_wider and own.kv_layer != layer else 1)
+        for layer, own in enumerate(heads)
+    )
 
 
 def _require_own(config: Any) -> None:
     """Raises UserError for an option that our decoder does not have."""
     name = config.model_type
-    of = f"of a {name} checkpoint{f' ({config.name_or_path})' if config.name_or_path else ''}"  # none in hf_config
+    of = f"of a {name} checkpoint{named(config)}"
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         if getattr(config, key, 1) < 1:
             raise UserError(f"{key} {of} must be >= 1, got {getattr(config, key)}; mend its config")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise UserError(
-            f"num_attention_heads {of} must be divisible by num_key_value_heads "
-            f"({config.num_key_value_heads}), got {config.num_attention_heads}; mend its config"
-        )
     for key, rule in (("use_bidirectional_attention", False), ("is_causal", True)):
-        if bool(getattr(config, key, rule)) != rule:  # transformers reads the latter of every decoder
+        told = getattr(config, key, rule)
+        if bool(told) != rule and told != "vision":  # of images' tokens alone; transformers reads the latter of all
             raise UserError(
                 f"{key} {of} must be {str(rule).lower()}: tokens that see what follows them cannot be generated one "
                 "after another; use a checkpoint of the published architecture"
@@ -219,11 +211,3 @@ def _ropes(config: Any, family: Family) -> tuple[str | None, ...]:
         return tuple(ONE_ROPE if kind == "sliding_attention" else None for kind in config.layer_types)
     turned = _own(config, family, "no_rope_layers", [1] * int(config.num_hidden_layers))  # 0: does not turn
     return tuple(ONE_ROPE if is_turned else None for is_turned in turned)
-
-
-def _head_layout(config: Any, family: Family, head_dim: int) -> HeadLayout:
-    # Proportional frequencies are of whole heads, and zero where nothing turns.
-    is_partial = family.is_rope_partial and config.rope_parameters.get("rope_type") != "proportional"
-    factor = config.rope_parameters.get("partial_rotary_factor", 1.0) if is_partial else 1.0
-    is_interleaved = is_told(config, family.is_rope_interleaved)
-    return HeadLayout(head_dim=head_dim, num_rotated=int(head_dim * factor), is_interleaved=is_interleaved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from runner.engine.rope import HeadLayout, Rope
 
 class Attention(Mixer):
     layer: int
+    kv_layer: int  # whose keys and values it sees: its own, or those of an earlier layer
     num_heads: int  # of this rank, as the next
     num_kv_heads: int
     head_dim: int  # of queries, and of keys as they are cached
@@ -64,4 +66,22 @@ class Attention(Mixer):
     @property
     def kv_width(self) -> int:
         """Elements a token takes in the cache."""
+        return self.seen_width if self.kv_layer == self.layer else 0
+
+    @property
+    def seen_width(self) -> int:
+        """Of a token in the cache that it sees."""
         return self.num_kv_heads * (self.head_dim + (0 if self.values_in_keys else self.value_dim))
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What makes kernels' launches differ."""
+        has_own = self.kv_layer == self.layer
+        return (type(self), self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, has_own)
+
+
+def one_of_each_shape(attentions: Iterable[Attention]) -> list[Attention]:
+    found: dict[tuple[Any, ...], Attention] = {}
+    for attention in attentions:
+        found.setdefault(attention.shape, attention)
+    return list(found.values())

@@ -14,7 +14,7 @@ import torch
 from kernels.cpu.panels import Change, Weight, unpack
 from kernels.reference.gated_delta import DeltaStates
 from runner.engine.architecture import Architecture
-from runner.engine.attention import Attention
+from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.delta_net import GatedDeltaNet
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -91,9 +91,9 @@ class Decoder:
     @property
     def sample_layers(self) -> list[DecoderLayer]:
         """One of each kind: that attends or has a state, with a mixture of experts or with an MLP."""
-        kinds: dict[tuple[type, type], DecoderLayer] = {}
+        kinds: dict[tuple[Any, ...], DecoderLayer] = {}
         for layer in self.layers:
-            kinds.setdefault((type(layer.mixer), type(layer.mlp)), layer)
+            kinds.setdefault(layer.kind, layer)
         return list(kinds.values())
 
     @property
@@ -102,9 +102,9 @@ class Decoder:
         return [*(weight for layer in self.sample_layers for weight in layer.product_weights), self.lm_head]
 
     @property
-    def attention(self) -> Attention:
-        """Of one of the layers that attend."""
-        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+    def attentions(self) -> list[Attention]:
+        """As PagedLayers.attentions."""
+        return one_of_each_shape(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
 
     def empty_states(
         self, num_slots: int, num_uncertain: int, dtype: torch.dtype, device: torch.device

@@ -31,7 +31,7 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
     tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
     # A module's block is like one of the layers, or has an MLP where all of these have experts.
     block_names = {name for layer in decoder.sample_layers for name in layer.weight_targets("")}
-    block_names |= {f"{name}.weight" for name in (*gate_up_rows("mlp", arch.intermediate_size), "mlp.down_proj")}
+    block_names |= {f"{name}.weight" for name in (*gate_up_rows("mlp", arch.intermediate_sizes[0]), "mlp.down_proj")}
     unknown = []
     whole_matrices = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
     for name, tensor in in_our_order(whole_matrices, arch.head_orders):

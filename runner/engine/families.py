@@ -87,6 +87,8 @@ class Family:
     is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
     reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()  # of what one tensor of the checkpoint holds all
+    heads_by_layer: bool = False  # those of layers that see all are others, and the last layers may have no keys
+    norms_values: bool = False  # of each head, by no weights; then logits of the attention are not scaled
     has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
     has_output_gate: bool = False  # beside each query head stands what gates its attention (arXiv 2505.06708)
     # Of layers of type linear_attention, and how tensors hold projections together: matrix by matrix (Qwen3.5), or a

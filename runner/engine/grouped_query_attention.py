@@ -28,20 +28,22 @@ class GroupedQueryAttention(Attention):
         in_features: int | None = None,  # None: the hidden size; EAGLE-3 attends from twice as many
         quantization: Quantization | None = None,  # by names within the layer
     ) -> None:
-        self.layer, self.head_dim, self.value_dim = layer, arch.head_dim, arch.head_dim
-        self.num_heads = shard.split(arch.num_heads, "num_attention_heads")
-        self.num_kv_heads = shard.split(arch.num_kv_heads, "num_key_value_heads")
+        heads = arch.heads[layer]
+        self.layer, self.kv_layer = layer, heads.kv_layer
+        self.head_dim, self.value_dim = heads.head_dim, heads.head_dim
+        self.num_heads = shard.split(heads.num_heads, "num_attention_heads")
+        self.num_kv_heads = shard.split(heads.num_kv_heads, "num_key_value_heads")
         self.sliding_window = arch.sliding_windows[layer]
         self.scale, self.softcap = arch.attention_scale, arch.attention_softcap
         # Logits, which are float32.
         self.sinks = torch.empty(self.num_heads, dtype=torch.float32) if arch.has_sinks else None
-        self.rope_key, self.head_layout = arch.ropes[layer], arch.head_layout
+        self.rope_key, self.head_layout = arch.ropes[layer], heads.layout
         in_features = arch.hidden_size if in_features is None else in_features
         self.qkv_proj = ColumnParallelLinear(
-            in_features, arch.qkv_rows, bias=arch.qkv_bias, shard=shard, dtype=dtype, quantization=quantization
+            in_features, heads.qkv_rows, bias=arch.qkv_bias, shard=shard, dtype=dtype, quantization=quantization
         )
         self.o_proj = RowParallelLinear(
-            arch.num_heads * arch.head_dim,
+            heads.num_heads * heads.head_dim,
             arch.hidden_size,
             "self_attn.o_proj",
             bias=arch.output_bias,
@@ -57,7 +59,7 @@ class GroupedQueryAttention(Attention):
             )
         self.q_norm, self.k_norm = (
             RMSNorm(
-                arch.head_dim * (num_heads if self._is_norm_whole else 1),
+                heads.head_dim * (num_heads if self._is_norm_whole else 1),
                 arch.rms_norm_eps,
                 dtype,
                 adds_one=arch.norms_add_one,
@@ -65,13 +67,13 @@ class GroupedQueryAttention(Attention):
             )
             if arch.qk_norm
             else None
-            for num_heads in (arch.num_heads, arch.num_kv_heads)
+            for num_heads in (heads.num_heads, heads.num_kv_heads)
         )
         # Gates what each head finds, where a family does.
         self.gate_proj = (
             ColumnParallelLinear(
                 in_features,
-                {"self_attn.gate_proj": arch.num_heads * arch.head_dim},
+                {"self_attn.gate_proj": heads.num_heads * heads.head_dim},
                 bias=arch.qkv_bias,
                 shard=shard,
                 dtype=dtype,
@@ -109,7 +111,7 @@ class GroupedQueryAttention(Attention):
             q_norm=self._norms[0],
             k_norm=self._norms[1],
         )
-        out = self.attend(query, cache.layers[self.layer], batch.attention)
+        out = self.attend(query, cache.layers[self.kv_layer], batch.attention)
         if self.gate_proj is not None:
             out = gate(out, self.gate_proj(hidden, batch.linear_tile), "sigmoid")
         return self.o_proj.in_parts(out, batch.linear_tile)

@@ -39,12 +39,12 @@ class LatentAttention(Attention):
         quantization: Quantization | None = None,  # by names within the layer
     ) -> None:
         assert arch.latent is not None
-        self.layer, self.shapes = layer, arch.latent
+        self.layer, self.kv_layer, self.shapes = layer, layer, arch.latent
         shapes = self.shapes
         self.head_dim, self.value_dim = shapes.row_width, shapes.kv_lora_rank
         self.num_heads, self.num_kv_heads = shard.split(shapes.num_heads, "num_attention_heads"), 1
         self.scale = arch.attention_scale
-        self.rope_key, self.head_layout = arch.ropes[layer], arch.head_layout
+        self.rope_key, self.head_layout = arch.ropes[layer], arch.heads[layer].layout
         # Every rank has latents whole, and queries of its own heads.
         query_rank = shapes.q_lora_rank
         down = {DOWN: shapes.row_width} if query_rank is None else {QUERY_DOWN: query_rank, DOWN: shapes.row_width}
@@ -93,7 +93,7 @@ class LatentAttention(Attention):
             self.layer,
             meeting[:, :, shapes.kv_lora_rank :],
         )
-        found = self.attend(meeting, cache.layers[self.layer], batch.attention)
+        found = self.attend(meeting, cache.layers[self.kv_layer], batch.attention)
         values = room_for_heads(found, self.num_heads, shapes.v_head_dim)
         self.value_up(found.view(-1, self.num_heads, shapes.kv_lora_rank), values, tile)
         return self.o_proj.in_parts(values.flatten(1), tile)

@@ -14,7 +14,7 @@ from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
 from runner.engine.asked_products import AskedProduct, asked_products
-from runner.engine.attention import Attention
+from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.bucket import OF_GENERATED_TOKENS, OF_PROMPTS, Buckets
 from runner.engine.experts import Experts
@@ -34,25 +34,26 @@ LAUNCH_PRODUCTS = 1 << 34
 
 
 def decoder_shapes(
-    attention: Attention, *, batch_invariant: bool, max_model_len: int, is_bucketed: bool = False
+    attentions: Sequence[Attention], *, batch_invariant: bool, max_model_len: int, is_bucketed: bool = False
 ) -> Shapes:
-    """Of launches of a model or head built from our layers, whose attention (one of its layers') this is."""
-    if runs_kernels(attention.o_proj.weight.device):
+    """Of launches of a model or head built from our layers, which have attentions of these shapes."""
+    weight = attentions[0].o_proj.weight
+    if runs_kernels(weight.device):
         from kernels.paged_attention import SPLIT_KEYS, rows_per_tile
 
         shapes: Shapes = {}
         splits: tuple[tuple[Family, int | None], ...] = (("decode", SPLIT_KEYS), ("prefill", None))
         for family, split_keys in splits:
             shapes[family] = PagedShape(
-                rows_per_tile=rows_per_tile(attention.num_heads, attention.num_kv_heads),
+                rows_per_tile=min(rows_per_tile(own.num_heads, own.num_kv_heads) for own in attentions),
                 split_keys=split_keys,
                 max_context=max_model_len,
-                buckets=_buckets(family, attention.o_proj.weight) if is_bucketed else None,
+                buckets=_buckets(family, weight) if is_bucketed else None,
                 linear=1 if batch_invariant else None,
             )
         return shapes
     sizes = CPU_TILES if batch_invariant else (ANY_SHAPE_TILES,)
-    return _decoder_shapes_on_cpu(attention, sizes[0], max_model_len, is_bucketed)
+    return _decoder_shapes_on_cpu(weight, sizes[0], max_model_len, is_bucketed)
 
 
 def _buckets(family: Family, weight: Weight) -> Buckets:
@@ -69,9 +70,9 @@ CPU_ROWS = 64  # of a tile of a compiled kernel's: rows that take in their keys 
 
 
 def _decoder_shapes_on_cpu(
-    attention: Attention, tiles: Mapping[Family, TileShape], max_model_len: int, is_bucketed: bool
+    weight: Weight, tiles: Mapping[Family, TileShape], max_model_len: int, is_bucketed: bool
 ) -> Shapes:
-    weight = attention.o_proj.weight
+    """weight: of a product behind attention."""
     return cpu_shapes(
         tiles,
         is_packed=isinstance(weight, Panels),
@@ -143,8 +144,8 @@ def row_invariant_shapes(
         return shapes if shard.all(ask()) else None
     decode = shapes["decode"]
     is_bucketed = isinstance(decode, PagedShape) and decode.buckets is not None
-    attention = _attention(layers)
-    candidates = (_decoder_shapes_on_cpu(attention, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
+    weight = _attentions(layers)[0].o_proj.weight
+    candidates = (_decoder_shapes_on_cpu(weight, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
     return next(
         (
             tried
@@ -155,13 +156,12 @@ def row_invariant_shapes(
     )
 
 
-def _attention(layers: Sequence[DecoderLayer]) -> Attention:
-    """Of one that attends."""
-    return next(layer.mixer for layer in layers if isinstance(layer.mixer, Attention))
+def _attentions(layers: Sequence[DecoderLayer]) -> list[Attention]:
+    return one_of_each_shape(layer.mixer for layer in layers if isinstance(layer.mixer, Attention))
 
 
 def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], lm_head: Weight) -> bool:
-    attention, tile = _attention(layers), shape.linear
+    tile = shape.linear
     mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Experts)]
     weights = [lm_head, *(weight for layer in layers for weight in layer.product_weights)]
     routers = [mixture.router for mixture in mixtures]
@@ -175,20 +175,24 @@ def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], lm_he
     if tile is not None and not all(_experts_keep_bits(mixture, tile) for mixture in mixtures):
         return False
     if isinstance(shape, PagedShape):
-        return _attentions_agree(shape, attention)
+        return all(_attentions_agree(shape, attention) for attention in _attentions(layers))
     assert isinstance(shape, TileShape)
-    if shape.context is None or shape.is_aligned:
+    context = shape.context
+    if context is None or shape.is_aligned:
         return True
-    return places_keep_their_bits(
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        value_dim=attention.value_dim,
-        tile_rows=shape.attention,
-        context=shape.context,
-        dtype=lm_head.dtype,
-        softcap=attention.softcap,
-        sinks=attention.sinks,
+    return all(
+        places_keep_their_bits(
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            value_dim=attention.value_dim,
+            tile_rows=shape.attention,
+            context=context,
+            dtype=lm_head.dtype,
+            softcap=attention.softcap,
+            sinks=attention.sinks,
+        )
+        for attention in _attentions(layers)
     )
 
 
@@ -216,13 +220,13 @@ def _kernels_keep_bits(
     What is asked first does not decide what is asked next, so that all may be compiled ahead.
     """
     assert isinstance(shape, PagedShape)
-    attention = _attention(layers)
-    tile, dtype = shape.linear, attention.o_proj.weight.dtype
+    attentions = _attentions(layers)
+    tile, dtype = shape.linear, attentions[0].o_proj.weight.dtype
     asked = [
         *asked_products(layers, tile),
         AskedProduct(multiply=lambda x: head_logits(x, lm_head, tile, softcap), weights=[lm_head]),
     ]
-    return all([*_products_agree(asked, dtype), _attentions_agree(shape, attention)])
+    return all([*_products_agree(asked, dtype), *(_attentions_agree(shape, own) for own in attentions)])
 
 
 def compile_products(layers: Sequence[DecoderLayer], dtype: torch.dtype, tile: int | None) -> None:
@@ -287,7 +291,7 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int =
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator, device=device).to(dtype)
 
-    cache = random(len(table) + 1, block_size, attention.kv_width)
+    cache = random(len(table) + 1, block_size, attention.seen_width)
     queries = random(last + 1, attention.num_heads, attention.head_dim)
 
     def attend_to(*spans: range) -> torch.Tensor:

@@ -7,6 +7,7 @@ weights are allocated empty, and weight_targets() says which checkpoint tensor f
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -79,7 +80,7 @@ class DecoderLayer:
             if arch.experts is not None and arch.experts.in_layers[layer]
             else MLP(
                 arch.hidden_size,
-                arch.intermediate_size,
+                arch.intermediate_sizes[layer],
                 shard,
                 dtype,
                 bias=arch.mlp_bias,
@@ -128,6 +129,12 @@ class DecoderLayer:
         """Of a layer that attends."""
         assert isinstance(self.mixer, Attention)
         return self.mixer
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What makes products and kernels' launches of layers differ."""
+        mixer = self.mixer.shape if isinstance(self.mixer, Attention) else (type(self.mixer),)
+        return (*mixer, type(self.mlp), *(weight.shape for weight in self.mlp.product_weights))
 
     @property
     def product_weights(self) -> list[Weight]:

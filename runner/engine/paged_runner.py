@@ -36,8 +36,8 @@ class PagedLayers(Protocol):
         """Elements a token takes in each layer's cache."""
 
     @property
-    def attention(self) -> Attention | None:
-        """Of one of its layers; None where transformers' own code attends."""
+    def attentions(self) -> Sequence[Attention]:
+        """One of each shape that its layers have; none where transformers' own code attends."""
 
     def convert(self, change: Change) -> None:
         """As Decoder.convert, of all products."""
@@ -70,12 +70,12 @@ class PagedRunner:
             captures_graphs = False  # what transformers' code does between its products is torch's
             if batch_invariant and not runs_kernels(device):
                 layers.keep_rows(pack)
-        elif (attention := layers.attention) is not None:
-            if can_pack([*attention.product_weights, *products]):
+        elif attentions := layers.attentions:
+            if can_pack([*(weight for own in attentions for weight in own.product_weights), *products]):
                 layers.convert(pack)
-            captures_graphs = captures_graphs and can_record(attention.o_proj.weight)
+            captures_graphs = captures_graphs and can_record(attentions[0].o_proj.weight)
             self.shapes = decoder_shapes(
-                attention,
+                attentions,
                 batch_invariant=batch_invariant,
                 max_model_len=layers.max_model_len,
                 is_bucketed=captures_graphs,

@@ -1,0 +1,98 @@
+"""Heads of layers' attention: how many, how large, and whose keys and values they see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from runner.engine.errors import UserError
+from runner.engine.families import Family, is_told
+from runner.engine.rope import HeadLayout
+
+FULL = "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShapes:
+    """Of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    layout: HeadLayout
+    kv_layer: int  # whose keys and values the heads see: the layer itself, or an earlier one of its kind
+    are_values_keys: bool = False  # one matrix makes both, which its norm and its rotation make keys of
+
+    @property
+    def head_dim(self) -> int:
+        return self.layout.head_dim
+
+    @property
+    def qkv_rows(self) -> dict[str, int]:
+        """Rows of the matrices that give queries, keys and values, by name."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+
+
+def read_head_shapes(config: Any, family: Family) -> tuple[HeadShapes, ...]:
+    """Of each layer, from a transformers config.
+
+    Raises:
+        UserError: numbers of heads, or of layers that see others' keys and values, which cannot be.
+    """
+    num_layers = config.num_hidden_layers
+    of_layers = [config.per_layer_config[layer] if family.heads_by_layer else config for layer in range(num_layers)]
+    return tuple(
+        HeadShapes(
+            num_heads=own.num_attention_heads,
+            num_kv_heads=_num_kv_heads(own, config),
+            layout=_layout(own, family),
+            kv_layer=source,
+            are_values_keys=family.heads_by_layer and config.attention_k_eq_v and kind == FULL,
+        )
+        for own, source, kind in zip(of_layers, _kv_layers(config, family), _kinds(config, family), strict=True)
+    )
+
+
+def _kinds(config: Any, family: Family) -> list[str]:
+    """Of the layers, where their heads depend on them."""
+    return config.layer_types if family.heads_by_layer else [FULL] * config.num_hidden_layers
+
+
+def _num_kv_heads(own: Any, config: Any) -> int:
+    """own: the config as one of the layers has it."""
+    heads, keys = own.num_attention_heads, own.num_key_value_heads
+    if heads % keys:
+        raise UserError(
+            f"num_attention_heads of a {config.model_type} checkpoint{named(config)} must be divisible by "
+            f"num_key_value_heads ({keys}), got {heads}; mend its config"
+        )
+    return int(keys)
+
+
+def _kv_layers(config: Any, family: Family) -> list[int]:
+    """The last layers see what the last one of their kind before them has stored, where a config says so (Gemma 4)."""
+    num_layers, kinds = config.num_hidden_layers, _kinds(config, family)
+    num_sharing = config.num_kv_shared_layers if family.heads_by_layer else 0
+    last_of_kind = {kind: layer for layer, kind in enumerate(kinds[: num_layers - num_sharing])}
+    if num_sharing and not set(kinds) <= set(last_of_kind):
+        raise UserError(
+            f"num_kv_shared_layers of a {config.model_type} checkpoint{named(config)} must leave a layer of each of "
+            f"layer_types ({', '.join(sorted(set(kinds)))}) that has keys and values of its own, got {num_sharing} of "
+            f"{num_layers} layers; mend its config"
+        )
+    has_own = num_layers - num_sharing
+    return [layer if layer < has_own else last_of_kind[kind] for layer, kind in enumerate(kinds)]
+
+
+def named(config: Any) -> str:
+    """Whose config it is, for errors; of none that a head brings along."""
+    return f" ({config.name_or_path})" if config.name_or_path else ""
+
+
+def _layout(config: Any, family: Family) -> HeadLayout:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Proportional frequencies are of whole heads, and zero where nothing turns.
+    is_partial = family.is_rope_partial and config.rope_parameters.get("rope_type") != "proportional"
+    factor = config.rope_parameters.get("partial_rotary_factor", 1.0) if is_partial else 1.0
+    is_interleaved = is_told(config, family.is_rope_interleaved)
+    return HeadLayout(head_dim=head_dim, num_rotated=int(head_dim * factor), is_interleaved=is_interleaved)
