@@ -235,13 +235,38 @@ HEADS_OF_PARTS = {
         + " *fp32:16"
         + " i32:16" * 3,
         constants={**HEADS, **WHOLE_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16}
-        | {"NUM_PARTS": num_parts},
+        | {"v_norm_ptr": None, "NUM_PARTS": num_parts},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
         compute_capabilities=(90,),
     )
     for num_parts in (0, 2)
 }
+# Gemma 4's: small and large, with keys and normed values, and of layers that read another's.
+WIDE_HEADS_OF_PARTS = [
+    {
+        f"{dtype}, {'in parts' if num_parts else 'whole'}": Kernel(
+            module="kernels.rope",
+            name="rope_kernel",
+            signature=f"*{'fp32' if num_parts else dtype}:16 *{dtype}:16 *fp32:16 *i64"
+            + (f" *i64 *{dtype}:16" + " *fp32:16" * 2 if num_kv_heads else "")
+            + " *fp32:16" * 2
+            + " i32:16" * 3,
+            constants={**WHOLE_ROWS, "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
+            | {"HALF_BLOCK": head_dim // 2, "HEADS": heads, "BLOCK_SIZE": 16 if num_kv_heads else 0}
+            | ({} if num_kv_heads else dict.fromkeys(("slots_ptr", "kv_ptr", "k_norm_ptr", "v_norm_ptr")))
+            | {"NUM_PARTS": num_parts},
+            options={**NO_FUSION, "maxnreg": 128},
+            max_shared=8192,
+        )
+        for dtype in ("bf16", "fp32")
+        for num_parts in (0, 2)
+    }
+    for num_heads, num_kv_heads, head_dim, heads in (
+        *((8, 1, 256, 16), (32, 16, 256, 16), (8, 0, 256, 16)),
+        *((8, 1, 512, 4), (32, 4, 512, 4), (8, 0, 512, 4)),
+    )
+]
 
 TABLE = [
     Kernel(
@@ -750,11 +775,13 @@ TABLE = [
         module="kernels.rope",
         name="rope_kernel",
         signature="*bf16 *bf16 *fp32 *i64 *i64 *bf16 *bf16 *bf16 *fp32 i32 i32 i32",
-        constants={**HEADS, **WHOLE_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16},
+        constants={**HEADS, **WHOLE_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16}
+        | {"v_norm_ptr": None},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
     ),
     *HEADS_OF_PARTS.values(),
+    *(kernel for by_rows in WIDE_HEADS_OF_PARTS for kernel in by_rows.values()),
     *(  # GLM-4.7-Flash's, Moonlight's and, as the tiny family runs, in float32
         Kernel(
             module="kernels.latent_rows",
@@ -780,6 +807,7 @@ TABLE = [
             "BLOCK_SIZE": 16,
             "HEADS": 16,
             "q_norm_ptr": None,
+            "v_norm_ptr": None,
         },
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,

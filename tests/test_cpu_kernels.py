@@ -27,7 +27,7 @@ from kernels.cpu.key_panels import KEYS
 from kernels.cpu.rms_norm import add_normed, norm_in_place, sum_beside_rms_norm
 from kernels.cpu.rms_norm import add_rms_norm as add_rms_norm_on_cpu
 from kernels.cpu.rms_norm import rms_norm as rms_norm_on_cpu
-from kernels.cpu.rope import rope_and_write
+from kernels.cpu.rope import rope_and_write, rotate
 from kernels.cpu.rows import cap_in_place, scale
 from kernels.cpu.sampling import greedy
 from kernels.cpu.tree_rows import tree_rows as tree_rows_on_cpu
@@ -468,10 +468,10 @@ def test_powers_of_two_end_in_the_smallest_normal_number() -> None:
     assert float(exp2(np.float32(-3e38))) == 2.0**-126
 
 
-@pytest.mark.parametrize("normed", ["neither", "keys", "both"])
-@pytest.mark.parametrize("num_heads", [3, 0])
-def test_rows_are_normed_rotated_and_stored_as_the_definitions_say(normed: str, num_heads: int) -> None:
-    num_kv_heads, dim, count = 2, 16, 5
+@pytest.mark.parametrize("normed", ["neither", "keys", "both", "values, too"])
+@pytest.mark.parametrize(("num_heads", "dim"), [(3, 16), (0, 16), (3, 256), (2, 512)])
+def test_rows_are_normed_rotated_and_stored_as_the_definitions_say(normed: str, num_heads: int, dim: int) -> None:
+    num_kv_heads, count = 2, 5
     generator = torch.Generator().manual_seed(0)
     width = (num_heads + 2 * num_kv_heads) * dim
     rows = torch.randn(count, width, generator=generator)
@@ -479,22 +479,24 @@ def test_rows_are_normed_rotated_and_stored_as_the_definitions_say(normed: str, 
     cos, sin = half.cos().repeat(1, 2), torch.cat((-half.sin(), half.sin()), dim=1)
     table = RopeTable(cos, sin, num_heads + num_kv_heads, num_kv_heads * dim)
     positions, slots = torch.tensor([3, 39, 0, 7, 8]), torch.tensor([4, 9, 1, 2, 3])
-    weights = 1 + torch.rand(2, dim, generator=generator)
-    q_norm, k_norm = (weights[0] if normed == "both" else None), (None if normed == "neither" else weights[1])
-    eps = torch.tensor(1e-6)
+    weights = 1 + torch.rand(3, dim, generator=generator)
+    k_norm, v_norm = (None if normed == "neither" else weights[1]), (weights[2] if normed == "values, too" else None)
+    q_norm, eps = (weights[0] if normed in ("both", "values, too") else None), torch.tensor(1e-6)
     expected = rows.view(count, -1, dim).clone()
     if q_norm is not None:
         expected[:, :num_heads] = rms_norm(expected[:, :num_heads], q_norm, eps)
     if k_norm is not None:
         keys = slice(num_heads, num_heads + num_kv_heads)
         expected[:, keys] = rms_norm(expected[:, keys], k_norm, eps)
+    if v_norm is not None:
+        expected[:, num_heads + num_kv_heads :] = rms_norm(expected[:, num_heads + num_kv_heads :], v_norm, eps)
     turned = apply_rope(expected.flatten(1), *table.rows(positions), table.partner)
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": dim}
     cache = torch.zeros(3, 4, 2 * num_kv_heads * dim)
 
     def write(own: slice) -> Tensor:
         found = rows[own].clone()
-        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm, "eps": eps}
         rope_and_write(found, table.compact, positions[own], slots[own], cache, **shape, **norms)
         return found
 
@@ -504,6 +506,29 @@ def test_rows_are_normed_rotated_and_stored_as_the_definitions_say(normed: str, 
     assert not cache.flatten(0, 1)[[0, 5, 6, 7, 8, 10, 11]].any()
     for row in range(count):
         assert torch.equal(write(slice(row, row + 1))[0], found[row]), "a row alone"
+
+
+@pytest.mark.parametrize("is_normed", [False, True], ids=["", "normed"])
+@pytest.mark.parametrize("norm_dtype", [torch.float32, None], ids=["norms of float32", ""])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [16, 256, 512])
+def test_queries_alone_have_the_bits_they_have_beside_keys(
+    dtype: torch.dtype, norm_dtype: torch.dtype | None, is_normed: bool, dim: int
+) -> None:
+    generator, num_heads = torch.Generator().manual_seed(0), 3
+    rows, table = torch.randn(5, 5 * dim, generator=generator).to(dtype), torch.randn(40, dim, generator=generator)
+    positions, slots = torch.tensor([3, 39, 0, 7, 8]), torch.tensor([4, 9, 1, 2, 3])
+    weight, eps = torch.rand(dim, generator=generator).to(norm_dtype or dtype), torch.tensor(1e-6)
+    norms = {"q_norm": weight, "eps": eps} if is_normed else {}
+    cache = torch.zeros(3, 4, 2 * dim, dtype=dtype)
+    alone = rows[:, : num_heads * dim].clone()
+    heads = {"num_heads": num_heads, "head_dim": dim}
+    beside = rope_and_write(
+        rows, table, positions, slots, cache, **heads, num_kv_heads=1, **norms, **({"k_norm": weight} if norms else {})
+    )
+    one = rotate(alone[1:2].clone(), table, positions[1:2], **heads, **norms)
+    found = rotate(alone, table, positions, **heads, **norms)
+    assert found is alone and torch.equal(found, beside) and torch.equal(one, found[1:2])
 
 
 @pytest.mark.parametrize("width", [64, 100])

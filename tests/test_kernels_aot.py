@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kernels
-from tests.compile_kernels import ADDING_NORMS, HEADS_OF_PARTS, KERNELS, OVERLAPS, SHARED_MEMORY
+from tests.compile_kernels import ADDING_NORMS, HEADS_OF_PARTS, KERNELS, OVERLAPS, SHARED_MEMORY, WIDE_HEADS_OF_PARTS
 
 pytest.importorskip("triton")
 
@@ -149,7 +149,7 @@ def test_what_rows_are_read_from_moves_no_sum_along_them(dtype: str, compiled: d
 
     And no scale is fused with what is added behind it, which another launch adds to a row that is whole.
     """
-    for by_rows in (ADDING_NORMS, HEADS_OF_PARTS):
+    for by_rows in (ADDING_NORMS, HEADS_OF_PARTS, *WIDE_HEADS_OF_PARTS):
         programs = {name: compiled[f"{kernel} sm_90"] for name, kernel in by_rows.items() if name.startswith(dtype)}
         reductions = [program["reductions"] for program in programs.values()]
         assert all(len(own) == 1 and own == reductions[0] for own in reductions)

@@ -15,7 +15,7 @@ from kernels.quantized_weight import QuantizedWeight, num_groups, quantize
 from kernels.reference.partial_sums import PartialSums
 from tests.product_errors import assert_error_is_torchs
 from tests.test_linear_kernel import normal, rounding_between_steps, small_integers
-from tests.test_rope_kernel import BLOCK_SIZE, NUM_BLOCKS, POSITIONS, SHAPES, SLOTS, angles, norms
+from tests.test_rope_kernel import BLOCK_SIZE, NUM_BLOCKS, POSITIONS, SHAPES, SLOTS, angles, norms, turn
 
 kernel = pytest.importorskip("kernels.linear")
 add_up = pytest.importorskip("kernels.partial_sums").add_up
@@ -99,7 +99,7 @@ def test_what_is_rotated_and_cached_of_parts_is_that_of_the_product(
 ) -> None:
     monkeypatch.setattr(linear_plan, "MIN_STEPS", 1)
     for shape in SHAPES:
-        weights = norms(shape, dtype) if has_norms else {}
+        weights = norms(shape, dtype, norms_values=shape.head_dim > 128) if has_norms else {}
         cos, signed_sin = angles(shape.head_dim)
         half = shape.head_dim // 2
         table = torch.cat((cos[:, :half], signed_sin[:, half:]), dim=1)
@@ -111,10 +111,10 @@ def test_what_is_rotated_and_cached_of_parts_is_that_of_the_product(
             cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2 * shape.num_kv_heads * shape.head_dim, dtype=dtype)
             cache = cache.to(kernel_device)
             places = (tensor.to(kernel_device) for tensor in (table, POSITIONS, SLOTS))
-            queries = rope.rope_and_write(qkv, *places, cache, **shape.sizes(), **there)
-            assert queries.shape == (len(POSITIONS), shape.queries)
+            queries = turn(qkv, *places, cache, shape, there)
             found.append((queries, cache))
-            assert cache.any() and isinstance(qkv, PartialSums) == (len(found) == 1)
+            assert cache.any() == (shape.num_kv_heads > 0)
+            assert isinstance(qkv, PartialSums) == (len(found) == 1)
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.reference.partial_sums import PartialSums
 from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rope import RopeTable, apply_rope
 
@@ -42,7 +43,13 @@ SHAPES = [
         num_heads=9, num_kv_heads=3, head_dim=96
     ),  # a border of programs in the queries, a head that is no power of 2
     Shape(num_heads=0, num_kv_heads=5, head_dim=32),  # DFlash's context
+    # Gemma 4's wide heads, of several programs, and those of layers that read another's keys and values.
+    Shape(num_heads=15, num_kv_heads=1, head_dim=256),
+    Shape(num_heads=5, num_kv_heads=2, head_dim=512),
+    Shape(num_heads=17, num_kv_heads=0, head_dim=256),
+    Shape(num_heads=6, num_kv_heads=0, head_dim=512),
 ]
+STORING = [shape for shape in SHAPES if shape.num_kv_heads]
 
 
 def angles(head_dim: int) -> tuple[Tensor, Tensor]:
@@ -52,12 +59,12 @@ def angles(head_dim: int) -> tuple[Tensor, Tensor]:
     return torch.cat((turned.cos(), turned.cos()), dim=1), torch.cat((-turned.sin(), turned.sin()), dim=1)
 
 
-def norms(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights that differ between queries and keys, and from column to column."""
+def norms(shape: Shape, dtype: torch.dtype, *, norms_values: bool = False) -> dict[str, Tensor]:
+    """Weights that differ between queries, keys and values, and from column to column."""
     columns = torch.arange(shape.head_dim) / shape.head_dim
-    weights = {"q_norm": 1.5 - columns, "k_norm": 0.3 + columns}
-    if shape.num_heads == 0:
-        del weights["q_norm"]
+    weights = {"q_norm": 1.5 - columns} if shape.num_heads else {}
+    if shape.num_kv_heads:
+        weights |= {"k_norm": 0.3 + columns} | ({"v_norm": 0.7 + columns.square()} if norms_values else {})
     return {name: weight.to(dtype) for name, weight in weights.items()} | {"eps": torch.tensor(EPS)}
 
 
@@ -67,7 +74,7 @@ def joined(qkv: Tensor, shape: Shape, weights: dict[str, Tensor], dtype: torch.d
     if weights:
         heads = qkv.view(len(qkv), -1, shape.head_dim)
         parts = list(heads.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1))
-        for index, name in enumerate(("q_norm", "k_norm")):
+        for index, name in enumerate(("q_norm", "k_norm", "v_norm")):
             if name in weights:
                 weight = weights[name].to(torch.promote_types(dtype, weights[name].dtype))
                 parts[index] = normed(parts[index], weight)
@@ -88,6 +95,25 @@ def rows_of(shape: Shape, dtype: torch.dtype) -> Tensor:
     return torch.randn(len(POSITIONS), shape.width, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
+def turn(
+    qkv: Tensor | PartialSums,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    shape: Shape,
+    weights: dict[str, Any],
+) -> Tensor:
+    """The queries, of the operation for rows with or without keys."""
+    if shape.num_kv_heads:
+        queries = triton_ops.rope_and_write(qkv, table, positions, slots, cache, **shape.sizes(), **weights)
+    else:
+        heads = {"num_heads": shape.num_heads, "head_dim": shape.head_dim}
+        queries = triton_ops.rotate(qkv, table, positions, **heads, **weights)
+    assert isinstance(queries, Tensor) and queries.shape == (len(positions), shape.queries)
+    return queries
+
+
 def run(
     qkv: Tensor, shape: Shape, weights: dict[str, Tensor], device: torch.device, rows: slice = slice(None)
 ) -> tuple[Tensor, Tensor]:
@@ -96,10 +122,10 @@ def run(
     wide[:, : shape.width] = qkv
     wide = wide.to(device)
     cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, shape.width - shape.queries), -5.0, dtype=qkv.dtype, device=device)
-    on_device: dict[str, Any] = {name: weight.to(device) for name, weight in weights.items()}
+    on_device = {name: weight.to(device) for name, weight in weights.items()}
     table = RopeTable(*angles(shape.head_dim), 1, 0).compact.to(device)
     positions, slots = POSITIONS[rows].to(device), SLOTS[rows].to(device)
-    triton_ops.rope_and_write(wide[rows, : shape.width], table, positions, slots, cache, **shape.sizes(), **on_device)
+    turn(wide[rows, : shape.width], table, positions, slots, cache, shape, on_device)
     assert bool((wide[:, shape.width :] == 7.0).all())
     return wide[:, : shape.width].cpu(), cache.flatten(0, 1).cpu()
 
@@ -129,14 +155,42 @@ def test_rounding_is_no_worse_than_that_of_the_torch_ops(
     exact, plain = (joined(qkv, shape, weights, kind).double() for kind in (torch.float64, dtype))
     limit = 2 * (plain - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
     assert (found.double() - exact).abs().max() <= limit
-    values = shape.num_kv_heads * shape.head_dim
-    assert torch.equal(found[:, -values:], qkv[:, -values:])
+    values = shape.width - shape.num_kv_heads * shape.head_dim
+    assert torch.equal(found[:, values:], qkv[:, values:])
+
+
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32], ids=["", "norms of float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", STORING, ids=str)
+def test_values_are_normed_and_not_turned(
+    kernel_device: torch.device, shape: Shape, dtype: torch.dtype, norm_dtype: torch.dtype | None
+) -> None:
+    """Beside queries and keys that have the bits they have without it."""
+    qkv, weights = rows_of(shape, dtype), norms(shape, norm_dtype or dtype, norms_values=True)
+    turned, held = run(qkv, shape, weights, kernel_device)
+    plain_turned, plain_held = run(qkv, shape, norms(shape, norm_dtype or dtype), kernel_device)
+    keys = shape.num_kv_heads * shape.head_dim
+    assert torch.equal(turned, plain_turned) and torch.equal(held[:, :keys], plain_held[:, :keys])
+    heads = qkv[:, shape.queries + keys :].unflatten(1, (-1, shape.head_dim))
+    plain = normed(heads, weights["v_norm"]).flatten(1).double()
+    exact = normed(heads.double(), weights["v_norm"].double()).flatten(1)
+    limit = 2 * (plain - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+    assert (held[SLOTS, keys:].double() - exact).abs().max() <= limit
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.num_kv_heads], ids=str)
+def test_queries_alone_have_the_bits_they_have_beside_keys(kernel_device: torch.device, shape: Shape) -> None:
+    beside = Shape(num_heads=shape.num_heads, num_kv_heads=2, head_dim=shape.head_dim)
+    qkv = rows_of(beside, torch.float32)
+    turned, _ = run(qkv, beside, norms(beside, torch.float32), kernel_device)
+    alone, _ = run(qkv[:, : shape.width], shape, norms(shape, torch.float32), kernel_device)
+    assert torch.equal(alone, turned[:, : shape.width])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_row_has_the_bits_it_has_alone(kernel_device: torch.device, dtype: torch.dtype) -> None:
-    shape = SHAPES[1]
-    qkv, weights = rows_of(shape, dtype), norms(shape, dtype)
+@pytest.mark.parametrize("shape", [SHAPES[1], *SHAPES[4:]], ids=str)
+def test_a_row_has_the_bits_it_has_alone(kernel_device: torch.device, shape: Shape, dtype: torch.dtype) -> None:
+    qkv, weights = rows_of(shape, dtype), norms(shape, dtype, norms_values=True)
     turned, held = run(qkv, shape, weights, kernel_device)
     for row in (0, 3):
         one_turned, one_held = run(qkv, shape, weights, kernel_device, slice(row, row + 1))

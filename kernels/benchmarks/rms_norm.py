@@ -58,7 +58,7 @@ def _prepare_sum(setting: Setting, num_rows: int, hidden: int, *, norms_x: bool,
         branch = x[first] if own_x_weight is None else kernel.rms_norm(x[first], own_x_weight, eps)
         total = added[first] + branch
         check_equal("residual", residual, total if scale is None else (total.float() * scale).to(total.dtype))
-        by_torch, exact = reference.rms_norm(residual, own_weight, eps), _exact(residual, weight, eps)
+        by_torch, exact = reference.rms_norm(residual, own_weight, eps), exact_norm(residual, weight, eps)
         bits = check_row_bits(lambda rows: op(x[rows], added[rows])[0], in_company)
         return [check_error(normed, by_torch, exact), bits]
 
@@ -121,7 +121,7 @@ def _prepare_pair(setting: Setting, num_rows: int, hidden: int) -> Work:
         first = slice(0, num_rows)
         by_torch = reference.rms_norm_pair(table, token_ids[first], states[first], **norms)
         halves = ((table[token_ids[first]], "embedding_weight"), (states[first], "state_weight"))
-        exact = torch.cat([_exact(rows, norms[name], eps) for rows, name in halves], dim=1)
+        exact = torch.cat([exact_norm(rows, norms[name], eps) for rows, name in halves], dim=1)
         return [check_error(op(first), by_torch, exact), check_row_bits(op, in_company)]
 
     row_bytes = hidden * setting.dtype.itemsize
@@ -136,6 +136,7 @@ def _prepare_pair(setting: Setting, num_rows: int, hidden: int) -> Work:
     )
 
 
-def _exact(rows: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+def exact_norm(rows: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """float64."""
     wide = rows.double()
     return wide * (wide.square().mean(-1, keepdim=True) + eps.double()).rsqrt() * weight.double()

@@ -1,4 +1,8 @@
-"""Rotation of a fused projection's rows, and their way into the cache, at Llama-3-8B's heads."""
+"""Rotation of a fused projection's rows, and their way into the cache, at Llama-3-8B's heads.
+
+And what Gemma 4's layers do with heads of 512: all are normed first, and where a layer reads another's keys and values,
+rows are queries alone.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from torch import Tensor
 
 from kernels import rope as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_error, name_of
+from kernels.benchmarks.rms_norm import EPS, exact_norm
+from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rope import RopeTable, apply_rope
 
 BLOCK_SIZE, MAX_MODEL_LEN, THETA = 16, 8192, 500_000.0
@@ -17,14 +23,20 @@ BLOCK_SIZE, MAX_MODEL_LEN, THETA = 16, 8192, 500_000.0
 
 def cases(setting: Setting) -> list[Case]:
     heads, sizes = ((4, 2, 16), (3,)) if setting.is_small else ((32, 8, 128), (1, 8, 64, 512))
+    wide, wide_sizes = ((5, 1, 512), (3,)) if setting.is_small else ((32, 4, 512), (1, 64))
     return [
         Case(
             op="rope",
-            label=f"{num_rows} rows",
+            label=f"{what}{num_rows} rows",
             dtype=name_of(setting.dtype),
-            prepare=partial(_prepare, setting, num_rows, *heads),
+            prepare=partial(_prepare, setting, num_rows, *own, is_normed),
         )
-        for num_rows in sizes
+        for what, own, is_normed, own_sizes in (
+            ("", heads, False, sizes),
+            ("normed heads of 512, ", wide, True, wide_sizes),
+            ("queries of 512 alone, ", (wide[0], 0, wide[2]), True, wide_sizes),
+        )
+        for num_rows in own_sizes
     ]
 
 
@@ -36,7 +48,9 @@ def angles(head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.cat((angles.cos(),) * 2, dim=1).float(), torch.cat((-sin, sin), dim=1).float()
 
 
-def _prepare(setting: Setting, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Work:
+def _prepare(
+    setting: Setting, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, is_normed: bool
+) -> Work:
     queries, values = num_heads * head_dim, num_kv_heads * head_dim
     qkv = setting.normal(num_rows, queries + 2 * values, seed=0)
     positions = setting.integers(0, MAX_MODEL_LEN, num_rows, seed=1)
@@ -47,29 +61,45 @@ def _prepare(setting: Setting, num_rows: int, num_heads: int, num_kv_heads: int,
     slots += BLOCK_SIZE  # behind the null block
     cos, signed_sin = angles(head_dim, setting.device)
     compact = RopeTable(cos, signed_sin, 1, 0).compact
-    sizes: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    kinds = {"q_norm": num_heads, "k_norm": num_kv_heads, "v_norm": num_kv_heads}
+    weights = {
+        name: setting.normal(head_dim, seed=seed).float()
+        for seed, (name, count) in enumerate(kinds.items(), 3)
+        if is_normed and count
+    }
+    eps = torch.tensor(EPS, device=setting.device)
+    norms: dict[str, Any] = {**weights, "eps": eps} if is_normed else {}
+
+    def op(rows: Tensor, held: Tensor) -> Tensor:
+        if num_kv_heads == 0:
+            return kernel.rotate(rows, compact, positions, num_heads=num_heads, head_dim=head_dim, **norms)
+        sizes: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        return kernel.rope_and_write(rows, compact, positions, slots, held, **sizes, **norms)
 
     def by_definition(dtype: torch.dtype) -> Tensor:
+        norm = exact_norm if dtype == torch.float64 else rms_norm
+        heads = qkv.to(dtype).view(num_rows, -1, head_dim).split_with_sizes(tuple(kinds.values()), dim=1)
+        normed = [
+            norm(own, weights[name], eps) if name in weights else own for name, own in zip(kinds, heads, strict=True)
+        ]
         table = RopeTable(cos.to(dtype), signed_sin.to(dtype), num_heads + num_kv_heads, values)
-        return apply_rope(qkv.to(dtype), *table.rows(positions), table.partner)
+        return apply_rope(torch.cat(normed, dim=1).flatten(1), *table.rows(positions), table.partner)
 
     def check() -> list[str]:
         turned, held = qkv.clone(), cache.clone()
-        kernel.rope_and_write(turned, compact, positions, slots, held, **sizes)
+        op(turned, held)
         written = held.flatten(0, 1)[slots]
         found = torch.cat((turned[:, :queries], written), dim=1)
-        check_equal("values", written[:, values:], qkv[:, queries + values :])
+        if not is_normed:
+            check_equal("values", written[:, values:], qkv[:, queries + values :])
         check_equal("the row's own keys and values", turned[:, queries:], qkv[:, queries:])
         return [check_error(found, by_definition(setting.dtype), by_definition(torch.float64))]
 
     row_bytes = qkv.shape[1] * setting.dtype.itemsize
     return Work(
         check=check,
-        # In place: a call turns on what the one before on its copy has turned, which keeps lengths.
-        calls=[
-            partial(kernel.rope_and_write, own, compact, positions, slots, cache, **sizes)
-            for (own,) in setting.copies(num_rows * row_bytes, qkv)
-        ],
-        num_bytes=num_rows * (2 * row_bytes + head_dim * 4 + 16),
+        # In place: a call turns on what the one before on its copy has turned, which keeps lengths, or norms it again.
+        calls=[partial(op, own, cache) for (own,) in setting.copies(num_rows * row_bytes, qkv)],
+        num_bytes=num_rows * (2 * row_bytes + head_dim * 4 + 16) + sum(weight.nbytes for weight in weights.values()),
         comes_from=setting.comes_from(num_rows * row_bytes),
     )

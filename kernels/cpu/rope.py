@@ -21,13 +21,14 @@ from kernels.cpu.threads import parts_of
 PART_NUMBERS = 1 << 13  # of rows, turned in some microseconds
 NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 Arguments = arguments_of(
-    "qkv",  # addresses: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]
+    "rows",  # addresses: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]
     "table",  # [num_positions, head_dim] float32: cosines, then sines
     "positions",  # [num_rows] int64
-    "slots",  # [num_rows] int64
-    "kv",  # [num_slots, 2 * num_kv_heads * head_dim]
+    "slots",  # [num_rows] int64; 0: rows are queries alone
+    "kv",  # [num_slots, 2 * num_kv_heads * head_dim], or 0 likewise
     "q_weight",  # [head_dim]; 0: no norm
     "k_weight",
+    "v_weight",
     "eps",  # [] float32
     *("num_rows", "num_positions", "num_slots", "num_heads", "num_kv_heads", "head_dim"),
 )
@@ -41,14 +42,16 @@ def rows_rotation(element: Any, weight_element: Any) -> Kernel:
         a = carray(arguments, 1, Arguments)[0]
         num_rows, num_heads, head_dim = a.num_rows, a.num_heads, a.head_dim
         fresh, half = 2 * a.num_kv_heads * head_dim, head_dim // 2
-        rows = elements(a.qkv, num_rows, num_heads * head_dim + fresh, element)
+        rows = elements(a.rows, num_rows, num_heads * head_dim + fresh, element)
         turns, places = floats(a.table, a.num_positions, head_dim), integers(a.positions, num_rows)
         kept, targets = elements(a.kv, a.num_slots, fresh, element), integers(a.slots, num_rows)
+        num_turned = num_heads + a.num_kv_heads
+        num_changed = num_turned + (a.num_kv_heads if a.v_weight else 0)
         for row in range(part, num_rows, num_parts):
             turn = turns[places[row]]
-            for head in range(num_heads + a.num_kv_heads):
+            for head in range(num_changed):
                 own = rows[row, head * head_dim : (head + 1) * head_dim]
-                weight = a.q_weight if head < num_heads else a.k_weight
+                weight = a.q_weight if head < num_heads else a.k_weight if head < num_turned else a.v_weight
                 if weight:
                     squares, scales = NOTHING, elements(weight, 1, head_dim, weight_element)[0]
                     for column in range(head_dim):
@@ -57,20 +60,22 @@ def rows_rotation(element: Any, weight_element: Any) -> Kernel:
                     scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(a.eps, 1, 1)[0, 0])
                     for column in range(head_dim):
                         own[column] = narrow(widen(own[column]) * (scale * widen(scales[column])), own[column])
-                lows, highs, cosines, sines = own[:half], own[half:], turn[:half], turn[half:]
-                for column in range(half):
-                    low, high, cos, sin = widen(lows[column]), widen(highs[column]), cosines[column], sines[column]
-                    lows[column] = narrow(low * cos - high * sin, lows[column])
-                    highs[column] = narrow(high * cos + low * sin, lows[column])
-            target, source = kept[targets[row]], rows[row, num_heads * head_dim :]
-            for column in range(fresh):
-                target[column] = source[column]
+                if head < num_turned:
+                    lows, highs, cosines, sines = own[:half], own[half:], turn[:half], turn[half:]
+                    for column in range(half):
+                        low, high, cos, sin = widen(lows[column]), widen(highs[column]), cosines[column], sines[column]
+                        lows[column] = narrow(low * cos - high * sin, lows[column])
+                        highs[column] = narrow(high * cos + low * sin, lows[column])
+            if a.slots:
+                target, source = kept[targets[row]], rows[row, num_heads * head_dim :]
+                for column in range(fresh):
+                    target[column] = source[column]
 
     return Kernel(rotate_rows, Arguments)
 
 
 def rope_and_write(
-    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; queries and keys are turned
+    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], contiguous: queries and keys are turned
     table: Tensor,  # [max_model_len, head_dim] float32: cosines, then sines
     positions: Tensor,  # [num_rows] int64
     slot_mapping: Tensor,  # [num_rows] int64
@@ -81,31 +86,60 @@ def rope_and_write(
     head_dim: int,
     q_norm: Tensor | None = None,  # [head_dim], of qkv's dtype, or of float32
     k_norm: Tensor | None = None,
+    v_norm: Tensor | None = None,  # of values, which are not turned
     eps: Tensor | None = None,  # []
 ) -> Tensor:  # [num_rows, num_heads * head_dim], the queries
-    num_rows, width = qkv.shape
+    assert kv_cache.shape[2] == 2 * num_kv_heads * head_dim
+    assert kv_cache.is_contiguous() and qkv.dtype == kv_cache.dtype
+    assert slot_mapping.is_contiguous() and slot_mapping.dtype == torch.int64 and len(slot_mapping) == len(qkv)
+    heads, norms = (num_heads, num_kv_heads, head_dim), (q_norm, k_norm, v_norm)
+    _turn(qkv, table, positions, (slot_mapping, kv_cache), heads, norms, eps)
+    return qkv[:, : num_heads * head_dim]
+
+
+def rotate(
+    queries: Tensor,  # [num_rows, num_heads * head_dim], contiguous: turned
+    table: Tensor,  # [max_model_len, head_dim] float32: cosines, then sines
+    positions: Tensor,  # [num_rows] int64
+    *,
+    num_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,  # [head_dim], of the queries' dtype, or of float32
+    eps: Tensor | None = None,  # []
+) -> Tensor:  # the queries
+    _turn(queries, table, positions, None, (num_heads, 0, head_dim), (q_norm, None, None), eps)
+    return queries
+
+
+def _turn(
+    rows: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    target: tuple[Tensor, Tensor] | None,  # slot_mapping and kv_cache
+    heads: tuple[int, int, int],  # of queries, of keys, and elements of each
+    norms: tuple[Tensor | None, ...],  # of queries, of keys, of values
+    eps: Tensor | None,
+) -> None:
+    num_rows, width = rows.shape
+    num_heads, num_kv_heads, head_dim = heads
     assert table.shape[1] == head_dim and width == (num_heads + 2 * num_kv_heads) * head_dim
-    assert qkv.is_contiguous() and table.is_contiguous() and kv_cache.is_contiguous()
-    assert qkv.dtype == kv_cache.dtype and table.dtype == torch.float32
+    assert rows.is_contiguous() and table.is_contiguous() and table.dtype == torch.float32
     assert positions.is_contiguous() and positions.dtype == torch.int64 and len(positions) == num_rows
-    assert slot_mapping.is_contiguous() and slot_mapping.dtype == torch.int64 and len(slot_mapping) == num_rows
-    weight_dtype = qkv.dtype if k_norm is None else k_norm.dtype
-    assert weight_dtype in (qkv.dtype, torch.float32) and (q_norm is None or q_norm.dtype == weight_dtype)
-    rows_rotation(ELEMENTS[qkv.dtype], ELEMENTS[weight_dtype])(
-        qkv.data_ptr(),
+    present = [norm for norm in norms if norm is not None]
+    weight_dtype = present[0].dtype if present else rows.dtype
+    assert weight_dtype in (rows.dtype, torch.float32) and all(norm.dtype == weight_dtype for norm in present)
+    assert not present or eps is not None
+    rows_rotation(ELEMENTS[rows.dtype], ELEMENTS[weight_dtype])(
+        rows.data_ptr(),
         table.data_ptr(),
         positions.data_ptr(),
-        slot_mapping.data_ptr(),
-        kv_cache.data_ptr(),
-        0 if q_norm is None else q_norm.data_ptr(),
-        0 if k_norm is None else k_norm.data_ptr(),
-        0 if eps is None else eps.data_ptr(),
+        *((0, 0) if target is None else (tensor.data_ptr() for tensor in target)),
+        *(0 if norm is None else norm.data_ptr() for norm in (*norms, eps)),
         num_rows,
         len(table),
-        kv_cache.shape[0] * kv_cache.shape[1],
+        0 if target is None else target[1].shape[0] * target[1].shape[1],
         num_heads,
         num_kv_heads,
         head_dim,
         parts=parts_of(num_rows * width, PART_NUMBERS, num_rows),
     )
-    return qkv[:, : num_heads * head_dim]

@@ -53,11 +53,8 @@ def rotate_and_store_latents(
     """Turn the last elements of queries, norm latents, turn the key beside each, and store both."""
     weight, eps = norm
     if not (runs_kernels(queries) or is_compiled(queries)):
-        cos, signed_sin, partner = rope.whole_rows
         width = (queries.shape[1] + 1) * turned.shape[2]  # without the values that other attention has beside them
-        heads, rows = rotate_latents(
-            queries, latents, weight, eps, cos[:, :width], signed_sin[:, :width], partner[:width]
-        )
+        heads, rows = rotate_latents(queries, latents, weight, eps, *rope.up_to(width))
         cache.write(layer, slot_mapping, rows)
         turned.copy_(heads)
         return

@@ -8,7 +8,7 @@ Quantized weights have one way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -186,14 +186,17 @@ def rotate_and_store(
     head_dim: int,
     q_norm: NormWeights | None = None,
     k_norm: NormWeights | None = None,
+    v_norm: NormWeights | None = None,  # only beside k_norm, and with the same eps
 ) -> torch.Tensor:  # [num_rows, num_heads, head_dim]
-    """Norm queries and keys head by head where a model does, rotate them, store keys and values; the queries."""
+    """Norm heads where a model does, rotate queries and keys, store keys and values; the queries."""
+    assert v_norm is None or k_norm is not None
     columns = num_heads * head_dim
     if isinstance(qkv, PartialSums) or runs_kernels(qkv) or is_compiled(qkv):
         norm_weights: dict[str, Any] = {}
         if k_norm is not None:
             norm_weights = {"q_norm": None if q_norm is None else q_norm[0], "k_norm": k_norm[0], "eps": k_norm[1]}
-        queries = _rope_and_write(qkv)(
+            norm_weights["v_norm"] = None if v_norm is None else v_norm[0]
+        queries: torch.Tensor = _rope_kernels(qkv).rope_and_write(
             qkv,
             rope.table.compact,
             rope.positions,
@@ -209,7 +212,8 @@ def rotate_and_store(
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
         normed_q = q if q_norm is None else rms_norm_in_torch(q, *q_norm)
-        qkv = torch.cat((normed_q, rms_norm_in_torch(k, *k_norm), v), dim=1).flatten(1)
+        normed_v = v if v_norm is None else rms_norm_in_torch(v, *v_norm)
+        qkv = torch.cat((normed_q, rms_norm_in_torch(k, *k_norm), normed_v), dim=1).flatten(1)
     if num_heads == 0:
         cache.write(layer, slot_mapping, apply_rope(qkv, *rope.behind(qkv.shape[1])))
         return qkv[:, :0].view(len(qkv), 0, head_dim)
@@ -219,12 +223,33 @@ def rotate_and_store(
     return query.view(-1, num_heads, head_dim)
 
 
-def _rope_and_write(qkv: Rows) -> Callable[..., torch.Tensor]:
-    if isinstance(qkv, PartialSums) or runs_kernels(qkv):
-        from kernels.rope import rope_and_write as kernel
+def rotate(
+    queries: Rows,  # [num_rows, num_heads * head_dim]; may be overwritten
+    rope: RopeRows,  # of layers with or without keys
+    *,
+    num_heads: int,
+    head_dim: int,
+    q_norm: NormWeights | None = None,
+) -> torch.Tensor:  # [num_rows, num_heads, head_dim]
+    """rotate_and_store of a layer that reads another's keys and values, and stores none."""
+    if isinstance(queries, PartialSums) or runs_kernels(queries) or is_compiled(queries):
+        norm_weights = {} if q_norm is None else {"q_norm": q_norm[0], "eps": q_norm[1]}
+        turned: torch.Tensor = _rope_kernels(queries).rotate(
+            queries, rope.table.compact, rope.positions, num_heads=num_heads, head_dim=head_dim, **norm_weights
+        )
+    else:
+        if q_norm is not None:
+            queries = rms_norm_in_torch(queries.view(-1, num_heads, head_dim), *q_norm).flatten(1)
+        turned = apply_rope(queries, *rope.up_to(queries.shape[1]))
+    return turned.view(len(turned), num_heads, head_dim)
 
-        return kernel
-    from kernels.cpu.rope import rope_and_write as on_cpu
+
+def _rope_kernels(rows: Rows) -> ModuleType:
+    if isinstance(rows, PartialSums) or runs_kernels(rows):
+        from kernels import rope as on_gpu
+
+        return on_gpu
+    from kernels.cpu import rope as on_cpu
 
     return on_cpu
 

@@ -60,6 +60,11 @@ class RopeRows:
         """What kernels.reference.rope.apply_rope takes for whole rows of the fused projection."""
         return (*self.table.rows(self.positions), self.table.partner)
 
+    def up_to(self, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same for rows of the first `width` columns alone, which are whole heads."""
+        cos, signed_sin, partner = self.whole_rows
+        return cos[:, :width], signed_sin[:, :width], partner[:width]
+
     def behind(self, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same for rows of the last `width` columns alone."""
         cos, signed_sin, partner = self.whole_rows
