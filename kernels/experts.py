@@ -30,6 +30,7 @@ def choose_kernel(
     experts_ptr,  # [num_rows, NUM_CHOICES] int32
     logits_ptr,  # [num_rows, NUM_EXPERTS] float32
     corrections_ptr,  # [NUM_EXPERTS] float32; None: there are none
+    factors_ptr,  # [NUM_EXPERTS] float32; None: there are none
     scale,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,  # >= NUM_EXPERTS
@@ -87,6 +88,8 @@ def choose_kernel(
         weights = tl.div_rn(weights, total + LEAST)
     weights *= scale
     is_choice = choices < NUM_CHOICES
+    if factors_ptr is not None:
+        weights *= tl.load(factors_ptr + experts, mask=is_choice, other=0.0)
     tl.store(weights_ptr + row * NUM_CHOICES + choices, weights, mask=is_choice)
     tl.store(experts_ptr + row * NUM_CHOICES + choices, experts, mask=is_choice)
 
@@ -159,6 +162,7 @@ def route(
     logits: Tensor,  # [num_rows, num_experts] float32, contiguous
     rule: RoutingRule,
     corrections: Tensor | None = None,  # [num_experts] float32
+    factors: Tensor | None = None,  # [num_experts] float32
 ) -> Routing:
     """What kernels.reference.experts.route says."""
     (num_rows, num_experts), choices = logits.shape, rule.choices
@@ -173,6 +177,7 @@ def route(
             experts,
             logits,
             corrections,
+            factors,
             rule.scale,
             NUM_EXPERTS=num_experts,
             EXPERTS=next_power_of_2(num_experts),

@@ -530,6 +530,11 @@ TABLE = [
         for gated in (False, True)
         for held, group_size in (("fp4", 32), ("bf16", None))
     ),
+    # Gemma 4 26B-A4B's, whose gates are by gelu.
+    *(
+        linear_of_experts_kernel(8, 704, 2816, gated=True, capability=capability, activation="gelu_tanh")
+        for capability in (80, 90)
+    ),
     linear_of_experts_kernel(  # of four ranks, which halve its groups: in 8 bits
         4, 2880, 720, gated=False, capability=90, held="i8", group_size=16, num_experts=32, has_bias=True
     ),
@@ -544,16 +549,18 @@ TABLE = [
             module="kernels.experts",
             name="choose_kernel",
             signature="*fp32:16 *i32:16 *fp32:16 *fp32:16 fp32",
-            constants={"NUM_EXPERTS": num_experts, "EXPERTS": block, "NUM_CHOICES": choices, "CHOICES": 8}
+            constants={absent: None}
+            | {"NUM_EXPERTS": num_experts, "EXPERTS": block, "NUM_CHOICES": choices, "CHOICES": 8}
             | {"IS_SOFTMAX": is_softmax, "IS_NORMALIZED": is_normalized}
             | {"NUM_GROUPS": num_groups, "GROUPS": num_groups, "KEPT_GROUPS": kept_groups},
             options={"num_warps": 1},
             max_shared=256,
         )
-        for num_experts, block, choices, is_softmax, is_normalized, num_groups, kept_groups in (
-            (128, 128, 8, False, True, 1, 1),
-            (60, 64, 6, True, False, 1, 1),
-            (256, 256, 8, False, True, 8, 4),  # DeepSeek-V3's, whose experts lie in groups
+        for absent, num_experts, block, choices, is_softmax, is_normalized, num_groups, kept_groups in (
+            ("factors_ptr", 128, 128, 8, False, True, 1, 1),
+            ("factors_ptr", 60, 64, 6, True, False, 1, 1),
+            ("factors_ptr", 256, 256, 8, False, True, 8, 4),  # DeepSeek-V3's, whose experts lie in groups
+            ("corrections_ptr", 128, 128, 8, True, True, 1, 1),  # Gemma 4 26B-A4B's
         )
     ),
     Kernel(

@@ -56,6 +56,7 @@ def to_experts(chosen: list[list[int]], num_experts: int) -> Routing:
     scores=st.sampled_from(["softmax", "sigmoid"]),
     is_normalized=st.booleans(),
     is_corrected=st.booleans(),
+    has_factors=st.booleans(),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=30)
@@ -68,6 +69,7 @@ def test_rows_go_where_the_reference_sends_them(
     scores: Scores,
     is_normalized: bool,
     is_corrected: bool,
+    has_factors: bool,
     seed: int,
 ) -> None:
     """With many ties, and goings that are looked at in several chunks."""
@@ -79,15 +81,16 @@ def test_rows_go_where_the_reference_sends_them(
     logits = logits_of(num_rows, num_experts, seed=seed)
     # Larger than any score, of either sign, and the same of some experts: scores decide among these.
     corrections = 8 * logits_of(1, num_experts, seed=seed + 1)[0].round() if is_corrected else None
-    on_device = None if corrections is None else corrections.to(kernel_device)
+    factors = normal(num_experts, dtype=torch.float32, seed=seed) if has_factors else None
+    on_device = (None if given is None else given.to(kernel_device) for given in (corrections, factors))
     with pytest.MonkeyPatch.context() as patch, NoReadback():
         patch.setattr(ops, "CHUNK", 16)
-        found = to(torch.device("cpu"), ops.route(logits.to(kernel_device), rule, on_device))
-    wanted = reference.route(logits, rule, corrections)
+        found = to(torch.device("cpu"), ops.route(logits.to(kernel_device), rule, *on_device))
+    wanted = reference.route(logits, rule, corrections, factors)
     for name in ("places", "rows", "starts"):
         part, other = getattr(found, name), getattr(wanted, name)
         assert part.dtype == other.dtype and torch.equal(part, other), name
-    exact = reference.route(logits.double(), rule, corrections).weights
+    exact = reference.route(logits.double(), rule, corrections, factors).weights
     if num_rows:
         assert_error_is_torchs(found.weights, wanted.weights, exact)
 
@@ -194,7 +197,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])  # of experts without biases, and with
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, of the interpreter, where a gelu is nothing
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])  # the last of experts with biases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_error_of_experts_products_is_that_of_torch(

@@ -60,7 +60,8 @@ def test_rows_go_to_the_experts_of_highest_scores_of_equals_to_the_first(data: s
     logits = (coarse * randn(num_rows, num_experts, seed=seed)).round() / coarse
     # Larger than any score, of either sign, and the same of some experts: scores decide among these.
     corrections = (4 * randn(num_experts, seed=seed + 1)).round() if is_corrected else None
-    expected, found = reference.route(logits, rule, corrections), route(logits, rule, corrections)
+    factors = randn(num_experts, seed=seed + 2) if data.draw(st.booleans()) else None
+    expected, found = (own(logits, rule, corrections, factors) for own in (reference.route, route))
     for own, theirs in zip(found[1:], expected[1:], strict=True):
         assert torch.equal(own, theirs)
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-7)
@@ -95,7 +96,7 @@ def test_rows_of_no_numbers_go_to_as_many_experts_as_others(scores: Scores) -> N
         assert len(set(experts.tolist())) == 3 and experts[0] == first
 
 
-@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])  # of experts without biases, and with
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])  # the last of experts with biases
 @pytest.mark.parametrize("shape", [(1, 4, 2), (5, 7, 3), (20, 3, 2), (40, 2, 1)], ids=str)  # rows, experts, choices
 @pytest.mark.parametrize("held", [None, torch.int8, FLOAT8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -171,9 +172,10 @@ def test_a_recorded_step_follows_another_routing() -> None:
     gate_up = panels(randn(num_experts * 2 * INNER, HIDDEN) / 8, num_experts)
     down = panels(randn(num_experts * HIDDEN, INNER) / 8, num_experts)
     logits, x, corrections = randn(9, num_experts), randn(9, HIDDEN), randn(num_experts, seed=1)
+    factors = randn(num_experts, seed=2)
 
     def compute() -> Tensor:
-        routing = route(logits, RoutingRule(2, is_normalized=True, scores="sigmoid"), corrections)
+        routing = route(logits, RoutingRule(2, is_normalized=True, scores="sigmoid"), corrections, factors)
         inner = gated_linear_of_experts(x, gate_up, routing)
         return sum_of_experts(linear_of_experts(inner, down, routing), routing, x)
 

@@ -1,7 +1,8 @@
 """A mixture of experts: where rows go, products with their experts' weights, and the sum.
 
 Of Qwen3-30B-A3B's shape; products of gpt-oss 20B's, whose experts have biases and gates that are cut off, dense and as
-MXFP4 holds them; and what is GLM-4.5-Air's own, scores that are corrected and an expert that all rows go to.
+MXFP4 holds them; what is GLM-4.5-Air's own, scores that are corrected and an expert that all rows go to; and Gemma 4
+26B-A4B's, gates by gelu and factors of experts' weights.
 
 What comes from memory are the weights of the experts that rows go to, each once. torch's own way is a product for each
 expert, of which the host must know who its rows are: it is not timed.
@@ -21,12 +22,14 @@ from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_erro
 from kernels.benchmarks.weights import copies_of, num_bytes_of, random_codes
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import experts as reference
+from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing, RoutingRule
 
 ROWS = (1, 8, 64, 512)
 SHAPE = {"num_experts": 128, "choices": 8, "hidden": 2048, "inner": 768}
 BIASED_SHAPE = {"num_experts": 32, "choices": 4, "hidden": 2880, "inner": 2880}
 CORRECTED_SHAPE = {"num_experts": 128, "choices": 8, "hidden": 4096}
+GEMMA_SHAPE = {"num_experts": 128, "choices": 8, "hidden": 2816, "inner": 704}
 SMALL_SHAPE = {"num_experts": 5, "choices": 2, "hidden": 70, "inner": 40}
 SMALL_PACKED_SHAPE = {**SMALL_SHAPE, "hidden": 96, "inner": 64}
 COMPANY = 17  # rows that one row is compared among
@@ -36,9 +39,9 @@ Product = Callable[..., Tensor]
 
 def cases(setting: Setting) -> list[Case]:
     sizes = (5,) if setting.is_small else ROWS
-    shape, biased, packed, corrected = SHAPE, BIASED_SHAPE, BIASED_SHAPE, CORRECTED_SHAPE
+    shape, biased, packed, corrected, gemma = SHAPE, BIASED_SHAPE, BIASED_SHAPE, CORRECTED_SHAPE, GEMMA_SHAPE
     if setting.is_small:
-        shape, biased, packed, corrected = SMALL_SHAPE, SMALL_SHAPE, SMALL_PACKED_SHAPE, SMALL_SHAPE
+        shape, biased, packed, corrected, gemma = SMALL_SHAPE, SMALL_SHAPE, SMALL_PACKED_SHAPE, SMALL_SHAPE, SMALL_SHAPE
     prepares: dict[str, tuple[Callable[..., Work], dict[str, int]]] = {
         "gate_up": (partial(_prepare_products, gated=True), shape),
         "down": (partial(_prepare_products, gated=False), shape),
@@ -50,6 +53,8 @@ def cases(setting: Setting) -> list[Case]:
         "sum": (_prepare_sum, shape),
         "route, corrected": (partial(_prepare_route, is_corrected=True), corrected),
         "sum, one shared": (partial(_prepare_sum, has_shared=True), corrected),
+        "gate_up by gelu": (partial(_prepare_products, gated=True, gate="gelu_tanh"), gemma),
+        "route, with factors": (partial(_prepare_route, has_factors=True), gemma),
     }
     return [
         Case(
@@ -75,6 +80,7 @@ def _prepare_products(
     gated: bool,
     has_biases: bool = False,
     group_size: int | None = None,  # of fp4; None: weights are dense
+    gate: Activation = "silu",
     num_experts: int,
     choices: int,
     hidden: int,
@@ -89,7 +95,7 @@ def _prepare_products(
         whole = random_codes(dense, "fp4", group_size)
         dense = whole.dense()
     biases = setting.normal(num_experts, out_features, seed=2) if has_biases else None
-    activation: dict[str, Any] = {"activation": "clamped_swiglu" if has_biases else "silu"} if gated else {}
+    activation: dict[str, Any] = {"activation": "clamped_swiglu" if has_biases else gate} if gated else {}
     product: Product = experts_linear.gated_linear_of_experts if gated else experts_linear.linear_of_experts
     ours = partial(product, biases=biases, **activation)
     in_torch: Product = reference.gated_linear_of_experts if gated else reference.linear_of_experts
@@ -131,25 +137,35 @@ def _prepare_products(
 
 
 def _prepare_route(
-    setting: Setting, num_rows: int, *, num_experts: int, choices: int, is_corrected: bool = False, **_: int
+    setting: Setting,
+    num_rows: int,
+    *,
+    num_experts: int,
+    choices: int,
+    is_corrected: bool = False,
+    has_factors: bool = False,
+    **_: int,
 ) -> Work:
     logits = setting.normal(num_rows, num_experts, seed=3, dtype=torch.float32)
-    corrections = setting.normal(num_experts, seed=4, dtype=torch.float32) if is_corrected else None
+    corrections, factors = (
+        setting.normal(num_experts, seed=seed, dtype=torch.float32) if is_given else None
+        for seed, is_given in ((4, is_corrected), (5, has_factors))
+    )
     rule = RoutingRule(choices, is_normalized=True, scores="sigmoid" if is_corrected else "softmax")
-    call = partial(experts.route, logits, rule, corrections)
+    call = partial(experts.route, logits, rule, corrections, factors)
 
     def check() -> list[str]:
-        found, wanted = call(), reference.route(logits, rule, corrections)
+        found, wanted = call(), reference.route(logits, rule, corrections, factors)
         for what, own, theirs in zip(Routing._fields[1:], found[1:], wanted[1:], strict=True):
             check_equal(what, own, theirs)
-        exact = reference.route(logits.double(), rule, corrections)
+        exact = reference.route(logits.double(), rule, corrections, factors)
         return ["equal", check_error(found.weights, wanted.weights, exact.weights)]
 
     num_bytes = logits.nbytes + num_rows * choices * (4 + 8 + 8) + 8 * (num_experts + 1)
     copies = setting.copies(num_bytes, logits)
     return Work(
         check=check,
-        calls=[partial(experts.route, own, rule, corrections) for (own,) in copies],
+        calls=[partial(experts.route, own, rule, corrections, factors) for (own,) in copies],
         num_bytes=num_bytes,
         comes_from=setting.comes_from(num_bytes),
     )

@@ -33,6 +33,7 @@ Choosing = arguments_of(
     *("num_rows", "num_experts", "choices", "is_softmax", "has_corrections", "is_normalized"),
     *("num_groups", "kept_groups"),
     "scale",  # the bits of a float32
+    "factors",  # 0: there are none
 )
 Sorting = arguments_of("places", "rows", "starts", "next", "chosen", "num_rows", "num_experts", "choices")
 Summing = arguments_of(
@@ -65,6 +66,7 @@ def choose_experts(arguments: Any, part: int, num_parts: int, thread: int) -> No
     weights, chosen = floats(a.weights, a.num_rows, a.choices), integers(a.chosen, a.num_rows * a.choices)
     orders, scale = floats(a.order, a.num_rows, a.num_experts), float_of_bits(np.int32(a.scale))
     corrections = floats(a.corrections, 1, a.num_experts)[0]
+    factors = floats(a.factors, 1, a.num_experts if a.factors else 0)[0]
     for row in range(a.num_rows * part // num_parts, a.num_rows * (part + 1) // num_parts):
         own, scores, order = logits[row], all_scores[row], orders[row]
         if a.is_softmax:
@@ -103,6 +105,8 @@ def choose_experts(arguments: Any, part: int, num_parts: int, thread: int) -> No
         for choice in range(a.choices):
             weight = weights[row, choice] / (total + LEAST) if a.is_normalized else weights[row, choice]
             weights[row, choice] = weight * scale
+            if a.factors:
+                weights[row, choice] *= factors[chosen[row * a.choices + choice]]
 
 
 def sort_goings(arguments: Any, part: int, num_parts: int, thread: int) -> None:
@@ -177,12 +181,15 @@ def results_adding(element: Any) -> Kernel:
     return Kernel(add_results, Summing)
 
 
-def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) -> Routing:
-    """The experts of each row; logits: [num_rows, num_experts] float32."""
+def route(
+    logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None, factors: Tensor | None = None
+) -> Routing:
+    """The experts of each row; logits: [num_rows, num_experts] float32; the others, where given, [num_experts]."""
     assert logits.dtype == torch.float32 and logits.is_contiguous()
     (num_rows, num_experts), choices = logits.shape, rule.choices
     assert num_experts % rule.num_groups == 0
-    assert corrections is None or (corrections.dtype == torch.float32 and corrections.is_contiguous())
+    for given in (corrections, factors):
+        assert given is None or (given.dtype == torch.float32 and given.is_contiguous() and len(given) == num_experts)
     weights, chosen = empty(num_rows, choices), empty(num_rows, choices, dtype=torch.int64)
     scores, order = empty(num_rows, num_experts), empty(num_rows, num_experts)
     choosing()(
@@ -192,6 +199,7 @@ def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) 
         *(rule.scores == "softmax", corrections is not None, rule.is_normalized),
         *(rule.num_groups, rule.kept_groups),
         int(np.float32(rule.scale).view(np.int32)),
+        0 if factors is None else factors.data_ptr(),
         parts=parts_of(logits.numel() * (choices + 2), PART_EXPERTS, max(num_rows, 1)),
     )
     return sort_by_expert(chosen, weights, num_experts)

@@ -46,13 +46,16 @@ class RoutingRule(NamedTuple):
     kept_groups: int = 1  # with the highest sums of their two best scores, and with experts enough
 
 
-def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) -> Routing:
+def route(
+    logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None, factors: Tensor | None = None
+) -> Routing:
     """The experts of each row with the highest scores, the highest first; of equals the one with the lower number.
 
     Args:
         logits: [num_rows, num_experts] float32.
         corrections: [num_experts] float32, added to the scores that experts are chosen by, not to those that their
             results are weighted by (Wang et al., arXiv 2408.15664): they keep all experts busy in training.
+        factors: [num_experts] float32, which the weights of each expert are multiplied by last (Gemma 4).
     """
     scores = softmax(logits) if rule.scores == "softmax" else _sigmoid(logits)
     order = scores if corrections is None else scores + corrections
@@ -65,7 +68,10 @@ def route(logits: Tensor, rule: RoutingRule, corrections: Tensor | None = None) 
         for choice in range(1, rule.choices):
             total = total + weights[:, choice : choice + 1]
         weights = weights / (total + LEAST_TOTAL)
-    return sort_by_expert(experts, (weights * rule.scale).contiguous(), logits.shape[1])
+    weights = weights * rule.scale
+    if factors is not None:
+        weights = weights * factors[experts]
+    return sort_by_expert(experts, weights.contiguous(), logits.shape[1])
 
 
 def _in_best_groups(order: Tensor, rule: RoutingRule) -> Tensor:

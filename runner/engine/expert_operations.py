@@ -40,17 +40,22 @@ def _widened(rows: torch.Tensor) -> torch.Tensor:
     return widened(rows)
 
 
-def route(logits: torch.Tensor, rule: RoutingRule, corrections: torch.Tensor | None = None) -> Routing:
-    """Which experts each row goes to; logits: [num_rows, num_experts] float32, corrections: [num_experts] float32."""
+def route(
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    corrections: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+) -> Routing:
+    """Which experts each row goes to; logits: [num_rows, num_experts] float32, the others: [num_experts] float32."""
     if is_compiled(logits):
         from kernels.cpu.experts import route as on_cpu
 
-        return on_cpu(logits, rule, corrections)
+        return on_cpu(logits, rule, corrections, factors)
     if not runs_kernels(logits):
-        return in_torch.route(logits, rule, corrections)
+        return in_torch.route(logits, rule, corrections, factors)
     from kernels.experts import route as kernel
 
-    return kernel(logits, rule, corrections)
+    return kernel(logits, rule, corrections, factors)
 
 
 def sort_by_expert(chosen: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:
