@@ -150,7 +150,7 @@ def read_architecture(config: Any) -> Architecture | None:
         embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
         has_sinks=family.has_sinks,
         fused=family.fused,
-        experts=None if family.experts is None else read_expert_shapes(config, family.experts),
+        experts=read_expert_shapes(config, family.experts),
         has_output_gate=family.has_output_gate,
         delta=None if family.delta_nets == "none" else read_delta_shapes(config, family),
         latent=read_latent_shapes(config) if family.is_latent else None,

@@ -9,9 +9,11 @@ from functools import partial
 import torch
 
 from kernels.cpu.panels import Weight
+from runner.engine.experts import Experts
 from runner.engine.head_linear import HeadLinear
 from runner.engine.layers import DecoderLayer, add_output
 from runner.engine.mlp import MLP
+from runner.engine.mlp_beside_experts import MLPBesideExperts
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, linear, whole
 
@@ -40,14 +42,30 @@ def asked_products(layers: Sequence[DecoderLayer], tile: int | None) -> list[Ask
 
 
 def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
-    mlp, multiply = layer.mlp, partial(layer.mlp, tile=tile)
-    if isinstance(mlp, MLP):
-        # The norm of the layer behind it is like its own.
-        norms = (layer.after_mlp, layer.input_norm)
-        return [AskedProduct(multiply=multiply, weights=mlp.product_weights, norms=norms)]
-    shared, gate = mlp.shared, mlp.shared_gate
-    own = AskedProduct(multiply=multiply, weights=mlp.product_weights, rows_for_one=mlp.rows_for_one, of_experts=True)
-    asked = [own, AskedProduct(multiply=partial(mlp.router_logits, tile=tile), weights=[mlp.router])]
+    mlp = layer.mlp
+    if isinstance(mlp, Experts):
+        return _of_experts(mlp, tile)
+    if isinstance(mlp, MLPBesideExperts):
+        return [_of_dense(mlp.mlp, (mlp.after_mlp, None), tile), *_of_experts(mlp.experts, tile)]
+    # The norm of the layer behind it is like its own.
+    return [_of_dense(mlp, (layer.after_mlp, layer.input_norm), tile)]
+
+
+def _of_dense(mlp: MLP, norms: Norms, tile: int | None) -> AskedProduct:
+    return AskedProduct(multiply=partial(mlp, tile=tile), weights=mlp.product_weights, norms=norms)
+
+
+def _of_experts(experts: Experts, tile: int | None) -> list[AskedProduct]:
+    shared, gate = experts.shared, experts.shared_gate
+    asked = [
+        AskedProduct(
+            multiply=partial(experts, tile=tile),
+            weights=experts.product_weights,
+            rows_for_one=experts.rows_for_one,
+            of_experts=True,
+        ),
+        AskedProduct(multiply=partial(experts.router_logits, tile=tile), weights=[experts.router]),
+    ]
     if shared is not None:
         asked.append(AskedProduct(multiply=partial(shared.own_part, tile=tile), weights=shared.product_weights))
     if gate is not None:

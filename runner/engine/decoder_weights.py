@@ -66,7 +66,7 @@ def fill_randomly(decoder: Decoder) -> None:
         generator = whole if decoder.shard.size == 1 or target.shard_dim is None else own
         if name == f"{HEAD}.weight" and decoder.is_tied:
             fill_quantized(target, decoder.tied_rows)
-        elif "norm" in name:
+        elif "norm" in name or name.endswith("scale"):
             target.view.fill_(1.0)
         elif target.quantized is None:
             target.view.normal_(std=STD, generator=generator)

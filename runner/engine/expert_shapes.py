@@ -12,7 +12,7 @@ from runner.engine.families import Mixture, is_told
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShapes:
-    """The mixtures of experts that stand in place of layers' MLPs."""
+    """The mixtures of experts that stand in place of layers' MLPs, or beside them."""
 
     mixture: Mixture
     num_experts: int
@@ -20,32 +20,38 @@ class ExpertShapes:
     is_router_float32: bool  # whatever dtype rows have
     intermediate_size: int  # of an expert
     shared_size: int  # intermediate, of the MLP beside them; 0: there is none
-    in_layers: tuple[bool, ...]  # of each layer; the others have an MLP
+    in_layers: tuple[bool, ...]  # of each layer; the others have an MLP alone
 
     @property
     def router_name(self) -> str:
         """In the checkpoint, within a layer."""
-        return f"{self.mixture.block}.{self.mixture.router}"
+        return self.mixture.named(self.mixture.router)
 
     @property
     def prefix(self) -> str:
         """Of the names of experts' tensors, within a layer."""
-        return f"{self.mixture.block}.experts."
+        return self.mixture.named("experts.")
 
     @property
     def corrections_name(self) -> str | None:
         """Of the tensor that scores are corrected by, within a layer."""
-        return None if self.mixture.corrections is None else f"{self.mixture.block}.{self.mixture.corrections}"
+        return None if self.mixture.corrections is None else self.mixture.named(self.mixture.corrections)
+
+    @property
+    def factors_name(self) -> str | None:
+        """Of the tensor that has a factor of each expert's weights, within a layer."""
+        return None if self.mixture.factors is None else self.mixture.named(self.mixture.factors)
 
     @property
     def shared_gate_name(self) -> str | None:
         """Of the tensor that gates the MLP beside them, within a layer."""
-        return None if self.mixture.shared_gate is None else f"{self.mixture.block}.{self.mixture.shared_gate}.weight"
+        return None if self.mixture.shared_gate is None else self.mixture.named(f"{self.mixture.shared_gate}.weight")
 
     @property
     def shared_name(self) -> str:
         """Of the MLP beside them, within a layer."""
-        return f"{self.mixture.block}.{self.mixture.shared}"
+        assert self.mixture.shared is not None
+        return self.mixture.named(self.mixture.shared)
 
     def names_of(self, expert: int) -> tuple[str, str, str]:
         """Of its gate, up and down projections."""
@@ -53,8 +59,10 @@ class ExpertShapes:
         return gate, up, down
 
 
-def read_expert_shapes(config: Any, mixture: Mixture) -> ExpertShapes:
-    """From a transformers config; raises UserError for numbers of experts that cannot be."""
+def read_expert_shapes(config: Any, mixture: Mixture | None) -> ExpertShapes | None:
+    """From a transformers config, of a family's mixture; raises UserError for numbers of experts that cannot be."""
+    if mixture is None or not is_told(config, mixture.is_there):
+        return None
     for key in (mixture.count_key, mixture.choices_key, *_LAYER_KEYS[mixture.layers]):
         number, of = getattr(config, key), f"{key} of a {config.model_type} checkpoint must be"
         if number is None:

@@ -44,8 +44,11 @@ class Experts:
         self.shapes, self.shard, self._activation = shapes, shard, activation
         router_dtype = torch.float32 if shapes.is_router_float32 else dtype
         self.router: Weight = torch.empty(shapes.num_experts, hidden_size, dtype=router_dtype)
-        # Added to scores, which are float32.
-        self.corrections = None if shapes.corrections_name is None else torch.empty(shapes.num_experts)
+        # Added to scores, which are float32, and what scores are multiplied by.
+        self.corrections, self.factors = (
+            None if name is None else torch.empty(shapes.num_experts)
+            for name in (shapes.corrections_name, shapes.factors_name)
+        )
         names = [shapes.names_of(expert) for expert in range(shapes.num_experts)]
         gated_names = [name for gate, up, _ in names for name in (gate, up)]
         down_names = [down for *_, down in names]
@@ -86,12 +89,16 @@ class Experts:
         has_gate = self.shared is not None and shapes.shared_gate_name is not None
         self.shared_gate: Weight | None = torch.empty(1, hidden_size, dtype=dtype) if has_gate else None
 
-    def __call__(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
-        return self.shard.sum(self.own_part(hidden, tile))
+    def __call__(self, hidden: torch.Tensor, tile: int | None, routed: torch.Tensor | None = None) -> torch.Tensor:
+        return self.shard.sum(self.own_part(hidden, tile, routed))
 
-    def own_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
-        """This rank's part of the result [num_rows, hidden], num_rows a multiple of tile."""
-        routing = route(self.router_logits(hidden, tile), self.shapes.rule, self.corrections)
+    def own_part(self, hidden: torch.Tensor, tile: int | None, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's part of the result [num_rows, hidden], num_rows a multiple of tile.
+
+        routed: what the router reads [num_rows, hidden]; None: what experts read.
+        """
+        logits = self.router_logits(hidden if routed is None else routed, tile)
+        routing = route(logits, self.shapes.rule, self.corrections, self.factors)
         inner = gated_linear_of_experts(
             hidden, self.gate_up_projs, routing, tile, self._gate_up_biases, self._activation
         )
@@ -156,6 +163,8 @@ class Experts:
         if self.corrections is not None:
             view = self.corrections.unsqueeze(0) if self.shapes.mixture.corrections_have_rows else self.corrections
             targets[f"{prefix}{self.shapes.corrections_name}"] = WeightTarget(view=view)
+        if self.factors is not None:
+            targets[f"{prefix}{self.shapes.factors_name}"] = WeightTarget(view=self.factors)
         if self.shared is not None:
             targets |= self.shared.weight_targets(prefix)
         if self.shared_gate is not None:

@@ -36,10 +36,23 @@ GLM_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="pos
 
 
 @dataclass(frozen=True, kw_only=True)
+class NormsBeside:
+    """Of an MLP and experts beside each other, in the checkpoint, within a layer (Gemma 4)."""
+
+    before_mlp: str = "pre_feedforward_layernorm"
+    after_mlp: str = "post_feedforward_layernorm_1"
+    before_experts: str = "pre_feedforward_layernorm_2"
+    after_experts: str = "post_feedforward_layernorm_2"
+    router_scale: str = "router.scale"  # the weight, times the root of the hidden size, of what the router reads
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mixture:
     """A family's mixture of experts: names in the checkpoint, within a layer, and keys of the config."""
 
-    block: str
+    block: str  # "": its tensors lie in the layer
+    is_there: bool | str = True  # or: the config's key says so
+    norms: NormsBeside | None = None  # of experts beside the layer's MLP; None: they stand in its place
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # gate, up, down
     router: str = "gate"
     router_digits: Literal["of rows", "of checkpoint", "float32"] = "of rows"  # the last: so it is published
@@ -49,6 +62,7 @@ class Mixture:
     scores: Scores = "softmax"
     is_normalized: bool | str = True  # the weights of a row's experts add up to 1, or: the config's key says so
     scale_key: str | None = None  # of those weights; None: they are not scaled
+    factors: str | None = None  # name in the checkpoint, within the block, of what each expert's are multiplied by
     has_groups: bool = False  # of experts, as the config's n_group says: a row goes to those of the best topk_group
     corrections: str | None = None  # name in the checkpoint, within the block, of what scores are corrected by
     corrections_have_rows: bool = False  # in the checkpoint [1, num_experts]
@@ -61,6 +75,10 @@ class Mixture:
     has_biases: bool = False
     # One tensor may hold all experts' weights, each with a row for every output (Qwen3.5) or input (gpt-oss).
     stacks: Literal["none", "by_output", "by_input"] = "none"
+
+    def named(self, name: str) -> str:
+        """Within the layer, of what has this name within the block."""
+        return f"{self.block}.{name}" if self.block else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +193,17 @@ _QWEN_MIXTURE: dict[str, Any] = {
     "shared_gate": "shared_expert_gate",
 }
 _SPARSE_QWEN_MIXTURE = Mixture(**_QWEN_MIXTURE, is_normalized="norm_topk_prob", layers="by_step")
+
+# Gemma 4's, as its 26B-A4B has it; dense layers of that family have none.
+GEMMA_MIXTURE = Mixture(
+    block="",
+    is_there="enable_moe_block",
+    norms=NormsBeside(),
+    router="router.proj",
+    choices_key="top_k_experts",
+    factors="router.per_expert_scale",
+    stacks="by_output",
+)
 
 FAMILIES = {
     "deepseek_v2": Family(

@@ -162,7 +162,7 @@ def _attentions(layers: Sequence[DecoderLayer]) -> list[Attention]:
 
 def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], lm_head: Weight) -> bool:
     tile = shape.linear
-    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Experts)]
+    mixtures = [layer.experts for layer in layers if layer.experts is not None]
     weights = [lm_head, *(weight for layer in layers for weight in layer.product_weights)]
     routers = [mixture.router for mixture in mixtures]
     weights += [router if isinstance(router, Panels) else unpack(router).float() for router in routers]

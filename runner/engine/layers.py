@@ -23,6 +23,7 @@ from runner.engine.latent_attention import LatentAttention
 from runner.engine.linear import WeightTarget
 from runner.engine.mixer import Mixer
 from runner.engine.mlp import MLP
+from runner.engine.mlp_beside_experts import MLPBesideExperts
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows
 from runner.engine.quantization import Quantization
@@ -57,12 +58,15 @@ class DecoderLayer:
             rounds_last=arch.norms_round_last,
         )
         names = self._names
+        experts = arch.experts if arch.experts is not None and arch.experts.in_layers[layer] else None
+        names_beside = None if experts is None else experts.mixture.norms
         self.input_norm, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else norm()
             for name in (
                 names.before_attention if has_input_norm else None,
                 names.after_attention,
-                names.before_mlp,
+                # An MLP and experts beside each other norm what they read themselves.
+                names.before_mlp if names_beside is None else None,
                 names.after_mlp,
             )
         )
@@ -75,19 +79,25 @@ class DecoderLayer:
             self.mixer = GroupedQueryAttention(
                 arch, layer, shard, dtype, in_features=in_features, quantization=quantization
             )
-        self.mlp: MLP | Experts = (
-            Experts(arch.experts, arch.hidden_size, shard, dtype, activation=arch.activation, quantization=quantization)
-            if arch.experts is not None and arch.experts.in_layers[layer]
-            else MLP(
-                arch.hidden_size,
-                arch.intermediate_sizes[layer],
-                shard,
-                dtype,
-                bias=arch.mlp_bias,
-                activation=arch.activation,
-                quantization=quantization,
-            )
+        mlp = partial(
+            MLP,
+            arch.hidden_size,
+            arch.intermediate_sizes[layer],
+            shard,
+            dtype,
+            bias=arch.mlp_bias,
+            activation=arch.activation,
+            quantization=quantization,
         )
+        self.mlp: MLP | Experts | MLPBesideExperts
+        if experts is None:
+            self.mlp = mlp()
+        else:
+            self.mlp = Experts(
+                experts, arch.hidden_size, shard, dtype, activation=arch.activation, quantization=quantization
+            )
+            if names_beside is not None:
+                self.mlp = MLPBesideExperts(mlp(), self.mlp, arch.hidden_size, names_beside, norm)
 
     def __call__(
         self,
@@ -129,6 +139,13 @@ class DecoderLayer:
         """Of a layer that attends."""
         assert isinstance(self.mixer, Attention)
         return self.mixer
+
+    @property
+    def experts(self) -> Experts | None:
+        """In place of an MLP, or beside it."""
+        if isinstance(self.mlp, MLPBesideExperts):
+            return self.mlp.experts
+        return self.mlp if isinstance(self.mlp, Experts) else None
 
     @property
     def kind(self) -> tuple[Any, ...]:

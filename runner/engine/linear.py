@@ -27,7 +27,8 @@ class WeightTarget:
     view: torch.Tensor  # of a quantized weight its numbers
     shard_dim: int | None = None  # None = replicated
     quantized: QuantizedWeight | None = None  # what view is the numbers of
-    offset: float = 0.0  # what is added to the checkpoint's numbers
+    factor: float = 1.0  # what the checkpoint's numbers are multiplied by
+    offset: float = 0.0  # and what is added to them
 
     @property
     def shape(self) -> torch.Size:
@@ -36,6 +37,8 @@ class WeightTarget:
     def fill(self, tensor: torch.Tensor) -> None:
         """With a dense tensor of the checkpoint, of the view's shape."""
         self.view.copy_(tensor)
+        if self.factor != 1.0:
+            self.view.mul_(self.factor)
         if self.offset:
             self.view.add_(self.offset)
 

@@ -11,16 +11,25 @@ from runner.engine.operations import Rows
 
 class RMSNorm:
     def __init__(
-        self, size: int, eps: float, dtype: torch.dtype, *, adds_one: bool = False, rounds_last: bool = False
+        self,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        adds_one: bool = False,
+        rounds_last: bool = False,
+        factor: float = 1.0,
     ) -> None:
         """
         Args:
             adds_one: the checkpoint's weight lacks a 1 (Gemma); with it, 16 bits do not hold it.
             rounds_last: the weight multiplies what is not yet rounded (OLMo 2).
+            factor: of the checkpoint's weight; 16 bits do not hold what it makes of one.
         """
         self.eps = torch.tensor(eps, dtype=torch.float32)
-        self.weight = torch.empty(size, dtype=torch.float32 if adds_one or rounds_last else dtype)
-        self._offset = 1.0 if adds_one else 0.0
+        is_float32 = adds_one or rounds_last or factor != 1.0
+        self.weight = torch.empty(size, dtype=torch.float32 if is_float32 else dtype)
+        self._factor, self._offset = factor, 1.0 if adds_one else 0.0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -49,4 +58,4 @@ class RMSNorm:
 
     @property
     def target(self) -> WeightTarget:
-        return WeightTarget(view=self.weight, offset=self._offset)
+        return WeightTarget(view=self.weight, factor=self._factor, offset=self._offset)
