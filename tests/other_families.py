@@ -13,8 +13,10 @@ GEMMA: dict[str, Any] = {
     "final_logit_softcapping": 8.0,
     "pad_token_id": 0,
 }
-# A state follows one path of tokens, forwards: drafts are chains, and drafters attend in all layers.
+# A state follows one path of tokens, forwards: drafts are chains.
 WITH_STATES = ("qwen3_5_text",)
+# Drafters attend in all layers, and have fewer of them than a config says of each.
+WITH_LLAMAS = (*WITH_STATES, "gemma4_text")
 FAMILIES: dict[str, dict[str, Any]] = {
     # One latent of a token for all heads, and experts in groups.
     "deepseek_v3": {
@@ -40,6 +42,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{key: value for key, value in GEMMA.items() if "softcapping" not in key},
         "model_type": "gemma3_text",
         "sliding_window_pattern": 2,
+    },
+    # Heads of two sizes, inputs of each layer, and two layers that see keys and values of the two below.
+    "gemma4_text": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 12,
+        "global_head_dim": 32,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 64,
+        "final_logit_softcapping": 8.0,
+        "pad_token_id": 0,
     },
     "glm4": {"model_type": "glm4", "pad_token_id": 0},  # half of a head turns, neighbours together
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},  # the second does not turn
@@ -80,4 +96,4 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def keys_of(family: str) -> dict[str, Any]:
     """Arguments of conftest's engines."""
-    return {"architecture": FAMILIES[family]} | ({"of_drafters": {}} if family in WITH_STATES else {})
+    return {"architecture": FAMILIES[family]} | ({"of_drafters": {}} if family in WITH_LLAMAS else {})

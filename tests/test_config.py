@@ -39,6 +39,9 @@ MANDATORY["model/gpt_oss_20b"] = ["method=eagle3"]  # nor of this vocabulary
 # Billions of weights.
 WITH_MTP = {"glm4_5_air": 106, "glm4_7_flash": 29, "ernie4_5_21b_a3b": 21, "qwen3_5_27b": 26, "qwen3_5_35b_a3b": 34}
 MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_MTP}
+# Of language models alone, in billions; their drafters are checkpoints of their own.
+WITH_ASSISTANT = {"gemma4_e2b": 4, "gemma4_26b_a4b": 25}
+MANDATORY |= {f"model/{preset}": ["method=ngram"] for preset in WITH_ASSISTANT}
 MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
 EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
@@ -188,12 +191,12 @@ def test_a_preset_without_a_draft_has_the_published_number_of_parameters() -> No
     assert num_parameters(config.model.hf_config) == 20_914_757_184
 
 
-@pytest.mark.parametrize(("preset", "billions"), WITH_MTP.items())
+@pytest.mark.parametrize(("preset", "billions"), {**WITH_MTP, **WITH_ASSISTANT}.items())
 def test_presets_with_mtp_have_as_many_parameters_as_their_model_cards_say(preset: str, billions: int) -> None:
     from transformers import AutoConfig
 
     with Composer() as composer:
-        values = composer.config([f"model={preset}", "method=mtp"]).model.hf_config
+        values = composer.config([f"model={preset}", "method=ngram"]).model.hf_config
     assert values is not None
     config = AutoConfig.for_model(**values)
     arch = read_architecture(config)
@@ -241,6 +244,8 @@ def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
         ("qwen3_0_6b", "default"),
         ("qwen3_30b_a3b", "default"),
         ("gemma3_1b", "default"),
+        ("gemma4_e2b", "proportional"),
+        ("gemma4_26b_a4b", "proportional"),
         ("gpt_oss_20b", "yarn"),
         ("glm4_5_air", "default"),
         ("glm4_7_flash", "default"),
@@ -258,9 +263,10 @@ def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) ->
     parameters = config.rope_parameters
     if preset == "gemma3_1b":
         assert parameters["sliding_attention"]["rope_theta"] == values["rope_local_base_freq"]
-        parameters = parameters["full_attention"]
+    parameters = parameters.get("full_attention", parameters)
     assert parameters["rope_type"] == rope_type
-    assert parameters["rope_theta"] == values.get("rope_parameters", values)["rope_theta"]
+    stated = values.get("rope_parameters", values)
+    assert parameters["rope_theta"] == stated.get("full_attention", stated)["rope_theta"]
 
 
 # --- types and ranges ---------------------------------------------------------------------------------------------

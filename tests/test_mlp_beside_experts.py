@@ -1,11 +1,10 @@
 """An MLP and experts beside each other, as Gemma 4 26B-A4B's layers have them, beside transformers' own layer.
 
-A layer of Gemma 3 lends its attention; what stands behind it is compared where the layer's last norm reads it.
+What stands behind the attention is compared where the layer's last norm reads it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from runner.engine.decoder import Decoder
 from runner.engine.decoder_weights import fill_from_checkpoint, fill_randomly
 from runner.engine.errors import UserError
 from runner.engine.expert_shapes import read_expert_shapes
-from runner.engine.families import GEMMA_MIXTURE
+from runner.engine.families import FAMILIES
 from runner.engine.layers import DecoderLayer
 from runner.engine.mlp_beside_experts import MLPBesideExperts
 from runner.engine.paged_shape import PagedShape
@@ -65,21 +64,14 @@ def gemma4(**options: Any) -> Any:
     return AutoConfig.for_model("gemma4_text", **{**SHAPE, **MIXTURE, **options})
 
 
-def gemma3() -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model("gemma3_text", **SHAPE, tie_word_embeddings=True)
-
-
 def architecture() -> Architecture:
-    arch = read_architecture(gemma3())
+    arch = read_architecture(gemma4())
     assert arch is not None
-    shapes = read_expert_shapes(gemma4(), GEMMA_MIXTURE)
-    return replace(arch, experts=shapes, norms_add_one=False, norms_round_last=True)
+    return arch
 
 
 def decoder_of(arch: Architecture, dtype: torch.dtype = torch.float32, shard: Shard | None = None) -> Decoder:
-    return Decoder(arch, gemma3(), max_model_len=64, dtype=dtype, shard=shard)
+    return Decoder(arch, gemma4(), max_model_len=64, dtype=dtype, shard=shard)
 
 
 class NoAttention(torch.nn.Module):
@@ -98,10 +90,9 @@ class TheirLayer:
         self.layer.self_attn = NoAttention()
 
     def save(self, directory: Path) -> ModelSource:
-        """Beside what a Gemma 3 has that is not of this layer's second half."""
+        """Beside what a model has that is not of this layer's second half."""
         own = {f"model.layers.0.{name}": tensor for name, tensor in self.layer.state_dict().items()}
-        del own["model.layers.0.layer_scalar"]
-        tensors = random_model(gemma3()).state_dict() | own
+        tensors = random_model(gemma4()).state_dict() | own
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "lm_head.weight"}
         save_file(tensors, directory / "model.safetensors")
         return ModelSource(model=str(directory))
@@ -139,7 +130,7 @@ def source(theirs: TheirLayer, tmp_path_factory: pytest.TempPathFactory) -> Mode
 def loaded(source: ModelSource, dtype: torch.dtype, shard: Shard | None = None) -> Decoder:
     arch = architecture()
     decoder = decoder_of(arch, dtype, shard)
-    fill_from_checkpoint(decoder, arch, gemma3(), source, shard or Shard())
+    fill_from_checkpoint(decoder, arch, gemma4(), source, shard or Shard())
     return decoder
 
 
@@ -171,7 +162,7 @@ def test_the_error_is_that_of_transformers(
 def test_the_layer_leaves_the_residual_stream_to_what_norms_it_itself(theirs: TheirLayer, source: ModelSource) -> None:
     layer = loaded(source, torch.float32).layers[0]
     assert isinstance(layer.mlp, MLPBesideExperts) and layer.before_mlp is None and layer.experts is layer.mlp.experts
-    names = {name for name in theirs.layer.state_dict() if not name.startswith("experts.") and name != "layer_scalar"}
+    names = {name for name in theirs.layer.state_dict() if not name.startswith("experts.")}
     found = {name for name in layer.weight_targets("") if not name.startswith(("self_attn.", "experts."))}
     assert found == names
     scale = theirs.layer.router.scale.detach() * HIDDEN**-0.5
@@ -206,7 +197,7 @@ def test_rows_keep_their_bits(theirs: TheirLayer, source: ModelSource, dtype: to
     shapes = launch_shapes.row_invariant_shapes(
         launch_shapes.decoder_shapes(decoder.attentions, batch_invariant=True, max_model_len=64),
         decoder.sample_layers,
-        decoder.lm_head,
+        decoder.beside_layers,
         max_model_len=64,
         shard=Shard(),
     )
@@ -229,7 +220,7 @@ def test_the_start_asks_a_gpu_for_every_product(source: ModelSource, monkeypatch
     monkeypatch.setattr(launch_shapes, "_rows_agree", note)
     monkeypatch.setattr(launch_shapes, "_attentions_agree", lambda *_: True)
     shape = PagedShape(rows_per_tile=1, split_keys=None, max_context=64, linear=1)
-    assert launch_shapes._kernels_keep_bits(shape, decoder.sample_layers, decoder.lm_head, None)
+    assert launch_shapes._kernels_keep_bits(shape, decoder.sample_layers, decoder.beside_layers, None)
     (layer,) = decoder.layers
     assert layer.experts is not None and len(layer.product_weights) == 2 + 4
     assert sorted(asked) == sorted(map(id, [decoder.lm_head, layer.experts.router, *layer.product_weights]))
@@ -268,11 +259,11 @@ def test_of_random_weights_scales_are_ones_as_norms_are() -> None:
 
 
 def test_a_config_says_whether_there_are_experts() -> None:
-    assert read_expert_shapes(gemma4(enable_moe_block=False), GEMMA_MIXTURE) is None
-    shapes = read_expert_shapes(gemma4(), GEMMA_MIXTURE)
+    assert read_expert_shapes(gemma4(enable_moe_block=False), FAMILIES["gemma4_text"].experts) is None
+    shapes = read_expert_shapes(gemma4(), FAMILIES["gemma4_text"].experts)
     assert shapes is not None and shapes.in_layers == (True,) and shapes.shared_size == 0
     assert (shapes.num_experts, shapes.rule.choices, shapes.intermediate_size) == (NUM_EXPERTS, CHOICES, 32)
     with pytest.raises(UserError, match=r"top_k_experts of a gemma4_text checkpoint must lie in \[1, 6\], .* got 7"):
-        read_expert_shapes(gemma4(top_k_experts=7), GEMMA_MIXTURE)
+        read_expert_shapes(gemma4(top_k_experts=7), FAMILIES["gemma4_text"].experts)
     with pytest.raises(UserError, match="num_experts of a gemma4_text checkpoint must be given, got null"):
-        read_expert_shapes(gemma4(num_experts=None), GEMMA_MIXTURE)
+        read_expert_shapes(gemma4(num_experts=None), FAMILIES["gemma4_text"].experts)

@@ -62,6 +62,16 @@ LONGROPE = {
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
     "original_max_position_embeddings": 32,
 }
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 3.0,
+    "pad_token_id": 0,
+}
 GPT_OSS = {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 8, "pad_token_id": 0}
 EXPERTS = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2}
 ROUTED = {
@@ -190,6 +200,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4_text": ("gemma4_text", {**GEMMA4, "hidden_size_per_layer_input": 0}),
+    "gemma4_text, inputs of layers": ("gemma4_text", GEMMA4),
+    "gemma4_text, inputs of layers, keys of earlier layers": (
+        "gemma4_text",
+        {**GEMMA4, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma4_text, keys that are values, other heads": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": None,
+        }
+        | {"tie_word_embeddings": False, "use_bidirectional_attention": "vision"},
+    ),
+    "gemma4_text, experts beside an MLP": (
+        "gemma4_text",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 32}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+    ),
+    "gemma4_unified_text": (
+        "gemma4_unified_text",
+        {key: value for key, value in GEMMA4.items() if not key.endswith("per_layer_input")},
+    ),
     "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": ("glm4", {"head_dim": 24, "pad_token_id": 0}),
     "glm4, tied": ("glm4", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": True, "attention_bias": False}),
@@ -314,6 +351,8 @@ BFLOAT16 = (
     "exaone4",
     "gemma2",
     "gemma3_text",
+    "gemma4_text, inputs of layers",
+    "gemma4_text, keys that are values, other heads",
     "glm4",
     "llama, attention bias",
     "mistral, sliding",
@@ -526,6 +565,21 @@ def test_a_router_keeps_its_digits_beside_16_bits(
             "glm4_moe",
             {**ROUTED, "n_group": 3, "topk_group": 1},
             r"topk_group of a glm4_moe checkpoint must lie in \[1, 3\], .* the 3 experts .*, got 1; mend",
+        ),
+        (
+            "gemma4_text",
+            {**GEMMA4, "vocab_size_per_layer_input": 95},
+            "vocab_size_per_layer_input of a gemma4_text checkpoint must be >= 96, its vocab_size, got 95; mend",
+        ),
+        (
+            "gemma4_text",
+            {**GEMMA4, "num_kv_shared_layers": 1},
+            r"num_kv_shared_layers of a gemma4_text .* \(full_attention, sliding_attention\) .* got 1 of 2 layers;",
+        ),
+        (
+            "gemma4_text",
+            {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            r"num_attention_heads of a gemma4_text checkpoint must be divisible by num_key_value_heads \(3\), got 4",
         ),
         ("youtu", {**LATENT, "kv_lora_rank": 0}, "kv_lora_rank of a youtu checkpoint must be >= 1, got 0; mend"),
         ("youtu", {**LATENT, "q_lora_rank": -1}, "q_lora_rank of a youtu checkpoint must be >= 1, got -1; mend"),

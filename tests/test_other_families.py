@@ -44,7 +44,6 @@ def test_weights_in_8_bits_change_no_token_of_a_method(engines: Engines, family:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps_say_what_the_cpu_says(family: str, engines: Engines, emulated_gpu: EmulatedDevice) -> None:
     args = keys_of(family)
-    args["architecture"] = {**args["architecture"], "num_hidden_layers": 2}
     on_cpu = engines(DRAFT_MODEL, **{**SMALL, **args})
     on_gpu = Engines()(DRAFT_MODEL, **{**GPU, **args})
     assert texts(on_gpu, [GREEDY, DRAWN]) == texts(on_cpu, [GREEDY, DRAWN])

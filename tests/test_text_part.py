@@ -55,6 +55,14 @@ STATES: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+HEADS: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+EARS = {**EYES, "output_proj_dims": 32, "subsampling_conv_channels": [8, 4]}
 
 
 def turning(sections: list[int]) -> dict[str, Any]:
@@ -74,6 +82,17 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         },
         {**PATCHES, "model_type": "siglip_vision_model"},
         {},
+    ),
+    "gemma4": (
+        {**TEXT, **HEADS, "model_type": "gemma4_text", "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2}
+        | {"vocab_size_per_layer_input": VOCAB_SIZE},
+        {**EYES, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16},
+        {"audio_config": EARS},
+    ),
+    "gemma4_unified": (
+        {**TEXT, **HEADS, "model_type": "gemma4_unified_text", "attention_k_eq_v": True},
+        {},
+        {"audio_config": {}},
     ),
     "internvl": (QWEN2, {**EYES, "image_size": [28, 28], "patch_size": [14, 14], "model_type": "internvl_vision"}, {}),
     "llava": (LLAMA, CLIP, {}),

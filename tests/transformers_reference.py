@@ -71,6 +71,8 @@ def random_model(config: Any, auto_class: Any = None) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_()
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model
 
 

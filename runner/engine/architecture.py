@@ -18,6 +18,7 @@ from runner.engine.families import FAMILIES, Family, NormNames, is_told
 from runner.engine.fused_tensors import Fused
 from runner.engine.head_shapes import HeadShapes, named, read_head_shapes
 from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes
+from runner.engine.per_layer_inputs import PerLayerShapes
 from runner.engine.rope import ONE_ROPE
 
 
@@ -54,6 +55,9 @@ class Architecture:
     experts: ExpertShapes | None = None
     has_output_gate: bool = False  # Family.has_output_gate
     delta: DeltaShapes | None = None
+    norms_values: bool = False  # Family.norms_values
+    has_layer_scales: bool = False  # Family.has_layer_scales
+    per_layer: PerLayerShapes | None = None  # of inputs that layers have of their own
     latent: LatentShapes | None = None  # of the attention, in place of heads' keys and values
 
     @property
@@ -94,9 +98,22 @@ class Architecture:
             queries = heads.qkv_rows["self_attn.q_proj"]
             both = {"self_attn.q_proj": queries, "self_attn.gate_proj": queries}
             fused["self_attn.q_proj"] = Fused(parts=both, num_groups=heads.num_heads)
+        for layer, own in enumerate(self.heads):
+            if own.are_values_keys:
+                name, rows = f"layers.{layer}.self_attn", own.qkv_rows
+                both = {f"{name}.{part}_proj": rows[f"self_attn.{part}_proj"] for part in "kv"}
+                fused[f"{name}.k_proj"] = Fused(parts=both, is_repeated=True)
         if self.latent is not None:
             return {**fused, **self.latent.fused_tensors}
         return fused if self.delta is None else {**fused, **self.delta.fused_tensors}
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Names of checkpoints' tensors that mean nothing: keys and values of layers that see those of others."""
+        others = [layer for layer, own in enumerate(self.heads) if own.kv_layer != layer]
+        kinds = {"k_proj": ("weight", "bias"), "v_proj": ("weight", "bias"), "k_norm": ("weight",)}
+        names = [f"{name}.{kind}" for name, own in kinds.items() for kind in own]
+        return frozenset(f"model.layers.{layer}.self_attn.{name}" for layer in others for name in names)
 
 
 def gate_up_rows(name: str, intermediate_size: int) -> dict[str, int]:
@@ -153,6 +170,9 @@ def read_architecture(config: Any) -> Architecture | None:
         experts=read_expert_shapes(config, family.experts),
         has_output_gate=family.has_output_gate,
         delta=None if family.delta_nets == "none" else read_delta_shapes(config, family),
+        norms_values=family.norms_values,
+        has_layer_scales=family.has_layer_scales,
+        per_layer=_per_layer_shapes(config, family),
         latent=read_latent_shapes(config) if family.is_latent else None,
     )
 
@@ -166,6 +186,24 @@ def _attention_scale(config: Any, family: Family, head_dim: int) -> float:
     if family.is_latent:
         return latent_scale(config)
     return 1.0 if family.norms_values else float(_own(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5
+
+
+def _per_layer_shapes(config: Any, family: Family) -> PerLayerShapes | None:
+    """None: layers have no inputs of their own.
+
+    Raises:
+        UserError: not every token has such an input.
+    """
+    size = _own(config, family, "hidden_size_per_layer_input")
+    if not size:
+        return None
+    vocab_size = config.vocab_size_per_layer_input
+    if vocab_size < config.vocab_size:
+        raise UserError(
+            f"vocab_size_per_layer_input of a {config.model_type} checkpoint{named(config)} must be >= "
+            f"{config.vocab_size}, its vocab_size, got {vocab_size}; mend its config"
+        )
+    return PerLayerShapes(vocab_size=vocab_size, size=size)
 
 
 def _intermediate_sizes(config: Any, family: Family, heads: Sequence[HeadShapes]) -> tuple[int, ...]:
@@ -183,7 +221,7 @@ def _require_own(config: Any) -> None:
     """Raises UserError for an option that our decoder does not have."""
     name = config.model_type
     of = f"of a {name} checkpoint{named(config)}"
-    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers"):
         if getattr(config, key, 1) < 1:
             raise UserError(f"{key} {of} must be >= 1, got {getattr(config, key)}; mend its config")
     for key, rule in (("use_bidirectional_attention", False), ("is_causal", True)):

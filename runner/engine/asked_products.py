@@ -17,7 +17,9 @@ from runner.engine.mlp_beside_experts import MLPBesideExperts
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, linear, whole
 
-Norms = tuple[RMSNorm | None, RMSNorm | None]  # of an output before it is added to the residual stream, and of the sum
+# Of an output before it is added to the residual stream, and of the sum, and what scales it.
+Norms = tuple[RMSNorm | None, RMSNorm | None, torch.Tensor | None]
+NO_NORMS: Norms = (None, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +28,11 @@ class AskedProduct:
     weights: Sequence[Weight]  # in the order in which rows meet them; of two the first is gated
     rows_for_one: int = 1  # a weight meets one of so many rows
     of_experts: bool = False  # in tiles as plan_linear has them for experts; heads have such, too
-    norms: Norms = (None, None)  # behind it, which add up what it leaves in parts
+    norms: Norms = NO_NORMS  # behind it, which add up what it leaves in parts
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.multiply(x)
-        if self.norms == (None, None):
+        if self.norms == NO_NORMS:
             return whole(rows)
         residual = x[:, :1].repeat(1, rows.shape[1])  # a row's own
         return torch.cat(add_output(rows, residual, *self.norms), dim=1)
@@ -38,7 +40,9 @@ class AskedProduct:
 
 def asked_products(layers: Sequence[DecoderLayer], tile: int | None) -> list[AskedProduct]:
     """Of layers of each kind that a decoder or a draft head has."""
-    return [asked for layer in layers for asked in (*_of_mlp(layer, tile), *_of_mixer(layer, tile))]
+    return [
+        asked for layer in layers for asked in (*_of_mlp(layer, tile), *_of_mixer(layer, tile), *_of_input(layer, tile))
+    ]
 
 
 def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
@@ -46,9 +50,11 @@ def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
     if isinstance(mlp, Experts):
         return _of_experts(mlp, tile)
     if isinstance(mlp, MLPBesideExperts):
-        return [_of_dense(mlp.mlp, (mlp.after_mlp, None), tile), *_of_experts(mlp.experts, tile)]
+        return [_of_dense(mlp.mlp, (mlp.after_mlp, None, None), tile), *_of_experts(mlp.experts, tile)]
     # The norm of the layer behind it is like its own.
-    return [_of_dense(mlp, (layer.after_mlp, layer.input_norm), tile)]
+    is_last = layer.per_layer_input is None
+    norms = (layer.after_mlp, layer.input_norm, layer.scale) if is_last else (layer.after_mlp, None, None)
+    return [_of_dense(mlp, norms, tile)]
 
 
 def _of_dense(mlp: MLP, norms: Norms, tile: int | None) -> AskedProduct:
@@ -84,10 +90,22 @@ def _of_mixer(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
             AskedProduct(
                 multiply=partial(product.in_parts if product in in_parts else product, tile=tile),
                 weights=[product.weight],
-                norms=(layer.after_attention, layer.before_mlp) if product is last else (None, None),
+                norms=(layer.after_attention, layer.before_mlp, None) if product is last else NO_NORMS,
             )
             for product in layer.mixer.products
         ),
+    ]
+
+
+def _of_input(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
+    own = layer.per_layer_input
+    if own is None:
+        return []
+    first, last = own.products
+    norms = (own.norm, layer.input_norm, layer.scale)
+    return [
+        AskedProduct(multiply=partial(first, tile=tile), weights=[first.weight]),
+        AskedProduct(multiply=partial(last.in_parts, tile=tile), weights=[last.weight], norms=norms),
     ]
 
 

@@ -66,7 +66,7 @@ class Attention(Mixer):
     @property
     def kv_width(self) -> int:
         """Elements a token takes in the cache."""
-        return self.seen_width if self.kv_layer == self.layer else 0
+        return self.seen_width if self.has_own_keys else 0
 
     @property
     def seen_width(self) -> int:
@@ -76,8 +76,11 @@ class Attention(Mixer):
     @property
     def shape(self) -> tuple[Any, ...]:
         """What makes kernels' launches differ."""
-        has_own = self.kv_layer == self.layer
-        return (type(self), self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, has_own)
+        return (type(self), self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, self.has_own_keys)
+
+    @property
+    def has_own_keys(self) -> bool:
+        return self.kv_layer == self.layer
 
 
 def one_of_each_shape(attentions: Iterable[Attention]) -> list[Attention]:

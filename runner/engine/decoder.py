@@ -22,6 +22,7 @@ from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget, empty_weight, weight_target
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, head_logits, scale_rows, take_rows
+from runner.engine.per_layer_inputs import PerLayerInputs
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -55,6 +56,11 @@ class Decoder:
             adds_one=arch.norms_add_one,
             rounds_last=arch.norms_round_last,
         )
+        self.per_layer_inputs = (
+            None
+            if arch.per_layer is None
+            else PerLayerInputs(arch.per_layer, arch.num_layers, arch.hidden_size, arch.rms_norm_eps, dtype)
+        )
         self.logits_softcap = _constant(arch.logits_softcap)
         # Rounded as the rows are that it scales (transformers does so).
         self.embedding_scale = _constant(arch.embedding_scale, dtype)
@@ -81,7 +87,8 @@ class Decoder:
     @property
     def products_per_row(self) -> int:
         """Multiplications of a row by weights."""
-        return self.lm_head.shape.numel() + sum(layer.products_per_row for layer in self.layers)
+        beside = sum(weight.shape.numel() for weight in self.beside_layers)
+        return beside + sum(layer.products_per_row for layer in self.layers)
 
     @property
     def product_names(self) -> list[str]:
@@ -99,7 +106,12 @@ class Decoder:
     @property
     def product_weights(self) -> list[Weight]:
         """[out_features, in_features] each: of all shapes that there are."""
-        return [*(weight for layer in self.sample_layers for weight in layer.product_weights), self.lm_head]
+        return [*(weight for layer in self.sample_layers for weight in layer.product_weights), *self.beside_layers]
+
+    @property
+    def beside_layers(self) -> list[Weight]:
+        """Of products that are no layer's, the head's first."""
+        return [self.lm_head, *([] if self.per_layer_inputs is None else [self.per_layer_inputs.projection.weight])]
 
     @property
     def attentions(self) -> list[Attention]:
@@ -127,19 +139,23 @@ class Decoder:
             layers [num_rows, hidden] (0 = embeddings, num_layers = input of the final norm).
         """
         residual = self.embed(batch.token_ids)
+        inputs: torch.Tensor | None = None
+        if self.per_layer_inputs is not None:
+            inputs = self.per_layer_inputs(batch.token_ids, residual, batch.linear_tile)
         ropes = {key: rope(batch.positions, self.embed_tokens) for key, rope in self._ropes.items()}
         hidden: Rows | None = None
-        hidden_norm: RMSNorm | None = None
+        below: DecoderLayer | None = None
         taps: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
-            normed, residual = layer.before_attention(hidden, residual, hidden_norm)
+            normed, residual = layer.before_attention(hidden, residual, below)
             if index in tap_layers:
                 taps[index] = residual
             rope = ropes[layer.mixer.rope_key] if isinstance(layer.mixer, Attention) else None
-            hidden, residual = layer.after_input_norm(normed, residual, rope, batch, cache)
-            hidden_norm = layer.after_mlp
-        assert hidden is not None
-        normed, residual = self.norm.add(hidden, residual, hidden_norm)
+            own = None if inputs is None else inputs[:, index]
+            hidden, residual = layer.after_input_norm(normed, residual, rope, batch, cache, own)
+            below = layer
+        assert hidden is not None and below is not None
+        normed, residual = below.add_output(hidden, residual, self.norm)
         taps[self.num_layers] = residual
         return normed, [taps[index] for index in tap_layers]
 
@@ -162,6 +178,8 @@ class Decoder:
         """Of the weights of all products, which are filled. A head tied to the embedding becomes a copy of it."""
         for layer in self.layers:
             layer.convert(change)
+        if self.per_layer_inputs is not None:
+            self.per_layer_inputs.convert(change)
         self.lm_head = change(self.lm_head)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -182,6 +200,8 @@ class Decoder:
         }
         if self.lm_head is not self.tied_rows:
             targets[f"{HEAD}.weight"] = weight_target(self.lm_head, slice(None), 0 if self._splits_head else None)
+        if self.per_layer_inputs is not None:
+            targets |= self.per_layer_inputs.weight_targets("model.")
         for index, layer in enumerate(self.layers):
             targets |= layer.weight_targets(LAYER.format(index))
         return targets

@@ -32,11 +32,13 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
     # A module's block is like one of the layers, or has an MLP where all of these have experts.
     block_names = {name for layer in decoder.sample_layers for name in layer.weight_targets("")}
     block_names |= {f"{name}.weight" for name in (*gate_up_rows("mlp", arch.intermediate_sizes[0]), "mlp.down_proj")}
-    unknown = []
+    unknown, unread = [], arch.unread
     whole_matrices = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
     for name, tensor in in_our_order(whole_matrices, arch.head_orders):
         if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):
             continue  # derived from the config; a copy of the embedding
+        if name in unread:
+            continue
         target = targets.pop(name, None)
         of_product = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in names
         if target is None and of_product and not tensor[...].any():
@@ -66,7 +68,7 @@ def fill_randomly(decoder: Decoder) -> None:
         generator = whole if decoder.shard.size == 1 or target.shard_dim is None else own
         if name == f"{HEAD}.weight" and decoder.is_tied:
             fill_quantized(target, decoder.tied_rows)
-        elif "norm" in name or name.endswith("scale"):
+        elif "norm" in name or name.endswith(("scale", "layer_scalar")):
             target.view.fill_(1.0)
         elif target.quantized is None:
             target.view.normal_(std=STD, generator=generator)

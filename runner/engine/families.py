@@ -107,6 +107,7 @@ class Family:
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()  # of what one tensor of the checkpoint holds all
     heads_by_layer: bool = False  # those of layers that see all are others, and the last layers may have no keys
     norms_values: bool = False  # of each head, by no weights; then logits of the attention are not scaled
+    has_layer_scales: bool = False  # each layer's of the residual stream behind it
     has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
     has_output_gate: bool = False  # beside each query head stands what gates its attention (arXiv 2505.06708)
     # Of layers of type linear_attention, and how tensors hold projections together: matrix by matrix (Qwen3.5), or a
@@ -149,6 +150,15 @@ _LATER_GEMMA: dict[str, Any] = {
     "activation_names": ("gelu_pytorch_tanh",),  # "gelu" means itself
     "norms": GEMMA_NORMS,
     "windows": "by_layer",
+}
+_GEMMA4: dict[str, Any] = {
+    **_LATER_GEMMA,
+    "norms_add_one": False,
+    "norms_round_last": True,
+    "qk_norm": True,
+    "heads_by_layer": True,
+    "norms_values": True,
+    "has_layer_scales": True,
 }
 
 _OLMO: dict[str, Any] = {
@@ -195,7 +205,7 @@ _QWEN_MIXTURE: dict[str, Any] = {
 _SPARSE_QWEN_MIXTURE = Mixture(**_QWEN_MIXTURE, is_normalized="norm_topk_prob", layers="by_step")
 
 # Gemma 4's, as its 26B-A4B has it; dense layers of that family have none.
-GEMMA_MIXTURE = Mixture(
+_GEMMA_MIXTURE = Mixture(
     block="",
     is_there="enable_moe_block",
     norms=NormsBeside(),
@@ -244,6 +254,12 @@ FAMILIES = {
         **_LATER_GEMMA, reads=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
     ),
     "gemma3_text": Family(**_LATER_GEMMA, qk_norm=True, reads=("query_pre_attn_scalar", "final_logit_softcapping")),
+    "gemma4_text": Family(
+        **_GEMMA4,
+        reads=("final_logit_softcapping", "use_double_wide_mlp", "hidden_size_per_layer_input"),
+        experts=_GEMMA_MIXTURE,
+    ),
+    "gemma4_unified_text": Family(**_GEMMA4, reads=("final_logit_softcapping", "use_double_wide_mlp")),
     "glm": Family(is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "glm4": Family(norms=GLM_NORMS, is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "glm4_moe_lite": Family(**_LATENT, experts=replace(_DEEPSEEK_MIXTURE, layers="by_type")),

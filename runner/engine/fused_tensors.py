@@ -18,6 +18,11 @@ class Fused:
     parts: Mapping[str, int]  # name of a matrix -> its rows
     num_groups: int = 1
     transposed: tuple[str, ...] = ()  # of these each group's rows become columns
+    is_repeated: bool = False  # every matrix is all of it
+
+    @property
+    def num_rows(self) -> int:
+        return max(self.parts.values()) if self.is_repeated else sum(self.parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +86,11 @@ def split_fused(tensors: Iterable[tuple[str, Any]], fused: Mapping[str, Fused]) 
     for name, tensor in tensors:
         module, _, kind = name.rpartition(".")
         found = next((own for own in fused if module.endswith(f".{own}")), None)
-        if found is None or sum(fused[found].parts.values()) != tensor.get_shape()[0]:
+        if found is None or fused[found].num_rows != tensor.get_shape()[0]:
             yield name, tensor
+            continue
+        if fused[found].is_repeated:
+            yield from ((f"{module.removesuffix(found)}{part}.{kind}", tensor) for part in fused[found].parts)
             continue
         first, num_groups = 0, fused[found].num_groups
         for part, total in fused[found].parts.items():

@@ -11,7 +11,7 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import Rows, gate, linear, rotate_and_store
+from runner.engine.operations import Rows, gate, linear, rotate, rotate_and_store
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
@@ -39,8 +39,11 @@ class GroupedQueryAttention(Attention):
         self.sinks = torch.empty(self.num_heads, dtype=torch.float32) if arch.has_sinks else None
         self.rope_key, self.head_layout = arch.ropes[layer], heads.layout
         in_features = arch.hidden_size if in_features is None else in_features
+        # Queries alone where keys and values are another layer's.
+        names = list(heads.qkv_rows)[: 3 if self.has_own_keys else 1]
+        rows = {name: heads.qkv_rows[name] for name in names}
         self.qkv_proj = ColumnParallelLinear(
-            in_features, heads.qkv_rows, bias=arch.qkv_bias, shard=shard, dtype=dtype, quantization=quantization
+            in_features, rows, bias=arch.qkv_bias, shard=shard, dtype=dtype, quantization=quantization
         )
         self.o_proj = RowParallelLinear(
             heads.num_heads * heads.head_dim,
@@ -87,6 +90,9 @@ class GroupedQueryAttention(Attention):
             None if norm is None or self._is_norm_whole else (norm.weight, norm.eps)
             for norm in (self.q_norm, self.k_norm)
         ]
+        # By no weights: by ones.
+        eps, ones = torch.tensor(arch.rms_norm_eps), torch.ones(heads.head_dim, dtype=torch.float32)
+        self._value_norm = (ones, eps) if arch.norms_values else None
 
     def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
         assert rope is not None, "of rope_key"
@@ -99,18 +105,22 @@ class GroupedQueryAttention(Attention):
             self.k_norm.overwrite(qkv[:, queries : queries + keys])
         else:
             qkv = self.qkv_proj.in_parts(hidden, batch.linear_tile)
-        query = rotate_and_store(
-            qkv,
-            rope,
-            batch.slot_mapping,
-            cache,
-            self.layer,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            q_norm=self._norms[0],
-            k_norm=self._norms[1],
-        )
+        if self.has_own_keys:
+            query = rotate_and_store(
+                qkv,
+                rope,
+                batch.slot_mapping,
+                cache,
+                self.layer,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                q_norm=self._norms[0],
+                k_norm=self._norms[1],
+                v_norm=self._value_norm,
+            )
+        else:
+            query = rotate(qkv, rope, num_heads=self.num_heads, head_dim=self.head_dim, q_norm=self._norms[0])
         out = self.attend(query, cache.layers[self.kv_layer], batch.attention)
         if self.gate_proj is not None:
             out = gate(out, self.gate_proj(hidden, batch.linear_tile), "sigmoid")
@@ -156,7 +166,8 @@ class GroupedQueryAttention(Attention):
             targets |= product.weight_targets(prefix)
         if self.q_norm is not None and self.k_norm is not None:
             targets[f"{prefix}self_attn.q_norm.weight"] = self.q_norm.target
-            targets[f"{prefix}self_attn.k_norm.weight"] = self.k_norm.target
+            if self.has_own_keys:
+                targets[f"{prefix}self_attn.k_norm.weight"] = self.k_norm.target
         if self.sinks is not None:
             targets[f"{prefix}self_attn.sinks"] = WeightTarget(view=self.sinks, shard_dim=0)
         return targets

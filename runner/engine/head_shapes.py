@@ -41,10 +41,12 @@ def read_head_shapes(config: Any, family: Family) -> tuple[HeadShapes, ...]:
     """
     num_layers = config.num_hidden_layers
     of_layers = [config.per_layer_config[layer] if family.heads_by_layer else config for layer in range(num_layers)]
+    for own in of_layers:
+        _require_heads(own, config)
     return tuple(
         HeadShapes(
             num_heads=own.num_attention_heads,
-            num_kv_heads=_num_kv_heads(own, config),
+            num_kv_heads=own.num_key_value_heads,
             layout=_layout(own, family),
             kv_layer=source,
             are_values_keys=family.heads_by_layer and config.attention_k_eq_v and kind == FULL,
@@ -58,15 +60,17 @@ def _kinds(config: Any, family: Family) -> list[str]:
     return config.layer_types if family.heads_by_layer else [FULL] * config.num_hidden_layers
 
 
-def _num_kv_heads(own: Any, config: Any) -> int:
+def _require_heads(own: Any, config: Any) -> None:
     """own: the config as one of the layers has it."""
-    heads, keys = own.num_attention_heads, own.num_key_value_heads
-    if heads % keys:
+    of = f"of a {config.model_type} checkpoint{named(config)}"
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(own, key) < 1:
+            raise UserError(f"{key} {of} must be >= 1, got {getattr(own, key)}; mend its config")
+    if own.num_attention_heads % own.num_key_value_heads:
         raise UserError(
-            f"num_attention_heads of a {config.model_type} checkpoint{named(config)} must be divisible by "
-            f"num_key_value_heads ({keys}), got {heads}; mend its config"
+            f"num_attention_heads {of} must be divisible by num_key_value_heads ({own.num_key_value_heads}), "
+            f"got {own.num_attention_heads}; mend its config"
         )
-    return int(keys)
 
 
 def _kv_layers(config: Any, family: Family) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from runner.engine.bucket import OF_GENERATED_TOKENS, OF_PROMPTS, Buckets
 from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
 from runner.engine.layers import DecoderLayer
-from runner.engine.operations import head_logits
+from runner.engine.operations import head_logits, linear
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Family, Segment
 from runner.engine.shard import Shard
@@ -122,7 +123,7 @@ def product_tile(device: torch.device, *, batch_invariant: bool) -> int | None:
 def row_invariant_shapes(
     shapes: Shapes,
     layers: Sequence[DecoderLayer],  # one of each kind
-    lm_head: Weight,
+    beside: Sequence[Weight],  # Decoder.beside_layers, the head first
     *,
     softcap: torch.Tensor | None = None,  # of the logits
     max_model_len: int,
@@ -133,11 +134,11 @@ def row_invariant_shapes(
     Asked of the machine at the start, with layers of the model and its head: what a BLAS or a compiler does with a row
     cannot be read off its documentation. Ranks ask in step, since some of the products are all of theirs.
     """
-    if runs_kernels(lm_head.device):
+    if runs_kernels(beside[0].device):
         from kernels.kernel import compile_ahead  # Triton, as everywhere here where kernels run
 
         def ask() -> bool:
-            keep = [_kernels_keep_bits(shape, layers, lm_head, softcap) for shape in shapes.values()]
+            keep = [_kernels_keep_bits(shape, layers, beside, softcap) for shape in shapes.values()]
             return all(keep)
 
         compile_ahead(ask)
@@ -150,7 +151,7 @@ def row_invariant_shapes(
         (
             tried
             for tried in candidates
-            if shard.all(all(_keeps_bits_on_cpu(shape, layers, lm_head) for shape in tried.values()))
+            if shard.all(all(_keeps_bits_on_cpu(shape, layers, beside) for shape in tried.values()))
         ),
         None,
     )
@@ -160,10 +161,10 @@ def _attentions(layers: Sequence[DecoderLayer]) -> list[Attention]:
     return one_of_each_shape(layer.mixer for layer in layers if isinstance(layer.mixer, Attention))
 
 
-def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], lm_head: Weight) -> bool:
+def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], beside: Sequence[Weight]) -> bool:
     tile = shape.linear
     mixtures = [layer.experts for layer in layers if layer.experts is not None]
-    weights = [lm_head, *(weight for layer in layers for weight in layer.product_weights)]
+    weights = [*beside, *(weight for layer in layers for weight in layer.product_weights)]
     routers = [mixture.router for mixture in mixtures]
     weights += [router if isinstance(router, Panels) else unpack(router).float() for router in routers]
     weights += [mixture.shared_gate for mixture in mixtures if mixture.shared_gate is not None]
@@ -188,7 +189,7 @@ def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], lm_he
             value_dim=attention.value_dim,
             tile_rows=shape.attention,
             context=context,
-            dtype=lm_head.dtype,
+            dtype=beside[0].dtype,
             softcap=attention.softcap,
             sinks=attention.sinks,
         )
@@ -213,7 +214,7 @@ def _experts_keep_bits(experts: Experts, tile: int) -> bool:
 
 
 def _kernels_keep_bits(
-    shape: LaunchShape, layers: Sequence[DecoderLayer], lm_head: Weight, softcap: torch.Tensor | None
+    shape: LaunchShape, layers: Sequence[DecoderLayer], beside: Sequence[Weight], softcap: torch.Tensor | None
 ) -> bool:
     """A row alone against the same row in company, in every product with the norm behind it, and over two splits.
 
@@ -222,8 +223,10 @@ def _kernels_keep_bits(
     assert isinstance(shape, PagedShape)
     attentions = _attentions(layers)
     tile, dtype = shape.linear, attentions[0].o_proj.weight.dtype
+    lm_head, *others = beside
     asked = [
         *asked_products(layers, tile),
+        *(AskedProduct(multiply=partial(linear, weight=own, bias=None, tile=tile), weights=[own]) for own in others),
         AskedProduct(multiply=lambda x: head_logits(x, lm_head, tile, softcap), weights=[lm_head]),
     ]
     return all([*_products_agree(asked, dtype), *(_attentions_agree(shape, own) for own in attentions)])

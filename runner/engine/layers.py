@@ -20,12 +20,13 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.grouped_query_attention import GroupedQueryAttention
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.latent_attention import LatentAttention
-from runner.engine.linear import WeightTarget
+from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.mixer import Mixer
 from runner.engine.mlp import MLP
 from runner.engine.mlp_beside_experts import MLPBesideExperts
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows
+from runner.engine.per_layer_inputs import PerLayerInput
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
@@ -79,6 +80,13 @@ class DecoderLayer:
             self.mixer = GroupedQueryAttention(
                 arch, layer, shard, dtype, in_features=in_features, quantization=quantization
             )
+        self.per_layer_input = (
+            None
+            if arch.per_layer is None
+            else PerLayerInput(arch.per_layer, arch.hidden_size, arch.rms_norm_eps, dtype, quantization=quantization)
+        )
+        # Of the residual stream behind the layer.
+        self.scale = torch.empty((), dtype=torch.float32) if arch.has_layer_scales else None
         mlp = partial(
             MLP,
             arch.hidden_size,
@@ -111,15 +119,17 @@ class DecoderLayer:
         return self.after_input_norm(normed, residual, rope, batch, cache)
 
     def before_attention(
-        self, hidden: Rows | None, residual: torch.Tensor, hidden_norm: RMSNorm | None = None
+        self, hidden: Rows | None, residual: torch.Tensor, below: DecoderLayer | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(input of the attention, the residual stream in front of the layer), both [num_rows, hidden].
 
-        hidden_norm: after_mlp of the layer below.
+        below: the layer that hidden comes from; None: it comes from a plain one.
         """
         if hidden is None:
             return residual if self.input_norm is None else self.input_norm(residual), residual
-        return add_output(hidden, residual, hidden_norm, self.input_norm)
+        if below is None:
+            return add_output(hidden, residual, None, self.input_norm)
+        return below.add_output(hidden, residual, self.input_norm)
 
     def after_input_norm(
         self,
@@ -128,11 +138,28 @@ class DecoderLayer:
         rope: RopeRows | None,
         batch: ForwardBatch,
         cache: PagedKVCache,
+        inputs: torch.Tensor | None = None,  # [num_rows, size], of this layer alone, where layers have some
     ) -> tuple[Rows, torch.Tensor]:
-        """(output not yet normed by after_mlp and added, residual), both [num_rows, hidden]."""
-        attended = self.mixer(normed, rope, batch, cache)
+        """(output that add_output takes, residual), both [num_rows, hidden]."""
+        attended, tile = self.mixer(normed, rope, batch, cache), batch.linear_tile
         normed, residual = add_output(attended, residual, self.after_attention, self.before_mlp)
-        return self.mlp(normed, batch.linear_tile), residual
+        output = self.mlp(normed, tile)
+        if self.per_layer_input is None:
+            return output, residual
+        assert inputs is not None
+        _, residual = add_output(output, residual, self.after_mlp, None)
+        return self.per_layer_input(residual, inputs, tile), residual
+
+    def add_output(
+        self, output: Rows, residual: torch.Tensor, next_norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the function, of what after_input_norm returns."""
+        return add_output(output, residual, self.output_norm, next_norm, self.scale)
+
+    @property
+    def output_norm(self) -> RMSNorm | None:
+        """Of what the layer adds last."""
+        return self.after_mlp if self.per_layer_input is None else self.per_layer_input.norm
 
     @property
     def attention(self) -> Attention:
@@ -157,22 +184,31 @@ class DecoderLayer:
     def product_weights(self) -> list[Weight]:
         """[out_features, in_features] each; of experts those of one."""
         weights = [*self.mixer.product_weights, *self.mlp.product_weights]
-        return weights if self.mlp.shared is None else [*weights, *self.mlp.shared.product_weights]
+        weights += [] if self.mlp.shared is None else self.mlp.shared.product_weights
+        return [*weights, *(product.weight for product in self._products_of_input)]
+
+    @property
+    def _products_of_input(self) -> list[ColumnParallelLinear]:
+        return [] if self.per_layer_input is None else self.per_layer_input.products
 
     @property
     def products_per_row(self) -> int:
         """Multiplications of a row by weights."""
-        return self.mlp.products_per_row + self.mixer.products_per_row
+        of_input = sum(product.weight.shape.numel() for product in self._products_of_input)
+        return self.mlp.products_per_row + self.mixer.products_per_row + of_input
 
     @property
     def product_names(self) -> list[str]:
         """Of the checkpoint's matrices that may be quantized: all but routers and gates."""
-        return [*(f"{name}.weight" for name in self.mixer.product_names), *self.mlp.product_names]
+        names = [*self.mixer.product_names, *(name for own in self._products_of_input for name in own.part_rows)]
+        return [*(f"{name}.weight" for name in names), *self.mlp.product_names]
 
     def convert(self, change: Change) -> None:
         """As Decoder.convert."""
         self.mixer.convert(change)
         self.mlp.convert(change)
+        if self.per_layer_input is not None:
+            self.per_layer_input.convert(change)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         names = self._names
@@ -183,15 +219,23 @@ class DecoderLayer:
             names.after_mlp: self.after_mlp,
         }
         own = {f"{prefix}{name}.weight": norm.target for name, norm in norms.items() if norm is not None}
+        if self.per_layer_input is not None:
+            own |= self.per_layer_input.weight_targets(prefix)
+        if self.scale is not None:
+            own[f"{prefix}layer_scalar"] = WeightTarget(view=self.scale.view(1))
         return own | self.mixer.weight_targets(prefix) | self.mlp.weight_targets(prefix)
 
 
 def add_output(
-    output: Rows, residual: torch.Tensor, output_norm: RMSNorm | None, next_norm: RMSNorm | None
+    output: Rows,
+    residual: torch.Tensor,
+    output_norm: RMSNorm | None,
+    next_norm: RMSNorm | None,
+    scale: torch.Tensor | None = None,  # [] float32, of the sum
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(input of what comes next, the residual stream with the output added), all [num_rows, hidden]."""
     if next_norm is not None:
-        return next_norm.add(output, residual, output_norm)
+        return next_norm.add(output, residual, output_norm, scale)
     assert output_norm is not None, "there is a norm on one side"
-    residual = output_norm.add_to(residual, output)
+    residual = output_norm.add_to(residual, output, scale)
     return residual, residual

@@ -67,7 +67,7 @@ class ModelRunner(PagedRunner):
             kept = row_invariant_shapes(
                 self.shapes,
                 model.sample_layers,
-                model.lm_head,
+                model.beside_layers,
                 softcap=model.logits_softcap,
                 max_model_len=model.max_model_len,
                 shard=model.shard,

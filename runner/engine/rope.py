@@ -168,7 +168,8 @@ def rope_tables(
             inv_freq = 1.0 / (parameters["rope_theta"] ** (steps / layout.num_rotated))
         else:
             of_kind = {"layer_type": key} if key else {}
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_model_len, **of_kind)
+            own = config.per_layer_config[key] if key else config  # whose heads may be others (Gemma 4)
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](own, torch.device("cpu"), seq_len=max_model_len, **of_kind)
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inv_freq.float()
     # What does not turn has a cosine of 1 and a sine of 0.
     unturned = (0, half - len(inv_freq))
