@@ -2,9 +2,10 @@
 
 A program takes BLOCK_M packed rows, the query heads of one KV head times a tile's launch rows, so that keys and values
 are read once for all of them; a KV head with more query heads has several programs. Where values are the first columns
-of keys (latent attention: DeepSeek-V2, arXiv 2405.04434), they are read once and multiplied as both. Split form (decode
-and verification, after Flash-Decoding): a program sees the keys of one split, and merge_splits.py merges each row's
-splits. Whole form (prompts): it walks all keys of its tile.
+of keys (latent attention: DeepSeek-V2, arXiv 2405.04434), they are read once and multiplied as both. Other values that
+are wider than VALUE_COLUMNS (Gemma 4) are shared among programs, each of which multiplies by all keys. Split form
+(decode and verification, after Flash-Decoding): a program sees the keys of one split, and merge_splits.py merges each
+row's splits. Whole form (prompts): it walks all keys of its tile.
 
 A row's bits depend on its query and its visible keys alone. Keys sit at their absolute positions in blocks of BLOCK_N
 and in splits, so every product and every sum has the same shape wherever a row is; a block that only a neighbour needs
@@ -35,14 +36,19 @@ from kernels.tanh import tanh
 BLOCK_M = 64  # packed rows of a tile: with 4 warps, what Hopper's wgmma takes, for one row as for many
 BLOCK_N = 64  # keys of a step
 WIDE_BLOCK_N = 32  # of heads wider than 128: with 64 keys a thread's registers would not hold a step
+NARROW_BLOCK_N = 16  # of heads wider than 256: the slots of 32 keys would have no registers left; and of short memory
 FLOAT32_BLOCK_N = 16  # float32 has no tensor cores: plain multiply-adds, all of a step's in registers
 SPLIT_KEYS = 512  # keys of a split; a multiple of BLOCK_N
 OWN_SPLITS = 2  # of a tree's row: the split in which its tree begins, and the next one
+# Values apart that a program takes: all that registers of four warps hold beside a step. Eight hold twice as many, but
+# Triton lays them along the rows of a first product whose result another one takes, and there are no more than four
+# warps' rows: both halves would multiply the same queries and keys. They do where values lie in keys.
+VALUE_COLUMNS = 256
 STAGE_BYTES = 96 * 1024  # shared memory for keys and values on their way; sm_80 has 163 KB, the queries need some too
-# Of values in keys that are wider than 256 a thread of eight warps holds what one of four does of others, and the
-# queries of a tile need so much memory that they are counted: bytes of both. A GPU that has less than the second number
-# for a program (compute capability 8.6, 8.9, 12.0) takes half of the keys at a time.
-WIDE_LATENT_BYTES, LEAST_LATENT_BYTES = 220 * 1024, 120 * 1024
+# Queries wider than 256 need so much memory that they are counted: bytes of both. A GPU that has less than the second
+# number for a program (compute capability 8.6, 8.9, 12.0) takes NARROW_BLOCK_N keys at a time, from as many bytes of a
+# key and value on as the third says, and counts the queries too.
+WIDE_BYTES, LEAST_WIDE_BYTES, WIDE_KEY_BYTES = 220 * 1024, 120 * 1024, 1024
 
 
 def rows_per_tile(num_heads: int, num_kv_heads: int) -> int:
@@ -117,7 +123,8 @@ def attend_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,  # >= HEAD_DIM; if VALUES_IN_KEYS VALUE_BLOCK
-    VALUE_BLOCK: tl.constexpr,  # >= VALUE_DIM
+    VALUE_BLOCK: tl.constexpr,  # times VALUE_PARTS >= VALUE_DIM
+    VALUE_PARTS: tl.constexpr,  # programs that a head's values are shared among
     TAIL_BLOCK: tl.constexpr,  # if VALUES_IN_KEYS >= HEAD_DIM - VALUE_DIM, or 0 where there are no such columns
     VALUES_IN_KEYS: tl.constexpr,  # of the one KV head: its first VALUE_DIM columns are both
     BLOCK_SIZE: tl.constexpr,
@@ -137,6 +144,8 @@ def attend_kernel(
     if OVERLAPS:
         await_input()
     tile, share, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if VALUE_PARTS > 1:
+        value_part, share = share % VALUE_PARTS, share // VALUE_PARTS
     kv_head = share // SHARES
     if first_keys_ptr is not None:  # shared tiles have a program for each split, the others for those they attend to
         own = tile - num_shared_tiles * num_splits
@@ -167,6 +176,8 @@ def attend_kernel(
     # Places without a row see what the last row sees: if they saw no key, they would divide zero by zero.
     first, last = visible(position + tl.minimum(row_in_tile, size - 1), last_key, WINDOW, IS_CAUSAL)
     head_columns, value_columns = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
+    if VALUE_PARTS > 1:
+        value_columns += value_part * VALUE_BLOCK
     is_head_column, is_value_column = head_columns < KEY_DIM, value_columns < VALUE_DIM
     query = tl.load(
         query_ptr + (row * query_row_stride + head * query_head_stride)[:, None] + head_columns[None, :],
@@ -231,13 +242,14 @@ def attend_kernel(
         numerator = tl.dot(weights.to(value.dtype), value, numerator * alpha[:, None], input_precision="ieee")
         maximum, slots = larger, next_slots
 
-    if VALUES_IN_KEYS:
+    if VALUES_IN_KEYS or VALUE_PARTS > 1:
         # The same without quotients, where it can be: a thread stores parts of many rows, and what it knew of each
         # since before the loop would have no registers.
         is_row = packed < size * GROUP
-        result_row = first_row.to(tl.int64) * (SHARES * GROUP) + share * GROUP + packed
-        if SHARES > 1:
-            result_row += packed // GROUP * ((SHARES - 1) * GROUP)
+        OTHERS: tl.constexpr = (NUM_KV_HEADS * SHARES - 1) * GROUP  # heads of a row that other programs take
+        result_row = first_row.to(tl.int64) * (OTHERS + GROUP) + share * GROUP + packed
+        if OTHERS > 0:
+            result_row += packed // GROUP * OTHERS
     else:
         result_row = row * (NUM_KV_HEADS * SHARES * GROUP) + head
     if SPLIT_KEYS > 0:
@@ -287,13 +299,10 @@ def paged_attention(
     output = query.new_empty(num_rows, num_heads * value_dim)
     if num_tiles == 0:
         return output
-    head_block, value_block = (max(16, next_power_of_2(dim)) for dim in (head_dim, value_dim))
-    tail_block, latent_block, columns = 0, 0, head_block + value_block
-    if values_in_keys:
-        tail_block = max(16, next_power_of_2(head_dim - value_dim)) if head_dim > value_dim else 0
-        head_block, latent_block, columns = value_block, value_block, value_block + tail_block
+    blocks = blocks_of(head_dim, value_dim, values_in_keys=values_in_keys)
+    value_parts = blocks["VALUE_PARTS"]
     seen: dict[str, Any] = {"WINDOW": sliding_window or 0, "IS_CAUSAL": is_causal}
-    seen |= {"SPLIT_KEYS": split_keys if is_split else 0, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
+    seen |= {"SPLIT_KEYS": split_keys if is_split else 0, "VALUE_DIM": value_dim}
     overlaps = can_overlap(query.device)
     num_splits = cdiv(segments.max_context, split_keys) if is_split and split_keys is not None else 1
     attended, maxima, sums = output, None, None
@@ -301,10 +310,11 @@ def paged_attention(
         maxima, sums = query.new_empty(2, num_rows, num_heads, num_splits, dtype=torch.float32)
         attended = query.new_empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32)
     group = heads_of_a_program(num_heads, num_kv_heads)
-    grid = (num_tiles, num_heads // group, num_splits)
+    programs = num_heads // group * value_parts  # of a tile and split
+    grid = (num_tiles, programs, num_splits)
     if shares:
         assert split_keys is not None and segments.branch_slots.shape[1] <= split_keys  # so that OWN_SPLITS suffice
-        grid = (segments.num_shared_tiles * num_splits + len(own.tile_rows) * OWN_SPLITS, num_heads // group, 1)
+        grid = (segments.num_shared_tiles * num_splits + len(own.tile_rows) * OWN_SPLITS, programs, 1)
     attend_kernel[grid](
         query,
         kv_cache,
@@ -333,8 +343,6 @@ def paged_attention(
         SHARES=num_heads // (num_kv_heads * group),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        HEAD_BLOCK=head_block,
-        TAIL_BLOCK=tail_block,
         VALUES_IN_KEYS=values_in_keys,
         BLOCK_SIZE=kv_cache.shape[1],
         SOFTCAP=softcap or 0.0,
@@ -343,8 +351,14 @@ def paged_attention(
         OVERLAPS=overlaps,
         launch_pdl=overlaps,
         BLOCK_M=BLOCK_M,
+        **blocks,
         **seen,
-        **launch_options(columns, query.element_size(), latent_block, shared_memory(query.device)),
+        **launch_options(
+            blocks,
+            query.element_size(),
+            values_in_keys=values_in_keys,
+            capacity=shared_memory(query.device),
+        ),
     )
     if is_split:
         merge_splits(
@@ -358,24 +372,57 @@ def paged_attention(
             own.tile_positions,
             own.last_keys,
             segments.max_tile_size,
+            VALUE_BLOCK=blocks["VALUE_BLOCK"] * value_parts,
             **seen,
         )
     return output
 
 
-def launch_options(columns: int, element_size: int, latent_block: int = 0, capacity: int = HOPPERS) -> dict[str, Any]:
-    """How attend_kernel is compiled; as many blocks of `columns` wide keys and values under way as memory holds.
+@cache
+def blocks_of(head_dim: int, value_dim: int, *, values_in_keys: bool) -> dict[str, int]:
+    """Of attend_kernel: columns that a program takes, rounded up to powers of two, and programs of a head's values."""
+    head_block, value_block = (max(16, next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    if values_in_keys:
+        tail_block = max(16, next_power_of_2(head_dim - value_dim)) if head_dim > value_dim else 0
+        return {"HEAD_BLOCK": value_block, "TAIL_BLOCK": tail_block, "VALUE_BLOCK": value_block, "VALUE_PARTS": 1}
+    value_parts = max(1, value_block // VALUE_COLUMNS)
+    value_block //= value_parts
+    return {"HEAD_BLOCK": head_block, "TAIL_BLOCK": 0, "VALUE_BLOCK": value_block, "VALUE_PARTS": value_parts}
+
+
+def launch_options(
+    blocks: dict[str, int], element_size: int, *, values_in_keys: bool = False, capacity: int = HOPPERS
+) -> dict[str, Any]:
+    """How attend_kernel is compiled; as many blocks of keys and values under way as memory holds.
 
     Args:
-        latent_block: how many of the columns are keys and values at once.
+        blocks: see blocks_of.
         capacity: bytes of shared memory that a program may have.
+
+    Raises:
+        ValueError: The queries of a tile and a block of keys take more.
     """
-    block_n, num_warps, stage_bytes = BLOCK_N if columns <= 256 else WIDE_BLOCK_N, 4, STAGE_BYTES
-    if latent_block > 256:
-        num_warps, stage_bytes = 8, WIDE_LATENT_BYTES - BLOCK_M * columns * element_size
+    key_columns = blocks["HEAD_BLOCK"] + blocks["TAIL_BLOCK"]
+    columns = key_columns + (0 if values_in_keys else blocks["VALUE_BLOCK"])
+    query_bytes = BLOCK_M * key_columns * element_size
+    block_n, num_warps, stage_bytes, most_stages = BLOCK_N if columns <= 256 else WIDE_BLOCK_N, 4, STAGE_BYTES, 3
+    if blocks["HEAD_BLOCK"] > 256:
+        stage_bytes = WIDE_BYTES - query_bytes
+        if values_in_keys:
+            num_warps = 8
+        else:
+            block_n, most_stages = NARROW_BLOCK_N, 4
+    if columns * element_size >= WIDE_KEY_BYTES and capacity < LEAST_WIDE_BYTES:
+        block_n, stage_bytes = NARROW_BLOCK_N, capacity - query_bytes
     if element_size == 4:
         block_n, num_warps = min(BLOCK_N, FLOAT32_BLOCK_N), 16
-    num_stages = min(3, max(1, stage_bytes // (block_n * columns * element_size)))
-    if latent_block > 256 and capacity < LEAST_LATENT_BYTES:
-        block_n, num_stages = min(block_n, WIDE_BLOCK_N // 2), 2
+    least_bytes = query_bytes + block_n * key_columns * element_size
+    if least_bytes > capacity:
+        raise ValueError(
+            f"attention to keys of {key_columns} columns of {element_size} bytes takes {least_bytes // 1024} KB of "
+            f"shared memory, and this GPU has {capacity // 1024} KB for a program"
+        )
+    # Of 16 bits two always fit: there the queries lie in registers, in part.
+    least_stages = 2 if element_size == 2 else 1
+    num_stages = min(most_stages, max(least_stages, stage_bytes // (block_n * columns * element_size)))
     return {"BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}

@@ -20,6 +20,7 @@ from kernels.cpu.exchange import num_bytes
 from runner.benchmarks.decoding_cases import free_guesses
 from runner.engine import launch_shapes
 from runner.engine.download import Download
+from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
 from runner.engine.layers import DecoderLayer
 from runner.engine.request import DraftTokens, VerifyOutput
@@ -32,6 +33,7 @@ from runner.metrics import InParts
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
 from tests.emulated_ranks import complete_in_rank
+from tests.other_families import FAMILIES as OTHER_FAMILIES
 from tests.test_gpu_engine import Bits, allowed
 
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11]}, {"prompt_token_ids": [3, 4]}]
@@ -333,6 +335,15 @@ def test_where_products_are_left_in_parts_steps_say_what_the_cpu_says(
         for ours, theirs in zip(here.logprobs, there.logprobs, strict=True):
             assert ours.top_logprobs == pytest.approx(theirs.top_logprobs, abs=1e-4)
     assert on_gpu.num_accepted_tokens == on_cpu.num_accepted_tokens
+
+
+@pytest.mark.usefixtures("emulated_gpu")
+def test_attention_that_a_gpu_has_no_room_for_is_told_at_the_start() -> None:
+    """Triton raised OutOfResources: latents of 512 in float32, as on an A100."""
+    latents = {**OTHER_FAMILIES["deepseek_v3"], "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    rule = r"^dtype must be .*, got float32: .* takes 180 KB .*, and this GPU has 163 KB .*; choose bfloat16, or"
+    with pytest.raises(UserError, match=rule):
+        Engines()(None, **{**GPU, "architecture": latents})
 
 
 def test_a_benchmark_times_replays(emulated_gpu: EmulatedDevice) -> None:

@@ -58,6 +58,7 @@ class Model:
 
 PLAIN = Model(num_heads=3)  # three heads a group: a packed row of the tile stays empty
 LATENT = Model(num_heads=5, head_dim=24, options={"values_in_keys": True})
+WIDE = Model(num_heads=8, head_dim=512, value_dim=512)
 MODELS = {
     "plain": PLAIN,
     "one head a group, values narrower": Model(num_heads=2, num_kv_heads=2, head_dim=32, value_dim=24),
@@ -75,10 +76,16 @@ MODELS = {
     ),
     "values are keys": replace(LATENT, head_dim=16, has_sinks=True, options=LATENT.options | {"softcap": 2.0}),
     "values in keys, heads of five programs": replace(LATENT, num_heads=130),
+    "values of two programs": WIDE,
+    "values of two programs, window": replace(
+        WIDE, num_heads=6, num_kv_heads=2, value_dim=320, has_sinks=True, options={"sliding_window": 21}
+    ),
 }
-HALF = ("plain", "head_dim 96", "values in keys")  # in float16
+# In float16; of heads of 512 alone, for in float32 the order of these sums costs more than a BLAS's.
+HALF = ("plain", "head_dim 96", "values in keys", "values of two programs", "values of two programs, window")
 SPLIT = ("plain", "one head a group, values narrower", "window", "not causal, window", "sinks, window")
 SPLIT += ("values in keys", "values in keys, window", "values in keys, heads of five programs")
+SPLIT += ("values of two programs", "values of two programs, window")
 FORMS = [(name, split_keys) for name in MODELS for split_keys in (None, 32) if split_keys is None or name in SPLIT]
 
 
@@ -247,7 +254,13 @@ COMPANIES: dict[str, tuple[list[Rows], int, dict[str, int]]] = {
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("split_keys", [None, 32])
-@pytest.mark.parametrize("name", ["plain", "sinks, window", "values in keys", "values in keys, heads of five programs"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "sinks, window", "values in keys", "values in keys, heads of five programs"),
+        *("values of two programs", "values of two programs, window"),
+    ],
+)
 def test_a_row_keeps_its_bits_in_any_company(kernel_device: torch.device, name: str, split_keys: int | None) -> None:
     """Rows around it begin at other blocks, end in other splits and have larger logits."""
     model = MODELS[name]
@@ -274,7 +287,7 @@ def test_contexts_on_both_sides_of_one_split_have_the_same_bits(kernel_device: t
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("split_keys", [None, 32])
-@pytest.mark.parametrize("name", ["plain", "values in keys"])
+@pytest.mark.parametrize("name", ["plain", "values in keys", "values of two programs"])
 def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
     kernel_device: torch.device, name: str, split_keys: int | None
 ) -> None:
@@ -299,7 +312,9 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", ["plain", "window", "values in keys", "values in keys, window"])
+@pytest.mark.parametrize(
+    "name", ["plain", "window", "values in keys", "values in keys, window", "values of two programs"]
+)
 def test_rows_of_a_tree_share_the_splits_before_it_and_keep_their_bits(
     kernel_device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,8 +390,9 @@ def test_launches_of_padding_alone_do_nothing(kernel_device: torch.device) -> No
     [
         Model(num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128),
         Model(num_heads=20, head_dim=576, value_dim=512, options={"values_in_keys": True}),
+        WIDE,
     ],
-    ids=["Llama-3-8B", "GLM-4.7-Flash"],
+    ids=["Llama-3-8B", "GLM-4.7-Flash", "Gemma 4 E2B"],
 )
 def test_one_row_has_the_bits_it_has_among_1088(model: Model, split_keys: int | None) -> None:
     """In bfloat16: 64 sequences, 17 rows each, contexts of 17 to 8,000 over their own blocks."""
@@ -401,10 +417,33 @@ def test_one_row_has_the_bits_it_has_among_1088(model: Model, split_keys: int | 
     assert_close(together[: 17 * 8], exact, plain)
 
 
-@pytest.mark.parametrize(("capacity", "block_n", "num_stages"), [(227, 32, 3), (163, 32, 3), (99, 16, 2)])
-def test_latents_are_taken_in_by_as_many_keys_as_a_gpu_has_memory_for(
-    capacity: int, block_n: int, num_stages: int
+@pytest.mark.parametrize(
+    ("heads", "element_size", "kilobytes", "found"),
+    [
+        # (head_dim, value_dim, values_in_keys), and BLOCK_N, num_warps and num_stages
+        *(((576, 512, True), 2, *taken) for taken in ((227, (32, 8, 3)), (163, (32, 8, 3)), (99, (16, 8, 2)))),
+        *(((512, 512, False), 2, *taken) for taken in ((227, (16, 4, 4)), (163, (16, 4, 4)), (99, (16, 4, 2)))),
+        *(((512, 512, False), 4, *taken) for taken in ((227, (16, 16, 1)), (163, (16, 16, 1)))),
+        *(((256, 256, False), 2, *taken) for taken in ((227, (32, 4, 3)), (163, (32, 4, 3)), (99, (16, 4, 3)))),
+        *(((256, 256, False), 4, *taken) for taken in ((227, (16, 16, 3)), (163, (16, 16, 3)), (99, (16, 16, 1)))),
+        *(((128, 128, False), 2, *taken) for taken in ((227, (64, 4, 3)), (163, (64, 4, 3)), (99, (64, 4, 3)))),
+    ],
+)
+def test_as_many_keys_are_taken_at_a_time_as_a_gpu_has_registers_and_memory_for(
+    heads: tuple[int, int, bool], element_size: int, kilobytes: int, found: tuple[int, int, int]
 ) -> None:
     """tests/compile_kernels.py has what these take."""
-    found = triton_ops.launch_options(576, 2, 512, capacity * 1024)
-    assert (found["BLOCK_N"], found["num_stages"], found["num_warps"]) == (block_n, num_stages, 8)
+    *dims, values_in_keys = heads
+    blocks = triton_ops.blocks_of(*dims, values_in_keys=values_in_keys)
+    options = triton_ops.launch_options(blocks, element_size, values_in_keys=values_in_keys, capacity=kilobytes * 1024)
+    assert (options["BLOCK_N"], options["num_warps"], options["num_stages"]) == found
+
+
+@pytest.mark.parametrize(("heads", "kilobytes", "needed"), [((576, 512, True), 163, 180), ((512, 512, False), 99, 160)])
+def test_keys_that_do_not_fit_the_memory_of_a_gpu_are_told(
+    heads: tuple[int, int, bool], kilobytes: int, needed: int
+) -> None:
+    *dims, values_in_keys = heads
+    blocks = triton_ops.blocks_of(*dims, values_in_keys=values_in_keys)
+    with pytest.raises(ValueError, match=f"takes {needed} KB of shared memory, and this GPU has {kilobytes} KB"):
+        triton_ops.launch_options(blocks, 4, values_in_keys=values_in_keys, capacity=kilobytes * 1024)

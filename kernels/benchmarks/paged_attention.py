@@ -1,7 +1,7 @@
 """Decode (a row) and verification of seven drafts (eight rows) over paged caches at Llama-3-8B's heads.
 
-And of three drafts over latents, keys that hold their values, at Moonlight's. Blocks of a sequence lie scattered over
-the cache. What comes from memory is the keys and values.
+And of three drafts over latents, keys that hold their values, at Moonlight's, and over wide heads, those of 512 of
+Gemma 4 E2B. Blocks of a sequence lie scattered over the cache. What comes from memory is the keys and values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def label(self) -> str:
-        kind = "latents, " if self.values_in_keys else ""
+        kind = "latents, " if self.values_in_keys else "wide, " if self.head_dim == 512 else ""
         return f"{kind}batch {self.batch} x {self.num_rows} rows, context {self.context}"
 
 
@@ -50,11 +50,12 @@ def _shapes(setting: Setting) -> list[Shape]:
     plain: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128}
     latent: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512}
     latent |= {"values_in_keys": True}
+    wide: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 512, "value_dim": 512}
     if setting.is_small:
         plain |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "value_dim": 32}
         latent |= {"num_heads": 4, "head_dim": 24, "value_dim": 16}
         sizes: dict[str, Any] = {"batch": 2, "context": kernel.BLOCK_N + 9, "num_rows": 2, "most_rows": 3}
-        return [Shape(**heads, **sizes, split_keys=kernel.BLOCK_N) for heads in (plain, latent)]
+        return [Shape(**heads, **sizes, split_keys=kernel.BLOCK_N) for heads in (plain, latent, wide)]
     return [
         Shape(
             **heads,
@@ -64,7 +65,7 @@ def _shapes(setting: Setting) -> list[Shape]:
             split_keys=kernel.SPLIT_KEYS,
             most_rows=most_rows,
         )
-        for heads, most_rows in ((plain, 8), (latent, 4))
+        for heads, most_rows in ((plain, 8), (latent, 4), (wide, 4))
         for batch in (1, 64)
         for context in (384, 1024, 8192)  # the first within a split
         for num_rows in (1, most_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from runner.engine.asked_products import AskedProduct, asked_products
 from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.backend import is_compiled, runs_kernels
 from runner.engine.bucket import OF_GENERATED_TOKENS, OF_PROMPTS, Buckets
+from runner.engine.errors import UserError
 from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
 from runner.engine.layers import DecoderLayer
@@ -55,6 +56,23 @@ def decoder_shapes(
         return shapes
     sizes = CPU_TILES if batch_invariant else (ANY_SHAPE_TILES,)
     return _decoder_shapes_on_cpu(weight, sizes[0], max_model_len, is_bucketed)
+
+
+def require_shared_memory(attentions: Iterable[Attention], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UserError where a program of the attention's, in this dtype, needs more than this GPU has."""
+    from kernels.paged_attention import blocks_of, launch_options
+    from kernels.shared_memory import shared_memory
+
+    for own in one_of_each_shape(attentions):
+        blocks = blocks_of(own.head_dim, own.value_dim, values_in_keys=own.values_in_keys)
+        try:
+            launch_options(blocks, dtype.itemsize, values_in_keys=own.values_in_keys, capacity=shared_memory(device))
+        except ValueError as error:
+            halved = "bfloat16, or " if dtype == torch.float32 else ""
+            raise UserError(
+                f"hardware.dtype must be one whose attention fits this GPU, got {str(dtype).removeprefix('torch.')}: "
+                f"{error}; choose {halved}another GPU"
+            ) from error
 
 
 def _buckets(family: Family, weight: Weight) -> Buckets:

@@ -19,7 +19,7 @@ from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.graphs import GraphStore
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes
+from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes, require_shared_memory
 from runner.engine.paged_shape import PagedShape
 from runner.engine.programs import can_record, graph_store, step_graph_store
 from runner.engine.tile_shape import ANY_SHAPE_TILES
@@ -73,6 +73,8 @@ class PagedRunner:
         elif attentions := layers.attentions:
             if can_pack([*(weight for own in attentions for weight in own.product_weights), *products]):
                 layers.convert(pack)
+            if runs_kernels(device):
+                require_shared_memory(attentions, dtype, device)
             captures_graphs = captures_graphs and can_record(attentions[0].o_proj.weight)
             self.shapes = decoder_shapes(
                 attentions,
