@@ -56,6 +56,7 @@ OPS = (  # modules of kernels.benchmarks
     "sum_of_ranks",
     "gated_delta",
     "gate",
+    "cluster_logits",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
 BROKEN_PIPE = 141  # and of a reader that left

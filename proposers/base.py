@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,6 +18,7 @@ from proposers.captured.host_drafts import HostDrafts
 from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
 from runner.engine.hidden_states import NORMED
+from runner.engine.kv_cache import PagedKVCache
 from runner.engine.loader import LoadedModel
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import Schedule
@@ -45,6 +46,8 @@ class ProposerContext:
     captures_graphs: bool = False  # passes over generated tokens are captured as graphs
     grammars: GrammarStore = field(default_factory=GrammarStore)  # a drafter with logits walks them
     target: LoadedModel | None = None  # draft heads share its embedding and its head
+    # The target's, of which there is one before allocate_cache: what a head without keys of its own sees.
+    target_cache: Callable[[], PagedKVCache | None] | None = None
 
     @property
     def has_states(self) -> bool:

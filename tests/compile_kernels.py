@@ -312,6 +312,17 @@ TABLE = [
         )
         for dtype, num_ranks in (("bf16", 2), ("fp16", 4), ("fp32", 8))
     ),
+    # Gemma 4 E2B's drafter's.
+    *(
+        Kernel(
+            module="kernels.cluster_logits",
+            name="cluster_logits_kernel",
+            signature=f"*{dtype} *{dtype}:16 *i64:16 *i64:16 *fp32:16 i32:16 i32:16",
+            constants={"SIZE": 128, "HIDDEN": 256, "TOKENS": 32, "COLUMNS": 128},
+            max_shared=1024,
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+    ),
     # Qwen3.5-9B's heads: in steps of equal rows, and as a launch of prompts counts them.
     *(
         Kernel(

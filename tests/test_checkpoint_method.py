@@ -57,6 +57,8 @@ def checkpoint(directory: Path, config: dict[str, Any] | None, *names: str, file
         ({**LLAMA, "spd_type": "pard", "pard_token": 3}, (), "pard"),
         ({**LLAMA, "pard_token": 3}, (), "pard"),
         ({"model_type": "deepseek_mtp"}, (), "mtp"),
+        ({"model_type": "gemma4_assistant"}, (), "mtp"),
+        ({"model_type": "gemma4_unified_assistant"}, (), "mtp"),
         ({"model_type": "mimo", "num_nextn_predict_layers": 1}, (), "mtp"),
         (LLAMA, ("model.layers.0.mlp.up_proj.weight",), "draft_model"),
         ({**LLAMA, "num_hidden_layers": 2, "num_nextn_predict_layers": 0}, (), "draft_model"),

@@ -41,7 +41,7 @@ WITH_MTP = {"glm4_5_air": 106, "glm4_7_flash": 29, "ernie4_5_21b_a3b": 21, "qwen
 MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_MTP}
 # Of language models alone, in billions; their drafters are checkpoints of their own.
 WITH_ASSISTANT = {"gemma4_e2b": 4, "gemma4_26b_a4b": 25}
-MANDATORY |= {f"model/{preset}": ["method=ngram"] for preset in WITH_ASSISTANT}
+MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_ASSISTANT}
 MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
 EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}

@@ -239,6 +239,7 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("sum_of_ranks", "sum_of_ranks", "sum_of_ranks", _scaled),
     ("gated_delta", "gated_delta", "gated_delta", _scaled),
     ("gate", "gate", "gate", _scaled),
+    ("cluster_logits", "cluster_logits", "cluster_logits", _scaled),
 ]
 
 

@@ -1,6 +1,6 @@
 """Trees whose nodes are fed to a head one level at a time, captured: EAGLE, EAGLE-3, MTP.
 
-KV of fed nodes lies in scratch slots, a set for each place of the batch.
+KV of fed nodes lies in scratch slots, a set for each place of the batch. A head without any sees none of its nodes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from kernels.reference.likeliest_tree import NextRows
 from proposers.captured.grown_trees import CapturedGrownTrees, ChosenNodes, LikeliestNodes
 from proposers.captured.head import CapturedHead
 from runner.engine.device_requests import DeviceBatch
+from runner.engine.forward_batch import ForwardBatch
 from runner.engine.operations import take_rows
 from runner.engine.step_operations import tree_rows
 
@@ -36,7 +37,14 @@ class FedTrees(CapturedGrownTrees, CapturedHead):
         """The nodes that were fed up to the rows that `grow` told of this level."""
 
     def level_logits(self, batch: DeviceBatch, following: NextRows, level: int) -> Tensor:
-        shape, nodes = self.runner.paged_shape, self.fed(batch, level)
+        shape = self.runner.paged_shape
+        if not self.runner.has_own_keys:
+            num_copies = len(following.token_ids) // batch.count
+            launch = batch.launch_of_copies(
+                following.token_ids, offset=-2, num_copies=num_copies, shape=shape, block_size=self.runner.block_size
+            )
+            return self._logits_behind(launch, following)
+        nodes = self.fed(batch, level)
         rows = tree_rows(
             batch.lengths,
             nodes.slots,
@@ -46,9 +54,11 @@ class FedTrees(CapturedGrownTrees, CapturedHead):
             depth=level + 1,
             **shape.tree_tiles,
         )
-        launch = batch.tree_launch(following.token_ids, rows, shape)
+        return self._logits_behind(batch.tree_launch(following.token_ids, rows, shape), following)
+
+    def _logits_behind(self, launch: ForwardBatch, following: NextRows) -> Tensor:
         self._output = self.runner.compute(launch, take_rows(self._output, following.rows))
-        return self.head.logits(self._output, shape.linear)
+        return self.head.logits(self._output, launch.linear_tile)
 
 
 class CapturedDynamicTrees(LikeliestNodes, FedTrees):

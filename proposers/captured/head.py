@@ -2,6 +2,7 @@
 
 The first pass computes a row for every place of the last verification. Rows behind the committed tokens are scratch:
 what they store is overwritten before anything sees it. A head that drafts in one pass has mask rows there.
+One that stores nothing starts with the last token's row alone.
 """
 
 from __future__ import annotations
@@ -69,12 +70,18 @@ class CapturedHead(CapturedChains):
         self._states.index_put_(self._fresh.load(requests, [own.next_position for own in known]), states)
 
     def first_logits(self, batch: DeviceBatch) -> Tensor:
-        output = self._first_pass(batch)
-        self._output = take_rows(output, self._fresh.last_rows(batch).flatten())
+        last = self._fresh.last_rows(batch).flatten()
+        if self.runner.has_own_keys:
+            self._output = take_rows(self._first_pass(batch), last)
+        else:
+            assert self._states is not None, "start comes first"
+            state = self.head.project(take_rows(self._states[: batch.count].flatten(0, 1), last))
+            self._output = self._pass(batch, batch.last_token_ids[:, 1:].contiguous(), state, offset=-2)
         return self.next_logits(batch, 0, batch.lengths)
 
     def follow(self, batch: DeviceBatch, drafts: Tensor | None) -> None:
-        self._first_pass(batch)
+        if self.runner.has_own_keys:
+            self._first_pass(batch)
 
     def _first_pass(self, batch: DeviceBatch) -> Tensor:
         """The head's output for the fresh tokens, then for the masks, then for scratch rows."""
@@ -94,7 +101,8 @@ class CapturedHead(CapturedChains):
         if self.mask is not None:
             output = output.view(batch.count, self.num_tokens, -1)[:, step]
         elif step > 0:
-            output = self._output = self._pass(batch, token_ids.unsqueeze(1), output, offset=step - 2)
+            offset = step - 2 if self.runner.has_own_keys else -2
+            output = self._output = self._pass(batch, token_ids.unsqueeze(1), output, offset=offset)
         return self.head.logits(output, tile)
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:

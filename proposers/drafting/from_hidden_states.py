@@ -3,7 +3,7 @@
 The head predicts the token behind x_p from x_p and the hidden state of position p - 1: the target's for committed
 tokens, its own output for drafted ones. Its row for x_p is stored at place p - 1 of the request's blocks (rotations are
 relative, so the shift is no loss). KV of drafts is scratch: what is accepted is computed again, from the target's
-states.
+states. A head over the target's own keys and values (Gemma 4's assistants) stores nothing and stays at one place.
 """
 
 from __future__ import annotations
@@ -100,6 +100,11 @@ class HeadProposer(LevelByLevelProposer):
 
     def allocate_cache(self, num_blocks: int) -> None:
         self._first_scratch_block = num_blocks
+        if not self.runner.has_own_keys:
+            cache = None if self.context.target_cache is None else self.context.target_cache()
+            assert cache is not None, "the target's is allocated first"
+            self.runner.read_cache(cache)
+            return
         self.runner.allocate_cache(num_blocks + self.context.max_num_seqs * self._num_scratch_blocks)
 
     @property
@@ -152,7 +157,7 @@ class HeadProposer(LevelByLevelProposer):
             known = self._known.setdefault(request.request_id, KnownStates(next_position=item.start + 1, states=[]))
             known.states.append(states)
             # The head follows the target through prompts, chunk by chunk, and through a time without drafts.
-            if not item.is_decoding or len(known.states) > MAX_STEPS_BEHIND:
+            if not (item.is_decoding and self.runner.has_own_keys) or len(known.states) > MAX_STEPS_BEHIND:
                 behind.append(request)
         self._follow(behind)
 
@@ -202,9 +207,7 @@ class HeadProposer(LevelByLevelProposer):
     ) -> torch.Tensor:
         if row_idx is not None:
             self._output = self._output.index_select(0, row_idx)
-        segments = [
-            self._segment(request, request.num_tokens + step - 1, request.num_tokens + step) for request in requests
-        ]
+        segments = [self._segment_of_draft(request, step) for request in requests]
         self._output = self.runner.run("decode", segments, token_ids, self._output)
         return self._logits()
 
@@ -216,6 +219,9 @@ class HeadProposer(LevelByLevelProposer):
         segments = []
         for owner, node in zip(owners, nodes, strict=True):
             request, (table, first_place) = requests[owner], tables[owner]
+            if not self.runner.has_own_keys:
+                segments.append(self._segment_of_draft(request, len(node.path)))
+                continue
             segments.append(
                 Segment(
                     start=request.num_tokens - 2 + len(node.path),
@@ -250,7 +256,8 @@ class HeadProposer(LevelByLevelProposer):
     def _follow(self, requests: Sequence[Request]) -> None:
         """Compute all rows whose token and state are there but each request's last, which its next draft starts from.
 
-        All requests share a launch for prompt tokens and one for generated ones, as the target keeps them apart.
+        All requests share a launch for prompt tokens and one for generated ones, as the target keeps them apart. A head
+        without keys of its own computes none of them: nothing would be left of them.
         """
         segments: dict[Family, list[Segment]] = {"prefill": [], "decode": []}
         token_ids: dict[Family, list[int]] = {"prefill": [], "decode": []}
@@ -269,9 +276,14 @@ class HeadProposer(LevelByLevelProposer):
             known.next_position = max(first, end)
             known.states = [states[known.next_position - first :].clone()]  # a view would keep the whole chunk
         for family, launched in segments.items():
-            if launched:
+            if launched and self.runner.has_own_keys:
                 ids = to_device(token_ids[family], torch.int64, self.context.device)
                 self.runner.run(family, launched, ids, self.head.project(torch.cat(rows[family])))
+
+    def _segment_of_draft(self, request: Request, step: int) -> Segment:
+        """The row of a draft with `step` drafts before it, itself included."""
+        token = request.num_tokens - 1 + (step if self.runner.has_own_keys else 0)
+        return self._segment(request, token, token + 1)
 
     def _segment(self, request: Request, start: int, end: int) -> Segment:
         """The rows of tokens start..end-1."""

@@ -14,9 +14,13 @@ from runner.engine.head_runner import DraftHead
 class AutoregressiveHead(DraftHead, ProjectsByTarget, Protocol):
     """A head whose output is its own next input.
 
-    A row of its output begins with the state that is fed back, [width]. Where the head norms that state for its logits
-    and feeds it back without, the normed one stands behind it, [2 * width]: the norm has added the two up, and rows are
-    gathered together. Of a row that is fed, what stands behind the state is not read.
+    A row of its output begins with the state that is fed back, [width]. Where its logits come of something else, that
+    stands behind it, as rows are gathered together: the same state normed where it is fed back without, [2 * width], as
+    the norm has added the two up; or what the state was projected from. Of a row that is fed, what stands behind the
+    state is not read.
+
+    A head without keys and values of its own sees those of the target. All its rows of a step stand at the place of the
+    last committed token, and only this token's is computed of those that are committed.
     """
 
     @property

@@ -62,7 +62,7 @@ class OwnBlock:
         # Where layers differ, modules are trained with the kind that sees everything.
         window = None if None in arch.sliding_windows else arch.sliding_windows[-1]
         experts = None if arch.experts is None else replace(arch.experts, in_layers=arch.experts.in_layers[-1:])
-        heads = (replace(arch.heads[-1], kv_layer=0),)
+        heads = (replace(arch.heads[-1], kv_layer=None),)
         alone = replace(arch, num_layers=1, heads=heads, sliding_windows=(window,), experts=experts, delta=None)
         with torch.device("meta"):
             like = DecoderLayer(alone, 0, Shard(), dtype)

@@ -15,7 +15,7 @@ from typing import Any
 from runner.config.tensor_names import tensor_names
 from runner.config.vllm_keys import HUB_MARKS, NAME_MARKS
 from runner.engine.json_object import read_json
-from runner.engine.mtp_layout import NUM_MODULES_KEYS
+from runner.engine.mtp_layout import ASSISTANTS, NUM_MODULES_KEYS
 from runner.tiny import HEAD_NAMES
 
 # What the checkpoint of a method is called.
@@ -179,7 +179,8 @@ def _architectures(config: Mapping[str, Any]) -> str:
 
 def _is_mtp_only(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint holds the layer alone, not the model that it belongs to."""
-    return str(config.get("model_type")).endswith("_mtp")
+    family = str(config.get("model_type"))
+    return family.endswith("_mtp") or family in ASSISTANTS
 
 
 def _method_of_files(directory: Path) -> str | None:

@@ -160,8 +160,9 @@ UNAVAILABLE_METHODS = ("extract_hidden_states",)
 
 # Substrings of a checkpoint's name by which vLLM recognises a head that is no plain draft model, in its order.
 NAME_MARKS = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
-# Of heads that vLLM 0.33 does not have, in names on the hub; a local directory's own files say it.
+# Of heads that vLLM 0.33 lacks or knows by their configs: in names on the hub. A local directory's own files say it.
 HUB_MARKS = (
+    ("-it-assistant", "mtp"),  # Gemma 4's
     ("medusa", "medusa"),
     ("accelerator", "mlp_speculator"),  # IBM's
     ("mlp-speculator", "mlp_speculator"),

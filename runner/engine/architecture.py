@@ -110,7 +110,7 @@ class Architecture:
     @property
     def unread(self) -> frozenset[str]:
         """Names of checkpoints' tensors that mean nothing: keys and values of layers that see those of others."""
-        others = [layer for layer, own in enumerate(self.heads) if own.kv_layer != layer]
+        others = [layer for layer, own in enumerate(self.heads) if own.kv_layer is not None]
         kinds = {"k_proj": ("weight", "bias"), "v_proj": ("weight", "bias"), "k_norm": ("weight",)}
         names = [f"{name}.{kind}" for name, own in kinds.items() for kind in own]
         return frozenset(f"model.layers.{layer}.self_attn.{name}" for layer in others for name in names)
@@ -211,10 +211,7 @@ def _intermediate_sizes(config: Any, family: Family, heads: Sequence[HeadShapes]
     if family.experts is not None and not hasattr(config, "intermediate_size"):
         return (int(getattr(config, family.experts.size_key)),) * len(heads)
     is_wider = _own(config, family, "use_double_wide_mlp", False)  # where layers see others' keys and values
-    return tuple(
-        int(config.intermediate_size) * (2 if is_wider and own.kv_layer != layer else 1)
-        for layer, own in enumerate(heads)
-    )
+    return tuple(int(config.intermediate_size) * (2 if is_wider and own.kv_layer is not None else 1) for own in heads)
 
 
 def _require_own(config: Any) -> None:

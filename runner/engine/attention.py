@@ -15,7 +15,8 @@ from runner.engine.rope import HeadLayout, Rope
 
 class Attention(Mixer):
     layer: int
-    kv_layer: int  # whose keys and values it sees: its own, or those of an earlier layer
+    has_own_keys = True
+    kv_layer: int  # whose keys and values it sees: its own, or those of a layer that ran before
     num_heads: int  # of this rank, as the next
     num_kv_heads: int
     head_dim: int  # of queries, and of keys as they are cached
@@ -77,10 +78,6 @@ class Attention(Mixer):
     def shape(self) -> tuple[Any, ...]:
         """What makes kernels' launches differ."""
         return (type(self), self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, self.has_own_keys)
-
-    @property
-    def has_own_keys(self) -> bool:
-        return self.kv_layer == self.layer
 
 
 def one_of_each_shape(attentions: Iterable[Attention]) -> list[Attention]:

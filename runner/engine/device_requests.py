@@ -6,7 +6,7 @@ The host loads the requests once, before the first such step, and then uploads o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -148,6 +148,27 @@ class DeviceBatch:
         )
         return batch, rows.predicted
 
+    def launch_of_copies(
+        self,
+        token_ids: Tensor,  # [count * num_copies] int64
+        *,
+        offset: int,  # all rows of a request stand at lengths + offset
+        num_copies: int,  # rows of each request
+        shape: PagedShape,
+        block_size: int,
+    ) -> ForwardBatch:
+        """A launch of rows that stand at the same place of their request's text, and see what lies up to it."""
+        copies = replace(
+            self,
+            count=self.count * num_copies,
+            lengths=_repeated(self.lengths, num_copies),
+            block_tables=_repeated(self.block_tables, num_copies),
+            branch_starts=_repeated(self.branch_starts, num_copies),
+            branch_slots=_repeated(self.branch_slots, num_copies),
+            state_slots=_repeated(self.state_slots, num_copies),
+        )
+        return copies.launch(token_ids, offset=offset, num_rows=1, shape=shape, block_size=block_size)[0]
+
     def tree_launch(
         self,
         token_ids: Tensor,  # [count * num_rows] int64
@@ -170,6 +191,11 @@ class DeviceBatch:
         values = self.of_requests if len(positions) == self.count else self.of_rows
         assert len(positions) in (self.count, self.count * self.num_rows)
         return values.sampling(self.sampling_flags, positions)
+
+
+def _repeated(rows: Tensor, num_copies: int) -> Tensor:
+    """[count, ...] -> [count * num_copies, ...], each row so many times in a row."""
+    return rows.unsqueeze(1).expand(-1, num_copies, *rows.shape[1:]).flatten(0, 1).contiguous()
 
 
 class DeviceRequests:

@@ -29,7 +29,8 @@ class GroupedQueryAttention(Attention):
         quantization: Quantization | None = None,  # by names within the layer
     ) -> None:
         heads = arch.heads[layer]
-        self.layer, self.kv_layer = layer, heads.kv_layer
+        self.layer, self.has_own_keys = layer, heads.kv_layer is None
+        self.kv_layer = layer if heads.kv_layer is None else heads.kv_layer
         self.head_dim, self.value_dim = heads.head_dim, heads.head_dim
         self.num_heads = shard.split(heads.num_heads, "num_attention_heads")
         self.num_kv_heads = shard.split(heads.num_kv_heads, "num_key_value_heads")

@@ -77,10 +77,6 @@ def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[A
     Raises:
         UserError: a family that our decoder layer is not built for, or a config that transformers cannot read.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    register_configs()
     values = dict(values)
     family = str(values.pop("model_type", "llama"))
     if family not in HEAD_FAMILIES:
@@ -91,13 +87,7 @@ def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[A
     for key in ("auto_map", "is_causal"):  # what a head's rows see is up to its method
         values.pop(key, None)
     values["architectures"] = [f"{family.capitalize()}ForCausalLM"]
-    try:
-        config = AutoConfig.for_model(family, **values)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(
-            f"{source.name}={source.model}: its config.json cannot be read as a {family} config: "
-            f"{' '.join(str(error).split())}; mend it or download the head again"
-        ) from error
+    config = read_own_config(family, values, source)
     warn_of_unread_rope(config, f"{source.name}={source.model}")
     arch = read_architecture(config)
     if arch is None or not arch.is_plain:
@@ -106,6 +96,26 @@ def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[A
             "and rotations of whole heads; choose a head whose layer is"
         )
     return arch, config
+
+
+def read_own_config(model_type: str, values: Mapping[str, Any], source: ModelSource) -> Any:
+    """The transformers config of a head, from values of its config.json.
+
+    Raises:
+        UserError: transformers cannot read it.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    register_configs()
+    own = {key: value for key, value in values.items() if key != "model_type"}
+    try:
+        return AutoConfig.for_model(model_type, **own)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(
+            f"{source.name}={source.model}: its config.json cannot be read as a {model_type} config: "
+            f"{' '.join(str(error).split())}; mend it or download the head again"
+        ) from error
 
 
 def fill_head(

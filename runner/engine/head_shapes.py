@@ -19,7 +19,8 @@ class HeadShapes:
     num_heads: int
     num_kv_heads: int
     layout: HeadLayout
-    kv_layer: int  # whose keys and values the heads see: the layer itself, or an earlier one of its kind
+    # Whose keys and values the heads see: an earlier one of its kind, of a draft head one of the target. None: its own.
+    kv_layer: int | None = None
     are_values_keys: bool = False  # one matrix makes both, which its norm and its rotation make keys of
 
     @property
@@ -73,7 +74,7 @@ def _require_heads(own: Any, config: Any) -> None:
         )
 
 
-def _kv_layers(config: Any, family: Family) -> list[int]:
+def _kv_layers(config: Any, family: Family) -> list[int | None]:
     """The last layers see what the last one of their kind before them has stored, where a config says so (Gemma 4)."""
     num_layers, kinds = config.num_hidden_layers, _kinds(config, family)
     num_sharing = config.num_kv_shared_layers if family.heads_by_layer else 0
@@ -85,7 +86,7 @@ def _kv_layers(config: Any, family: Family) -> list[int]:
             f"{num_layers} layers; mend its config"
         )
     has_own = num_layers - num_sharing
-    return [layer if layer < has_own else last_of_kind[kind] for layer, kind in enumerate(kinds)]
+    return [None if layer < has_own else last_of_kind[kind] for layer, kind in enumerate(kinds)]
 
 
 def named(config: Any) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 
 # Config keys that state how many modules there are, as DeepSeek, GLM, MiMo and ERNIE name it and as Qwen3.5 does.
 NUM_MODULES_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+# model_type of drafters that are no modules: layers over the target's keys and values, in checkpoints of their own.
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from kernels.cpu.panels import Panels, Weight, unpack
 from kernels.quantized_weight import QuantizedWeight
 from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference.act_and_mul import Activation, act_and_mul
+from kernels.reference.cluster_logits import cluster_logits as cluster_logits_in_torch
 from kernels.reference.gate import GateFunction
 from kernels.reference.gate import gate as gate_in_torch
 from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
@@ -151,6 +152,24 @@ def head_logits(
 
     cap_in_place(logits, softcap)
     return logits
+
+
+def cluster_logits(
+    states: torch.Tensor,  # [num_rows, hidden]; rows may be strided
+    table: torch.Tensor,  # [num_clusters, cluster_size, hidden]
+    token_ids: torch.Tensor,  # [num_clusters, cluster_size] int64
+    chosen: torch.Tensor,  # [num_rows, num_chosen] int64
+) -> torch.Tensor:  # [num_rows, vocab] float32
+    """Logits of the tokens of some clusters (kernels/reference/cluster_logits.py)."""
+    if is_compiled(states):
+        from kernels.cpu.cluster_logits import cluster_logits as on_cpu
+
+        return on_cpu(states, table, token_ids, chosen)
+    if not runs_kernels(states):
+        return cluster_logits_in_torch(states, table, token_ids, chosen)
+    from kernels.cluster_logits import cluster_logits as kernel
+
+    return kernel(states, table, token_ids, chosen)
 
 
 def gated_linear(

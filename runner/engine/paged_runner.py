@@ -134,6 +134,16 @@ class PagedRunner:
         """Of each layer, where some are recurrent."""
         return ()
 
+    @property
+    def has_own_keys(self) -> bool:
+        """Whether layers store keys and values; otherwise they see those of another runner's."""
+        return any(self.kv_widths)
+
+    def read_cache(self, cache: PagedKVCache) -> None:
+        """Of another runner, whose keys and values the layers see, which have none of their own."""
+        self.release_cache()
+        self.cache = cache
+
     def release_cache(self) -> None:
         if self.graphs is not None:
             self.graphs = self._new_graphs()
