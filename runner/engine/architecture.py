@@ -18,7 +18,7 @@ from runner.engine.families import FAMILIES, Family, NormNames, is_told
 from runner.engine.fused_tensors import Fused
 from runner.engine.head_shapes import HeadShapes, named, read_head_shapes
 from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes
-from runner.engine.per_layer_inputs import PerLayerShapes
+from runner.engine.per_layer_shapes import PerLayerShapes, read_per_layer_shapes
 from runner.engine.rope import ONE_ROPE
 
 
@@ -172,7 +172,7 @@ def read_architecture(config: Any) -> Architecture | None:
         delta=None if family.delta_nets == "none" else read_delta_shapes(config, family),
         norms_values=family.norms_values,
         has_layer_scales=family.has_layer_scales,
-        per_layer=_per_layer_shapes(config, family),
+        per_layer=read_per_layer_shapes(config, family),
         latent=read_latent_shapes(config) if family.is_latent else None,
     )
 
@@ -186,24 +186,6 @@ def _attention_scale(config: Any, family: Family, head_dim: int) -> float:
     if family.is_latent:
         return latent_scale(config)
     return 1.0 if family.norms_values else float(_own(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5
-
-
-def _per_layer_shapes(config: Any, family: Family) -> PerLayerShapes | None:
-    """None: layers have no inputs of their own.
-
-    Raises:
-        UserError: not every token has such an input.
-    """
-    size = _own(config, family, "hidden_size_per_layer_input")
-    if not size:
-        return None
-    vocab_size = config.vocab_size_per_layer_input
-    if vocab_size < config.vocab_size:
-        raise UserError(
-            f"vocab_size_per_layer_input of a {config.model_type} checkpoint{named(config)} must be >= "
-            f"{config.vocab_size}, its vocab_size, got {vocab_size}; mend its config"
-        )
-    return PerLayerShapes(vocab_size=vocab_size, size=size)
 
 
 def _intermediate_sizes(config: Any, family: Family, heads: Sequence[HeadShapes]) -> tuple[int, ...]:

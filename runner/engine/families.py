@@ -107,6 +107,7 @@ class Family:
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()  # of what one tensor of the checkpoint holds all
     heads_by_layer: bool = False  # those of layers that see all are others, and the last layers may have no keys
     norms_values: bool = False  # of each head, by no weights; then logits of the attention are not scaled
+    has_per_layer_inputs: bool = False  # where hidden_size_per_layer_input says so
     has_layer_scales: bool = False  # each layer's of the residual stream behind it
     has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
     has_output_gate: bool = False  # beside each query head stands what gates its attention (arXiv 2505.06708)
@@ -159,6 +160,7 @@ _GEMMA4: dict[str, Any] = {
     "heads_by_layer": True,
     "norms_values": True,
     "has_layer_scales": True,
+    "reads": ("final_logit_softcapping", "use_double_wide_mlp"),
 }
 
 _OLMO: dict[str, Any] = {
@@ -256,10 +258,10 @@ FAMILIES = {
     "gemma3_text": Family(**_LATER_GEMMA, qk_norm=True, reads=("query_pre_attn_scalar", "final_logit_softcapping")),
     "gemma4_text": Family(
         **_GEMMA4,
-        reads=("final_logit_softcapping", "use_double_wide_mlp", "hidden_size_per_layer_input"),
+        has_per_layer_inputs=True,
         experts=_GEMMA_MIXTURE,
     ),
-    "gemma4_unified_text": Family(**_GEMMA4, reads=("final_logit_softcapping", "use_double_wide_mlp")),
+    "gemma4_unified_text": Family(**_GEMMA4),
     "glm": Family(is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "glm4": Family(norms=GLM_NORMS, is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "glm4_moe_lite": Family(**_LATENT, experts=replace(_DEEPSEEK_MIXTURE, layers="by_type")),

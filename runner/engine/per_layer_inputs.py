@@ -6,22 +6,15 @@ A token's input of a layer is what a table has for the two, and what a product o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from kernels.cpu.panels import Change
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, gate, scale_rows, take_rows
+from runner.engine.per_layer_shapes import PerLayerShapes
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerLayerShapes:
-    vocab_size: int  # of the table
-    size: int  # of a token's input of a layer
 
 
 class PerLayerInputs:
