@@ -17,7 +17,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.whole_steps import WholeSteps
 from tests.conftest import Engines, complete
-from tests.other_families import FAMILIES, WITH_STATES
+from tests.other_families import FAMILIES, WITH_LLAMAS, WITH_STATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -180,10 +180,14 @@ def test_prompts_that_are_replayed_keep_their_bits(engines: Engines, plain_bits:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_that_do_more_than_llamas_keep_their_bits(family: str, engines: Engines) -> None:
     own, of_head = {**GPU, "architecture": {**ARCHITECTURE, **FAMILIES[family]}}, METHODS[8]
+    if family in WITH_LLAMAS:
+        own["of_drafters"] = ARCHITECTURE
     if family in WITH_STATES:  # of the size that kernels take them at, and drafts in chains
-        sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-        own |= {"architecture": {**own["architecture"], **sizes}, "of_drafters": ARCHITECTURE}
+        own["architecture"] |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
         of_head = METHODS[9]
+    if family == "gemma4_text":  # as published
+        sizes = {"head_dim": 256, "global_head_dim": 512, "hidden_size_per_layer_input": 256}
+        own["architecture"] |= {**sizes, "vocab_size_per_layer_input": ARCHITECTURE["vocab_size"]}
     if family == "deepseek_v3":  # as published
         sizes = {
             "kv_lora_rank": 512,
