@@ -192,7 +192,7 @@ def test_a_preset_without_a_draft_has_the_published_number_of_parameters() -> No
 
 
 @pytest.mark.parametrize(("preset", "billions"), {**WITH_MTP, **WITH_ASSISTANT}.items())
-def test_presets_with_mtp_have_as_many_parameters_as_their_model_cards_say(preset: str, billions: int) -> None:
+def test_presets_with_mtp_have_as_many_parameters_as_the_language_models_they_name(preset: str, billions: int) -> None:
     from transformers import AutoConfig
 
     with Composer() as composer:

@@ -35,7 +35,7 @@ from tests.transformers_reference import (
     BLOCK_SIZE,
     CPU,
     KeepFloat64,
-    assert_as_accurate,
+    assert_rows_are_as_accurate,
     load,
     random_model,
     random_sequences,
@@ -127,12 +127,12 @@ def test_draft_steps_are_as_accurate_as_transformers(kind: str, head: str, writt
         if HEADS[head]:
             is_chosen = logits[1] > logits[1].amin(dim=1, keepdim=True)
             assert torch.equal(ours > OUTSIDE, is_chosen) and is_chosen.sum() == len(theirs) * VOCAB_SIZE // 4
-            logits = [own[is_chosen] for own in logits]
+            logits = [own[is_chosen].view(len(theirs), -1) for own in logits]
         of_steps = [our_states, *(torch.stack([step.next_state for step in steps]) for steps in (theirs, exact))]
         for kept, found_now in zip((*results, *states), (*logits, *of_steps), strict=True):
-            kept.append(found_now.flatten())
-    assert_as_accurate(*map(torch.cat, results))
-    assert_as_accurate(*map(torch.cat, states))
+            kept.append(found_now)
+    assert_rows_are_as_accurate(*map(torch.cat, results))
+    assert_rows_are_as_accurate(*map(torch.cat, states))
 
 
 @EVERY_PAIR

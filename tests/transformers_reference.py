@@ -250,3 +250,14 @@ def assert_as_accurate(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Te
     our_error, their_error = (ours - exact).abs().max(), (theirs - exact).abs().max()
     assert their_error < 0.05 * largest, f"the reference is useless: off by {their_error} of {largest}"
     assert our_error <= 2 * their_error + ulp, f"off by {our_error}, transformers by {their_error}, ulp {ulp}"
+
+
+def assert_rows_are_as_accurate(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
+    """As assert_as_accurate, of the median row of [num_rows, width].
+
+    For rows whose conditions differ much: the error of the worst one, ours and theirs, is a draw that says little.
+    """
+    assert exact.dtype == torch.float64 and ours.shape == theirs.shape == exact.shape
+    our_error, their_error = ((found - exact).abs().amax(dim=1).median() for found in (ours, theirs))
+    ulp = torch.finfo(theirs.dtype).eps * 2.0 ** exact.abs().max().log2().floor()
+    assert our_error <= 2 * their_error + ulp, f"off by {our_error}, transformers by {their_error}, ulp {ulp}"

@@ -56,13 +56,7 @@ class MtpAssistantHead:
             2 * state_size, {"pre_projection": arch.hidden_size}, bias=False, shard=shard, dtype=dtype
         )
         self.layers = [DecoderLayer(arch, index, shard, dtype) for index in range(arch.num_layers)]
-        self.norm = RMSNorm(
-            arch.hidden_size,
-            arch.rms_norm_eps,
-            dtype,
-            adds_one=arch.norms_add_one,
-            rounds_last=arch.norms_round_last,
-        )
+        self.norm = RMSNorm.of(arch, dtype)
         self.post_projection = ColumnParallelLinear(
             arch.hidden_size, {"post_projection": state_size}, bias=False, shard=shard, dtype=dtype
         )

@@ -49,13 +49,7 @@ class Decoder:
         self.layers = [
             DecoderLayer(arch, index, shard, dtype, quantization=held[index]) for index in range(arch.num_layers)
         ]
-        self.norm = RMSNorm(
-            arch.hidden_size,
-            arch.rms_norm_eps,
-            dtype,
-            adds_one=arch.norms_add_one,
-            rounds_last=arch.norms_round_last,
-        )
+        self.norm = RMSNorm.of(arch, dtype)
         self.per_layer_inputs = (
             None
             if arch.per_layer is None

@@ -61,17 +61,13 @@ class GroupedQueryAttention(Attention):
                 f"hardware.tensor_parallel_size must be 1 for {arch.family}, which norms queries and keys over all "
                 f"heads, got {shard.size}; set it to 1"
             )
+        # Of queries, and of keys where the layer has some.
         self.q_norm, self.k_norm = (
-            RMSNorm(
-                heads.head_dim * (num_heads if self._is_norm_whole else 1),
-                arch.rms_norm_eps,
-                dtype,
-                adds_one=arch.norms_add_one,
-                rounds_last=arch.norms_round_last,
+            RMSNorm.of(arch, dtype, heads.head_dim * (num_heads if self._is_norm_whole else 1)) if is_normed else None
+            for num_heads, is_normed in (
+                (heads.num_heads, arch.qk_norm),
+                (heads.num_kv_heads, arch.qk_norm and self.has_own_keys),
             )
-            if arch.qk_norm
-            else None
-            for num_heads in (heads.num_heads, heads.num_kv_heads)
         )
         # Gates what each head finds, where a family does.
         self.gate_proj = (
@@ -91,9 +87,10 @@ class GroupedQueryAttention(Attention):
             None if norm is None or self._is_norm_whole else (norm.weight, norm.eps)
             for norm in (self.q_norm, self.k_norm)
         ]
-        # By no weights: by ones.
-        eps, ones = torch.tensor(arch.rms_norm_eps), torch.ones(heads.head_dim, dtype=torch.float32)
-        self._value_norm = (ones, eps) if arch.norms_values else None
+        self._value_norm: tuple[torch.Tensor, torch.Tensor] | None = None
+        if arch.norms_values and self.has_own_keys:  # by no weights: by ones
+            ones = torch.ones(heads.head_dim, dtype=torch.float32)
+            self._value_norm = (ones, torch.tensor(arch.rms_norm_eps))
 
     def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
         assert rope is not None, "of rope_key"
@@ -165,10 +162,8 @@ class GroupedQueryAttention(Attention):
         targets: dict[str, WeightTarget] = {}
         for product in self.products:
             targets |= product.weight_targets(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            targets[f"{prefix}self_attn.q_norm.weight"] = self.q_norm.target
-            if self.has_own_keys:
-                targets[f"{prefix}self_attn.k_norm.weight"] = self.k_norm.target
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        targets |= {f"{prefix}self_attn.{name}.weight": norm.target for name, norm in norms.items() if norm is not None}
         if self.sinks is not None:
             targets[f"{prefix}self_attn.sinks"] = WeightTarget(view=self.sinks, shard_dim=0)
         return targets

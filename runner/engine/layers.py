@@ -50,19 +50,11 @@ class DecoderLayer:
         quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
         self._names = arch.norms
-        norm = partial(
-            RMSNorm,
-            arch.hidden_size,
-            arch.rms_norm_eps,
-            dtype,
-            adds_one=arch.norms_add_one,
-            rounds_last=arch.norms_round_last,
-        )
         names = self._names
         experts = arch.experts if arch.experts is not None and arch.experts.in_layers[layer] else None
         names_beside = None if experts is None else experts.mixture.norms
         self.input_norm, self.after_attention, self.before_mlp, self.after_mlp = (
-            None if name is None else norm()
+            None if name is None else RMSNorm.of(arch, dtype)
             for name in (
                 names.before_attention if has_input_norm else None,
                 names.after_attention,
@@ -105,7 +97,7 @@ class DecoderLayer:
                 experts, arch.hidden_size, shard, dtype, activation=arch.activation, quantization=quantization
             )
             if names_beside is not None:
-                self.mlp = MLPBesideExperts(mlp(), self.mlp, arch.hidden_size, names_beside, norm)
+                self.mlp = MLPBesideExperts(mlp(), self.mlp, names_beside, arch, dtype)
 
     def __call__(
         self,

@@ -6,11 +6,10 @@ What that makes is normed once more, by the layer. Ranks' parts are added up bef
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from kernels.cpu.panels import Change, Weight
+from runner.engine.architecture import Architecture
 from runner.engine.experts import Experts
 from runner.engine.families import NormsBeside
 from runner.engine.linear import WeightTarget
@@ -23,13 +22,16 @@ class MLPBesideExperts:
         self,
         mlp: MLP,
         experts: Experts,
-        hidden_size: int,
         names: NormsBeside,
-        norm: Callable[..., RMSNorm],  # of the layer, without further arguments one of its own kind
+        arch: Architecture,
+        dtype: torch.dtype,
     ) -> None:
         self.mlp, self.experts, self.shared = mlp, experts, experts.shared
-        self.before_mlp, self.after_mlp, self.before_experts, self.after_experts = (norm() for _ in range(4))
-        self.before_router = norm(adds_one=False, factor=hidden_size**-0.5)
+        self.before_mlp, self.after_mlp, self.before_experts, self.after_experts = (
+            RMSNorm.of(arch, dtype) for _ in range(4)
+        )
+        size = arch.hidden_size
+        self.before_router = RMSNorm(size, arch.rms_norm_eps, dtype, rounds_last=True, factor=size**-0.5)
         self._names = names
 
     def __call__(self, residual: torch.Tensor, tile: int | None) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from runner.engine.architecture import Architecture
 from runner.engine.linear import WeightTarget
 from runner.engine.norm_operations import add_normed, add_rms_norm, norm_in_place, rms_norm, sum_beside_rms_norm
 from runner.engine.operations import Rows
@@ -30,6 +31,17 @@ class RMSNorm:
         is_float32 = adds_one or rounds_last or factor != 1.0
         self.weight = torch.empty(size, dtype=torch.float32 if is_float32 else dtype)
         self._factor, self._offset = factor, 1.0 if adds_one else 0.0
+
+    @classmethod
+    def of(cls, arch: Architecture, dtype: torch.dtype, size: int | None = None) -> RMSNorm:
+        """As the family norms; size: of what is normed, None: the hidden size."""
+        return cls(
+            arch.hidden_size if size is None else size,
+            arch.rms_norm_eps,
+            dtype,
+            adds_one=arch.norms_add_one,
+            rounds_last=arch.norms_round_last,
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
