@@ -69,6 +69,9 @@ class Proposer(ABC):
     drafts_from_text: bool = False
     # Whether `update` finds in `output.judged` the target's logits behind every token that was verified.
     reads_logits: bool = False
+    # Whether `update` reads the states of tap_layers of every token. False: of a prompt's tokens in a step those of the
+    # last one alone, so that the others need not go through layers of the target behind which nothing is stored.
+    taps_every_token: bool = True
 
     def __init__(self, *, num_speculative_tokens: int, context: ProposerContext) -> None:
         self.num_speculative_tokens = num_speculative_tokens

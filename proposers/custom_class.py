@@ -51,7 +51,7 @@ class CustomClassProposer(Proposer):
         if not (hasattr(self.inner, "num_speculative_tokens") and hasattr(self.inner, "context")):
             call = "super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)"
             raise UserError(f"method.model={model} must call {call} in its __init__; add it there")
-        self.reads_logits = self.inner.reads_logits
+        self.reads_logits, self.taps_every_token = self.inner.reads_logits, self.inner.taps_every_token
 
     @property
     def name(self) -> str:

@@ -49,6 +49,7 @@ class HybridProposer(Proposer):
         """
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
         self.suffix, self.drafter, self.drafter_name = suffix, drafter, drafter_name
+        self.taps_every_token = drafter.taps_every_token
         self._matches = partial(suffix.matches, min_score=min_match_score, num_judged_tokens=num_judged_tokens)
         self._matched: list[Request] = []  # in the last step in parts
         self._trees: MatchesInTrees | None = None

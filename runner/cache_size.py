@@ -95,8 +95,9 @@ class LargestSteps:
         while left > 0 and len(prompts) < self.max_num_seqs:
             prompts.append(self._request(len(prompts), [0] * min(left, self.max_model_len)))
             left -= prompts[-1].num_prompt_tokens
-        parts = [Part(request=own, start=0, end=own.num_tokens, num_logits=1) for own in prompts]
-        self._over_one_block(lambda: self.target.forward(parts, tap_layers=self.tap_layers))
+        # Scored: then no layer is left out for any row.
+        parts = [Part(request=own, start=0, end=own.num_tokens, num_logits=1, scored_from=0) for own in prompts]
+        self._over_one_block(lambda: self.target.forward(parts, None, lambda logits: None, self.tap_layers))
 
     def verify_drafts(self) -> None:
         """At the longest context: attention keeps partial results of every split of it, for all rows alike."""

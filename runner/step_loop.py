@@ -94,7 +94,12 @@ class StepLoop:
         proposed = time.perf_counter()
         drafts, bitmask = engine.grammars.constrain(schedule, drafts)
         output = engine.verifier.verify(
-            schedule, drafts, bitmask, proposer.tap_layers, keeps_logits=proposer.reads_logits
+            schedule,
+            drafts,
+            bitmask,
+            proposer.tap_layers,
+            taps_every_token=proposer.taps_every_token,
+            keeps_logits=proposer.reads_logits,
         )
         verified = time.perf_counter()
         committed, failures = self._commit(schedule, output.read(drafts))

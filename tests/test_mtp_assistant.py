@@ -202,14 +202,20 @@ def test_every_whole_step_drafts_and_accepts_what_it_does_in_parts(
     assert 0 in accepted and max(accepted) > 0
 
 
-@pytest.mark.parametrize("drafts", [{"num_speculative_tokens": 2}, TREES["dynamic"]], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("drafts", "length"), [({"num_speculative_tokens": 2}, 34), (TREES["dynamic"], 9)], ids=["chain", "tree"]
+)
 def test_captured_steps_of_a_gpu_say_what_the_cpu_says(
-    drafts: dict[str, Any], written: Any, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+    drafts: dict[str, Any],
+    length: int,  # of a prompt; the longer one is computed in chunks, of which the first yields nothing
+    written: Any,
+    emulated_gpu: EmulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (decoder_weights, head_checkpoint):  # it adds weights up, which a GPU does in no certain order
         monkeypatch.setattr(module, "require_finite", lambda *_: None)
     found = written("shared", "clusters")
-    prompts = [{"prompt_token_ids": s.prompt} for s in random_sequences(VOCAB_SIZE, ((5, 0), (9, 0)))]
+    prompts = [{"prompt_token_ids": s.prompt} for s in random_sequences(VOCAB_SIZE, ((5, 0), (length, 0)))]
     params = [replace(GREEDY, max_tokens=9), replace(SAMPLED, max_tokens=7)]
     options = {**OPTIONS, "batch_invariant": False, "max_num_seqs": 2, "speculative_config": method_of(found, **drafts)}
     (expected, on_cpu), (requests, on_gpu) = (

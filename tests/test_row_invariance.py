@@ -480,9 +480,9 @@ class Recorder:
         forward, commit = engine.target.forward, scheduler.commit
         last_logits: torch.Tensor | None = None  # of a step in parts
 
-        def recorded_forward(*args: Any) -> ModelOutput:
+        def recorded_forward(*args: Any, **keys: Any) -> ModelOutput:
             nonlocal last_logits
-            output = forward(*args)
+            output = forward(*args, **keys)
             last_logits = output.logits
             return output
 

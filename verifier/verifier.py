@@ -38,12 +38,14 @@ class Verifier:
         bitmask: BitmaskRows | None = None,
         tap_layers: tuple[int, ...] = (),
         *,
+        taps_every_token: bool = True,
         keeps_logits: bool = False,
     ) -> VerifyOutput:
         """Compute the step's tokens and drafts; judge the drafts.
 
         bitmask: what grammars allow, of the requests that yield a token, a row for each draft and one behind them.
         tap_layers: the hidden states that the proposer reads.
+        taps_every_token: it reads those of all prompt tokens; otherwise of a chunk the last one's alone.
         keeps_logits: it reads the logits too.
         Returns a row for every scheduled request that yields a token, in the order of the schedule.
         """
@@ -66,7 +68,9 @@ class Verifier:
             for item, count, parents in zip(schedule.scheduled, counts, drafts.parents, strict=True)
         ]
         take_prompt_logits = None if gatherer is None else gatherer.take_prompt_logits
-        passed = self.target.forward(parts, drafts.token_ids, take_prompt_logits, tap_layers)
+        passed = self.target.forward(
+            parts, drafts.token_ids, take_prompt_logits, tap_layers, taps_every_token=taps_every_token
+        )
         logits, hidden_states = passed.logits, None
         if passed.hidden_states is not None:
             num_rows = [part.end - part.start + part.num_draft_tokens for part in parts]

@@ -78,6 +78,7 @@ class HeadProposer(LevelByLevelProposer):
             batch_invariant=context.batch_invariant,
             captures_graphs=context.captures_graphs,
         )
+        self.taps_every_token = self.runner.has_own_keys  # else nothing is left of what it would compute of a prompt
         self._known: dict[str, KnownStates] = {}
         self._output = torch.empty(0)  # of the last call, a row for each request that drafts, or node of its tree
         self._first_scratch_block = 0

@@ -39,6 +39,8 @@ class LastStateHead(Protocol):
 class LastStateProposer(TokenByTokenProposer):
     """Keeps each request's last state; a method adds how its head gets from it to logits."""
 
+    taps_every_token = False
+
     def __init__(
         self,
         *,

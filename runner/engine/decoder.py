@@ -24,6 +24,7 @@ from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, head_logits, scale_rows, take_rows
 from runner.engine.per_layer_inputs import PerLayerInputs
 from runner.engine.quantization import Quantization
+from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
 
 
@@ -69,6 +70,15 @@ class Decoder:
             else empty_weight(num_rows, arch.hidden_size, dtype, storage)
         )
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaNet) for layer in self.layers)
+        # Behind the last layer that stores something; others, at the end, see keys of earlier ones (Gemma 4).
+        self.late_from = 1 + max(
+            (
+                index
+                for index, layer in enumerate(self.layers)
+                if not isinstance(layer.mixer, Attention) or layer.mixer.has_own_keys
+            ),
+            default=-1,
+        )
         attentions = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
         kinds = {attention.rope_key: attention for attention in attentions}
         self._ropes = {key: attention.rope(hf_config, max_model_len) for key, attention in kinds.items()}
@@ -130,13 +140,14 @@ class Decoder:
 
         Returns:
             normed hidden states [num_rows, hidden], and for each i of tap_layers the residual stream after i
-            layers [num_rows, hidden] (0 = embeddings, num_layers = input of the final norm).
+            layers [num_rows, hidden] (0 = embeddings, num_layers = input of the final norm). Of a launch with late rows
+            these alone, but for taps in front of layer late_from.
         """
         residual = self.embed(batch.token_ids)
         inputs: torch.Tensor | None = None
         if self.per_layer_inputs is not None:
             inputs = self.per_layer_inputs(batch.token_ids, residual, batch.linear_tile)
-        ropes = {key: rope(batch.positions, self.embed_tokens) for key, rope in self._ropes.items()}
+        ropes = self._turns(batch)
         hidden: Rows | None = None
         below: DecoderLayer | None = None
         taps: dict[int, torch.Tensor] = {}
@@ -144,6 +155,13 @@ class Decoder:
             normed, residual = layer.before_attention(hidden, residual, below)
             if index in tap_layers:
                 taps[index] = residual
+            if batch.late is not None and index == self.late_from:
+                rows = batch.late.rows
+                if batch.late.batch is None:
+                    return residual[:0], [taps.get(tap, residual[:0]) for tap in tap_layers]
+                batch = batch.late.batch
+                ropes, normed, residual = self._turns(batch), take_rows(normed, rows), take_rows(residual, rows)
+                inputs = None if inputs is None else take_rows(inputs.flatten(1), rows).view(-1, *inputs.shape[1:])
             rope = ropes[layer.mixer.rope_key] if isinstance(layer.mixer, Attention) else None
             own = None if inputs is None else inputs[:, index]
             hidden, residual = layer.after_input_norm(normed, residual, rope, batch, cache, own)
@@ -152,6 +170,10 @@ class Decoder:
         normed, residual = below.add_output(hidden, residual, self.norm)
         taps[self.num_layers] = residual
         return normed, [taps[index] for index in tap_layers]
+
+    def _turns(self, batch: ForwardBatch) -> dict[str | None, RopeRows]:
+        """The rotations of a launch's rows, of each kind."""
+        return {key: rope(batch.positions, self.embed_tokens) for key, rope in self._ropes.items()}
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_rows] int64 -> [num_rows, hidden]."""

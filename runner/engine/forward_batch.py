@@ -7,9 +7,10 @@ block (block 0), whose content nobody sees.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,7 @@ class ForwardBatch:
     attention: Any  # what the attention of the launch's shape takes: runner/engine/operations.py
     recurrent: RecurrentSegments | None  # what layers with states go on from; None: no such layers, or a tree
     linear_tile: int | None
+    late: LateRows | None = None  # what goes on behind the last layer that stores something; None: all rows
 
     @classmethod
     def build(
@@ -91,6 +93,14 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LateRows:
+    """Rows of a launch that layers are to see which store nothing themselves: nobody waits there for the others."""
+
+    rows: torch.Tensor  # [num_rows] int64: their places in the launch, padding included
+    batch: ForwardBatch | None  # they as a launch of their own; None: there are none
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackedLaunch:
     """A launch as one list of numbers, so that it travels in one upload; the token ids come first."""
 
@@ -110,6 +120,7 @@ class PackedLaunch:
         block_size: int,
         is_causal: bool = True,  # False: rows see their whole segment in layers that are not causal (DFlash's blocks)
         has_states: bool = False,  # some layers have them
+        late_rows: Sequence[int] | None = None,  # of LateRows, ascending; None: all
     ) -> PackedLaunch:
         num_rows = shape.padded_rows(len(token_ids))
         padding = [0] * (num_rows - len(token_ids))
@@ -121,11 +132,27 @@ class PackedLaunch:
             slots += segment.slots(segment.start, end, block_size)
         planned = shape.plan(family, segments, positions, num_rows=num_rows, block_size=block_size, is_causal=is_causal)
         recurrent = _recurrent_lists(segments, num_rows) if has_states else []
-        lists = [[*token_ids, *padding], positions + padding, slots + padding, *recurrent, *planned.lists]
+        late: PackedLaunch | None = None
+        of_late: list[list[int]] = []  # numbers and places
+        if late_rows:
+            late = cls.of(
+                family,
+                _segments_of(late_rows, segments),
+                [0] * len(late_rows),
+                shape=shape,
+                block_size=block_size,
+                is_causal=is_causal,
+            )
+            of_late = [late.numbers, [*late_rows, *[0] * (late.num_rows - len(late_rows))]]
+        lists = [[*token_ids, *padding], positions + padding, slots + padding, *of_late, *recurrent, *planned.lists]
         sizes, numbers = [len(part) for part in lists], list(chain.from_iterable(lists))
 
         def unpack(numbers: torch.Tensor) -> ForwardBatch:
             ids, positions_, slots_, *others = numbers.split_with_sizes(sizes)
+            late_batch, places = None, ids[:0]
+            if late is not None:
+                late_numbers, places, *others = others
+                late_batch = late.unpack(late_numbers)
             of_states, of_attention = others[: len(recurrent)], others[len(recurrent) :]
             return ForwardBatch(
                 family=family,
@@ -135,14 +162,29 @@ class PackedLaunch:
                 attention=planned.assemble(of_attention),
                 recurrent=_recurrent(*of_states) if has_states else None,
                 linear_tile=shape.linear,
+                late=None if late_rows is None else LateRows(rows=places, batch=late_batch),
             )
 
-        return cls(
-            numbers=numbers,
-            unpack=unpack,
-            num_rows=num_rows,
-            key=None if planned.key is None else (family, is_causal, num_rows, len(numbers), planned.key),
-        )
+        key: Hashable = None
+        if planned.key is not None:
+            key_of_late = None if late is None else late.key
+            key = (family, is_causal, num_rows, len(numbers), planned.key, late_rows is None, key_of_late)
+        return cls(numbers=numbers, unpack=unpack, num_rows=num_rows, key=key)
+
+
+def _segments_of(rows: Sequence[int], segments: Sequence[Segment]) -> list[Segment]:
+    """These rows of the segments' own, ascending; neighbours stay together."""
+    found: list[Segment] = []
+    first = 0
+    for own in segments:
+        behind = first + own.num_tokens
+        inside = rows[bisect_left(rows, first) : bisect_left(rows, behind)]
+        # Neighbours have the same distance to their numbers.
+        for _, run in groupby(enumerate(inside), lambda pair: pair[1] - pair[0]):
+            places = [row - first for _, row in run]
+            found.append(replace(own, start=own.start + places[0], num_tokens=len(places)))
+        first = behind
+    return found
 
 
 def _recurrent_lists(segments: Sequence[Segment], num_rows: int) -> list[list[int]]:

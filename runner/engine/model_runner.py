@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -117,6 +118,8 @@ class ModelRunner(PagedRunner):
         draft_token_ids: torch.Tensor | None = None,
         take_prompt_logits: Callable[[torch.Tensor], None] | None = None,
         tap_layers: tuple[int, ...] = (),
+        *,
+        taps_every_token: bool = True,
     ) -> ModelOutput:
         """Compute the parts' tokens.
 
@@ -127,28 +130,53 @@ class ModelRunner(PagedRunner):
             take_prompt_logits: given the logits of the rows that are scored, [<= SCORED_ROWS, vocab] float32 at a
                 time, in the order of the parts; those of a long prompt would not fit memory at once.
             tap_layers: which hidden states to return (runner.engine.hidden_states).
+            taps_every_token: False: of a part's prompt tokens without logits they may be zeros, but for the last one.
         """
         step = StepLaunches.of(parts)
         logits = []
         tapped = []
         for launch in (step.prefill, step.decode):
             if launch.segments:
-                hidden, all_logits, taps = self._launch(launch, draft_token_ids, tap_layers)
+                late = self._late_rows(launch, tap_layers, taps_every_token=taps_every_token)
+                hidden, all_logits, taps = self._launch(launch, draft_token_ids, tap_layers, late)
                 if taps:
                     tapped.append(torch.cat(taps, dim=1)[: len(launch.token_ids)])
-                for first in range(0, len(launch.scored_rows), SCORED_ROWS):
+                scored = _places(launch.scored_rows, late)
+                for first in range(0, len(scored), SCORED_ROWS):
                     assert take_prompt_logits is not None, "scored rows need a taker"
-                    take_prompt_logits(self._logits(hidden, launch.scored_rows[first : first + SCORED_ROWS]))
-                logits.append(self._logits(hidden, launch.logits_rows) if all_logits is None else all_logits)
+                    take_prompt_logits(self._logits(hidden, scored[first : first + SCORED_ROWS]))
+                wanted = _places(launch.logits_rows, late)
+                logits.append(self._logits(hidden, wanted) if all_logits is None else all_logits)
         return ModelOutput(
             logits=_in_order(logits, step.logits_order),
             hidden_states=_in_order(tapped, step.token_order) if tapped else None,
         )
 
+    def _late_rows(self, launch: Launch, tap_layers: tuple[int, ...], *, taps_every_token: bool) -> list[int] | None:
+        """LateRows of a launch of prompts: what logits or states are wanted of; None: all of its rows."""
+        if not isinstance(self.model, Decoder) or self.model.late_from == self.model.num_layers:
+            return None
+        is_tapped = any(map(self._is_late, tap_layers))
+        if launch.family == "decode" or (is_tapped and taps_every_token):
+            return None
+        wanted = {*launch.scored_rows, *launch.logits_rows}
+        if is_tapped:  # a chunk may end with the prompt and yield nothing, as where a request is computed again
+            wanted |= {end - 1 for end in accumulate(segment.num_tokens for segment in launch.segments)}
+        return None if len(wanted) == len(launch.token_ids) else sorted(wanted)
+
+    def _is_late(self, tap: int) -> bool:
+        """Whether late rows alone have this state."""
+        assert isinstance(self.model, Decoder)
+        return tap == NORMED or tap > self.model.late_from
+
     def _launch(
-        self, launch: Launch, draft_token_ids: torch.Tensor | None, tap_layers: tuple[int, ...]
+        self,
+        launch: Launch,
+        draft_token_ids: torch.Tensor | None,
+        tap_layers: tuple[int, ...],
+        late: list[int] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-        """(normed hidden states, logits, tapped states): of all rows, padding included, but logits without it.
+        """(normed hidden states of the late rows, logits, tapped states), padding included, but logits without it.
 
         Logits come along where a graph computes them: of a launch that wants those of every token.
         """
@@ -161,6 +189,7 @@ class ModelRunner(PagedRunner):
             shape=self.shapes[launch.family],
             block_size=self.block_size,
             has_states=self.is_recurrent,
+            late_rows=late,
         )
         size, num_tokens = len(packed.numbers), len(launch.token_ids)
         uploaded = to_device(packed.numbers + launch.draft_rows, torch.int64, self.device)
@@ -184,7 +213,13 @@ class ModelRunner(PagedRunner):
             hidden, *others = self.graphs((packed.key, tap_layers, with_logits), compute, numbers)
         else:
             hidden, *others = compute(numbers)
-        return hidden, others.pop(0)[:num_tokens] if with_logits else None, others
+        own_logits = others.pop(0)[:num_tokens] if with_logits else None
+        if late is not None:
+            others = [
+                _spread(own, late, packed.num_rows) if self._is_late(tap) else own
+                for tap, own in zip(tap_layers, others, strict=True)
+            ]
+        return hidden, own_logits, others
 
     def compute(self, batch: ForwardBatch, tap_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A launch that is on the device: (normed hidden states of its rows, their tapped states)."""
@@ -209,6 +244,20 @@ class ModelRunner(PagedRunner):
         padding = -len(rows) % (tile or 1)
         index = to_device(rows + rows[:1] * padding, torch.int64, self.device)
         return self.model.logits(hidden.index_select(0, index), tile)[: len(rows)]
+
+
+def _places(rows: list[int], late: list[int] | None) -> list[int]:
+    """Of rows of a launch among the late ones."""
+    if late is None:
+        return rows
+    place = {row: at for at, row in enumerate(late)}
+    return [place[row] for row in rows]
+
+
+def _spread(states: torch.Tensor, late: list[int], num_rows: int) -> torch.Tensor:
+    """[late rows, width], padding included, at their places in the launch [num_rows, width]; zeros elsewhere."""
+    index = to_device(late, torch.int64, states.device)
+    return states.new_zeros(num_rows, states.shape[1]).index_copy_(0, index, states[: len(late)])
 
 
 def _in_order(rows: list[torch.Tensor], order: list[int] | None) -> torch.Tensor:
