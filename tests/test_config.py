@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
+from proposers.heads.mtp_assistant_config import read_assistant_config
 from runner.cli.compose import Composer
 from runner.config import (
     ConfigError,
@@ -27,7 +28,9 @@ from runner.config import (
 from runner.config.method_union import METHODS, AnyMethod
 from runner.config.problem import node_classes, union_tag
 from runner.engine.architecture import read_architecture
+from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
+from runner.engine.loader import LoadedModel
 from runner.engine.sampling_params import SamplingParams
 from runner.tiny import DRAFTER_KEYS
 
@@ -226,6 +229,27 @@ def test_presets_say_the_shape_of_published_heads_so_that_dummy_weights_need_no_
     assert config.model.hf_config is not None
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
         assert head.hf_config[key] == config.model.hf_config[key], key
+
+
+@pytest.mark.parametrize("preset", WITH_ASSISTANT)
+def test_the_drafter_of_a_preset_sees_keys_and_values_as_its_target_has_them(preset: str) -> None:
+    from transformers import AutoConfig
+
+    with Composer() as composer:
+        config = composer.config([f"model={preset}", "method=mtp", "model.load_format=dummy"])
+    head, values = config.draft_model_config(), config.model.hf_config
+    assert head is not None and head.hf_config is not None and values is not None
+    hf_config = AutoConfig.for_model(**values)
+    arch = read_architecture(hf_config)
+    assert arch is not None
+    with torch.device("meta"):
+        model = Decoder(arch, hf_config, max_model_len=64, dtype=torch.bfloat16)
+    source = ModelSource(model=preset)
+    target = LoadedModel(source=source, model=model, hf_config=hf_config, max_model_len=64, num_weight_bytes=0)
+    read = read_assistant_config(source, head.hf_config, target)
+    kinds = hf_config.layer_types
+    last = {kinds[layer]: layer for layer, own in enumerate(arch.heads) if own.kv_layer is None}
+    assert [own.kv_layer for own in read.arch.heads] == [last[kind] for kind in read.hf_config.layer_types]
 
 
 def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
