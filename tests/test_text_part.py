@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
@@ -132,6 +132,19 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**BLOCKS, "deepstack_visual_indexes": [0]},
         {"tie_word_embeddings": True},
     ),
+    "qwen3_vl_moe": (
+        {
+            **TEXT,
+            **turning([4, 2, 2]),
+            "model_type": "qwen3_vl_moe_text",
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        {**BLOCKS, "deepstack_visual_indexes": [0]},
+        {},
+    ),
     "smolvlm": (LLAMA, {**PATCHES, "model_type": "smolvlm_vision"}, {}),
 }
 
@@ -159,6 +172,21 @@ def test_logits_of_text_are_as_accurate_as_those_of_transformers(name: str, tmp_
     assert_as_accurate(
         engine_logits(loaded, sequences), reference_logits(model, sequences), float64_logits(model, sequences)
     )
+
+
+def test_experts_are_read_as_they_were_published_too(tmp_path: Path) -> None:
+    """Of Qwen3-VL with a row for each input; transformers saves them with one for each output."""
+    source = save(seeing_model("qwen3_vl_moe"), tmp_path)
+    saved = load(source)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    stacks = [name for name in tensors if ".experts." in name]
+    shapes = {tuple(tensors[name].shape) for name in stacks}
+    assert shapes == {(4, 48, 64), (4, 64, 24)}
+    save_file({**tensors, **{name: tensors[name].transpose(1, 2).contiguous() for name in stacks}}, file)
+    published = load(source)
+    assert isinstance(saved.model, Decoder) and isinstance(published.model, Decoder)
+    assert all(map(torch.equal, saved.model.parameters(), published.model.parameters()))
 
 
 def test_text_of_the_whole_checkpoint_is_that_of_transformers_with_and_without_speculation(tmp_path: Path) -> None:

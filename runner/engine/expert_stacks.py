@@ -1,7 +1,7 @@
 """Checkpoints that hold the weights of all experts of a layer in one tensor, as gpt-oss's and Qwen3.5's do.
 
-In gpt-oss's gate and up rows take turns, and a dense weight has a row for each input. Qwen3.5's have a row for each
-output, up behind gate.
+In gpt-oss's gate and up take turns, and a dense weight has a row for each input. Qwen3-VL's have such rows, too, but up
+behind gate, and Qwen3.5's a row for each output.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from runner.engine.expert_shapes import ExpertShapes
 from runner.engine.mxfp4_tensors import Mxfp4Stack
 
 ALL = slice(None)
-# Of each stack its projections, by their places in Mixture.projections, and which of its outputs are theirs.
-PARTS = {"gate_up_proj": ((0, slice(0, None, 2)), (1, slice(1, None, 2))), "down_proj": ((2, ALL),)}
-STACKS = tuple(PARTS)
+STACKS = ("gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +74,19 @@ def split_stacks(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes | Non
     if experts is None or experts.mixture.stacks == "none":
         yield from tensors
         return
+    if experts.mixture.stacks in ("by_output", "by_input"):
+        tensors = _split_by_output(tensors, experts)
     if experts.mixture.stacks == "by_output":
-        yield from _split_by_output(tensors, experts)
+        yield from tensors
         return
-    prefix = f".{experts.prefix}"
+    prefix, parts = f".{experts.prefix}", _outputs_of_projections(experts)
     for name, tensor in tensors:
         layer, _, own = name.rpartition(prefix)
         stack, rank = own.removesuffix("_bias"), len(tensor.get_shape())
-        if not layer or stack not in PARTS or rank != (3 if own == stack else 2):
+        if not layer or stack not in parts or rank != (3 if own == stack else 2):
             yield name, tensor
             continue
-        for place, outputs in PARTS[stack]:
-            projection = experts.mixture.projections[place]
+        for projection, outputs in parts[stack].items():
             if own != stack:
                 yield f"{layer}{prefix}{projection}.bias", BiasesOfExperts(tensor=tensor, outputs=outputs)
                 continue
@@ -100,13 +99,22 @@ def split_stacks(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes | Non
                 )
 
 
+def _outputs_of_projections(experts: ExpertShapes) -> dict[str, dict[str, slice]]:
+    """Which outputs of each stack are those of a projection, where weights have a row for each input."""
+    gate, up, down = experts.mixture.projections
+    size, (both, last) = experts.intermediate_size, STACKS
+    if experts.mixture.stacks == "by_input_in_turns":
+        return {both: {gate: slice(0, None, 2), up: slice(1, None, 2)}, last: {down: ALL}}
+    return {both: {gate: slice(0, size), up: slice(size, 2 * size)}, last: {down: ALL}}
+
+
 def _split_by_output(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes) -> Iterator[tuple[str, Any]]:
     size, prefix = experts.intermediate_size, f".{experts.prefix}"
     gate, up, down = experts.mixture.projections
     for name, tensor in tensors:
         layer, _, stack = name.rpartition(prefix)
         shape = tensor.get_shape()
-        if not layer or stack not in STACKS or len(shape) != 3 or (stack == STACKS[0] and shape[1] != 2 * size):
+        if not layer or stack not in STACKS or len(shape) != 3 or not _is_by_output(stack, shape, experts):
             yield name, tensor
             continue
         parts = ((gate, 0, size), (up, size, size)) if stack == STACKS[0] else ((down, 0, shape[1]),)
@@ -114,3 +122,10 @@ def _split_by_output(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes) 
             for projection, first, num_rows in parts:
                 rows = RowsOfExpert(tensor=tensor, expert=expert, first=first, num_rows=num_rows)
                 yield f"{layer}{prefix}{expert}.{projection}.weight", rows
+
+
+def _is_by_output(stack: str, shape: list[int], experts: ExpertShapes) -> bool:
+    """By its sizes: transformers saves anew by output what was published by input."""
+    size, (_, first, last) = experts.intermediate_size, shape
+    fits, fits_by_input = (first == 2 * size, last == 2 * size) if stack == STACKS[0] else (last == size, first == size)
+    return fits and (experts.mixture.stacks == "by_output" or not fits_by_input)

@@ -73,8 +73,9 @@ class Mixture:
     # That have a mixture, as the config says it.
     layers: Literal["all", "behind_first", "by_step", "by_type", "in_range"] = "all"
     has_biases: bool = False
-    # One tensor may hold all experts' weights, each with a row for every output (Qwen3.5) or input (gpt-oss).
-    stacks: Literal["none", "by_output", "by_input"] = "none"
+    # One tensor may hold all experts' weights, each with a row for every output (Qwen3.5) or input (Qwen3-VL, where its
+    # sizes do not say that it is the former), up behind gate, or with the two in turns (gpt-oss).
+    stacks: Literal["none", "by_output", "by_input", "by_input_in_turns"] = "none"
 
     def named(self, name: str) -> str:
         """Within the layer, of what has this name within the block."""
@@ -278,7 +279,7 @@ FAMILIES = {
             count_key="num_local_experts",
             size_key="intermediate_size",
             has_biases=True,
-            stacks="by_input",
+            stacks="by_input_in_turns",
         ),
     ),
     "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
@@ -313,6 +314,11 @@ FAMILIES = {
         experts=Mixture(block="mlp", is_normalized="norm_topk_prob", layers="by_step"),
     ),
     "qwen3_next": Family(**_QWEN3_NEXT, delta_nets="by_key_head", experts=_SPARSE_QWEN_MIXTURE),
+    "qwen3_vl_moe_text": Family(
+        output_bias="attention_bias",
+        qk_norm=True,
+        experts=Mixture(block="mlp", layers="by_step", stacks="by_input"),
+    ),
     "qwen3_vl_text": Family(output_bias="attention_bias", qk_norm=True),
     "seed_oss": Family(output_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "smollm3": Family(
