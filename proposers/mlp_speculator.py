@@ -1,6 +1,6 @@
-"""IBM's MLP speculator (arXiv 2404.19124): a recurrence over the target's last hidden state and the tokens since.
+"""MLP and LSTM speculators (IBM's, arXiv 2404.19124, and Arctic Inference's): recurrences over the target's last state.
 
-It starts from the state that yielded the last committed token, and from that token.
+They start from the state that yielded the last committed token, and from that token, and take in the drafts since.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.last_state import CapturedLastState
 from proposers.drafting.from_last_state import LastStateProposer
-from proposers.heads.mlp_speculator import MlpSpeculator, load_mlp_speculator
+from proposers.heads.speculator import Speculator, load_speculator
 from runner.engine.checkpoint import ModelSource
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import Request
@@ -33,14 +33,14 @@ class MlpSpeculatorProposer(LastStateProposer):
         max_model_len: int | None = None,
     ) -> None:
         assert context.target is not None, "the speculator reads the target's states"
-        self.speculator = load_mlp_speculator(source, context.target, device=context.device, dtype=context.dtype)
+        self.speculator = load_speculator(source, context.target, device=context.device, dtype=context.dtype)
         super().__init__(
             num_speculative_tokens=num_speculative_tokens,
             context=context,
             draft_sample_method=draft_sample_method,
             source=source,
             head=self.speculator,
-            max_depth=self.speculator.num_steps,
+            max_depth=self.speculator.max_depth,
             max_model_len=max_model_len,
         )
         self._state = torch.empty(0)  # [active requests, width]
@@ -72,7 +72,7 @@ class MlpSpeculatorProposer(LastStateProposer):
 
 
 class _CapturedSpeculator(CapturedLastState):
-    def __init__(self, speculator: MlpSpeculator, tile: int | None, **common: Any) -> None:
+    def __init__(self, speculator: Speculator, tile: int | None, **common: Any) -> None:
         super().__init__(**common)
         self.speculator, self.tile = speculator, tile
         self._state = torch.empty(0)  # [count, width]

@@ -71,6 +71,7 @@ def test_a_missing_method_is_inferred_as_vllm_infers_it(values: dict[str, Any], 
         ("google/gemma-4-E2B-it-assistant", "mtp"),
         ("ibm-ai-platform/llama3-8b-accelerator", "mlp_speculator"),
         ("x/llama-mlp-speculator", "mlp_speculator"),
+        ("Snowflake/Arctic-LSTM-Speculator-gpt-oss-120b", "mlp_speculator"),
     ],
 )
 def test_a_head_on_the_hub_is_known_by_its_name(model: str, method: str) -> None:

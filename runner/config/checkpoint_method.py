@@ -1,8 +1,8 @@
 """Which method a drafter's checkpoint is made for, read from its own files: no tensor is loaded, no pickle is run.
 
 A local directory is judged by its config.json, and by the names of its tensors where that leaves EAGLE's layers in
-doubt; a hub id by its name, as in vLLM, which goes for Medusa's and IBM's heads too. Layouts: the projects' own,
-`speculators`, vLLM's.
+doubt; a hub id by its name, as in vLLM, which goes for Medusa's, IBM's and Arctic's heads too. Layouts: the projects'
+own, `speculators`, vLLM's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = {
     "eagle3": "an EAGLE-3 head",
     "mtp": "a multi-token-prediction layer",
     "medusa": "a set of Medusa heads",
-    "mlp_speculator": "an MLP speculator",
+    "mlp_speculator": "an MLP or LSTM speculator",
     "dflash": "a DFlash drafter",
     "dspark": "a DSpark drafter",
 }
@@ -44,6 +44,7 @@ _FOREIGN_KEYS = {
     "pard2_scale": "a PARD-2 draft model",
 }
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
+_RECURRENT = ("mlpspeculator", "lstmspeculator", "mlpvariantspeculator")
 _EAGLE3_KEYS = {"draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"}
 
 
@@ -77,7 +78,7 @@ def method_of_model(model: str) -> str:
 def tokens_of_model(model: str, method: str) -> int | None:
     """The num_speculative_tokens that the config.json of a local checkpoint means; None where it means none.
 
-    As in vLLM: what the first proposal method of a speculators config says, else n_predict (IBM's accelerators), which
+    As in vLLM: what the first proposal method of a speculators config says, else n_predict (IBM's and Arctic's), which
     for method mtp is the number of modules; for dspark instead the rows of its block that guess.
     """
     directory = Path(model).expanduser()
@@ -164,7 +165,7 @@ def _method_of_config(config: Mapping[str, Any]) -> str | None:
         "dflash": "dflash_config" in config or "dflash" in architectures,
         "eagle3": "eagle3" in architectures or not _EAGLE3_KEYS.isdisjoint(config),
         "medusa": "medusa_num_heads" in config or family == "medusa" or "medusa" in architectures,
-        "mlp_speculator": family == "mlp_speculator" or "mlpspeculator" in architectures,
+        "mlp_speculator": family == "mlp_speculator" or any(name in architectures for name in _RECURRENT),
         "pard": config.get("spd_type") == "pard" or "pard_token" in config,
         "eagle": family == "eagle" or "eagle" in architectures,
         "mtp": _is_mtp_only(config) or any(config.get(key) for key in NUM_MODULES_KEYS),

@@ -199,10 +199,11 @@ class MedusaMethod(TreeDrafterMethod):
 
 
 class MlpSpeculatorMethod(DrafterMethod):
-    """A recurrent MLP over the last hidden state (arXiv 2404.19124)."""
+    """A recurrent MLP or LSTM over the last hidden state (arXiv 2404.19124)."""
 
     method: Literal["mlp_speculator"] = Field(
-        default="mlp_speculator", description="a recurrent MLP over the target's last hidden state (IBM)"
+        default="mlp_speculator",
+        description="a recurrent MLP or LSTM over the target's last hidden state (IBM, Arctic)",
     )
 
 

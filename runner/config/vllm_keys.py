@@ -165,6 +165,7 @@ HUB_MARKS = (
     ("-it-assistant", "mtp"),  # Gemma 4's
     ("medusa", "medusa"),
     ("accelerator", "mlp_speculator"),  # IBM's
+    ("lstm-speculator", "mlp_speculator"),  # Arctic's
     ("mlp-speculator", "mlp_speculator"),
     ("mlp_speculator", "mlp_speculator"),
 )

@@ -158,7 +158,7 @@ def _fill_randomly(targets: Mapping[str, WeightTarget]) -> None:
     for name, target in targets.items():
         if not target.view.is_floating_point():
             target.view.zero_()
-        elif "norm" in name or ".ln." in name:
+        elif "norm" in name or "ln." in name:
             target.view.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             generator = generator or torch.Generator(target.view.device).manual_seed(0)
