@@ -6,9 +6,11 @@ end wrong, and that are lacking.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -355,6 +357,59 @@ def test_a_checkpoint_of_another_drafter_is_told_where_to_name_it() -> None:
     values = {"model": {"model": "tiny"}, "method": {"method": "hybrid", "model": "tiny-eagle3"}}
     with pytest.raises(ConfigError, match=r"got method\.drafter=draft_model; set method\.drafter=eagle3"):
         SpeculativeConfig.parse(values)
+
+
+ARCTIC = {  # of its documentation
+    "method": "arctic",
+    "model": "Snowflake/Arctic-LSTM-Speculator-Llama-3.1-8B-Instruct",
+    "num_speculative_tokens": 3,
+    "enable_suffix_decoding": True,
+}
+
+
+def test_arctic_inferences_pair_of_drafters_is_read_as_the_hybrid(tmp_path: Path) -> None:
+    """It drafts a match where as many of its tokens are expected to be accepted as the speculator can guess."""
+    expected = HybridMethod(
+        drafter="mlp_speculator",
+        model=ARCTIC["model"],
+        num_speculative_tokens=16,
+        num_drafter_tokens=3,
+        min_match_score=3.0,
+        suffix_decoding_max_tree_depth=64,
+        suffix_decoding_max_cached_requests=100_000,
+    )
+    method, notes = parse_method(ARCTIC)
+    assert method == expected
+    assert notes == (
+        "speculative_config.method='arctic' is read as 'mlp_speculator'",
+        "speculative_config.enable_suffix_decoding=True is read as method=hybrid with drafter=mlp_speculator, "
+        "num_speculative_tokens=16, num_drafter_tokens=3, min_match_score=3; there a match may be longer",
+    )
+    assert SpeculativeConfig.from_engine_args("m", ARCTIC).method == expected  # its steps hold what matches need
+    own = {"suffix_cache_max_depth": 12, "suffix_cache_max_requests": 9, "suffix_min_token_prob": 0.3}
+    found, _ = parse_method({**ARCTIC, **own, "suffix_max_spec_factor": 2.0, "suffix_max_spec_offset": 0.0})
+    assert found == expected.model_copy(
+        update={
+            "num_speculative_tokens": 12,
+            "suffix_decoding_max_tree_depth": 12,
+            "suffix_decoding_max_cached_requests": 9,
+            "suffix_decoding_min_token_prob": 0.3,
+            "suffix_decoding_max_spec_factor": 2.0,
+        }
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mlp_speculator", "n_predict": 4}))
+    for asked, num_drafter_tokens in ((None, 4), (2, 2)):  # the speculator can guess 4, whatever it is asked for
+        found, _ = parse_method({**ARCTIC, "model": str(tmp_path), "num_speculative_tokens": asked})
+        assert isinstance(found, HybridMethod)
+        assert (found.num_drafter_tokens, found.min_match_score) == (num_drafter_tokens, 4.0)
+
+
+def test_arctic_inferences_switch_without_a_speculator_is_suffix_decoding() -> None:
+    assert isinstance(parse_method({"method": "suffix", "enable_suffix_decoding": True})[0], SuffixMethod)
+    method, (note,) = parse_method({"enable_suffix_decoding": True})
+    assert isinstance(method, SuffixMethod) and note.endswith("is read as method=suffix, which needs no model")
+    with pytest.raises(ConfigError, match=r"suffix_max_spec_offset is not available, got 1; remove it"):
+        parse_method({**ARCTIC, "suffix_max_spec_offset": 1})
 
 
 def test_arctic_inferences_switch_is_told_what_it_is_called_here() -> None:

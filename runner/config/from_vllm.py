@@ -13,10 +13,12 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from runner.config.checkpoint_method import method_of_model, tokens_of_model
+from runner.config.from_arctic import take_matches
 from runner.config.problem import Problem
 from runner.config.quantization import OF_CHECKPOINTS
 from runner.config.sampler import SamplerConfig
 from runner.config.vllm_keys import (
+    DEPTH_KEY,
     ENGINE_ARGS_OFF,
     ENGINE_ARGS_WITHOUT_EFFECT,
     KEYS_WITHOUT_EFFECT,
@@ -59,6 +61,7 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
     problems: list[Problem] = []
     values = _today(given, notes, problems)
     _drop(values, KEYS_WITHOUT_EFFECT, "speculative_config.", notes)
+    take_matches(values, _inferred(values), notes)
     _drop_refused(values, problems)
     _take_whole_drafter(values, notes)
     known = frozenset().union(*fields.values())
@@ -236,13 +239,12 @@ def _drop_foreign(
 
 
 def _take_depth_for_tokens(values: dict[str, Any], method: str, notes: list[str]) -> None:
-    depth = values.get("suffix_decoding_max_tree_depth")
+    depth = values.get(DEPTH_KEY)
     if method != "suffix" or "num_speculative_tokens" in values or type(depth) is not int:
         return
     values["num_speculative_tokens"] = min(max(depth, 0), MAX_SUFFIX_TOKENS)
     notes.append(
-        f"num_speculative_tokens={values['num_speculative_tokens']} comes from "
-        f"suffix_decoding_max_tree_depth={depth}, as in vLLM"
+        f"num_speculative_tokens={values['num_speculative_tokens']} comes from {DEPTH_KEY}={depth}, as in vLLM"
     )
 
 

@@ -1,7 +1,8 @@
 """vLLM's speculative_config, key by key: what is called otherwise here, what changes nothing, what is refused and why.
 
 Data only; from_vllm.py reads it. Sources: vllm/config/speculative.py of 0.33 and of 0.8, the documentation of what came
-after 0.33, and the engine arguments (--speculative-model and its kin) of the releases before.
+after 0.33, and the engine arguments (--speculative-model and its kin) of the releases before; of its plugin Arctic
+Inference vllm/config.py, which adds a method and some keys.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ RENAMED_KEYS = {
     "typical_acceptance_sampler_posterior_threshold": "posterior_threshold",
     "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
     "disable_logprobs_during_spec_decoding": "disable_logprobs",
+    # Arctic Inference's.
+    "suffix_cache_max_depth": "suffix_decoding_max_tree_depth",
+    "suffix_cache_max_requests": "suffix_decoding_max_cached_requests",
+    "suffix_max_spec_factor": "suffix_decoding_max_spec_factor",
+    "suffix_min_token_prob": "suffix_decoding_min_token_prob",
 }
 
 # Deprecated names of mtp: the families whose checkpoints have such a layer, in 0.33 and after.
@@ -63,7 +69,11 @@ MTP_FAMILIES = (
 
 # Spellings of values; `standard` is the newest name of what was called probabilistic.
 RENAMED_VALUES: dict[str, dict[str, str]] = {
-    "method": {"[ngram]": "ngram", **{f"{family}{MTP_SUFFIX}": "mtp" for family in MTP_FAMILIES}},
+    "method": {
+        "[ngram]": "ngram",
+        "arctic": "mlp_speculator",
+        **{f"{family}{MTP_SUFFIX}": "mtp" for family in MTP_FAMILIES},
+    },
     "rejection_sample_method": {
         "standard": "probabilistic",
         "rejection_sampler": "probabilistic",
@@ -74,6 +84,11 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
 ONE_PASS_KEY = "parallel_drafting"  # says which method is meant
 ONE_PASS_METHODS = ("pard", "dflash", "dspark")  # of which it is true anyway
 TREE_KEY = "speculative_token_tree"  # of the releases before PR #42121 (May 2026), a string there
+
+DEPTH_KEY = "suffix_decoding_max_tree_depth"
+MATCHES_KEY = "enable_suffix_decoding"  # of Arctic Inference: matches in front of its speculator
+MATCHES_DEFAULTS = {DEPTH_KEY: 64, "suffix_decoding_max_cached_requests": 100_000}  # there
+MATCH_TOKENS = 16  # there, of suffix decoding by itself
 
 NEUTRAL = (None, False, "auto")  # values by which vLLM's switches are off: nothing to tell about
 
@@ -135,10 +150,15 @@ REFUSED_KEYS = {
     "draft_load_config": _internal(),
     "draft_model_config": _internal(),
     "draft_parallel_config": _internal(),
-    "enable_suffix_decoding": Refusal(
-        rule="is a key of the plugin Arctic Inference",
+    MATCHES_KEY: Refusal(
+        rule="is a key of the plugin Arctic Inference, for its own speculators",
         remedy="remove it; method='hybrid' with drafter=<the method> is suffix decoding in front of that",
         unless=(None, False),
+    ),
+    "suffix_max_spec_offset": Refusal(
+        rule="is not available",
+        remedy="remove it; suffix_max_spec_factor alone says how long drafts are for the match",
+        unless=(None, 0),
     ),
     "target_model_config": _internal(),
     "target_parallel_config": _internal(),
