@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from proposers.base import ProposerContext
+from proposers.drafting.cached_rows import cached_rows
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.heads.dflash import DFlashHead
 from proposers.heads.quantized import quantize_head_of_target
@@ -91,24 +92,8 @@ class BlockProposer(TokenByTokenProposer):
         assert states is not None or not self.tap_layers, "the verifier was asked for hidden states"
         if states is None:
             return
-        segments: dict[Family, list[Segment]] = {"prefill": [], "decode": []}
-        rows: dict[Family, list[torch.Tensor]] = {"prefill": [], "decode": []}
-        for index, item in enumerate(schedule.scheduled):
-            request = item.request
-            if request.is_finished or not self.may_draft(request):
-                continue
-            end = max(item.start, min(request.num_computed_tokens, self.head.max_model_len))
-            boundary = min(max(request.num_prompt_tokens, item.start), end)
-            own = states.of(index, end - item.start)
-            parts: tuple[tuple[Family, int, int], ...] = (("prefill", item.start, boundary), ("decode", boundary, end))
-            for family, start, stop in parts:  # as the target does, prompt tokens apart from generated ones
-                if start < stop:
-                    segment = Segment(start=start, num_tokens=stop - start, block_table=request.block_table)
-                    segments[family].append(segment)
-                    rows[family].append(own[start - item.start : stop - item.start])
-        for family, launched in segments.items():
-            if launched:
-                self._write_context(family, launched, torch.cat(rows[family]))
+        for rows in cached_rows(schedule, states, self.may_draft, self.head.max_model_len):
+            self._write_context(rows.family, rows.segments, rows.states)
 
     def blocks(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
         """The head's output for blocks that guess the next counts[b] >= 1 places of requests[b], request by request.
