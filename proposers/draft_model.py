@@ -9,6 +9,7 @@ Everything here is in the target's ids, the request's processors and the probabi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from proposers.vocabularies.translation import translate
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.launch import Part
-from runner.engine.loader import load_model
+from runner.engine.loader import LoadedModel, load_model
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import Request, VerifyOutput
 from runner.engine.scheduler import Schedule
@@ -72,8 +73,8 @@ class DraftModelProposer(TokenByTokenProposer):
                 "method.use_heterogeneous_vocab=true"
             )
         self.max_model_len = min(loaded.max_model_len, context.max_model_len)
-        self.runner = ModelRunner(
-            loaded.model,
+        self.runner = self.make_runner(
+            loaded,
             block_size=context.block_size,
             device=context.device,
             dtype=context.dtype,
@@ -82,6 +83,10 @@ class DraftModelProposer(TokenByTokenProposer):
             token_map=None if self._translation is None else self._translation.reading,
         )
         self._num_computed: dict[str, int] = {}  # request_id -> tokens whose KV is in the draft's cache
+
+    def make_runner(self, loaded: LoadedModel, **options: Any) -> ModelRunner:
+        """What runs the draft; options: of ModelRunner."""
+        return ModelRunner(loaded.model, **options)
 
     @property
     def cache_bytes_per_block(self) -> int:

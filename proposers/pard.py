@@ -1,25 +1,39 @@
 """A small model that was trained to draft in one pass, over mask tokens (PARD, An et al., arXiv 2504.18583).
 
 Behind the committed text stand K - 1 mask tokens; the last row of the text and the rows of the masks yield K
-distributions. KV of mask rows is scratch: what is committed there is computed again in the next pass.
+distributions. KV of mask rows is scratch: what is committed there is computed again in the next pass. A PARD-2 draft
+adds projections of the target's hidden states to its embeddings (proposers/heads/target_features.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.pard import CapturedPard
+from proposers.captured.pard2 import CapturedPard2, CapturedStates
 from proposers.draft_model import DraftModelProposer
+from proposers.drafting.cached_rows import cached_rows
+from proposers.drafting.feature_runner import FeatureRunner
 from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.heads.mask_token import mask_token_id
+from proposers.heads.target_features import (
+    FeatureConfig,
+    is_pard2,
+    load_target_features,
+    read_feature_config,
+    require_plain_embeddings,
+)
 from runner.engine.checkpoint import ModelSource
-from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import read_head_config
-from runner.engine.request import Request
+from runner.engine.loader import LoadedModel
+from runner.engine.model_runner import ModelRunner
+from runner.engine.request import Request, VerifyOutput
+from runner.engine.scheduler import Schedule
 
 
 class PardProposer(OnePassProposer, DraftModelProposer):
@@ -33,11 +47,10 @@ class PardProposer(OnePassProposer, DraftModelProposer):
         max_model_len: int | None = None,
     ) -> None:
         config = read_head_config(source)
-        if config.get("spd_type") == "pard2":
-            raise UserError(
-                f"{source.name}={source.model}: spd_type must be pard, got pard2, whose embeddings are warped by "
-                "hidden states of the target (warp_model.bin), which this runner does not do; choose a PARD checkpoint"
-            )
+        self._feature_config: FeatureConfig | None = None
+        if is_pard2(config):  # asked before the draft is loaded, which takes long
+            assert context.target is not None, "its states are read"
+            self._feature_config = read_feature_config(config, source, context.target)
         super().__init__(
             num_speculative_tokens=num_speculative_tokens,
             context=context,
@@ -47,18 +60,55 @@ class PardProposer(OnePassProposer, DraftModelProposer):
         )
         self.mask_token_id = mask_token_id(config, source, self.runner.model.vocab_size)
 
-    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
-        if num_tokens == 0 or not self.runner.is_paged:
-            return super().captured_drafter(num_tokens)
-        return CapturedPard(
-            runner=self.runner,
-            num_computed=self._num_computed,
-            mask_token_id=self.mask_token_id,
-            capacity=self.context.max_num_seqs,
-            max_depth=max(num_tokens, self.context.max_draft_tokens or 0),
-            max_model_len=self.max_model_len,
-            **self.captured_arguments(num_tokens),
+    def make_runner(self, loaded: LoadedModel, **options: Any) -> ModelRunner:
+        if self._feature_config is None:
+            return super().make_runner(loaded, **options)
+        model = require_plain_embeddings(loaded)
+        features = load_target_features(
+            self._feature_config,
+            loaded.source,
+            hidden_size=model.hidden_size,
+            dtype=self.context.dtype,
+            device=self.context.device,
         )
+        return FeatureRunner(model, features, **options)
+
+    @property
+    def feature_runner(self) -> FeatureRunner | None:
+        """The runner, where the draft reads the target's hidden states."""
+        if isinstance(self.runner, FeatureRunner) and self.num_speculative_tokens > 0:
+            return self.runner
+        return None
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return () if self.feature_runner is None else self.feature_runner.features.tap_layers
+
+    @torch.inference_mode()
+    def update(self, schedule: Schedule, output: VerifyOutput) -> None:
+        if (runner := self.feature_runner) is not None:
+            assert output.hidden_states is not None, "the verifier was asked for hidden states"
+            for rows in cached_rows(schedule, output.hidden_states, self.may_draft, self.max_model_len):
+                runner.store(rows.family, rows.segments, rows.states)
+        super().update(schedule, output)
+
+    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
+        reading = self.feature_runner
+        if not self.runner.is_paged:
+            return super().captured_drafter(num_tokens) if reading is None else None
+        if num_tokens == 0:
+            return super().captured_drafter(num_tokens) if reading is None else CapturedStates(reading)
+        common: dict[str, Any] = {
+            "num_computed": self._num_computed,
+            "mask_token_id": self.mask_token_id,
+            "capacity": self.context.max_num_seqs,
+            "max_depth": max(num_tokens, self.context.max_draft_tokens or 0),
+            "max_model_len": self.max_model_len,
+            **self.captured_arguments(num_tokens),
+        }
+        if reading is not None:
+            return CapturedPard2(runner=reading, **common)
+        return CapturedPard(runner=self.runner, **common)
 
     def all_logits(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
         self._catch_up(requests)

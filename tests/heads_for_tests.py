@@ -52,8 +52,12 @@ def _mlp_speculator(target: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pard(target: Mapping[str, Any]) -> dict[str, Any]:
-    """The target's first layer (tests.conftest): its first draft is right about half of the time."""
-    return {**target, "num_hidden_layers": 1, "pard_token": MASK_TOKEN_ID, "spd_type": "pard"}
+    """The target's first layer (tests.conftest): its first draft is right about half of the time. Or of PARD2."""
+    return {"spd_type": "pard", "pard_token": MASK_TOKEN_ID, **target, "num_hidden_layers": 1}
+
+
+# Of the target's config (Engines(of_drafters=...)), for a draft of method pard that reads the target's states.
+PARD2 = {"spd_type": "pard2", "pard2_target_layers": [-1, 1], "pard2_scale": 0.2}
 
 
 def _dflash(target: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def checkpoint(directory: Path, config: dict[str, Any] | None, *names: str, file
         ({"architectures": ["MLPVariantSpeculatorPreTrainedModel"]}, (), "mlp_speculator"),
         ({**LLAMA, "spd_type": "pard", "pard_token": 3}, (), "pard"),
         ({**LLAMA, "pard_token": 3}, (), "pard"),
+        ({**LLAMA, "spd_type": "pard2", "pard2_scale": 0.02}, (), "pard"),
         ({"model_type": "deepseek_mtp"}, (), "mtp"),
         ({"model_type": "gemma4_assistant"}, (), "mtp"),
         ({"model_type": "gemma4_unified_assistant"}, (), "mtp"),
@@ -128,7 +129,6 @@ def test_files_speak_louder_than_the_directorys_name(tmp_path: Path) -> None:
         ({"speculators_model_type": "dflash2"}, "a dflash2 drafter of the speculators format"),
         ({**DFLASH, "dflash_config": {"selector_rank": 8}}, "a DFlash2 drafter"),
         ({**DFLASH, "projector_type": "domino"}, "a DFlash drafter with projector_type=domino"),
-        ({**LLAMA, "spd_type": "pard2"}, "a PARD-2 draft model"),
     ],
 )
 @pytest.mark.parametrize("named", [{}, {"method": "dflash"}])

@@ -107,6 +107,8 @@ def test_null_is_vllms_default_for_every_key(key: str) -> None:
          {"method": "pard", "model": "d", "num_speculative_tokens": 3}),
         ({"method": "draft_model", "model": "d", "num_speculative_tokens": 3, "parallel_drafting": True},
          {"method": "pard", "model": "d", "num_speculative_tokens": 3}),
+        ({"method": "pard2", "model": "d", "num_speculative_tokens": 3, "parallel_drafting": True},
+         {"method": "pard", "model": "d", "num_speculative_tokens": 3}),
         ({"method": "ngram", "speculative_disable_by_batch_size": 4}, {"method": "ngram", "disable_by_batch_size": 4}),
         ({"model": "d", "num_speculative_tokens": 3, "speculative_max_model_len": 99},
          {"model": "d", "num_speculative_tokens": 3, "max_model_len": 99}),

@@ -17,6 +17,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.whole_steps import WholeSteps
 from tests.conftest import Engines, complete
+from tests.heads_for_tests import PARD2
 from tests.other_families import FAMILIES, WITH_LLAMAS, WITH_STATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -100,6 +101,11 @@ def plain(engines: Engines) -> list[list[int]]:
 @pytest.mark.parametrize("spec", METHODS, ids=repr)
 def test_a_method_changes_no_token(spec: dict[str, Any], engines: Engines, plain: list[list[int]]) -> None:
     assert texts(engines(spec, **GPU)) == plain
+
+
+def test_a_draft_that_reads_the_targets_states_changes_no_token(engines: Engines, plain: list[list[int]]) -> None:
+    spec = {"method": "pard", "num_speculative_tokens": 3}
+    assert texts(engines(spec, of_drafters={**ARCHITECTURE, **PARD2}, **GPU)) == plain
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)

@@ -80,7 +80,6 @@ def test_the_mask_token_is_looked_up_in_vllms_order(config: dict[str, Any], expe
         ({}, r"must name the mask token .* \(dflash_config.mask_token_id, .*pard_token.*method=draft_model"),
         ({"pard_token": VOCAB_SIZE}, r"pard_token must be a token in \[0, 47\], .* got 48"),
         ({"pard_token": "<mask>"}, r"pard_token must be a token in \[0, 47\], .* got '<mask>'"),
-        ({"pard_token": MASK, "spd_type": "pard2"}, "spd_type must be pard, got pard2, .*warp_model.bin"),
         ({"pard_token": MASK, "vocab_size": VOCAB_SIZE + 1}, "must have the target's vocabulary"),
     ],
 )

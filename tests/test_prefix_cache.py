@@ -22,6 +22,7 @@ from runner.prompts import make_requests
 from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 from tests.conftest import Engines
+from tests.heads_for_tests import PARD2
 from tests.proposers_for_tests import RaggedProposer
 from tests.test_losslessness import METHOD_KEYS
 
@@ -233,12 +234,16 @@ class Caches:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["draft_model", "pard", "eagle", "eagle3", "mtp", "dflash", "dspark"])
+@pytest.mark.parametrize("method", ["draft_model", "pard", "pard2", "eagle", "eagle3", "mtp", "dflash", "dspark"])
 def test_a_prefix_that_was_found_has_the_bits_of_one_that_was_computed(
     engines: Engines, method: str, dtype: str
 ) -> None:
     llm = engines(
-        {"method": method, "num_speculative_tokens": 4}, dtype=dtype, max_num_seqs=4, max_num_batched_tokens=64
+        {"method": method.removesuffix("2"), "num_speculative_tokens": 4},
+        of_drafters=PARD2 if method == "pard2" else None,
+        dtype=dtype,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
     )
     caches, prompts = Caches(llm), [talk for talk, _ in TALKS]
     computed = []

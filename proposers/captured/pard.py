@@ -31,13 +31,13 @@ class CapturedPard(CapturedOnePass):
         # A request with few fresh tokens has its masks early, and rows of scratch behind them.
         super().__init__(num_tokens=num_tokens, num_scratch_rows=max_depth - 1, **common)
         self.runner, self.num_computed, self.mask_token_id = runner, num_computed, mask_token_id
-        self._fresh = FreshTokens(capacity=capacity, most=max_depth + 1, num_masks=num_tokens - 1, device=runner.device)
+        self.fresh = FreshTokens(capacity=capacity, most=max_depth + 1, num_masks=num_tokens - 1, device=runner.device)
 
     def can_start(self, request: Request) -> bool:
-        return self._fresh.fit(request, self.num_computed.get(request.request_id, 0))
+        return self.fresh.fit(request, self.num_computed.get(request.request_id, 0))
 
     def start(self, requests: Sequence[Request]) -> None:
-        self._fresh.load(
+        self.fresh.load(
             requests,
             [
                 self.num_computed[request.request_id] if request.sampling_params.speculates else request.num_tokens - 1
@@ -46,7 +46,7 @@ class CapturedPard(CapturedOnePass):
         )
 
     def all_logits(self, batch: DeviceBatch) -> Tensor:
-        drafting = self._pass(batch).index_select(0, self._fresh.last_rows(batch).flatten())
+        drafting = self._pass(batch).index_select(0, self.fresh.last_rows(batch).flatten())
         tile = self.runner.shapes["decode"].linear
         return self.runner.model.logits(drafting, tile).view(batch.count, self.num_tokens, -1)
 
@@ -55,16 +55,20 @@ class CapturedPard(CapturedOnePass):
 
     def _pass(self, batch: DeviceBatch) -> Tensor:
         """Hidden states of the fresh tokens' rows and the masks' behind them."""
-        token_ids = torch.where(self._fresh.are_fresh(batch), self._fresh.rows(batch), self.mask_token_id)
-        lengths = self._fresh.first_positions(batch)
+        token_ids = torch.where(self.fresh.are_fresh(batch), self.fresh.rows(batch), self.mask_token_id)
+        lengths = self.fresh.first_positions(batch)
         launch, _ = self.runner.decode_launch(
             batch, token_ids.flatten(), offset=0, num_rows=token_ids.shape[1], lengths=lengths
         )
-        hidden, _ = self.runner.compute(launch)
+        hidden, _ = self.runner.compute(launch, (), *self.inputs_beside(batch))
         return hidden
 
+    def inputs_beside(self, batch: DeviceBatch) -> tuple[Tensor, ...]:
+        """What the model takes beside the rows of `_pass`."""
+        return ()
+
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:
-        self._fresh.learn(batch, token_ids)
+        self.fresh.learn(batch, token_ids)
 
     def stop(self, going_on: Sequence[GoingOn]) -> None:
         for _, request, num_new_tokens in going_on:

@@ -41,7 +41,6 @@ def kind_of(method: str) -> str:
 _FOREIGN_KEYS = {
     "selector_rank": "a DFlash2 drafter",
     "xpress_rank": "an XPress drafter",
-    "pard2_scale": "a PARD-2 draft model",
 }
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
 _RECURRENT = ("mlpspeculator", "lstmspeculator", "mlpvariantspeculator")
@@ -144,8 +143,6 @@ def _drafter_in(directory: Path) -> Drafter | None:
         method = _SPECULATORS.get(str(speculator))
         kind = KINDS[method] if method else f"a {speculator} drafter of the speculators format"
         return Drafter(kind=kind, method=method)
-    if str(config.get("spd_type")) == "pard2":
-        return Drafter(kind=_FOREIGN_KEYS["pard2_scale"], method=None)
     method = _method_of_config(config) or _method_of_files(directory)
     if method is None:
         return None
@@ -166,7 +163,7 @@ def _method_of_config(config: Mapping[str, Any]) -> str | None:
         "eagle3": "eagle3" in architectures or not _EAGLE3_KEYS.isdisjoint(config),
         "medusa": "medusa_num_heads" in config or family == "medusa" or "medusa" in architectures,
         "mlp_speculator": family == "mlp_speculator" or any(name in architectures for name in _RECURRENT),
-        "pard": config.get("spd_type") == "pard" or "pard_token" in config,
+        "pard": config.get("spd_type") in ("pard", "pard2") or "pard_token" in config,
         "eagle": family == "eagle" or "eagle" in architectures,
         "mtp": _is_mtp_only(config) or any(config.get(key) for key in NUM_MODULES_KEYS),
     }

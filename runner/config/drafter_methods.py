@@ -162,7 +162,10 @@ class DraftModelMethod(DrafterMethod):
 
 
 class PardMethod(DrafterMethod):
-    """A smaller model that was trained to draft all tokens in one pass, over mask tokens (arXiv 2504.18583)."""
+    """A smaller model that was trained to draft all tokens in one pass, over mask tokens (arXiv 2504.18583).
+
+    A PARD-2 checkpoint (2605.08632) reads the target's hidden states too.
+    """
 
     method: Literal["pard"] = Field(default="pard", description="a smaller model drafts all tokens in one pass")
 

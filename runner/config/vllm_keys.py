@@ -72,6 +72,7 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
     "method": {
         "[ngram]": "ngram",
         "arctic": "mlp_speculator",
+        "pard2": "pard",
         **{f"{family}{MTP_SUFFIX}": "mtp" for family in MTP_FAMILIES},
     },
     "rejection_sample_method": {

@@ -21,7 +21,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget, empty_weight, weight_target
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import Rows, head_logits, scale_rows, take_rows
+from runner.engine.operations import Rows, add, head_logits, scale_rows, take_rows
 from runner.engine.per_layer_inputs import PerLayerInputs
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
@@ -134,7 +134,11 @@ class Decoder:
         ]
 
     def __call__(
-        self, batch: ForwardBatch, cache: PagedKVCache, tap_layers: tuple[int, ...] = ()
+        self,
+        batch: ForwardBatch,
+        cache: PagedKVCache,
+        tap_layers: tuple[int, ...] = (),
+        added: torch.Tensor | None = None,  # [num_rows, hidden], to the embeddings
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run the rows of one launch, writing their KV.
 
@@ -144,6 +148,8 @@ class Decoder:
             these alone, but for taps in front of layer late_from.
         """
         residual = self.embed(batch.token_ids)
+        if added is not None:
+            residual = add(residual, added)
         inputs: torch.Tensor | None = None
         if self.per_layer_inputs is not None:
             inputs = self.per_layer_inputs(batch.token_ids, residual, batch.linear_tile)

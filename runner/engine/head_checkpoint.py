@@ -71,6 +71,20 @@ def read_head_tensors(source: ModelSource) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def read_pickle_beside(source: ModelSource, name: str, remedy: str) -> dict[str, torch.Tensor]:
+    """Tensors by their names, of a pickle beside a model's safetensors; none when load_format is dummy.
+
+    Raises:
+        UserError: no such file, which ends with the remedy, or one that holds something else.
+    """
+    if source.is_dummy:
+        return {}
+    directory = resolve_directory(source, pickles=(name,))
+    if not (directory / name).is_file():
+        raise UserError(f"{source.name}={source.model} must hold a {name}, got {directory}, which has none; {remedy}")
+    return _unpickle(directory / name, source)
+
+
 def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[Architecture, Any]:
     """The decoder layer that a head's config describes, and the transformers config of it (for its rotations).
 

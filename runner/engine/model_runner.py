@@ -198,21 +198,22 @@ class ModelRunner(PagedRunner):
             assert draft_token_ids is not None
             # A slot without a draft computes some token, whose result nobody keeps.
             numbers.index_copy_(0, uploaded[size:], draft_token_ids.clamp(min=0))
+        beside = self.inputs_beside(launch, packed.num_rows)
         captures = self.graphs is not None and packed.key is not None
         # Of prompts they would be lost: the launch behind may be a replay, which writes where this one did.
         with_logits = captures and launch.family == "decode" and len(launch.logits_rows) == num_tokens
 
-        def compute(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def compute(numbers: torch.Tensor, *beside: torch.Tensor) -> tuple[torch.Tensor, ...]:
             batch = packed.unpack(numbers)
-            hidden, taps = self.compute(batch, tap_layers)
+            hidden, taps = self.compute(batch, tap_layers, *beside)
             logits = [self.model.logits(hidden, batch.linear_tile)] if with_logits else []
             return (hidden, *logits, *taps)
 
         if captures:
             assert self.graphs is not None
-            hidden, *others = self.graphs((packed.key, tap_layers, with_logits), compute, numbers)
+            hidden, *others = self.graphs((packed.key, tap_layers, with_logits), compute, numbers, *beside)
         else:
-            hidden, *others = compute(numbers)
+            hidden, *others = compute(numbers, *beside)
         own_logits = others.pop(0)[:num_tokens] if with_logits else None
         if late is not None:
             others = [
@@ -221,13 +222,22 @@ class ModelRunner(PagedRunner):
             ]
         return hidden, own_logits, others
 
-    def compute(self, batch: ForwardBatch, tap_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A launch that is on the device: (normed hidden states of its rows, their tapped states)."""
+    def inputs_beside(self, launch: Launch, num_rows: int) -> tuple[torch.Tensor, ...]:
+        """What the model takes beside the launch's numbers; a row for each of num_rows, padding included."""
+        return ()
+
+    def compute(
+        self, batch: ForwardBatch, tap_layers: tuple[int, ...] = (), *beside: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A launch that is on the device: (normed hidden states of its rows, their tapped states).
+
+        beside: as inputs_beside gives them.
+        """
         assert self.cache is not None, "allocate_cache comes first"
         if self.token_map is not None:
             batch = replace(batch, token_ids=take_rows(self.token_map.unsqueeze(1), batch.token_ids).squeeze(1))
         inner = tuple(tap for tap in tap_layers if tap != NORMED)
-        hidden, taps = self.model(batch, self.cache, inner)
+        hidden, taps = self.model(batch, self.cache, inner, *beside)
         by_layer = {NORMED: hidden, **dict(zip(inner, taps, strict=True))}
         return hidden, [by_layer[tap] for tap in tap_layers]
 
