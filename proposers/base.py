@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from runner.engine.grammar_store import GrammarStore
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.loader import LoadedModel
+from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
@@ -46,13 +47,18 @@ class ProposerContext:
     captures_graphs: bool = False  # passes over generated tokens are captured as graphs
     grammars: GrammarStore = field(default_factory=GrammarStore)  # a drafter with logits walks them
     target: LoadedModel | None = None  # draft heads share its embedding and its head
-    # The target's, of which there is one before allocate_cache: what a head without keys of its own sees.
-    target_cache: Callable[[], PagedKVCache | None] | None = None
+    target_runner: ModelRunner | None = None  # it has a cache before allocate_cache
 
     @property
     def has_states(self) -> bool:
         """Whether layers of the target have states, which follow one path of tokens: drafts are chains."""
         return self.target is not None and self.target.model.is_recurrent
+
+    def cache_of_target(self) -> PagedKVCache:
+        """What drafters without keys of their own see, from allocate_cache on."""
+        cache = None if self.target_runner is None else self.target_runner.cache
+        assert cache is not None, "the target's is allocated first"
+        return cache
 
 
 class Proposer(ABC):
@@ -162,6 +168,11 @@ class Proposer(ABC):
     def cache_bytes_per_block(self) -> int:
         """Device memory this proposer needs for every KV block of the engine."""
         return 0
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether it runs layers, whose passes may be captured beside the target's."""
+        return self.cache_bytes_per_block > 0
 
     def allocate_cache(self, num_blocks: int) -> None:  # noqa: B027 - optional
         """Allocate what `cache_bytes_per_block` announced."""

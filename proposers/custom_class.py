@@ -83,6 +83,10 @@ class CustomClassProposer(Proposer):
     def cache_bytes_per_block(self) -> int:
         return self.inner.cache_bytes_per_block
 
+    @property
+    def has_passes(self) -> bool:
+        return self.inner.has_passes
+
     def allocate_cache(self, num_blocks: int) -> None:
         self.inner.allocate_cache(num_blocks)
 

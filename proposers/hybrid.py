@@ -130,6 +130,10 @@ class HybridProposer(Proposer):
     def cache_bytes_per_block(self) -> int:
         return self.drafter.cache_bytes_per_block
 
+    @property
+    def has_passes(self) -> bool:
+        return self.drafter.has_passes
+
     def allocate_cache(self, num_blocks: int) -> None:
         self.drafter.allocate_cache(num_blocks)
 

@@ -114,7 +114,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
         captures_graphs=captures_graphs,
         grammars=grammars,
         target=info,
-        target_cache=lambda: target.cache,
+        target_runner=target,
     )
     proposer = build_proposer(config, context, tokenizer)
     check_tap_layers(proposer, info.model.num_layers)

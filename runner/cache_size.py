@@ -184,7 +184,7 @@ def _gpu_budget(
     free, total = torch.cuda.mem_get_info(target.device)
     reserved = max(prompts, verified)
     if target.graphs is not None:  # what is captured, short prompts too, has memory of its own
-        num_stores = 1 + (proposer.cache_bytes_per_block > 0)  # of the target's passes, and a drafter's own
+        num_stores = 1 + proposer.has_passes  # of the target's passes, and a drafter's own
         most_rows = hardware.max_num_batched_tokens
         short_prompts = prompts * min(target.most_captured_prompt_rows, most_rows) // most_rows
         reserved += max(short_prompts, verified) + num_stores * MAX_OUTPUT_BYTES

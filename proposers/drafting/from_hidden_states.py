@@ -99,12 +99,14 @@ class HeadProposer(LevelByLevelProposer):
     def cache_bytes_per_block(self) -> int:
         return self.runner.cache_bytes_per_block
 
+    @property
+    def has_passes(self) -> bool:
+        return True
+
     def allocate_cache(self, num_blocks: int) -> None:
         self._first_scratch_block = num_blocks
         if not self.runner.has_own_keys:
-            cache = None if self.context.target_cache is None else self.context.target_cache()
-            assert cache is not None, "the target's is allocated first"
-            self.runner.read_cache(cache)
+            self.runner.read_cache(self.context.cache_of_target())
             return
         self.runner.allocate_cache(num_blocks + self.context.max_num_seqs * self._num_scratch_blocks)
 
