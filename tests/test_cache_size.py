@@ -199,13 +199,15 @@ def test_prompts_that_are_captured_have_theirs_too(
     assert found == left // target.cache_bytes_per_block
 
 
+@pytest.mark.parametrize(("method", "num_layers"), [("draft_model", 3), ("early_exit", 2)])
 def test_a_drafter_with_passes_of_its_own_has_outputs_of_its_own(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    method: str, num_layers: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method = {"method": "draft_model", "num_speculative_tokens": 2}
-    per_block = engines(num_gpu_blocks_override=320).engine.target.cache_bytes_per_block * 3 // 2
+    """num_layers: that have a place in each block, of the target two; it may be that a drafter sees those alone."""
+    config = {"method": method, "num_speculative_tokens": 2}
+    per_block = engines(num_gpu_blocks_override=320).engine.target.cache_bytes_per_block * num_layers // 2
     where = {"free": 8 * GIB, "peak": GIB // 2, "graphs": GraphStore(), "gpu_memory_utilization": 0.72}
-    found = gpu_blocks(engines, monkeypatch, speculative_config=method, **where)
+    found = gpu_blocks(engines, monkeypatch, speculative_config=config, **where)
     assert found == int((0.70 * 10 - 2 - 1) * GIB - 2 * MAX_OUTPUT_BYTES) // per_block
 
 

@@ -35,7 +35,7 @@ from tests.test_losslessness import (
 from tests.transformers_reference import load, random_model, save
 
 FAMILY = keys_of("qwen3_5_text")
-CHAINS = [method for method in METHODS if method != "suffix_recycling"]
+CHAINS = [method for method in METHODS if method not in ("suffix_recycling", "early_exit")]  # which are refused
 IN_CHAINS = {"token_recycling": {"speculative_token_tree": None}}  # what a method needs to draft some
 
 
@@ -132,6 +132,12 @@ def test_trees_are_refused(engines: Engines, method: dict[str, Any]) -> None:
     )
     with pytest.raises(UserError, match=rf"must draft chains for dummy, .* one path of tokens; {what}"):
         engines({"num_speculative_tokens": 4, **method}, **FAMILY)
+
+
+def test_drafts_by_the_layers_themselves_are_refused(engines: Engines) -> None:
+    """They would move on the states, which go back over what a launch took in last alone."""
+    with pytest.raises(UserError, match=r"must have attention in all layers of dummy: .* of qwen3_5_text; choose"):
+        engines({"method": "early_exit", "num_speculative_tokens": 4}, **FAMILY)
 
 
 def test_a_class_of_ones_own_that_drafts_trees_is_told(engines: Engines) -> None:

@@ -54,6 +54,9 @@ def test_few_right_first_guesses_are_told_with_what_to_check() -> None:
     assert "(method.aux_hidden_state_layer_ids)" in note
     (of_medusa,) = notes(FEW, method="medusa")
     assert "tiny-medusa" in of_medusa and "aux_hidden_state_layer_ids" not in of_medusa
+    for method in ({"method": "early_exit"}, {"method": "hybrid", "drafter": "early_exit"}):
+        (of_itself,) = notes(FEW, **method)
+        assert "of the target's first layers were" in of_itself and "another method.exit_layer" in of_itself
 
 
 @pytest.mark.parametrize(

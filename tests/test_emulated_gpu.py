@@ -55,6 +55,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, list[SamplingParams]]] = {
     "pard": ({"method": "pard", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "eagle3": ({"method": "eagle3", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "mlp_speculator": ({"method": "mlp_speculator", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
+    "early_exit": ({"method": "early_exit", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "dflash": ({"method": "dflash", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "dspark": ({"method": "dspark", "num_speculative_tokens": 2}, [GREEDY, DRAWN]),
     "ngram_gpu": ({"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_min": 1}, [GREEDY, DRAWN]),

@@ -65,6 +65,7 @@ METHODS: list[dict[str, Any] | None] = [
     {"method": "suffix", "num_speculative_tokens": 12, "speculative_token_tree": "dynamic"},
     {"method": "dspark", "num_speculative_tokens": 7},
     {"method": "dspark", "num_speculative_tokens": 12, "speculative_token_tree": "dynamic"},
+    {"method": "early_exit", "num_speculative_tokens": 4},
 ]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "one at a time": {"max_num_seqs": 1},

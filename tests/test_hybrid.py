@@ -43,6 +43,7 @@ DRAFTERS = {
     "dspark": "dspark",
     "medusa": "medusa",
     "mlp_speculator": "mlp_speculator",
+    "early_exit": "early_exit",
 }
 LENGTHS = (60, 40, 70, 50, 30, 45)
 TRAFFIC = Traffic(  # by itself, by two and by three

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from runner.config import (
     ConfigError,
     CustomClassMethod,
-    DrafterMethod,
     DraftModelMethod,
     MethodConfig,
     ModelConfig,
@@ -24,7 +23,7 @@ from runner.config.method_union import METHODS, AnyMethod
 from runner.config.problem import node_classes, union_tag
 
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
-DRAFTERS = [union_tag(node) for node in node_classes(AnyMethod) if issubclass(node, DrafterMethod)]
+DRAWING = [union_tag(node) for node in node_classes(AnyMethod) if "draft_sample_method" not in node.ignored_keys]
 
 
 def method_of(values: dict[str, Any]) -> Any:
@@ -136,7 +135,7 @@ def test_block_refuses_coupled_drafts_of_methods_that_draw_drafts(method: str) -
     """It would look at the noise of target tokens to come: measured in tests/test_block_over_steps.py."""
     values = {"method": method, "rejection_sample_method": "block", "draft_sample_method": "coupled"}
     values |= {"model": "a.B"} if method == "custom_class" else {}
-    if method not in DRAFTERS:
+    if method not in DRAWING:
         assert method_of(values).rejection_sample_method == "block"
     else:
         with pytest.raises(ConfigError, match="must be probabilistic or greedy under rejection_sample_method=block"):

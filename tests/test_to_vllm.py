@@ -23,6 +23,7 @@ WITHOUT = (
     "medusa",
     "mlp_speculator",
     "hybrid",
+    "early_exit",
     "token_recycling",
     "suffix_recycling",
 )  # methods without a counterpart
@@ -135,18 +136,21 @@ def speculative_configs(draw: st.DrawFn, *, exact: bool = False) -> dict[str, An
             "suffix_decoding_corpus": None if exact or num_cached == 0 else draw(st.none() | st.just("earlier.jsonl")),
         }
     keys = FIELDS[method]
+    if method == "hybrid":
+        values["drafter"] = "eagle3"  # others are refused with its keys
     if "speculative_token_tree" in keys and not exact:
         # A dynamic tree of drawn candidates is refused under a rule that judges by their distributions.
         is_judged = rule in ("probabilistic", "block") and values["draft_sample_method"] in ("probabilistic", "coupled")
-        has_paths = method not in ("suffix", "token_recycling")
-        trees = [t for t in TREES if not is_judged or t != "dynamic"] if has_paths else [None, "dynamic"]
+        trees = [None, "dynamic"] if method in ("suffix", "token_recycling", "hybrid") else TREES
+        if method not in ("suffix", "token_recycling"):
+            trees = [tree for tree in trees if not is_judged or tree != "dynamic"]
         values["speculative_token_tree"] = draw(st.sampled_from(trees))
     if "aux_hidden_state_layer_ids" in keys and not exact:
         values["aux_hidden_state_layer_ids"] = draw(st.sampled_from([None, [1, 2, 3]]))
     if "revision" in keys:
         values |= {"model": "d", "revision": draw(st.none() | st.just("main"))}
         values["max_model_len"] = draw(st.none() | st.integers(1, 9999))
-    if "use_heterogeneous_vocab" in keys:
+    if "use_heterogeneous_vocab" in keys and method != "hybrid":
         values["use_heterogeneous_vocab"] = draw(st.booleans()) and (
             not exact or values["draft_sample_method"] == "greedy"
         )

@@ -95,6 +95,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "dspark": {"method": "dspark", "num_speculative_tokens": 3},
     "medusa": {"method": "medusa", "num_speculative_tokens": 3},
     "mlp_speculator": {"method": "mlp_speculator", "num_speculative_tokens": 3},
+    "early_exit": {"method": "early_exit", "num_speculative_tokens": 3},
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     "suffix": {"method": "suffix", "num_speculative_tokens": 3},
     "suffix_dynamic": {"method": "suffix", "num_speculative_tokens": 5, "speculative_token_tree": "dynamic"},
@@ -254,7 +255,7 @@ def hashing(engines: Engines, method: str, **engine_args: Any) -> LLM:
         proposer.heads = HashingLastStates()
     elif base == "mlp_speculator":
         proposer.speculator = HashingRecurrence()
-    elif base in ("draft_model", "draft_model_greedy"):
+    elif base in ("draft_model", "draft_model_greedy", "early_exit"):
         proposer.runner.model = HashingModel(is_draft=True)
     elif base == "pard":
         proposer.runner.model = HashingMaskModel(proposer.mask_token_id)
@@ -334,6 +335,7 @@ def traffics(draw: st.DrawFn) -> Traffic:
         ("none", 4),
         ("draft_model", 400),
         ("draft_model", 4),
+        ("early_exit", 4),
         ("eagle", 4),
         ("eagle_dynamic", 4),
         ("dflash", 4),

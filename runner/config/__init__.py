@@ -16,6 +16,7 @@ from runner.config.drafter_methods import (
     MtpMethod,
     PardMethod,
 )
+from runner.config.early_exit_method import EarlyExitMethod
 from runner.config.hardware import HardwareConfig
 from runner.config.hybrid_method import HybridMethod
 from runner.config.method import MethodConfig
@@ -45,6 +46,7 @@ __all__ = [
     "DsparkMethod",
     "Eagle3Method",
     "EagleMethod",
+    "EarlyExitMethod",
     "HardwareConfig",
     "HybridMethod",
     "JsonlWorkload",

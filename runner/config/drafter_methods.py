@@ -48,9 +48,16 @@ class DrafterMethod(MethodConfig):
         """The method that runs the checkpoint by itself."""
         return self.method
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to be named."""
+        return True
+
     @model_validator(mode="after")
     def _check_checkpoint(self) -> Self:
-        if self.model is not None and (rule := misfit(self.model, self.drafter_name, key=self.drafter_key)):
+        if self.model is None or not self.has_checkpoint:
+            return self
+        if rule := misfit(self.model, self.drafter_name, key=self.drafter_key):
             raise ValueError(f"model {rule}")
         return self
 

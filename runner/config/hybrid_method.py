@@ -21,10 +21,11 @@ from runner.config.drafter_methods import (
     MtpMethod,
     PardMethod,
 )
+from runner.config.early_exit_method import EarlyExitMethod, ExitLayer
 from runner.config.method import MethodConfig
 from runner.config.suffix_method import MatchKeys
 
-DRAFTERS: dict[str, type[DrafterMethod]] = {
+DRAFTERS: dict[str, type[DrafterMethod | EarlyExitMethod]] = {
     "draft_model": DraftModelMethod,
     "pard": PardMethod,
     "eagle": EagleMethod,
@@ -34,9 +35,21 @@ DRAFTERS: dict[str, type[DrafterMethod]] = {
     "mlp_speculator": MlpSpeculatorMethod,
     "dflash": DflashMethod,
     "dspark": DsparkMethod,
+    "early_exit": EarlyExitMethod,
 }
 
 CHAIN_OF_DRAFTER = 4  # tokens
+# What not every drafter has.
+KEYS_OF_SOME = (
+    "model",
+    "revision",
+    "quantization",
+    "max_model_len",
+    "use_heterogeneous_vocab",
+    "aux_hidden_state_layer_ids",
+    "exit_layer",
+    "speculative_token_tree",
+)
 
 
 class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
@@ -54,7 +67,7 @@ class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
         description="tokens of a match drafted per request and step at most, or nodes of a tree, in [0, 128]",
     )
     drafter: Literal[
-        "draft_model", "pard", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark"
+        "draft_model", "pard", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark", "early_exit"
     ] = Field(default="draft_model", description="what drafts where no match is convincing; `model` is its checkpoint")
     num_drafter_tokens: Annotated[int, Field(ge=1, le=128)] | None = Field(
         default=None,
@@ -74,12 +87,20 @@ class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
         description="drafter=eagle3, dflash or dspark: hidden states of the target that it reads, i >= 0 is after i "
         "layers; null: as its checkpoint says",
     )
+    exit_layer: ExitLayer | None = Field(
+        default=None,
+        description="drafter=early_exit: how many of the target's layers draft, in [1, all of them]; null: a quarter",
+    )
 
     @property
     def drafter_name(self) -> str:
         return self.drafter
 
-    def drafter_method(self) -> DrafterMethod:
+    @property
+    def has_checkpoint(self) -> bool:
+        return "model" in DRAFTERS[self.drafter].model_fields
+
+    def drafter_method(self) -> DrafterMethod | EarlyExitMethod:
         """The half that drafts elsewhere, as a method by itself."""
         cls = DRAFTERS[self.drafter]
         own = {key for key in HybridMethod.model_fields if key in cls.model_fields}
@@ -103,7 +124,7 @@ class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
 
     @model_validator(mode="after")
     def _check_keys_of_drafters(self) -> Self:
-        for key in ("use_heterogeneous_vocab", "aux_hidden_state_layer_ids", "speculative_token_tree"):
+        for key in KEYS_OF_SOME:
             value = getattr(self, key)
             if value and key not in DRAFTERS[self.drafter].model_fields:
                 owners = " or ".join(name for name, method in DRAFTERS.items() if key in method.model_fields)

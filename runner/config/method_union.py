@@ -26,6 +26,7 @@ from runner.config.drafter_methods import (
     MtpMethod,
     PardMethod,
 )
+from runner.config.early_exit_method import EarlyExitMethod
 from runner.config.from_vllm import names_method, translate
 from runner.config.hybrid_method import HybridMethod
 from runner.config.method import SYNTHETIC_KEYS, MethodConfig
@@ -179,6 +180,7 @@ AnyMethod = (
     | MlpSpeculatorMethod
     | DflashMethod
     | DsparkMethod
+    | EarlyExitMethod
     | HybridMethod
     | CustomClassMethod
 )

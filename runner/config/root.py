@@ -167,8 +167,9 @@ class SpeculativeConfig(Node):
         if not isinstance(self.method, DrafterMethod):
             return []
         problems = []
-        is_inside = self.method.drafter_name == "mtp"  # without a checkpoint of its own it is looked for in the target
-        if self.method.model is None and self._default_drafter() is None and not is_inside:
+        # Without one of its own mtp's layer is looked for in the target.
+        needs_checkpoint = self.method.has_checkpoint and self.method.drafter_name != "mtp"
+        if needs_checkpoint and self.method.model is None and self._default_drafter() is None:
             kind = kind_of(self.method.drafter_name)
             known = [*(["draft_model"] if self.model.draft else []), *(self.model.heads or {}), "ngram"]
             problems.append(

@@ -7,6 +7,7 @@ weight_targets().
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -176,6 +177,18 @@ class Decoder:
         normed, residual = below.add_output(hidden, residual, self.norm)
         taps[self.num_layers] = residual
         return normed, [taps[index] for index in tap_layers]
+
+    def of_first_layers(self, num_layers: int) -> Decoder:
+        """A decoder of the first layers, with the norm and the head of this one behind them; it shares all weights.
+
+        Weights that are converted from now on are so in one of the two alone.
+        """
+        own = copy(self)
+        own.num_layers, own.layers = num_layers, self.layers[:num_layers]
+        own.late_from = min(self.late_from, num_layers)
+        turned = {layer.mixer.rope_key for layer in own.layers if isinstance(layer.mixer, Attention)}
+        own._ropes = {key: rope for key, rope in self._ropes.items() if key in turned}
+        return own
 
     def _turns(self, batch: ForwardBatch) -> dict[str | None, RopeRows]:
         """The rotations of a launch's rows, of each kind."""

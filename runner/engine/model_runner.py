@@ -6,6 +6,7 @@ Serves the target and every model-based draft alike; knows nothing of sampling o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -76,6 +77,18 @@ class ModelRunner(PagedRunner):
         elif isinstance(model, TransformersModel) and model.keeps_rows:
             kept = shapes_that_keep_rows(model, block_size=block_size, device=device, dtype=dtype)
         self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
+
+    def of_first_layers(self, num_layers: int) -> ModelRunner:
+        """A runner of the first layers, the norm and the head: over the same weights, in launches of the same shapes.
+
+        It has graphs of its own. Once this one has a cache, it is to read that (read_cache).
+        """
+        assert isinstance(self.model, Decoder), "other models have no layers of ours"
+        own = copy(self)
+        own.model = self.model.of_first_layers(num_layers)
+        own.kv_widths, own.products_per_row = own.model.kv_widths, own.model.products_per_row
+        own.release_cache()
+        return own
 
     def allocate_cache(self, num_blocks: int, *, max_num_seqs: int = 0, num_uncertain: int = 0) -> None:
         self._num_uncertain = num_uncertain

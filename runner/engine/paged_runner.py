@@ -140,7 +140,7 @@ class PagedRunner:
         return any(self.kv_widths)
 
     def read_cache(self, cache: PagedKVCache) -> None:
-        """Of another runner, whose keys and values the layers see, which have none of their own."""
+        """Of another runner, among whose keys and values the layers store theirs, where they have some."""
         self.release_cache()
         self.cache = cache
 
