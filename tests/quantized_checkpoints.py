@@ -44,10 +44,12 @@ def float8(weight: Tensor, scales: Tensor) -> Tensor:
     return (weight / scales).clamp(-448, 448).to(FLOAT8)
 
 
-def per_tensor(weight: Tensor, _generator: torch.Generator) -> Packed:
+def per_tensor(
+    weight: Tensor, _generator: torch.Generator, *, name: str = "weight_scale", of_inputs: str = "input_scale"
+) -> Packed:
     scale = weight.abs().max() / 448
     numbers = float8(weight, scale)
-    tensors = {"weight": numbers, "weight_scale": scale.clone(), "input_scale": torch.tensor(0.5)}
+    tensors = {"weight": numbers, name: scale.clone(), of_inputs: torch.tensor(0.5)}
     return tensors, numbers.float() * scale
 
 
@@ -184,6 +186,13 @@ LAYOUTS = {
     "AutoFP8": Layout(
         pack=per_tensor,
         config={"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        held="fp8",
+    ),
+    "Ministral 3's FP8": Layout(
+        pack=lambda weight, generator: per_tensor(
+            weight, generator, name="weight_scale_inv", of_inputs="activation_scale"
+        ),
+        config={"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
         held="fp8",
     ),
     "ModelOpt": Layout(pack=per_tensor, config={"quant_method": "modelopt", "quant_algo": "FP8"}, held="fp8"),

@@ -269,6 +269,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ministral": ("ministral", {"head_dim": 16, **SLIDING_LAYER}),
+    "ministral3, texts longer than it was trained with first": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, sliding": ("mistral", {"sliding_window": 8, "head_dim": 24}),
     "olmo2": ("olmo2", {}),

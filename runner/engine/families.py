@@ -285,6 +285,7 @@ FAMILIES = {
     "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "mimo": Family(qkv_bias=True, windows="by_layer"),
     "ministral": Family(qkv_bias=False, windows="by_layer"),
+    "ministral3": Family(qkv_bias=False, windows="one"),
     "mistral": Family(qkv_bias=False, windows="one"),  # one with layer_types is a ministral
     "mixtral": Family(
         windows="one",

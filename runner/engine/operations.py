@@ -226,7 +226,7 @@ def rotate_and_store(
             head_dim=head_dim,
             **norm_weights,
         )
-        return queries.view(len(queries), num_heads, head_dim)
+        return _scaled(queries.view(len(queries), num_heads, head_dim), rope)
     if k_norm is not None:
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -239,7 +239,7 @@ def rotate_and_store(
     turned = apply_rope(qkv, *rope.whole_rows)
     query, kv = turned.split_with_sizes((columns, 2 * num_kv_heads * head_dim), dim=1)
     cache.write(layer, slot_mapping, kv)
-    return query.view(-1, num_heads, head_dim)
+    return _scaled(query.view(-1, num_heads, head_dim), rope)
 
 
 def rotate(
@@ -260,7 +260,14 @@ def rotate(
         if q_norm is not None:
             queries = rms_norm_in_torch(queries.view(-1, num_heads, head_dim), *q_norm).flatten(1)
         turned = apply_rope(queries, *rope.up_to(queries.shape[1]))
-    return turned.view(len(turned), num_heads, head_dim)
+    return _scaled(turned.view(len(turned), num_heads, head_dim), rope)
+
+
+def _scaled(queries: torch.Tensor, rope: RopeRows) -> torch.Tensor:
+    """Turned queries [num_rows, num_heads, head_dim] times their positions' factors, where there are some."""
+    if rope.query_factors is None or queries.shape[1] == 0:
+        return queries
+    return queries * take_rows(rope.query_factors, rope.positions).unsqueeze(2)
 
 
 def _rope_kernels(rows: Rows) -> ModuleType:

@@ -20,7 +20,7 @@ from runner.engine.quantization import Scheme, Storage, storage_of_bits
 
 # Scales of activations and of the KV cache, and zero points of them.
 LEFT_ALONE = (
-    *("input_scale", "input_scale_ub", "input_zero_point", "act_scale", "output_scale", "kv_scale"),
+    *("input_scale", "input_scale_ub", "input_zero_point", "act_scale", "activation_scale", "output_scale", "kv_scale"),
     *(f"{name}_{what}" for name in ("k", "v", "q") for what in ("scale", "zero_point")),
     *("prob_output_scale", "bias_scale"),
 )

@@ -54,6 +54,7 @@ class RopeRows:
 
     table: RopeTable
     positions: torch.Tensor  # [num_rows] int64
+    query_factors: torch.Tensor | None = None  # [max_model_len, 1], of turned queries; None: they stay as they are
 
     @cached_property
     def whole_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -88,14 +89,18 @@ class Rope:
         self._source = (hf_config, key, layout, max_model_len)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._table: RopeTable | None = None
+        self._query_factors = query_factors(hf_config, max_model_len)
 
     def __call__(self, positions: torch.Tensor, like: torch.Tensor) -> RopeRows:
         """Rotations of the rows at positions [num_rows] int64, on the device and in the dtype of `like`."""
         if self._table is None:
             cos, signed_sin = (table.to(like) for table in rope_tables(*self._source))
             values = self._num_kv_heads * cos.shape[1]
+            if self._query_factors is not None:
+                self._query_factors = self._query_factors.to(like)
+            # Last: engines of other threads may have the same rotations.
             self._table = RopeTable(cos, signed_sin, self._num_heads + self._num_kv_heads, values)
-        return RopeRows(table=self._table, positions=positions)
+        return RopeRows(table=self._table, positions=positions, query_factors=self._query_factors)
 
 
 def rope_types(config: Any) -> list[str]:
@@ -176,6 +181,20 @@ def rope_tables(
     cos = F.pad(angles.cos() * scaling, unturned, value=1.0)
     sin = F.pad(angles.sin() * scaling, unturned)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def query_factors(config: Any, max_model_len: int) -> torch.Tensor | None:
+    """What queries are multiplied by at each position [max_model_len, 1] float32 (Ministral 3, as in Llama 4).
+
+    None where it is 1 at all of them: up to the length that the model was trained with first, it is.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    beta = parameters.get("llama_4_scaling_beta")
+    if beta is None or max_model_len <= parameters["original_max_position_embeddings"]:
+        return None
+    spans = torch.arange(max_model_len) // parameters["original_max_position_embeddings"]
+    factors: torch.Tensor = 1 + beta * torch.log(1 + spans.float())
+    return factors.unsqueeze(1)
 
 
 def pin_frequencies(model: nn.Module, max_model_len: int) -> None:
