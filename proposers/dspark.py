@@ -1,158 +1,32 @@
 """A block in one pass, then token by token through its logits (DSpark, Cheng et al., arXiv 2607.05147).
 
-DFlash's rows know of no guess; here each guess changes the logits of the place behind it, by a head that costs little
-beside the pass. So trees grow level by level: every node sees its own path's last guess (`rnn` heads: its whole path).
+DFlash's rows know of no guess; here each guess changes the logits of the place behind it (`rnn` heads: of all places
+behind it), by a table of low rank.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
-import torch
-
 from proposers.base import ProposerContext
-from proposers.captured.drafter import CapturedDrafter
-from proposers.captured.dspark import CapturedDSpark, CapturedDynamicDSpark, CapturedStaticDSpark
-from proposers.drafting.blocks import BlockProposer
-from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
-from proposers.drafting.token_by_token import Draw
-from proposers.heads.dspark import DSparkHead, load_dspark_head
-from proposers.trees.growth import Growth
-from proposers.trees.static import Choices, check_depth
-from proposers.vocabularies.partial import over_target_vocabulary
+from proposers.drafting.sequential_blocks import SequentialBlockProposer
+from proposers.heads.dspark import load_dspark_head
 from runner.engine.checkpoint import ModelSource
-from runner.engine.request import Request
-from runner.engine.upload import to_device
-
-logger = logging.getLogger(__name__)
 
 
-class DSparkProposer(BlockProposer, LevelByLevelProposer):
-    head: DSparkHead
-
+class DSparkProposer(SequentialBlockProposer):
     def __init__(
         self,
         *,
-        num_speculative_tokens: int,
         context: ProposerContext,
         source: ModelSource,
-        draft_sample_method: str,
         max_model_len: int | None = None,  # longest text that the head sees; None: the target's
-        speculative_token_tree: str | Choices | None = None,
-        tree_depth: int = 5,
-        tree_top_k: int = 4,
         aux_hidden_state_layer_ids: tuple[int, ...] | None = None,
+        **keys: Any,
     ) -> None:
         """
         Raises:
             UserError: no such head, or choices that are deeper than its block.
         """
         head = load_dspark_head(source, context, max_model_len, aux_hidden_state_layer_ids)
-        most = head.config.max_draft_tokens
-        if isinstance(speculative_token_tree, tuple):
-            check_depth(speculative_token_tree, max_depth=most)
-        if speculative_token_tree == "dynamic" and tree_depth > most:
-            logger.warning(
-                "method.tree_depth=%d is asked of %s, whose block holds %d drafts: its trees are so deep at most",
-                tree_depth,
-                source.model,
-                most,
-            )
-        super().__init__(
-            head,
-            num_speculative_tokens=num_speculative_tokens,
-            context=context,
-            source=source,
-            is_tree=speculative_token_tree is not None,
-            draft_sample_method=draft_sample_method,
-            speculative_token_tree=speculative_token_tree,
-            tree_depth=min(tree_depth, most),
-            tree_top_k=tree_top_k,
-        )
-        self._depths: dict[str, int] = {}  # request_id -> rows of its block in this step
-        self._first_rows = torch.empty(0)  # [requests] int64: the first of each that guesses
-        self._hidden = self._logits = torch.empty(0)  # of all rows that guess, [num_rows, hidden], [num_rows, known]
-        self._owners = torch.empty(0)  # [rows of the last call] int64: the place of the request of each
-        self._state: torch.Tensor | None = None  # [rows of the last call, rank], of heads that keep one
-
-    def max_draft_tokens(self, request: Request, limit: int) -> int:
-        return self.room(request, limit) if self.drafts_trees else super().max_draft_tokens(request, limit)
-
-    def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
-        if self.num_speculative_tokens == 0 or not self.runner.is_paged:
-            return super().captured_drafter(num_tokens)
-        common: dict[str, Any] = {**self.captured_arguments(num_tokens), "head": self.head, "runner": self.runner}
-        if num_tokens == 0 or not self.drafts_trees:
-            return CapturedDSpark(depths=None, **common)
-        if self.is_dynamic:
-            depth = min(num_tokens, self.tree_depth)
-            depths = [min(count, depth) for count in range(1, num_tokens + 1)]
-            return CapturedDynamicDSpark(tree_depth=depth, top_k=self.tree_top_k, depths=depths, **common)
-        choices = self.choices[:num_tokens]
-        depths = list(accumulate(map(len, choices), max))
-        common |= {"num_tokens": len(choices), "most_requests": self.context.max_num_seqs}
-        return CapturedStaticDSpark(choices=choices, depths=depths, **common)
-
-    def walk(self, requests: Sequence[Request], counts: Sequence[int], draw: Draw) -> torch.Tensor:
-        self._depths = {request.request_id: count for request, count in zip(requests, counts, strict=True)}
-        return super().walk(requests, counts, draw)
-
-    def _growth(self, requests: Sequence[Request], counts: Sequence[int], *, need_probs: bool) -> Growth:
-        growth = super()._growth(requests, counts, need_probs=need_probs)
-        self._depths = {request.request_id: depth for request, depth in zip(requests, growth.depths, strict=True)}
-        return growth
-
-    def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
-        counts = [self._depths[request.request_id] for request in requests]
-        first_rows = list(accumulate(counts, initial=0))[:-1]
-        device, num_silent = self.context.device, self.head.config.num_silent
-        self._first_rows = to_device(first_rows, torch.int64, device)
-        blocks = self.blocks(requests, counts)
-        self._hidden = self.guessing_rows(blocks, counts)
-        rows, tile = self.runner.in_tiles(self._hidden)
-        self._logits = self.head.logits(rows, tile)[: len(self._hidden)]
-        self._owners = torch.arange(len(requests), device=device)
-        last = [request.tokens_between(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
-        pending = to_device(last, torch.int64, device)
-        self._state = self.head.markov.first_state(len(requests))
-        if self._state is not None and num_silent:
-            starts = [first + num_silent * index for index, first in enumerate(first_rows)]
-            self._step(pending, blocks.index_select(0, to_device(starts, torch.int64, device)))
-        return self._after(pending, 0)
-
-    def next_logits(
-        self, requests: Sequence[Request], step: int, token_ids: torch.Tensor, row_idx: torch.Tensor | None
-    ) -> torch.Tensor:
-        if row_idx is not None:
-            self._go_on_from(row_idx)
-        return self._after(token_ids, step)
-
-    def level_logits(
-        self, requests: Sequence[Request], owners: Sequence[int], nodes: Sequence[TreeNode], token_ids: torch.Tensor
-    ) -> torch.Tensor:
-        self._go_on_from(to_device([node.row for node in nodes], torch.int64, self.context.device))
-        return self._after(token_ids, len(nodes[0].path))
-
-    def _go_on_from(self, rows: torch.Tensor) -> None:
-        self._owners = self._owners.index_select(0, rows)
-        if self._state is not None:
-            self._state = self._state.index_select(0, rows)
-
-    def _after(self, token_ids: torch.Tensor, place: int) -> torch.Tensor:
-        """Logits [num_rows, vocab] of a place of the block behind these tokens [num_rows], the state moved on."""
-        markov, rows = self.head.markov, (self._first_rows + place).index_select(0, self._owners)
-        latent, tile = self._step(token_ids, self._hidden.index_select(0, rows) if markov.reads_hidden else None)
-        logits = self._logits.index_select(0, rows) + markov.logits(latent, tile)[: len(rows)]
-        return over_target_vocabulary(logits, self.head.known_tokens)
-
-    def _step(self, token_ids: torch.Tensor, hidden: torch.Tensor | None) -> tuple[torch.Tensor, int | None]:
-        """What the sequential head says of rows behind these tokens [num_rows], in whole tiles; the state moves on."""
-        num_rows = len(token_ids)
-        padded, tile = self.runner.in_tiles(token_ids.unsqueeze(1))
-        hidden, state = (rows if rows is None else self.runner.in_tiles(rows)[0] for rows in (hidden, self._state))
-        latent, state = self.head.markov.step(state, hidden, padded.squeeze(1), tile)
-        self._state = state if state is None else state[:num_rows]
-        return latent, tile
+        super().__init__(head, context=context, source=source, **keys)

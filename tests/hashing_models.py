@@ -205,23 +205,30 @@ class HashingBlocksAndSequel(HashingBlocks):
 
     def __init__(self, head: Any) -> None:
         super().__init__(head)
-        self.markov = HashingSequel()
+        self.sequel = HashingSequel()
 
 
 class HashingSequel:
-    reads_hidden = False
+    has_state = True
 
-    def first_state(self, num_rows: int) -> torch.Tensor:
-        return torch.zeros(num_rows, 1)
+    def first_state(self, silent: torch.Tensor | None, token_ids: torch.Tensor, tile: int | None) -> torch.Tensor:
+        return torch.zeros(len(token_ids), 1)
 
-    def step(
-        self, state: torch.Tensor, hidden: torch.Tensor | None, token_ids: torch.Tensor, tile: int | None
+    def places(self, hidden: torch.Tensor, logits: torch.Tensor, tile: int | None) -> tuple[torch.Tensor, ...]:
+        return (logits,)
+
+    def guess(
+        self,
+        place: int,
+        places: tuple[torch.Tensor, ...],
+        state: torch.Tensor,
+        token_ids: torch.Tensor,
+        tile: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        (logits,) = places
         state = (3 * state + token_ids.unsqueeze(1) + 1) % NUM_STATES
-        return state, state
-
-    def logits(self, latent: torch.Tensor, tile: int | None) -> torch.Tensor:
-        return 8 * TABLE[latent[:, 0].long()] * (latent % 6 == 0)
+        added = 8 * TABLE[state[:, 0].long()] * (state % 6 == 0)
+        return (logits.unsqueeze(1) + added.view(len(logits), -1, added.shape[1])).flatten(0, 1), state
 
 
 class HashingLastStates:

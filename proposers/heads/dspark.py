@@ -11,20 +11,22 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.panels import Change
 from proposers.base import ProposerContext
-from proposers.heads.dflash import DFlashHead, fill_block_head
+from proposers.heads.dflash import fill_block_head
 from proposers.heads.dspark_config import DSparkConfig, read_dspark_config
 from proposers.heads.layered_head import EMBEDDING, LM_HEAD
 from proposers.heads.markov import MarkovHead
+from proposers.heads.sequential import SequentialBlockHead
 from runner.engine.checkpoint import ModelSource
 from runner.engine.linear import WeightTarget
 
 
-class DSparkHead(DFlashHead):
+class DSparkHead(SequentialBlockHead):
+    sequel: MarkovHead
+
     def __init__(self, config: DSparkConfig, *arguments: Any, dtype: torch.dtype, **keys: Any) -> None:
         super().__init__(config, *arguments, dtype=dtype, **keys)
-        self.markov = MarkovHead(
+        self.sequel = MarkovHead(
             config.markov_head_type,
             rank=config.markov_rank,
             hidden_size=config.arch.hidden_size,
@@ -38,12 +40,8 @@ class DSparkHead(DFlashHead):
             width = config.arch.hidden_size + config.markov_rank * config.confidence_head_with_markov
             self.confidence = torch.empty(width + 1, dtype=dtype)
 
-    def convert(self, change: Change) -> None:
-        super().convert(change)
-        self.markov.convert(change)
-
     def weight_targets(self) -> dict[str, WeightTarget]:
-        targets = super().weight_targets() | self.markov.weight_targets("markov_head.")
+        targets = super().weight_targets() | self.sequel.weight_targets("markov_head.")
         if self.confidence is not None:
             targets["confidence_head.proj.weight"] = WeightTarget(view=self.confidence[:-1].unsqueeze(0))
             targets["confidence_head.proj.bias"] = WeightTarget(view=self.confidence[-1:])

@@ -9,19 +9,20 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.panels import Change, Weight, unpacked
+from proposers.heads.sequential import SequentialHead
 from runner.engine.linear import WeightTarget
 from runner.engine.operations import head_logits, linear
 
 KINDS = ("vanilla", "gated", "rnn")
 
 
-class MarkovHead:
+class MarkovHead(SequentialHead):
     def __init__(
         self, kind: str, *, rank: int, hidden_size: int, vocab_size: int, draft_vocab_size: int, dtype: torch.dtype
     ) -> None:
         """kind: of KINDS. The token before is one of vocab_size, what is guessed one of draft_vocab_size."""
         self.kind, self.rank = kind, rank
-        self.reads_hidden = kind != "vanilla"
+        self.has_state = kind == "rnn"
         self.table = torch.empty(vocab_size, rank, dtype=dtype)
         self.projection: Weight = torch.empty(draft_vocab_size, rank, dtype=dtype)
         num_mixed = {"vanilla": 0, "gated": 1, "rnn": 3}[kind]
@@ -29,20 +30,43 @@ class MarkovHead:
         self.mixer: Weight | None = torch.empty(num_mixed * rank, width, dtype=dtype) if num_mixed else None
         self.mixer_bias = torch.empty(num_mixed * rank, dtype=dtype) if num_mixed else None
 
-    def first_state(self, num_rows: int) -> torch.Tensor | None:
-        """Before the first row of a block, [num_rows, rank]; None: this kind keeps none."""
-        return self.table.new_zeros(num_rows, self.rank) if self.kind == "rnn" else None
+    def first_state(
+        self, silent: torch.Tensor | None, token_ids: torch.Tensor, tile: int | None
+    ) -> torch.Tensor | None:
+        """[num_blocks, rank] of an `rnn`. In training it goes over silent rows too, as if a pending token stood before
+        itself."""
+        if not self.has_state:
+            return None
+        state = self.table.new_zeros(len(token_ids), self.rank)
+        return state if silent is None else self._step(state, silent, token_ids=token_ids, tile=tile)[1]
 
-    def step(
-        self, state: torch.Tensor | None, hidden: torch.Tensor | None, token_ids: torch.Tensor, tile: int | None
+    def places(self, hidden: torch.Tensor, logits: torch.Tensor, tile: int | None) -> tuple[torch.Tensor, ...]:
+        return (logits,) if self.mixer is None else (logits, hidden)
+
+    def guess(
+        self,
+        place: int,
+        places: tuple[torch.Tensor, ...],
+        state: torch.Tensor | None,
+        token_ids: torch.Tensor,
+        tile: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `logits` reads of each row, [num_rows, rank], and the state behind it.
+        logits, *hidden = places
+        num_each = len(token_ids) // len(logits)
+        of_rows = [own.repeat_interleave(num_each, dim=0, output_size=len(token_ids)) for own in hidden]
+        latent, state = self._step(state, *of_rows, token_ids=token_ids, tile=tile)
+        added = head_logits(latent, self.projection, tile).view(len(logits), num_each, -1)
+        return (added + logits.unsqueeze(1)).flatten(0, 1), state
 
-        Args:
-            state: [num_rows, rank], num_rows a multiple of tile; None where first_state is.
-            hidden: [num_rows, hidden], of the place that is guessed; None where `reads_hidden` says so.
-            token_ids: [num_rows] int64, of the place before it.
-        """
+    def _step(
+        self,
+        state: torch.Tensor | None,
+        hidden: torch.Tensor | None = None,  # [num_rows, hidden], of the place that is guessed, for those that read it
+        *,
+        token_ids: torch.Tensor,
+        tile: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the projection reads of each row, [num_rows, rank], and the state behind it."""
         latent = self.table.index_select(0, token_ids)
         if self.mixer is not None:
             assert hidden is not None
@@ -55,10 +79,6 @@ class MarkovHead:
             else:
                 latent = mixed.sigmoid() * latent
         return latent, state
-
-    def logits(self, latent: torch.Tensor, tile: int | None) -> torch.Tensor:
-        """What is added to the logits of each row, [num_rows, draft vocab] float32."""
-        return head_logits(latent, self.projection, tile)
 
     def convert(self, change: Change) -> None:
         self.projection = change(self.projection)

@@ -93,7 +93,7 @@ class HeadRunner(PagedRunner):
         return packed.unpack(to_device(packed.numbers, torch.int64, self.device))
 
     def in_tiles(self, rows: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """Rows [num_rows, width] padded to whole tiles of the decode family, and the tile, as `logits` takes them."""
+        """Rows [num_rows, ...] padded to whole tiles of the decode family, and the tile, as `logits` takes them."""
         tile = self.shapes["decode"].linear
         return pad_to_tiles(rows, tile), tile
 
@@ -109,5 +109,6 @@ class HeadRunner(PagedRunner):
 
 
 def pad_to_tiles(rows: torch.Tensor, tile: int | None) -> torch.Tensor:
-    """Rows [num_rows, width], and rows of zeros up to a multiple of the tile."""
-    return F.pad(rows, (0, 0, 0, -len(rows) % (tile or 1)))
+    """Rows [num_rows, ...], and rows of zeros up to a multiple of the tile."""
+    missing = -len(rows) % (tile or 1)
+    return rows if missing == 0 else F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing))
