@@ -57,6 +57,8 @@ OPS = (  # modules of kernels.benchmarks
     "gated_delta",
     "gate",
     "cluster_logits",
+    "block_conv",
+    "candidate_logits",
 )
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
 BROKEN_PIPE = 141  # and of a reader that left

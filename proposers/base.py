@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -78,6 +79,11 @@ class Proposer(ABC):
     # Whether `update` reads the states of tap_layers of every token. False: of a prompt's tokens in a step those of the
     # last one alone, so that the others need not go through layers of the target behind which nothing is stored.
     taps_every_token: bool = True
+
+    @classmethod
+    def build(cls, **keys: Any) -> Proposer:
+        """The proposer of a method with these arguments; where its checkpoints are of several kinds, theirs."""
+        return cls(**keys)
 
     def __init__(self, *, num_speculative_tokens: int, context: ProposerContext) -> None:
         self.num_speculative_tokens = num_speculative_tokens

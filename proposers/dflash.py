@@ -1,32 +1,58 @@
 """A block of tokens in one pass over the target's hidden states (DFlash, Chen et al., arXiv 2602.06036).
 
 Each row of the block is the distribution at one depth, whatever the tokens before it, so the rows make trees too
-(DDTree, arXiv 2604.12989).
+(DDTree, arXiv 2604.12989). Heads with a selector (DFlash 2) go through them token by token instead.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from kernels.reference.likeliest_tree import Tree
-from proposers.base import ProposerContext
+from proposers.base import Proposer, ProposerContext
 from proposers.captured.dflash import CapturedDFlash
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.blocks import BlockProposer
 from proposers.drafting.in_one_pass import OnePassProposer
+from proposers.drafting.level_by_level import TREE_DEPTH, TREE_TOP_K
 from proposers.drafting.ranked_trees import RankedTrees
+from proposers.drafting.sequential_blocks import SequentialBlockProposer
 from proposers.heads.dflash import load_dflash_head
+from proposers.heads.dflash2 import load_dflash2_head
+from proposers.heads.dflash2_config import is_dflash2
 from proposers.trees.static import Choices
 from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
+from runner.engine.head_checkpoint import read_head_config
 from runner.engine.request import DraftTokens, Request
 from runner.engine.scheduler import Schedule
 
+logger = logging.getLogger(__name__)
+
 
 class DFlashProposer(BlockProposer, OnePassProposer):
+    @classmethod
+    def build(cls, **keys: Any) -> Proposer:
+        """The head's config says which DFlash it is; tree_depth and tree_top_k are for trees of one with a selector."""
+        source: ModelSource = keys["source"]
+        if is_dflash2(read_head_config(source)):
+            asked = [keys.pop(key, None) for key in ("max_model_len", "aux_hidden_state_layer_ids")]
+            return SequentialBlockProposer(load_dflash2_head(source, keys["context"], *asked), **keys)
+        growth = keys.pop("tree_depth", TREE_DEPTH), keys.pop("tree_top_k", TREE_TOP_K)
+        if growth != (TREE_DEPTH, TREE_TOP_K) and keys.get("speculative_token_tree") == "dynamic":
+            logger.warning(
+                "method.tree_depth=%d and tree_top_k=%d bound no tree of %s, a DFlash head without a selector: it has "
+                "the likeliest nodes of one pass",
+                *growth,
+                source.model,
+            )
+        return cls(**keys)
+
     def __init__(
         self,
         *,

@@ -49,7 +49,7 @@ def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenize
         if path is not None:
             own_keys["corpus"] = Responses(check_responses_file(path), tokenizer, context.vocab_size)
     num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
-    return proposer_class(method.method)(num_speculative_tokens=num_tokens, context=context, **own_keys)
+    return proposer_class(method.method).build(num_speculative_tokens=num_tokens, context=context, **own_keys)
 
 
 def _read_drafter(

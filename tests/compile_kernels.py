@@ -323,6 +323,43 @@ TABLE = [
         )
         for dtype in ("bf16", "fp16", "fp32")
     ),
+    # Qwen3.8-27B's DFlash 2 head: in steps of equal rows, as a launch in parts counts them, and behind partial sums.
+    *(
+        Kernel(
+            module="kernels.block_conv",
+            name="block_conv_kernel",
+            signature=f"*{'fp32' if num_parts else dtype}:16 *{dtype}:16 *{dtype}:16{' *i64' * counted} *{dtype}:16 "
+            f"i32:16 {'i64' if num_parts else 'i32'}:16 i32:16 i32 i32",
+            constants={
+                **dict.fromkeys(("scales_ptr", "bias_ptr", *(() if counted else ("first_rows_ptr",)))),
+                "WIDTH": 5120,
+                "GROUP": 16,
+                "TAPS": 2,
+                "BLOCK": 512,
+                "SEGMENTS": 64,
+                "NUM_PARTS": num_parts,
+                OVERLAPS: True,
+            },
+            max_shared=1024,
+        )
+        for dtype, counted, num_parts in (
+            ("bf16", False, 0),
+            ("bf16", True, 4),
+            ("fp16", True, 0),
+            ("fp32", False, 2),
+        )
+    ),
+    *(
+        Kernel(
+            module="kernels.candidate_logits",
+            name="candidate_logits_kernel",
+            signature=f"*fp32:16 *i64:16 *{dtype}:16 *{dtype}:16 *{dtype}:16 *i64:16 *fp32:16 i32:16 i32:16 i32:16 i32 "
+            "i32 i32",
+            constants={"NUM_CANDIDATES": 16, "RANK": 256, "CANDIDATES": 16, "COLUMNS": 128},
+            max_shared=4096,
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+    ),
     # Qwen3.5-9B's heads: in steps of equal rows, and as a launch of prompts counts them.
     *(
         Kernel(

@@ -74,6 +74,10 @@ def _dflash(target: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+# Keys that make it one of DFlash 2, for a drafter's config: heads have whatever that has.
+SELECTING = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
+
+
 def _dspark(target: Mapping[str, Any]) -> dict[str, Any]:
     """The same block as speculators write it, and a sequential head with a state."""
     layers = {key: value for key, value in _dflash(target).items() if key not in ("block_size", "dflash_config")}
@@ -118,6 +122,11 @@ def make_fair(head: Any) -> None:
         lm_head.copy_(rows if head.known_tokens is None else rows[head.known_tokens.ids])
     if (sequel := weights.get("markov_head.markov_w2.weight")) is not None:
         sequel *= 0.2  # it has its part in a guess, not more
+    if (sequel := weights.get("candidate_selector.successor_codebook")) is not None:
+        sequel *= 20  # of numbers that are small
+    for name, weight in weights.items():
+        if name.endswith("base_kernel"):  # mostly the row itself
+            weight[:, 0] += 1
     if "hidden_norm.weight" in weights:
         _let_blocks_repeat(weights, target, head.config.arch)
 

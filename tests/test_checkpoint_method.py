@@ -46,6 +46,8 @@ def checkpoint(directory: Path, config: dict[str, Any] | None, *names: str, file
         (DFLASH, (), "dflash"),
         ({"dflash_config": {"mask_token_id": 1}}, (), "dflash"),
         ({**DFLASH, "projector_type": None, "markov_rank": None, "selector_rank": 0, "xpress_rank": 0}, (), "dflash"),
+        ({"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 8}}, (), "dflash"),
+        ({"speculators_model_type": "dflash2"}, (), "dflash"),
         ({"speculators_model_type": "dspark"}, (), "dspark"),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, (), "dspark"),
         ({"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 3}, (), "dspark"),
@@ -126,8 +128,8 @@ def test_files_speak_louder_than_the_directorys_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        ({"speculators_model_type": "dflash2"}, "a dflash2 drafter of the speculators format"),
-        ({**DFLASH, "dflash_config": {"selector_rank": 8}}, "a DFlash2 drafter"),
+        ({"speculators_model_type": "dflash3"}, "a dflash3 drafter of the speculators format"),
+        ({**DFLASH, "dflash_config": {"xpress_rank": 8}}, "an XPress drafter"),
         ({**DFLASH, "projector_type": "domino"}, "a DFlash drafter with projector_type=domino"),
     ],
 )

@@ -33,6 +33,7 @@ from tests.transformers_reference import KeepFloat64, assert_as_accurate, in_flo
 NUM_HEAD_LAYERS, BLOCK, WINDOW, NUM_DRAFTED = 2, 6, 7, 30
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
 Tensors = dict[str, Tensor]
+Around = Callable[[Tensors, str, Callable[[Tensor], Tensor], Tensor], Tensor]  # (of a layer, which part, it, its input)
 LAYERS = {
     **{key: value for key, value in SHAPE.items() if key != "num_hidden_layers"},
     "model_type": "qwen3",
@@ -211,15 +212,21 @@ def reference_rows(
     taps: list[int],
     *,
     num_silent: int,
+    around: Around | None = None,
 ) -> Tensor:
-    """The normed rows of a block that guess, [num_tokens, hidden]; num_silent: rows in front that do not."""
+    """The normed rows of a block that guess, [num_tokens, hidden]; num_silent: rows in front that do not.
+
+    around: what a layer computes around its attention and its MLP, other than these themselves.
+    """
     embedding = target.model.embed_tokens.weight
     weights = {name: w.to(embedding.dtype) if w.is_floating_point() else w for name, w in weights.items()}
     states = states_behind(target, tuple(token_ids[:-1]))
     context = torch.cat([states[tap][0] for tap in taps], dim=-1)
     context = norm(context @ weights["fc.weight"].T, weights["hidden_norm.weight"])
     block = torch.tensor([token_ids[-1]] + [MASK] * (num_tokens + num_silent - 1))
-    hidden = weights.get("embed_tokens.weight", embedding)[block]
+    around = around or (lambda own, name, compute, rows: compute(rows))
+    scale = config.get("dflash_config", {}).get("input_embedding_scale", 1.0)
+    hidden = weights.get("embed_tokens.weight", embedding)[block] * scale
     num_context, num_rows = len(context), len(block)
     positions = torch.arange(num_context + num_rows)
     queries = positions[num_context:]
@@ -231,14 +238,6 @@ def reference_rows(
             y = x @ own[f"self_attn.{name}.weight"].T
             return y + own[f"self_attn.{name}.bias"] if f"self_attn.{name}.bias" in own else y
 
-        normed = norm(hidden, own["input_layernorm.weight"])
-        both = torch.cat((context, normed))  # the context is not normed by the layer
-        q = project(normed, "q_proj").view(num_rows, NUM_HEADS, HEAD_DIM)
-        k = project(both, "k_proj").view(-1, NUM_KV_HEADS, HEAD_DIM)
-        v = project(both, "v_proj").view(-1, NUM_KV_HEADS, HEAD_DIM)
-        q = rotate(norm(q, own["self_attn.q_norm.weight"]), queries)
-        k = rotate(norm(k, own["self_attn.k_norm.weight"]), positions)
-        k, v = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in (k, v))
         distance = queries[:, None] - positions
         has_window = told.get("layer_types", ["full_attention"] * 2)[layer] == "sliding_attention"
         sees_ahead = config.get("is_causal", config.get("dflash_config", {}).get("causal"))
@@ -248,13 +247,27 @@ def reference_rows(
         visible = torch.ones_like(distance, dtype=torch.bool) if sees_ahead else distance >= 0
         if has_window:
             visible = visible & (distance.abs() < WINDOW)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
-        weight = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-        hidden = hidden + project(torch.einsum("hqk,khd->qhd", weight, v).flatten(1), "o_proj")
-        normed = norm(hidden, own["post_attention_layernorm.weight"])
-        gate = normed @ own["mlp.gate_proj.weight"].T
-        up = normed @ own["mlp.up_proj.weight"].T
-        hidden = hidden + (gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
+
+        def attend(normed: Tensor, own: Tensors = own, visible: Tensor = visible, project: Any = project) -> Tensor:
+            both = torch.cat((context, normed))  # the context is not normed by the layer
+            q = project(normed, "q_proj").view(num_rows, NUM_HEADS, HEAD_DIM)
+            k = project(both, "k_proj").view(-1, NUM_KV_HEADS, HEAD_DIM)
+            v = project(both, "v_proj").view(-1, NUM_KV_HEADS, HEAD_DIM)
+            q = rotate(norm(q, own["self_attn.q_norm.weight"]), queries)
+            k = rotate(norm(k, own["self_attn.k_norm.weight"]), positions)
+            k, v = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+            weight = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+            attended: Tensor = project(torch.einsum("hqk,khd->qhd", weight, v).flatten(1), "o_proj")
+            return attended
+
+        def mlp(normed: Tensor, own: Tensors = own) -> Tensor:
+            gate = normed @ own["mlp.gate_proj.weight"].T
+            up = normed @ own["mlp.up_proj.weight"].T
+            return (gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
+
+        hidden = hidden + around(own, "attention", attend, norm(hidden, own["input_layernorm.weight"]))
+        hidden = hidden + around(own, "mlp", mlp, norm(hidden, own["post_attention_layernorm.weight"]))
     return norm(hidden[num_silent:], weights["norm.weight"])
 
 

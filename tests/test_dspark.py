@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,15 +204,24 @@ def test_every_guess_has_the_logits_of_a_rewrite_behind_the_guess_before(
 def test_a_dynamic_tree_grows_by_what_each_node_says_behind_its_own_path(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """EAGLE-2's choice, by brute force over a float64 rewrite: the likeliest nodes of each level go on."""
-    num_nodes, depth, top_k = 7, 4, 2
     head = save_head(tmp_path / "head", *LAYOUTS[layout])
-    keys = {"method": "dspark", "tree_depth": depth, "tree_top_k": top_k}
+    check_dynamic_trees(target, head, monkeypatch, "dspark", partial(Reference, layout))
+
+
+def check_dynamic_trees(
+    target: Target, head: str, monkeypatch: pytest.MonkeyPatch, method: str, rewrite: Callable[..., Any]
+) -> None:
+    """EAGLE-2's choice, by brute force over a float64 rewrite: the likeliest nodes of each level go on.
+
+    rewrite: (target, committed tokens, depth) -> `logits` as Reference has them.
+    """
+    num_nodes, depth, top_k = 7, 4, 2
+    keys = {"method": method, "tree_depth": depth, "tree_top_k": top_k}
     trees = trees_of_a_run(target, head, monkeypatch, num_nodes, "dynamic", keys=keys)
     model, depths = in_float64(target.model), set()
     for own in trees:
         with KeepFloat64():
-            reference = Reference(layout, model, own.token_ids, min(depth, len(own.paths)))
+            reference = rewrite(model, own.token_ids, min(depth, len(own.paths)))
             scores: dict[tuple[int, ...], float] = {}
             going: list[tuple[int, ...]] = [()]
             for _ in range(min(depth, len(own.paths))):
@@ -233,14 +243,21 @@ def test_a_dynamic_tree_grows_by_what_each_node_says_behind_its_own_path(
 def test_a_static_tree_holds_the_ranks_behind_each_nodes_own_path(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    choices = test_dflash_trees.CHOICES
     head = save_head(tmp_path / "head", *LAYOUTS[layout])
-    trees = trees_of_a_run(target, head, monkeypatch, len(choices), choices, keys={"method": "dspark"})
+    check_static_trees(target, head, monkeypatch, "dspark", partial(Reference, layout))
+
+
+def check_static_trees(
+    target: Target, head: str, monkeypatch: pytest.MonkeyPatch, method: str, rewrite: Callable[..., Any]
+) -> None:
+    """rewrite: as check_dynamic_trees has it."""
+    choices = test_dflash_trees.CHOICES
+    trees = trees_of_a_run(target, head, monkeypatch, len(choices), choices, keys={"method": method})
     model = in_float64(target.model)
     for own in trees:
         named = choices[: len(own.paths)]
         with KeepFloat64():
-            reference = Reference(layout, model, own.token_ids, max(map(len, named)))
+            reference = rewrite(model, own.token_ids, max(map(len, named)))
             tokens: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
             for choice in named:
                 before = tokens[choice[:-1]]

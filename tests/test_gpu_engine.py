@@ -17,7 +17,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.whole_steps import WholeSteps
 from tests.conftest import Engines, complete
-from tests.heads_for_tests import PARD2
+from tests.heads_for_tests import PARD2, SELECTING
 from tests.other_families import FAMILIES, WITH_LLAMAS, WITH_STATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -107,6 +107,12 @@ def test_a_method_changes_no_token(spec: dict[str, Any], engines: Engines, plain
 def test_a_draft_that_reads_the_targets_states_changes_no_token(engines: Engines, plain: list[list[int]]) -> None:
     spec = {"method": "pard", "num_speculative_tokens": 3}
     assert texts(engines(spec, of_drafters={**ARCHITECTURE, **PARD2}, **GPU)) == plain
+
+
+@pytest.mark.parametrize("tree", [None, "dynamic"])
+def test_a_dflash2_head_changes_no_token(tree: str | None, engines: Engines, plain: list[list[int]]) -> None:
+    spec = {"method": "dflash", "num_speculative_tokens": 7, "speculative_token_tree": tree}
+    assert texts(engines(spec, of_drafters={**ARCHITECTURE, **SELECTING}, **GPU)) == plain
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)

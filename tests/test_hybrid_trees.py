@@ -127,9 +127,7 @@ def test_the_tree_is_the_drafters_and_its_keys_reach_it() -> None:
         assert method.drafter_method() == Eagle3Method(num_speculative_tokens=expected, **own)
     method, _ = parse_method({**keys, "drafter": "dflash", "rejection_sample_method": "block"})
     assert isinstance(method, HybridMethod)
-    assert method.drafter_method() == DflashMethod(
-        num_speculative_tokens=8, speculative_token_tree="dynamic", draft_sample_method="greedy"
-    )
+    assert method.drafter_method() == DflashMethod(num_speculative_tokens=8, draft_sample_method="greedy", **own)
 
 
 @pytest.mark.parametrize("drafter", ["draft_model", "pard", "mlp_speculator"])

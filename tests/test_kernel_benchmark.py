@@ -240,6 +240,8 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("gated_delta", "gated_delta", "gated_delta", _scaled),
     ("gate", "gate", "gate", _scaled),
     ("cluster_logits", "cluster_logits", "cluster_logits", _scaled),
+    ("block_conv", "block_conv", "block_conv", _scaled),
+    ("candidate_logits", "candidate_logits", "candidate_logits", _scaled),
 ]
 
 

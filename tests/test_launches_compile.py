@@ -22,6 +22,7 @@ from runner.engine import launch_shapes
 from tests.compile_kernels import KERNELS, OVERLAPS, Kernel
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
+from tests.heads_for_tests import SELECTING
 from tests.other_families import FAMILIES as OTHER_FAMILIES
 from tests.other_families import GEMMA
 from tests.test_emulated_gpu import ASKED, CASES, CUT, DRAWN, GPU, PROMPTS
@@ -112,6 +113,9 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(
         complete(in_parts, PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
     states = {**GPU, "architecture": WITH_STATES_AND_EXPERTS}
     complete(Engines()(CASES["ngram_gpu"][0], **states), PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
+    of_drafters = {**GPU["architecture"], **SELECTING}
+    selecting = Engines()({"method": "dflash", "num_speculative_tokens": 2}, of_drafters=of_drafters, **GPU)
+    complete(selecting, PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
     found = {str(kernel): kernel for kernel in map(kernel_of, emulated_gpu.variants)}
     launched = {kernel.name for kernel in found.values()}
     # Those of contexts that are split, of several ranks, and of Gemma 4's drafters.

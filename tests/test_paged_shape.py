@@ -107,7 +107,8 @@ def test_prompts_of_one_size_share_a_layout_whoever_comes_together() -> None:
     assert len(keys) == 1
     assert packed([segment(0, 120)], shape).key not in keys
     alone, together = (
-        packed([segment(0, 8, 1 + 13 * index) for index in range(count)], shape, has_states=True) for count in (1, 2)
+        packed([segment(0, 8, 1 + 13 * index) for index in range(count)], shape, reads_segments=True)
+        for count in (1, 2)
     )
     assert alone.key != together.key or len(alone.numbers) == len(together.numbers), "states are listed by request"
 

@@ -144,9 +144,9 @@ def hidden_states(model: Any, token_ids: list[int]) -> dict[int | str, torch.Ten
 def assert_taps_are_hidden_states(loaded: LoadedModel, model: Any, tiles: TileShape) -> None:
     token_ids = random_sequences(model.config.vocab_size, ((20, 0),))[0].prompt
     segment = Segment(start=0, num_tokens=len(token_ids), block_table=[1, 2], state_slot=1)
-    has_states = loaded.model.is_recurrent
+    reads_segments = loaded.model.is_recurrent
     batch = ForwardBatch.build(
-        "prefill", [segment], token_ids, shape=tiles, block_size=BLOCK_SIZE, device=CPU, has_states=has_states
+        "prefill", [segment], token_ids, shape=tiles, block_size=BLOCK_SIZE, device=CPU, reads_segments=reads_segments
     )
     with torch.inference_mode():
         states = loaded.model.empty_states(2, 0, torch.float32, CPU) if isinstance(loaded.model, Decoder) else ()

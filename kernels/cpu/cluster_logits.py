@@ -69,13 +69,19 @@ def clusters_multiplying(element: Any) -> Kernel:
     return Kernel(multiply, Arguments)
 
 
+def outside(num_rows: int, vocab_size: int) -> Tensor:
+    """Logits [num_rows, vocab_size] of which none is a token's yet."""
+    logits = empty(num_rows, vocab_size)
+    rows_filling()(logits.data_ptr(), *logits.shape, parts=parts_of(logits.numel(), PART_NUMBERS, logits.numel()))
+    return logits
+
+
 def cluster_logits(states: Tensor, table: Tensor, token_ids: Tensor, chosen: Tensor) -> Tensor:
     """states: [num_rows, hidden], whose rows may lie further apart; the other arguments are contiguous."""
     assert states.stride(1) == 1 and table.is_contiguous() and token_ids.is_contiguous() and chosen.is_contiguous()
     assert states.dtype == table.dtype and token_ids.dtype == chosen.dtype == torch.int64
     (num_rows, num_chosen), (num_clusters, size, hidden) = chosen.shape, table.shape
-    logits = empty(num_rows, num_clusters * size)
-    rows_filling()(logits.data_ptr(), *logits.shape, parts=parts_of(logits.numel(), PART_NUMBERS, logits.numel()))
+    logits = outside(num_rows, num_clusters * size)
     choices = num_rows * num_chosen
     clusters_multiplying(ELEMENTS[table.dtype])(
         *(tensor.data_ptr() for tensor in (logits, states, table, token_ids, chosen)),

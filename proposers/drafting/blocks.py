@@ -62,6 +62,7 @@ class BlockProposer(TokenByTokenProposer):
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
             captures_graphs=context.captures_graphs,
+            reads_segments=head.reads_segments,
         )
 
     @property

@@ -27,6 +27,8 @@ from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
 
+TREE_DEPTH, TREE_TOP_K = 5, 4  # of a dynamic tree, where nobody says otherwise
+
 
 @dataclass(frozen=True, kw_only=True)
 class TreeNode:

@@ -21,7 +21,7 @@ from proposers.captured.sequential_blocks import (
     CapturedStaticSequentialBlock,
 )
 from proposers.drafting.blocks import BlockProposer
-from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
+from proposers.drafting.level_by_level import TREE_DEPTH, TREE_TOP_K, LevelByLevelProposer, TreeNode
 from proposers.drafting.token_by_token import Draw
 from proposers.heads.sequential import SequentialBlockHead
 from proposers.trees.growth import Growth
@@ -46,8 +46,8 @@ class SequentialBlockProposer(BlockProposer, LevelByLevelProposer):
         source: ModelSource,
         draft_sample_method: str,
         speculative_token_tree: str | Choices | None = None,
-        tree_depth: int = 5,
-        tree_top_k: int = 4,
+        tree_depth: int = TREE_DEPTH,
+        tree_top_k: int = TREE_TOP_K,
     ) -> None:
         """
         Raises:

@@ -9,7 +9,7 @@ block is scratch. Layouts: z-lab's, and speculators', whose heads may bring a dr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ MASK_EMBEDDING = "mask_embedding.pt"
 
 class DFlashHead(LayeredHead):
     fc: ColumnParallelLinear
+    reads_segments = False  # a layer asks which rows are a block's
 
     def __init__(
         self,
@@ -57,11 +58,15 @@ class DFlashHead(LayeredHead):
         width, tapped = arch.hidden_size, len(config.tap_layers) * target.model.hidden_size
         self.fc = ColumnParallelLinear(tapped, {"fc": width}, bias=False, shard=shard, dtype=dtype)
         self.hidden_norm = RMSNorm(width, arch.rms_norm_eps, dtype)
-        self.layers = [DecoderLayer(arch, index, shard, dtype) for index in range(arch.num_layers)]
+        self.layers = [self.new_layer(config, index, dtype) for index in range(arch.num_layers)]
         for layer, is_causal in zip(self.layers, config.causal_layers, strict=True):
             layer.attention.is_causal = is_causal
         self.norm = RMSNorm(width, arch.rms_norm_eps, dtype)
         self._rope = self.layers[0].attention.rope(config.hf_config, max_model_len)
+
+    def new_layer(self, config: Any, index: int, dtype: torch.dtype) -> DecoderLayer:
+        """config: the head's own."""
+        return DecoderLayer(config.arch, index, Shard(), dtype)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_rows] int64 -> [num_rows, hidden]."""

@@ -2,8 +2,8 @@
 
 Hazard: z-lab's `target_layer_ids` number layers from 0 and mean the states after them, so 1 is added; speculators'
 `aux_hidden_state_layer_ids`, vLLM's `dflash_config.layer_ids` and our method's key number hidden states.
-Heads of the family that are no DFlash ones (DFlash 2, Domino, ...) are known by their keys; DSpark's are read with
-these and some of their own (proposers/heads/dspark_config.py).
+Heads of the family that are no DFlash ones (Domino, XPress, ...) are known by their keys; those of DSpark and DFlash 2
+are read with these and some of their own (proposers/heads/dspark_config.py, dflash2_config.py).
 """
 
 from __future__ import annotations
@@ -141,13 +141,14 @@ def _require_kind(
     kind: str,
     kind_keys: Collection[str],
 ) -> None:
-    stated = values.get("speculators_model_type", kind.lower())
+    name = kind.lower().replace(" ", "")
+    stated = values.get("speculators_model_type", name)
     found = [
         f"{key}={value!r} ({what})"
         for key, (what, plain) in FOREIGN_KEYS.items()
         if key not in kind_keys and (value := nested.get(key, values.get(key))) not in plain
     ]
-    found = [f"speculators_model_type={stated!r}"] * (stated != kind.lower()) + found
+    found = [f"speculators_model_type={stated!r}"] * (stated != name) + found
     if found:
         raise UserError(
             f"{source.name}={source.model} must be a plain {kind} head, got {', '.join(found)}; such heads have parts "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,21 @@ def head_size(config: Mapping[str, Any], key: str, default: int, source: ModelSo
             "mend it or download the head again"
         )
     return value
+
+
+def head_number(config: Mapping[str, Any], key: str, default: float, source: ModelSource) -> float:
+    """A number >= 0 of a head's config; null is the default.
+
+    Raises:
+        UserError: it is something else.
+    """
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise UserError(
+            f"{source.name}={source.model}: {key} in its config must be a number >= 0, got {value!r}; mend it or "
+            "download the head again"
+        )
+    return float(value)
 
 
 def require_target_sizes(

@@ -39,10 +39,16 @@ def kind_of(method: str) -> str:
 
 # Keys of config.json, or of the dflash_config in it, that mark a drafter which no method here runs.
 _FOREIGN_KEYS = {
-    "selector_rank": "a DFlash2 drafter",
     "xpress_rank": "an XPress drafter",
 }
-_SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
+_SPECULATORS = {
+    "eagle3": "eagle3",
+    "peagle": "eagle3",
+    "dflash": "dflash",
+    "dflash2": "dflash",
+    "dspark": "dspark",
+    "mtp": "mtp",
+}
 _RECURRENT = ("mlpspeculator", "lstmspeculator", "mlpvariantspeculator")
 _EAGLE3_KEYS = {"draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"}
 
@@ -136,6 +142,8 @@ def _drafter_in(directory: Path) -> Drafter | None:
     is_dspark = values.get("markov_rank") or "dspark" in _architectures(config)
     if is_dspark or values.get("projector_type") == "dspark":
         return Drafter(kind=KINDS["dspark"], method="dspark")
+    if values.get("selector_rank") or values.get("conv_kernel_size"):
+        return Drafter(kind="a DFlash 2 drafter", method="dflash")
     # Speculators writes the other keys of such projectors (Domino's gru_hidden_dim) with every DFlash head.
     if (projector := values.get("projector_type")) not in (None, "dflash"):
         return Drafter(kind=f"a DFlash drafter with projector_type={projector}", method=None)

@@ -201,7 +201,14 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
-        own = head_logits(hidden, self.lm_head, tile, self.logits_softcap)
+        return self._project(hidden, tile, self.logits_softcap)
+
+    def raw_logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """`logits` without a soft cap, for a head that has one of its own or none."""
+        return self._project(hidden, tile, None)
+
+    def _project(self, hidden: torch.Tensor, tile: int | None, softcap: torch.Tensor | None) -> torch.Tensor:
+        own = head_logits(hidden, self.lm_head, tile, softcap)
         return self.shard.beside(own) if self._splits_head else own
 
     def whole_head(self) -> torch.Tensor:

@@ -62,7 +62,7 @@ class ForwardBatch:
     positions: torch.Tensor  # [num_rows] int64
     slot_mapping: torch.Tensor  # [num_rows] int64: cache slot each row's KV is written to
     attention: Any  # what the attention of the launch's shape takes: runner/engine/operations.py
-    recurrent: RecurrentSegments | None  # what layers with states go on from; None: no such layers, or a tree
+    recurrent: RecurrentSegments | None  # whose rows are whose, for layers that ask; None: no such layers, or a tree
     linear_tile: int | None
     late: LateRows | None = None  # what goes on behind the last layer that stores something; None: all rows
 
@@ -77,7 +77,7 @@ class ForwardBatch:
         block_size: int,
         device: torch.device,
         is_causal: bool = True,
-        has_states: bool = False,
+        reads_segments: bool = False,
     ) -> ForwardBatch:
         """The launch on the device; arguments as in PackedLaunch.of."""
         packed = PackedLaunch.of(
@@ -87,7 +87,7 @@ class ForwardBatch:
             shape=shape,
             block_size=block_size,
             is_causal=is_causal,
-            has_states=has_states,
+            reads_segments=reads_segments,
         )
         return packed.unpack(to_device(packed.numbers, torch.int64, device))
 
@@ -119,7 +119,7 @@ class PackedLaunch:
         shape: LaunchShape,
         block_size: int,
         is_causal: bool = True,  # False: rows see their whole segment in layers that are not causal (DFlash's blocks)
-        has_states: bool = False,  # some layers have them
+        reads_segments: bool = False,  # some layers do: those with states, or that convolve along a request's rows
         late_rows: Sequence[int] | None = None,  # of LateRows, ascending; None: all
     ) -> PackedLaunch:
         num_rows = shape.padded_rows(len(token_ids))
@@ -131,7 +131,7 @@ class PackedLaunch:
             positions += range(segment.start, end)
             slots += segment.slots(segment.start, end, block_size)
         planned = shape.plan(family, segments, positions, num_rows=num_rows, block_size=block_size, is_causal=is_causal)
-        recurrent = _recurrent_lists(segments, num_rows) if has_states else []
+        recurrent = _recurrent_lists(segments, num_rows) if reads_segments else []
         late: PackedLaunch | None = None
         of_late: list[list[int]] = []  # numbers and places
         if late_rows:
@@ -160,7 +160,7 @@ class PackedLaunch:
                 positions=positions_,
                 slot_mapping=slots_,
                 attention=planned.assemble(of_attention),
-                recurrent=_recurrent(*of_states) if has_states else None,
+                recurrent=_recurrent(*of_states) if reads_segments else None,
                 linear_tile=shape.linear,
                 late=None if late_rows is None else LateRows(rows=places, batch=late_batch),
             )

@@ -43,6 +43,7 @@ class HeadRunner(PagedRunner):
         dtype: torch.dtype,
         batch_invariant: bool,
         captures_graphs: bool = False,
+        reads_segments: bool = False,  # as PackedLaunch.of
     ) -> None:
         super().__init__(
             head,
@@ -52,7 +53,7 @@ class HeadRunner(PagedRunner):
             batch_invariant=batch_invariant,
             captures_graphs=captures_graphs,
         )
-        self.head = head
+        self.head, self.reads_segments = head, reads_segments
         if head.layers and batch_invariant and runs_kernels(device):
             compile_products(head.layers, dtype, self.shapes["decode"].linear)
 
@@ -105,6 +106,7 @@ class HeadRunner(PagedRunner):
             shape=self.shapes[family],
             block_size=self.block_size,
             is_causal=is_causal,
+            reads_segments=self.reads_segments,
         )
 
 

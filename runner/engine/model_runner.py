@@ -201,7 +201,7 @@ class ModelRunner(PagedRunner):
             launch.token_ids,
             shape=self.shapes[launch.family],
             block_size=self.block_size,
-            has_states=self.is_recurrent,
+            reads_segments=self.is_recurrent,
             late_rows=late,
         )
         size, num_tokens = len(packed.numbers), len(launch.token_ids)

@@ -20,6 +20,7 @@ from kernels.quantized_weight import quantize
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
+from runner.engine.operations import head_logits
 from runner.engine.transformers_attention import Launch, Probe
 from runner.engine.transformers_functions import keep_rows_in
 from runner.engine.transformers_modules import OwnExperts, OwnLinear, take_products
@@ -142,6 +143,10 @@ class TransformersModel(nn.Module):
         """[num_rows, hidden] -> [num_rows, vocab] float32; the head knows no tiles."""
         logits: torch.Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits[0].float()
+
+    def raw_logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """What the projection alone gives, without a scale or a soft cap behind it."""
+        return head_logits(hidden, self.whole_head(), tile)
 
     def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor, launch: Launch | Probe) -> torch.Tensor:
         output = self.decoder(
