@@ -1,7 +1,7 @@
 """A block of tokens in one pass over the target's hidden states (DFlash, Chen et al., arXiv 2602.06036).
 
 Each row of the block is the distribution at one depth, whatever the tokens before it, so the rows make trees too
-(DDTree, arXiv 2604.12989). Heads with a selector (DFlash 2) go through them token by token instead.
+(DDTree, arXiv 2604.12989). Heads that go through them token by token (DFlash 2, Domino) draft as DSpark does.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.drafting.level_by_level import TREE_DEPTH, TREE_TOP_K
 from proposers.drafting.ranked_trees import RankedTrees
 from proposers.drafting.sequential_blocks import SequentialBlockProposer
-from proposers.heads.dflash import load_dflash_head
-from proposers.heads.dflash2 import load_dflash2_head
-from proposers.heads.dflash2_config import is_dflash2
+from proposers.heads.dflash import DFlashHead
+from proposers.heads.dflash_family import load_head_of_family
+from proposers.heads.sequential import SequentialBlockHead
 from proposers.trees.static import Choices
 from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
-from runner.engine.head_checkpoint import read_head_config
 from runner.engine.request import DraftTokens, Request
 from runner.engine.scheduler import Schedule
 
@@ -38,34 +37,34 @@ logger = logging.getLogger(__name__)
 class DFlashProposer(BlockProposer, OnePassProposer):
     @classmethod
     def build(cls, **keys: Any) -> Proposer:
-        """The head's config says which DFlash it is; tree_depth and tree_top_k are for trees of one with a selector."""
+        """The head's config says what it is; tree_depth and tree_top_k are for one that is gone through by tokens."""
         source: ModelSource = keys["source"]
-        if is_dflash2(read_head_config(source)):
-            asked = [keys.pop(key, None) for key in ("max_model_len", "aux_hidden_state_layer_ids")]
-            return SequentialBlockProposer(load_dflash2_head(source, keys["context"], *asked), **keys)
+        asked = [keys.pop(key, None) for key in ("max_model_len", "aux_hidden_state_layer_ids")]
+        head = load_head_of_family(source, keys["context"], *asked)
+        if isinstance(head, SequentialBlockHead):
+            return SequentialBlockProposer(head, **keys)
         growth = keys.pop("tree_depth", TREE_DEPTH), keys.pop("tree_top_k", TREE_TOP_K)
         if growth != (TREE_DEPTH, TREE_TOP_K) and keys.get("speculative_token_tree") == "dynamic":
             logger.warning(
-                "method.tree_depth=%d and tree_top_k=%d bound no tree of %s, a DFlash head without a selector: it has "
-                "the likeliest nodes of one pass",
+                "method.tree_depth=%d and tree_top_k=%d bound no tree of %s, a plain DFlash head: it has the likeliest "
+                "nodes of one pass",
                 *growth,
                 source.model,
             )
-        return cls(**keys)
+        return cls(head, **keys)
 
     def __init__(
         self,
+        head: DFlashHead,
         *,
         num_speculative_tokens: int,
         context: ProposerContext,
         source: ModelSource,
         draft_sample_method: str,
-        max_model_len: int | None = None,  # longest text that the head sees; None: the target's
         speculative_token_tree: str | Choices | None = None,
-        aux_hidden_state_layer_ids: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(
-            load_dflash_head(source, context, max_model_len, aux_hidden_state_layer_ids),
+            head,
             num_speculative_tokens=num_speculative_tokens,
             context=context,
             source=source,

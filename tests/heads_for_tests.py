@@ -77,6 +77,9 @@ def _dflash(target: Mapping[str, Any]) -> dict[str, Any]:
 # Keys that make it one of DFlash 2, for a drafter's config: heads have whatever that has.
 SELECTING = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
 
+# And of Domino.
+CORRECTING = {"projector_type": "domino", "emb_dim": 16, "gru_hidden_dim": 24, "pure_draft_prefix_len": 0}
+
 
 def _dspark(target: Mapping[str, Any]) -> dict[str, Any]:
     """The same block as speculators write it, and a sequential head with a state."""
@@ -122,8 +125,12 @@ def make_fair(head: Any) -> None:
         lm_head.copy_(rows if head.known_tokens is None else rows[head.known_tokens.ids])
     if (sequel := weights.get("markov_head.markov_w2.weight")) is not None:
         sequel *= 0.2  # it has its part in a guess, not more
-    if (sequel := weights.get("candidate_selector.successor_codebook")) is not None:
-        sequel *= 20  # of numbers that are small
+    for name, scale in (("predecessor_codebook", 60), ("successor_codebook", 60)):  # so that pairs weigh something
+        if (codes := weights.get(f"candidate_selector.{name}")) is not None:
+            codes *= scale
+    for name, scale in (("prefix_gru.weight_ih_l0", 20), ("embed_proj.0.weight", 8), ("embed_proj.2.weight", 60)):
+        if (weight := weights.get(name)) is not None:  # and so does what a GRU has read
+            weight *= scale
     for name, weight in weights.items():
         if name.endswith("base_kernel"):  # mostly the row itself
             weight[:, 0] += 1

@@ -48,6 +48,7 @@ def checkpoint(directory: Path, config: dict[str, Any] | None, *names: str, file
         ({**DFLASH, "projector_type": None, "markov_rank": None, "selector_rank": 0, "xpress_rank": 0}, (), "dflash"),
         ({"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 8}}, (), "dflash"),
         ({"speculators_model_type": "dflash2"}, (), "dflash"),
+        ({"architectures": ["DominoDraftModel"], "dflash_config": {"projector_type": "domino"}}, (), "dflash"),
         ({"speculators_model_type": "dspark"}, (), "dspark"),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, (), "dspark"),
         ({"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 3}, (), "dspark"),
@@ -130,7 +131,7 @@ def test_files_speak_louder_than_the_directorys_name(tmp_path: Path) -> None:
     [
         ({"speculators_model_type": "dflash3"}, "a dflash3 drafter of the speculators format"),
         ({**DFLASH, "dflash_config": {"xpress_rank": 8}}, "an XPress drafter"),
-        ({**DFLASH, "projector_type": "domino"}, "a DFlash drafter with projector_type=domino"),
+        ({**DFLASH, "projector_type": "lilicorr"}, "a DFlash drafter with projector_type=lilicorr"),
     ],
 )
 @pytest.mark.parametrize("named", [{}, {"method": "dflash"}])

@@ -30,6 +30,7 @@ from runner.engine.norms import RMSNorm
 from runner.engine.shard import Shard
 
 MASK_EMBEDDING = "mask_embedding.pt"
+OLDER_PREFIX = "logit_head."
 
 
 class DFlashHead(LayeredHead):
@@ -138,7 +139,8 @@ def fill_block_head(
     assert target is not None, "heads need the target"
     if not source.is_dummy:
         _require_no_mask_embedding(source)
-    tensors = read_head_tensors(source)
+    # Some of SpecForge's keep what they have beside a block under a name of its own.
+    tensors = {name.removeprefix(OLDER_PREFIX): tensor for name, tensor in read_head_tensors(source).items()}
     marks = tensors.pop(TARGET_TO_DRAFT, None)
     is_cut = config.draft_vocab_size != target.model.vocab_size
     brought = set(dummy_own) if source.is_dummy else {EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys()

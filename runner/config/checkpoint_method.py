@@ -145,7 +145,9 @@ def _drafter_in(directory: Path) -> Drafter | None:
     if values.get("selector_rank") or values.get("conv_kernel_size"):
         return Drafter(kind="a DFlash 2 drafter", method="dflash")
     # Speculators writes the other keys of such projectors (Domino's gru_hidden_dim) with every DFlash head.
-    if (projector := values.get("projector_type")) not in (None, "dflash"):
+    if (projector := values.get("projector_type")) == "domino" and "speculators_model_type" not in config:
+        return Drafter(kind="a Domino drafter", method="dflash")
+    if projector not in (None, "dflash"):
         return Drafter(kind=f"a DFlash drafter with projector_type={projector}", method=None)
     if (speculator := config.get("speculators_model_type")) is not None:
         method = _SPECULATORS.get(str(speculator))

@@ -233,7 +233,7 @@ class BlockMethod(DrafterMethod):
 class DflashMethod(BlockMethod, GrownTreeMethod):
     """A block-diffusion drafter: all tokens in one pass over the target's hidden states (arXiv 2602.06036).
 
-    Trees of its second kind of heads, which have a selector, grow level by level.
+    Trees of heads that go through the block token by token (DFlash 2, Domino) grow level by level.
     """
 
     method: Literal["dflash"] = Field(default="dflash", description="a block of tokens in one pass (z-lab)")
