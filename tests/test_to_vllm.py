@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from runner.config import MedusaMethod, MethodConfig, MlpSpeculatorMethod, SpeculativeConfig, parse_method
 from runner.config.method_union import FIELDS, METHODS
 from runner.config.to_vllm import to_vllm
+from runner.config.vllm_keys import VLLM_VERSION
 from runner.results import write_vllm_config
 
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
@@ -294,6 +295,23 @@ def test_a_tree_becomes_a_chain_as_long_as_its_longest_branch(tree: Any, depth: 
     assert config is not None
     assert config["num_speculative_tokens"] == depth
     assert any(note.startswith("speculative_token_tree has no counterpart in vLLM") for note in notes)
+
+
+@pytest.mark.parametrize(("keys", "depth"), [({}, 9), ({"selector_rank": 8}, 3)], ids=["DFlash", "DFlash 2"])
+def test_tree_depth_bounds_a_tree_of_dflash_where_its_checkpoint_grows_one(
+    tmp_path: Path, keys: dict[str, Any], depth: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dflash_config": {"mask_token_id": 1, **keys}}))
+    tree = {"speculative_token_tree": "dynamic", "tree_depth": 3, "num_speculative_tokens": 9}
+    config, notes = to_vllm(method_of({"method": "dflash", "model": str(tmp_path), **tree}))
+    assert config is not None and config["num_speculative_tokens"] == depth
+    assert any("a DFlash 2 drafter needs a release of vLLM that has it" in note for note in notes) == bool(keys)
+
+
+def test_a_domino_drafter_has_no_counterpart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dflash_config": {"projector_type": "domino"}}))
+    why = [f"a Domino drafter has no counterpart in vLLM {VLLM_VERSION}"]
+    assert to_vllm(method_of({"method": "dflash", "model": str(tmp_path)})) == (None, why)
 
 
 def test_the_probabilistic_rule_loses_nothing() -> None:

@@ -30,6 +30,8 @@ KINDS = {
     "dflash": "a DFlash drafter",
     "dspark": "a DSpark drafter",
 }
+# And of some that a method runs beside these.
+DFLASH2, DOMINO = "a DFlash 2 drafter", "a Domino drafter"
 
 
 def kind_of(method: str) -> str:
@@ -143,10 +145,10 @@ def _drafter_in(directory: Path) -> Drafter | None:
     if is_dspark or values.get("projector_type") == "dspark":
         return Drafter(kind=KINDS["dspark"], method="dspark")
     if values.get("selector_rank") or values.get("conv_kernel_size"):
-        return Drafter(kind="a DFlash 2 drafter", method="dflash")
+        return Drafter(kind=DFLASH2, method="dflash")
     # Speculators writes the other keys of such projectors (Domino's gru_hidden_dim) with every DFlash head.
     if (projector := values.get("projector_type")) == "domino" and "speculators_model_type" not in config:
-        return Drafter(kind="a Domino drafter", method="dflash")
+        return Drafter(kind=DOMINO, method="dflash")
     if projector not in (None, "dflash"):
         return Drafter(kind=f"a DFlash drafter with projector_type={projector}", method=None)
     if (speculator := config.get("speculators_model_type")) is not None:

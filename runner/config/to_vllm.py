@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from runner.config.checkpoint_method import DFLASH2, DOMINO, drafter_of
 from runner.config.drafter_methods import GrownTreeMethod, TreeDrafterMethod
 from runner.config.method import MethodConfig
 from runner.config.vllm_keys import ONE_PASS_KEY, TREE_KEY, VLLM_VERSION
@@ -68,8 +69,14 @@ def to_vllm(
     if method.method not in (*_SAME_METHODS, "pard"):
         remedy = f"its methods are {', '.join(_SAME_METHODS)}"
         return None, [f"method={method.method} has no counterpart in vLLM {VLLM_VERSION}: {remedy}"]
+    model = getattr(method, "model", None) or draft_model
+    drafter = None if model is None else drafter_of(model)
+    kind = None if drafter is None else drafter.kind
+    if kind == DOMINO:
+        return None, [f"{DOMINO} has no counterpart in vLLM {VLLM_VERSION}"]
     notes: list[str] = []
-    config: dict[str, Any] = {"method": method.method, "num_speculative_tokens": _chain_length(method, notes)}
+    num_tokens = _chain_length(method, notes, grows=method.method != "dflash" or kind == DFLASH2)
+    config: dict[str, Any] = {"method": method.method, "num_speculative_tokens": num_tokens}
     if method.method == "pard":
         config |= {"method": "draft_model", ONE_PASS_KEY: True}
     for key in _SAME_KEYS:
@@ -80,6 +87,8 @@ def to_vllm(
     _translate_load(method, config, notes)
     if method.method == "dspark":
         notes.append("method=dspark needs vLLM's V2 model runner, so a device with Triton")
+    if kind == DFLASH2:
+        notes.append(f"{DFLASH2} needs a release of vLLM that has it, and its V2 model runner, so a device with Triton")
     if method.method == "custom_class":
         notes.append("vLLM's custom_class has an interface of its own: the class needs a counterpart written for it")
     if getattr(method, "suffix_decoding_corpus", None) is not None:
@@ -93,12 +102,15 @@ def to_vllm(
     return config, notes
 
 
-def _chain_length(method: MethodConfig, notes: list[str]) -> int:
-    """Tokens that vLLM drafts, which knows chains only: those of a tree's longest branch."""
+def _chain_length(method: MethodConfig, notes: list[str], *, grows: bool) -> int:
+    """Tokens that vLLM drafts, which knows chains only: those of a tree's longest branch.
+
+    grows: tree_depth bounds the method's dynamic trees, if it has the key.
+    """
     tree, num_tokens = getattr(method, TREE_KEY, None), method.num_speculative_tokens
     if tree is None:
         return num_tokens
-    if isinstance(method, GrownTreeMethod) and tree == "dynamic":
+    if isinstance(method, GrownTreeMethod) and tree == "dynamic" and grows:
         num_tokens = min(num_tokens, method.tree_depth)
     elif isinstance(method, TreeDrafterMethod) and isinstance(tree, tuple):
         num_tokens = max(len(path) for path in tree[:num_tokens])
