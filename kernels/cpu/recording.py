@@ -93,7 +93,11 @@ class Recording:
         block = self._free_block(_rounded(prod(shape) * dtype.itemsize))
         self._blocks[block.key] = block
         strides = [prod(shape[place + 1 :]) for place in range(len(shape))]
-        return block.typed(dtype).as_strided(shape, strides)
+        unseen_by_modes = torch._C._DisableTorchDispatch()  # while it lives; half of all that one would be asked about
+        try:
+            return block.typed(dtype).as_strided(shape, strides)
+        finally:
+            del unseen_by_modes
 
     def _free_block(self, size: int) -> Block:
         """To which nothing refers that is still to be read."""

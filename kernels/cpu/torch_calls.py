@@ -36,6 +36,11 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorded, self._allowed = recorded, allowed
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nobody traces a recording, and the wrapper that keeps tracers out takes as long as making a view."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _decomposes(func):  # into what it does, which may be nothing
