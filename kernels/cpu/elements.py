@@ -5,6 +5,7 @@ numba knows neither bfloat16 nor, on a CPU, float16: their bits travel as intege
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
-from kernels.cpu.compiled import compiled, vectorized
-from kernels.cpu.native import pointer
+from kernels.cpu.compiled import compiled, compiled_for_c, vectorized
+from kernels.cpu.native import floats, pointer
 
 ELEMENTS: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 BFLOAT16, FLOAT16 = types.uint16, types.int16  # as numba sees them
@@ -70,3 +71,28 @@ def write_rows(results: Any, first: Any, column: Any, sums: Any, count: Any, bia
             bias = biases[column : column + count]
             for index in range(count):
                 result[index] = narrow(own[index] + widen(bias[index]), result[index])
+
+
+@cache
+def rows_writing(element: Any, out_element: Any) -> Any:
+    """write_rows as C calls it, at its `address`: elements of biases, and of results.
+
+    Products call it (native.call), so that what takes long to compile is compiled once for all elements.
+    """
+
+    def write(
+        results: Any,  # to [.., out_features]
+        first: int,
+        column: int,
+        out_features: int,
+        bias: int,  # an address, as the next; 0: none
+        sums: int,
+        rows: int,
+        width: int,  # of sums
+        columns: int,
+    ) -> None:
+        own = carray(results, (first + rows, out_features), out_element)
+        biases = elements(bias, 1, out_features if bias else 0, element)[0]
+        write_rows(own, first, column, floats(sums, rows, width), columns, biases)
+
+    return compiled_for_c(write, (types.voidptr, *[types.int64] * 8))

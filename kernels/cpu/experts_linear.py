@@ -68,7 +68,7 @@ def experts_multiplying(names: tuple[str, ...]) -> Kernel:
                 taken[scales] = addresses[2 * expert + 1]
             kernel = a.kernel if rows < a.many_rows else a.kernel_of_many
             for panel in range(max(first - before, 0), min(end - before, a.num_panels)):
-                call(kernel, own_call, panel, a.num_panels, 0)
+                call(kernel, own_call, (panel, a.num_panels, 0))
             before += a.num_panels
 
     return Kernel(multiply, fields)
@@ -117,14 +117,14 @@ def linear_of_sorted(
     if linear_amx.multiplies_tiles(weight):
         rows, room, names = x.contiguous(), linear_amx.room_of(weight), linear_amx.Arguments.names
         arguments = linear_amx.arguments_for(rows, weight, biases, out, room)
-        kernels, many_rows = [linear_amx.kernel_of(weight, out.dtype)] * 2, 0
+        kernels, many_rows = [linear_amx.kernel_of(weight)] * 2, 0
     else:
         kind = linear.kind_of_panels(weight)
         many_rows = KINDS[kind].widens_from
         widens = most_rows >= many_rows  # some expert may have as many
         rows, room = linear.readable(x, weight), linear.room_of(weight, most_rows, widens=widens)
         names, arguments = linear.Arguments.names, linear.arguments_for(rows, weight, biases, out, room)
-        kernels = [linear.kernel_of(weight, kind, out.dtype, widens=own) for own in (False, widens)]
+        kernels = [linear.kernel_of(weight, kind, widens=own) for own in (False, widens)]
     assert names is not None
     calls = empty(torch.get_num_threads() * len(names), dtype=torch.int64)
     num_panels, busy = len(weight.numbers), min(len(weights), num_places)  # experts with rows, at most

@@ -11,16 +11,15 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu import linear_amx
-from kernels.cpu.elements import ELEMENTS, elements, write_rows
+from kernels.cpu.elements import ELEMENTS, rows_writing
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.multiply_add import add_products, widen
-from kernels.cpu.native import floats
+from kernels.cpu.native import call
 from kernels.cpu.number_kinds import KINDS, TURN_ROWS, kind_of, kind_of_codes
 from kernels.cpu.panels import LANES, Panels, multiplies_pairs
 from kernels.cpu.recording import empty
@@ -35,16 +34,17 @@ Arguments = arguments_of(
     *("out", "bias", "x", "panels", "scales", "nothing", "room"),  # addresses; bias 0, scales 0: none
     *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "group_steps"),
     *("row_step_bytes", "room_bytes"),  # the latter of a thread
+    *("are_float32", "write"),  # whether results are; the address of elements.rows_writing
 )
 
 
 @cache
-def products(kind: int, num_vectors: int, element: Any, out_element: Any, widens: bool) -> Kernel:
-    """Of a kind of number_kinds with panels of so many vectors; elements of the bias, and of the results.
+def products(kind: int, num_vectors: int, widens: bool) -> Kernel:
+    """Of a kind of number_kinds with panels of so many vectors.
 
     widens: a part's factors are made once, in float32; of kinds that may.
     """
-    width, is_float32, inputs = LANES * num_vectors, out_element is np.float32, KINDS[kind].step_inputs
+    width, inputs = LANES * num_vectors, KINDS[kind].step_inputs
     scale_bytes = 4 * width * (1 + KINDS[kind].has_zeros)  # of a group
 
     def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
@@ -59,12 +59,10 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any, widens
         elif num_turns > 1:
             part_steps = min(max(PART_BYTES // step_bytes, 1), a.group_steps)
         is_cut = part_steps < a.steps
-        results = elements(a.out, a.num_rows, a.out_features, out_element)
-        biases = elements(a.bias, 1, a.out_features if a.bias else 0, element)[0]
         for panel in range(a.num_panels * part // num_parts, a.num_panels * (part + 1) // num_parts):
             # The last panel may have more outputs than a row of `out` has room for.
             column, columns = panel * width, min(width, a.out_features - panel * width)
-            is_result = is_float32 and not a.bias and columns == width  # what is added up
+            is_result = a.are_float32 and not a.bias and columns == width  # what is added up
             place, line = (a.out + 4 * column, 4 * a.out_features) if is_result else (room, 4 * width)
             scales, begin = a.scales + scale_bytes * panel * num_groups, 0
             while begin < a.steps:
@@ -96,7 +94,7 @@ def products(kind: int, num_vectors: int, element: Any, out_element: Any, widens
                             kind, num_vectors, rows, steps, out, line, start, shift, x, row_bytes, w, own, ahead, share
                         )
                     if begin + steps == a.steps and not is_result:
-                        write_rows(results, first, column, floats(out, rows, width), columns, biases)
+                        call(a.write, a.out, (first, column, a.out_features, a.bias, out, rows, width, columns))
                 begin += steps
 
     return Kernel(multiply, Arguments)
@@ -119,7 +117,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
     widens = num_rows >= KINDS[kind].widens_from
     rows, room = readable(x, weight), room_of(weight, num_rows, widens=widens)
     work = (num_rows + TURN_ROWS) * out_features * in_features
-    multiply = kernel_of(weight, kind, out_dtype, widens=widens)
+    multiply = kernel_of(weight, kind, widens=widens)
     multiply(*arguments_for(rows, weight, bias, out, room), parts=parts_of(work, PART_WORK, len(weight.numbers)))
     return out
 
@@ -143,9 +141,9 @@ def room_of(weight: Panels, num_rows: int, *, widens: bool) -> Tensor:
     return empty(torch.get_num_threads() * (num_factors + weight.width * max(num_rows, TURN_ROWS)))
 
 
-def kernel_of(weight: Panels, kind: int, out_dtype: torch.dtype, *, widens: bool) -> Kernel:
+def kernel_of(weight: Panels, kind: int, *, widens: bool) -> Kernel:
     """For products with such a weight, of as many rows as its kind widens from, or of fewer."""
-    return products(kind, weight.width // LANES, ELEMENTS[weight.dtype], ELEMENTS[out_dtype], widens)
+    return products(kind, weight.width // LANES, widens)
 
 
 def arguments_for(rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor, room: Tensor) -> tuple[int, ...]:
@@ -161,4 +159,5 @@ def arguments_for(rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor
         *(NOTHING.data_ptr(), room.data_ptr()),
         *(len(rows), row_bytes, weight.shape[0], num_panels, panel_bytes, steps, group_steps),
         *(step_inputs * rows.element_size(), room.nbytes // torch.get_num_threads()),
+        *(out.dtype == torch.float32, rows_writing(ELEMENTS[weight.dtype], ELEMENTS[out.dtype]).address),
     )

@@ -13,9 +13,9 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.amx import INPUTS, ROWS, configure, has_amx, multiply_tiles, release
-from kernels.cpu.elements import ELEMENTS, elements, write_rows
+from kernels.cpu.elements import ELEMENTS, rows_writing
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.native import floats
+from kernels.cpu.native import call
 from kernels.cpu.panels import LANES, Panels
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
@@ -26,6 +26,7 @@ PART_WORK = 1 << 17  # products of ROWS rows, which take as long as to read a we
 Arguments = arguments_of(
     *("out", "bias", "x", "panels", "room"),  # addresses; bias 0: there is none
     *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps"),
+    "write",  # the address of elements.rows_writing
 )
 
 
@@ -34,20 +35,17 @@ def multiplies_tiles(weight: Panels) -> bool:
 
 
 @cache
-def products(num_vectors: int, out_element: Any) -> Kernel:
-    """Of panels of so many vectors; elements of the results."""
-    width, bfloat16 = LANES * num_vectors, ELEMENTS[torch.bfloat16]
+def products(num_vectors: int) -> Kernel:
+    """Of panels of so many vectors."""
+    width = LANES * num_vectors
 
     def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         num_turns, configured = (a.num_rows + ROWS - 1) // ROWS, 0
-        sums_at = a.room + 4 * thread * ROWS * width
-        sums = floats(sums_at, ROWS, width)
-        results = elements(a.out, a.num_rows, a.out_features, out_element)
-        biases = elements(a.bias, 1, a.out_features if a.bias else 0, bfloat16)[0]
+        sums = a.room + 4 * thread * ROWS * width
         for panel in range(a.num_panels * part // num_parts, a.num_panels * (part + 1) // num_parts):
             # The last panel may have more outputs than a row of `out` has room for.
-            begin, end = panel * width, min((panel + 1) * width, a.out_features)
+            column, columns = panel * width, min(width, a.out_features - panel * width)
             for turn in range(num_turns):
                 first = a.num_rows * turn // num_turns
                 rows = a.num_rows * (turn + 1) // num_turns - first
@@ -55,8 +53,8 @@ def products(num_vectors: int, out_element: Any) -> Kernel:
                     configure(rows)
                     configured = rows
                 x, weights = a.x + first * a.row_bytes, a.panels + panel * a.panel_bytes
-                multiply_tiles(0, AHEAD, num_vectors, sums_at, x, weights, a.row_bytes, a.steps)
-                write_rows(results, first, begin, sums[:rows], end - begin, biases)
+                multiply_tiles(0, AHEAD, num_vectors, sums, x, weights, a.row_bytes, a.steps)
+                call(a.write, a.out, (first, column, a.out_features, a.bias, sums, rows, width, columns))
         release()
 
     return Kernel(multiply, Arguments)
@@ -70,7 +68,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, out_dtype: torch.dtyp
     out = empty(num_rows, out_features, dtype=out_dtype)
     work = (num_rows + ROWS) * out_features * in_features // ROWS
     arguments = arguments_for(rows, weight, bias, out, room)
-    kernel_of(weight, out_dtype)(*arguments, parts=parts_of(work, PART_WORK, len(weight.numbers)))
+    kernel_of(weight)(*arguments, parts=parts_of(work, PART_WORK, len(weight.numbers)))
     return out
 
 
@@ -79,8 +77,8 @@ def room_of(weight: Panels) -> Tensor:
     return empty(torch.get_num_threads() * ROWS * weight.width)
 
 
-def kernel_of(weight: Panels, out_dtype: torch.dtype) -> Kernel:
-    return products(weight.width // LANES, ELEMENTS[out_dtype])
+def kernel_of(weight: Panels) -> Kernel:
+    return products(weight.width // LANES)
 
 
 def arguments_for(rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor, room: Tensor) -> tuple[int, ...]:
@@ -91,4 +89,5 @@ def arguments_for(rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor
         *(rows.data_ptr(), numbers.data_ptr(), room.data_ptr()),
         *(len(rows), rows.stride(0) * rows.element_size(), out_features, len(numbers)),
         *(in_features * weight.width * numbers.element_size(), in_features // INPUTS),
+        rows_writing(ELEMENTS[weight.dtype], ELEMENTS[out.dtype]).address,
     )

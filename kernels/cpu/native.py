@@ -23,15 +23,17 @@ def _pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-def _call(_context: Any, _function: Any, _arguments: Any, _part: Any, _num_parts: Any, _thread: Any) -> Any:
+def _call(_context: Any, _function: Any, _address: Any, numbers: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         anything, number = BYTE.as_pointer(), ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [anything, number, number, number])
+        kind = ir.FunctionType(ir.VoidType(), [anything, *[number] * numbers.count])
         function = builder.inttoptr(arguments[0], kind.as_pointer())
-        builder.call(function, [builder.inttoptr(arguments[1], anything), *arguments[2:]])
+        values = [builder.extract_value(arguments[2], index) for index in range(numbers.count)]
+        builder.call(function, [builder.inttoptr(arguments[1], anything), *values])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), generate
+    given = types.UniTuple(types.int64, numbers.count)  # type: ignore[no-untyped-call]
+    return types.void(types.int64, types.int64, given), generate
 
 
 def call_llvm(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
@@ -70,7 +72,8 @@ def _ask(_context: Any, _address: Any) -> Any:
 pointer: Any = intrinsic(_pointer)  # of an int64 address
 touch: Any = intrinsic(_touch)  # 8 bytes at an address, a multiple of 8, are read for nothing but to have them near
 ask: Any = intrinsic(_ask)  # the second cache for the line of an address, which need not be anybody's
-call: Any = intrinsic(_call)  # of a kernel at an address: a pointer to its arguments, part, num_parts and thread
+# Of a function at an address: an address, and a tuple of numbers (a kernel's are part, num_parts and thread).
+call: Any = intrinsic(_call)
 
 
 @compiled

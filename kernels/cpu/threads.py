@@ -89,7 +89,7 @@ def times_switched(own: Any) -> Any:
 def do_part(state: Any, claimed: Any, thread: Any) -> None:
     """One that this thread has taken: its kernel stays the one under way until it is done."""
     part = claimed - load(state + FIRST)
-    call(load(state + FUNCTION), load(state + ARGUMENTS), part, load(state + PARTS), thread)
+    call(load(state + FUNCTION), load(state + ARGUMENTS), (part, load(state + PARTS), thread))
 
 
 @compiled
@@ -158,7 +158,7 @@ def share_calls(arguments: Any) -> None:
         for index in range(a.count):
             function, values, parts = calls[index, 0], calls[index, 1], calls[index, 2]
             if parts == 1:
-                call(function, values, 0, 1, 0)
+                call(function, values, (0, 1, 0))
                 continue
             store(state + FUNCTION, function)
             store(state + ARGUMENTS, values)
@@ -181,7 +181,7 @@ def make_calls(arguments: Any) -> None:
         calls = carray(pointer(a.calls), (a.count, 3), np.int64)
         for index in range(a.count):
             for part in range(calls[index, 2]):
-                call(calls[index, 0], calls[index, 1], part, calls[index, 2], 0)
+                call(calls[index, 0], calls[index, 1], (part, calls[index, 2], 0))
         return
     for place in (OPENED, CLAIMED, DONE, WAITED, LOST):
         store(state + place, 0)

@@ -6,7 +6,6 @@ into the tensors that were captured, so a graph serves every launch that unpacks
 
 from __future__ import annotations
 
-import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+
+from kernels.garbage import uncollected
 
 MAX_OUTPUT_BYTES = 1 << 30  # of the graphs of a store: outputs of other layouts lie idle
 MAX_GRAPHS = 128  # of a store: a graph of hundreds of kernels takes about a megabyte
@@ -101,14 +102,9 @@ def record_cuda_graph(compute: Compute, inputs: Tensors) -> Graph:
     held = tuple(tensor.clone() for tensor in inputs)
     graph, pool = torch.cuda.CUDAGraph(), _pools.get("shared") or GraphPool()
     _pools["shared"] = pool
-    collects = gc.isenabled()
-    gc.disable()  # what it frees may be a graph of another engine, which is no work to capture
-    try:
-        with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
-            outputs = compute(*held)
-    finally:
-        if collects:
-            gc.enable()
+    # Garbage may be a graph of another engine, which is no work to capture.
+    with uncollected(), torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
+        outputs = compute(*held)
     return Graph(inputs=held, outputs=outputs, replay=graph.replay, pool=pool)
 
 

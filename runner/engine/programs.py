@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import torch
 
 from kernels.cpu.panels import Panels, Weight
 from kernels.cpu.under_way import NotRecordableError
+from kernels.garbage import uncollected
 from runner.engine.backend import runs_kernels
 from runner.engine.graphs import Compute, Graph, GraphStore, Tensors
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_OUTPUT_BYTES = 1 << 28  # of the graphs of a store
 MAX_GRAPHS = 512  # of a store: one takes some ten kilobytes beside its outputs, a rule's tensors as many again
-_one_at_a_time = threading.Lock()  # recordings of all threads: garbage is collected in none of them, or in all
+_one_at_a_time = threading.Lock()  # recordings of all threads: torch notes for all of them that a mode is on
 
 
 def graph_store(device: torch.device) -> GraphStore:
@@ -78,15 +78,9 @@ def _recorded(compute: Compute, held: Tensors, pool: Pool, *, calls_torch: bool 
     from kernels.cpu.recording import recording
     from kernels.cpu.torch_calls import TorchCalls
 
-    with _one_at_a_time:
-        collects = gc.isenabled()
-        gc.disable()  # what it frees may be torch's to finish, and no kernel
-        try:
-            with recording(pool) as recorded, TorchCalls(recorded, allowed=calls_torch):
-                outputs = compute(*held)
-        finally:
-            if collects:
-                gc.enable()
+    # Garbage may be torch's to finish, and no kernel.
+    with _one_at_a_time, uncollected(), recording(pool) as recorded, TorchCalls(recorded, allowed=calls_torch):
+        outputs = compute(*held)
     return Graph(inputs=held, outputs=outputs, replay=recorded.program())
 
 
