@@ -428,8 +428,19 @@ ALONE = (
 )
 
 
+# What is asked for is read where rows are laid out and sampled, by a CPU's kernels in one way for all drafters of a
+# kind; that each of them drafts there as in parts is told above.
+OF_EVERY_KIND = (*ALONE, "eagle", "dflash", "draft_model_probabilistic", "token_recycling_block")
+
+
 @pytest.mark.parametrize(
-    ("method", "max_num_seqs"), [*((method, 4) for method in METHODS), *((method, 1) for method in ALONE)]
+    ("build", "method", "max_num_seqs"),
+    [
+        *(("on a GPU", method, 4) for method in METHODS),
+        *(("on a CPU", method, 4) for method in OF_EVERY_KIND),
+        *((device, method, 1) for device in ("on a GPU", "on a CPU") for method in ALONE),
+    ],
+    indirect=["build"],
 )
 def test_whatever_requests_ask_their_steps_are_whole_and_what_they_are_in_parts(
     build: Build, method: str, max_num_seqs: int
@@ -514,7 +525,11 @@ def test_under_load_steps_are_whole_too_and_drafts_go_on_as_in_parts(
     assert set(drafting) == {0, 2, llm.engine.proposer.num_speculative_tokens}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("build", "method"),
+    [*(("on a GPU", method) for method in METHODS), *(("on a CPU", method) for method in OF_EVERY_KIND)],
+    indirect=["build"],
+)
 def test_who_wants_no_drafts_takes_nobody_into_parts_and_by_itself_runs_no_drafter(
     build: Build, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
