@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from itertools import chain
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -356,7 +357,8 @@ def test_a_benchmark_times_replays(emulated_gpu: EmulatedDevice) -> None:
 
 def test_two_gpus_capture_their_exchanges_and_say_the_same_whatever_the_method() -> None:
     """A process each: products whose parts are added up, and heads of half the vocabulary, in every replay."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")  # one process imports for both
+    context.set_forkserver_preload(["tests.emulated_ranks", "tests.emulated_cuda"])
     memory = torch.zeros(num_bytes(2), dtype=torch.uint8).share_memory_()
     results, ends = context.SimpleQueue(), context.Pipe()
     methods = [None, {"method": "eagle3", "num_speculative_tokens": 2}]
@@ -367,6 +369,7 @@ def test_two_gpus_capture_their_exchanges_and_say_the_same_whatever_the_method()
     for process in processes:
         process.join(timeout=600)
         process.kill()  # one that waits for the other would keep this process from ending
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
     assert [process.exitcode for process in processes] == [0, 0]
     first, second = sorted(results.get() for _ in processes)
     assert first[1:] == second[1:]
