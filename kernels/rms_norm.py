@@ -179,11 +179,18 @@ def norm_in_place(x: Tensor, weight: Tensor, eps: Tensor) -> None:
     _launch(x, None, None, weight, eps, x, None)
 
 
-def sum_beside_rms_norm(x: Tensor | PartialSums, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+def sum_beside_rms_norm(
+    x: Tensor | PartialSums,
+    residual: Tensor,
+    weight: Tensor,
+    eps: Tensor,
+    x_weight: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
     """What add_rms_norm returns as one tensor [num_rows, 2 * hidden]: the sum, and behind it its norm."""
     out = torch.empty(len(residual), 2 * residual.shape[1], dtype=x.dtype, device=residual.device)
     total, normed = out.chunk(2, dim=1)
-    _launch(x, None, residual, weight, eps, normed, total)
+    _launch(x, x_weight, residual, weight, eps, normed, total, scale)
     return out
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from tests.gemma4_head_reference import Gemma4Layers
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -29,13 +31,8 @@ class ReferenceHead:
 
     def to(self, dtype: torch.dtype) -> ReferenceHead:
         weights = {n: t.to(dtype) if t.is_floating_point() else t for n, t in self.weights.items()}
-        return ReferenceHead(
-            config=self.config,
-            weights=weights,
-            options=self.options,
-            target_embedding=self.target_embedding.to(dtype),
-            target_lm_head=self.target_lm_head.to(dtype),
-        )
+        target_embedding, target_lm_head = self.target_embedding.to(dtype), self.target_lm_head.to(dtype)
+        return replace(self, weights=weights, target_embedding=target_embedding, target_lm_head=target_lm_head)
 
     def draft_logits(self, token_ids: list[int], states: torch.Tensor, drafts: list[int]) -> list[torch.Tensor]:
         """Logits [vocab] after the last of token_ids, then after each of drafts, a whole recompute for each.
@@ -131,6 +128,22 @@ class ReferenceHead:
             * (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
             * self.weights[f"{name}.weight"]
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4ReferenceHead(ReferenceHead):
+    """DeepSpec's EAGLE-3 head for Gemma 4; config: of Gemma 4's layers."""
+
+    def forward(self, token_ids: list[int], states: torch.Tensor) -> torch.Tensor:
+        layer, positions = Gemma4Layers(self.config, self.weights), torch.arange(len(token_ids))
+        embeds = layer.norm(layer.embed(token_ids), "layers.0.input_layernorm")
+        x = torch.cat((embeds, layer.norm(states, "layers.0.hidden_norm")), dim=-1)
+        keys, values = layer.keys_and_values(x, 0, positions)
+        return layer(0, states, x, positions, keys, values, positions[:, None] >= positions)
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        head = Gemma4Layers(self.config, self.weights)
+        return head.logits(head.norm(output, "norm"))
 
 
 def random_weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

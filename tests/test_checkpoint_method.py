@@ -38,6 +38,7 @@ def checkpoint(directory: Path, config: dict[str, Any] | None, *names: str, file
         ({"architectures": ["LlamaForCausalLMEagle3"]}, (), "eagle3"),
         ({**LLAMA, "draft_vocab_size": 32000}, (), "eagle3"),
         ({**LLAMA, "eagle_config": {}}, (), "eagle3"),
+        ({"architectures": ["Gemma4Eagle3Model"], "model_type": "gemma4_unified_text", "ttt_length": 7}, (), "eagle3"),
         (LLAMA, ("midlayer.hidden_norm.weight", "fc.weight"), "eagle3"),
         (LLAMA, ("layers.0.hidden_norm.weight", "fc.weight"), "eagle3"),
         (LLAMA, ("layers.0.mlp.up_proj.weight", "fc.weight"), "eagle"),

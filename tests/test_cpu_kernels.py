@@ -545,6 +545,9 @@ def test_norms_are_what_the_definition_says_and_rows_their_own(width: int) -> No
     both = sum_beside_rms_norm(x, residual, weight, eps)
     assert torch.equal(both, torch.cat((total, normed), dim=1))
     assert torch.equal(rms_norm_on_cpu(both[:, :width], weight, eps), normed), "rows that lie apart"
+    more = (weight.flip(0), torch.tensor(0.7019))
+    both = sum_beside_rms_norm(x, residual, weight, eps, *more)
+    assert torch.equal(both, torch.cat(add_rms_norm_on_cpu(x, residual, weight, eps, *more)[::-1], dim=1))
     for row in range(len(x)):
         own = slice(row, row + 1)
         assert torch.equal(add_rms_norm_on_cpu(x[own], residual[own], weight, eps)[0], normed[own])

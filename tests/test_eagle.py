@@ -24,7 +24,15 @@ from runner.engine.sampling_params import SamplingParams
 from runner.engine.segment import Segment
 from runner.llm import LLM
 from tests.conftest import complete
-from tests.eagle_reference import ReferenceHead, layer_shapes, random_weights, save_head, vocabulary_map
+from tests.eagle_reference import (
+    Gemma4ReferenceHead,
+    ReferenceHead,
+    layer_shapes,
+    random_weights,
+    save_head,
+    vocabulary_map,
+)
+from tests.gemma4_head_reference import EAGLE3, eagle3_shapes, save_target
 from tests.transformers_reference import (
     KeepFloat64,
     assert_as_accurate,
@@ -78,6 +86,8 @@ class Layout:
     taps: tuple[int, ...] = ()
     is_pickled: bool = False
     draft_vocab_size: int = VOCAB_SIZE
+    target: str = "target"  # the fixture
+    reference: type[ReferenceHead] = ReferenceHead
 
 
 def _eagle(layer: dict[str, Any], *, is_wrapped: bool, own: Sequence[str], **keys: Any) -> Layout:
@@ -127,8 +137,10 @@ def _eagle3(
 
 
 SAFE3 = "EAGLE-3 of SafeAILab"
+QWEN3_OF_DEEPSPEC, GEMMA4_OF_DEEPSPEC = "EAGLE-3 of DeepSpec, Qwen3", "EAGLE-3 of DeepSpec, Gemma 4"
 NARROW = {**LAYER, "hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "attention_bias": True}
 QWEN3 = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 2}
+OF_DEEPSPEC = {**LAYER, "model_type": "qwen3", "sliding_window": None, "use_sliding_window": False}
 # A Llama layer under the name of the target's family, as SafeAILab and SpecForge publish them.
 OF_MIXTRAL = {**LAYER, "model_type": "mixtral", "architectures": ["LlamaForCausalLM"], "qkv_bias": True, "bias": True}
 OF_QWEN2 = {**LAYER, "model_type": "qwen2", "architectures": ["LlamaForCausalLMEagle3"]}
@@ -197,7 +209,39 @@ LAYOUTS = {
         },
         taps=(2, 3, 4),
     ),
+    QWEN3_OF_DEEPSPEC: _eagle3(
+        OF_DEEPSPEC,
+        {
+            **OF_DEEPSPEC,
+            "architectures": ["Qwen3Eagle3Model"],
+            "layer_types": ["full_attention"],
+            "num_target_layers": NUM_LAYERS,
+            "target_layer_ids": [0, 1, 3, 4, 5],
+            "ttt_length": 7,
+            "step_loss_decay": 0.8,
+            "draft_num_hidden_layers": 1,
+            "tie_word_embeddings": False,
+        },
+        taps=(1, 2, 4, 5, 6),
+        own=["embed_tokens", "lm_head"],
+    ),
+    GEMMA4_OF_DEEPSPEC: Layout(
+        method="eagle3",
+        config={**EAGLE3, "vocab_size": VOCAB_SIZE},
+        shapes=eagle3_shapes(VOCAB_SIZE),
+        layer=EAGLE3,
+        options={},
+        taps=(1, 2, 3),
+        target="gemma4",
+        reference=Gemma4ReferenceHead,
+    ),
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("gemma4")
+    return directory, save_target(directory, VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +260,7 @@ def make_head(layout: Layout, model: Any, directory: Path) -> ReferenceHead:
     if layout.draft_vocab_size != VOCAB_SIZE:
         tensors |= vocabulary_map(VOCAB_SIZE, layout.draft_vocab_size)
     save_head(directory, layout.config, tensors, is_pickled=layout.is_pickled)
-    return ReferenceHead(
+    return layout.reference(
         config=layout.layer,
         weights={
             name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()
@@ -296,10 +340,11 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_every_draft_is_the_one_of_a_whole_recompute_in_float64(
-    target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
 ) -> None:
     """First and following steps: after accepted and rejected drafts, chunks, preemption, and a time without drafts."""
-    layout, (directory, model) = LAYOUTS[name], target
+    layout = LAYOUTS[name]
+    directory, model = request.getfixturevalue(layout.target)
     head = make_head(layout, model, tmp_path / "head")
     llm = engine(directory, tmp_path / "head", layout.method, enforce_eager=True, **SCHEDULES[schedule])
     drafted, requests = record(llm, monkeypatch)()
@@ -430,6 +475,7 @@ def test_a_head_follows_a_text_as_far_as_its_target_goes_unless_it_is_stopped(
         ({"model_type": "phi3", "architectures": ["LlamaForCausalLMEagle3"]}, (), ("llama", False)),
         ({"model_type": "qwen2", "architectures": ["LlamaForCausalLM"]}, (), ("llama", False)),
         ({"model_type": "mixtral", "qkv_bias": True}, (), ("llama", True)),
+        ({"model_type": "gemma4_text", "architectures": ["LlamaForCausalLMEagle3"]}, (), ("llama", False)),
         ({"model_type": "qwen2"}, (), ("qwen2", True)),
         ({"model_type": "qwen2"}, ("layers.0.self_attn.q_proj.weight",), ("qwen2", False)),
         ({"model_type": "mistral"}, ("layers.0.self_attn.q_proj.bias",), ("mistral", True)),
@@ -478,6 +524,9 @@ REFUSALS = {
         r"numbered 0 to 7, .*got \[1, 4, 8\]; name them with speculative_config.aux_hidden_state_layer_ids",
     ),
     "EAGLE-3 taken for EAGLE": (_change("EAGLE of SafeAILab", {"draft_vocab_size": 8}), r"set method=eagle3"),
+    "EAGLE-3 of DeepSpec taken for EAGLE": (
+        _change("EAGLE of SafeAILab", {"ttt_length": 7}), r"config.json is an EAGLE-3 head's; set .*method='eagle3'"
+    ),
     "another speculator": (
         _change(SAFE3, {"speculators_model_type": "dflash"}), r"got method=eagle3; set method=dflash"
     ),

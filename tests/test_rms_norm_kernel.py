@@ -105,7 +105,7 @@ def test_a_row_keeps_its_bits_among_any_number_of_rows(kernel_device: torch.devi
 
 
 def test_a_sum_and_its_norm_side_by_side_have_the_bits_of_both(kernel_device: torch.device) -> None:
-    """Wherever the rows that are added lie."""
+    """Wherever the rows that are added lie, normed before and scaled behind or not."""
     wide = normal(3, 200, dtype=torch.float32, seed=0).to(kernel_device)
     weight, eps = normal(100, dtype=torch.float32, seed=1).to(kernel_device), torch.tensor(1e-6, device=kernel_device)
     x, residual = wide.chunk(2, dim=1)
@@ -113,6 +113,9 @@ def test_a_sum_and_its_norm_side_by_side_have_the_bits_of_both(kernel_device: to
     assert torch.equal(kernel.rms_norm(total, weight, eps), normed)
     for left, right in ((x, residual), (residual, x)):
         assert torch.equal(kernel.sum_beside_rms_norm(left, right, weight, eps), torch.cat((total, normed), dim=1))
+    more = (x[0].contiguous(), torch.tensor(0.7019, device=kernel_device))
+    normed, total = kernel.add_rms_norm(x, residual, weight, eps, *more)
+    assert torch.equal(kernel.sum_beside_rms_norm(x, residual, weight, eps, *more), torch.cat((total, normed), dim=1))
 
 
 @pytest.mark.parametrize("states_first", [False, True])

@@ -158,10 +158,18 @@ def norm_in_place(x: Tensor, weight: Tensor, eps: Tensor) -> None:
     norm_into(x, x, weight, eps)
 
 
-def sum_beside_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]."""
+def sum_beside_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: Tensor,
+    x_weight: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]; x_weight and scale as above."""
     both, width = empty(len(x), 2 * x.shape[1], dtype=x.dtype), x.shape[1]
-    norm_into(both[:, width:], x, weight, eps, residual=residual, total=both[:, :width])
+    total = both[:, :width]
+    norm_into(both[:, width:], x, weight, eps, residual=residual, total=total, x_weight=x_weight, scale=scale)
     return both
 
 

@@ -55,10 +55,15 @@ def _scaled(total: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def sum_beside_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: torch.Tensor,
+    x_weight: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]."""
-    normed, total = add_rms_norm(x, residual, weight, eps)
+    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]; x_weight and scale as add_rms_norm's."""
+    normed, total = add_rms_norm(x, residual, weight, eps, x_weight, scale)
     return torch.cat((total, normed), dim=1)
 
 

@@ -27,7 +27,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.operations import Rows, add, beside, take_rows
+from runner.engine.operations import Rows, add, beside
 from runner.engine.shard import Shard
 
 
@@ -59,9 +59,7 @@ class EagleHead(LayeredHead):
         return states
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
-        own, ids = self.embed_tokens, batch.token_ids
-        embeds = self.target.embed(ids) if own is None else take_rows(own, ids)
-        residual = self.fc(beside(embeds, hidden), batch.linear_tile)
+        residual = self.fc(beside(self.embed(batch.token_ids), hidden), batch.linear_tile)
         rope = self._rope(batch.positions, residual)
         output: Rows | None = None
         for layer in self.layers:
@@ -83,7 +81,7 @@ def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len
     values = read_head_config(source)
     nested = values.get("model")
     values = dict(nested) if isinstance(nested, Mapping) else values
-    if "draft_vocab_size" in values or "speculators_model_type" in values:
+    if "draft_vocab_size" in values or "speculators_model_type" in values or "ttt_length" in values:
         raise UserError(
             f"{source.name}={source.model} must be an EAGLE head, and its config.json is an EAGLE-3 head's; "
             "set method.method=eagle3"

@@ -54,7 +54,7 @@ class Eagle3Head(LayeredHead):
             dtype=dtype,
             own=own,
         )
-        size, eps, num_taps = arch.hidden_size, arch.rms_norm_eps, len(config.tap_layers)
+        size, num_taps = arch.hidden_size, len(config.tap_layers)
         self.tap_layers = config.tap_layers
         self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
         tapped = config.target_hidden_size
@@ -63,16 +63,16 @@ class Eagle3Head(LayeredHead):
             if config.has_fc
             else None
         )
-        self.input_norm = RMSNorm(num_taps * tapped, eps, dtype) if config.norm_before_fc else None
+        self.input_norm = RMSNorm.of(arch, dtype, num_taps * tapped) if config.norm_before_fc else None
         self.mask_token_id = config.mask_token_id
         self.mask_hidden = torch.empty(num_taps * tapped, dtype=dtype) if config.mask_token_id is not None else None
-        self.fc_norms = [RMSNorm(tapped, eps, dtype) for _ in range(num_taps)] if config.fc_norm else []
-        self.hidden_norm = RMSNorm(size, eps, dtype)
+        self.fc_norms = [RMSNorm.of(arch, dtype, tapped) for _ in range(num_taps)] if config.fc_norm else []
+        self.hidden_norm = RMSNorm.of(arch, dtype)
         self.layers = [
             DecoderLayer(arch, index, shard, dtype, in_features=2 * size if index == 0 else None)
             for index in range(arch.num_layers)
         ]
-        self.norm = RMSNorm(size, eps, dtype)
+        self.norm = RMSNorm.of(arch, dtype)
         self._rope = self.layers[0].attention.rope(config.hf_config, max_model_len)
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
@@ -95,8 +95,9 @@ class Eagle3Head(LayeredHead):
         first, *others = self.layers
         assert first.input_norm is not None
         state, rope = hidden[:, : self.hidden_size], self._rope(batch.positions, hidden)
+        ids, is_scaled = batch.token_ids, self.embedding_scale is not None
         both = rms_norm_pair(
-            *embeddings_of(batch.token_ids, self.embed_tokens, self.target),
+            *((self.embed(ids), None) if is_scaled else embeddings_of(ids, self.embed_tokens, self.target)),
             state,
             embedding_weight=first.input_norm.weight,
             state_weight=self.hidden_norm.weight,
@@ -104,24 +105,28 @@ class Eagle3Head(LayeredHead):
         )
         residual = both[:, self.hidden_size :] if self.norm_before_residual else state
         output, residual = first.after_input_norm(both, residual, rope, batch, cache)
+        below = first
         for layer in others:
-            output, residual = layer(output, residual, rope, batch, cache)
-        return self.norm.add(output, residual)[0] if self.norm_output else self.norm.beside_sum(output, residual)
+            output, residual = layer(output, residual, rope, batch, cache, below)
+            below = layer
+        if self.norm_output:
+            return below.add_output(output, residual, self.norm)[0]
+        return below.output_beside(output, residual, self.norm)
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         return super().logits(output[:, -self.hidden_size :], tile)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {
-            "norm.weight": WeightTarget(view=self.norm.weight),
-            "layers.0.hidden_norm.weight": WeightTarget(view=self.hidden_norm.weight),
+            "norm.weight": self.norm.target,
+            "layers.0.hidden_norm.weight": self.hidden_norm.target,
         }
         if self.fc is not None:
             targets |= self.fc.weight_targets("")
         if self.input_norm is not None:
-            targets["input_norm.weight"] = WeightTarget(view=self.input_norm.weight)
+            targets["input_norm.weight"] = self.input_norm.target
         for index, norm in enumerate(self.fc_norms):
-            targets[f"fc_norm.{index}.weight"] = WeightTarget(view=norm.weight)
+            targets[f"fc_norm.{index}.weight"] = norm.target
         if self.mask_hidden is not None:
             targets[MASK_HIDDEN] = WeightTarget(view=self.mask_hidden)
         return targets | super().weight_targets()
@@ -152,9 +157,9 @@ def load_eagle3_head(
             target,
             max_model_len=longest_text(source, config.hf_config, max_model_len, context.max_model_len),
             dtype=context.dtype,
-            own=_own_tensors(config, tensors),
+            own=_own_tensors(config, {EMBEDDING, LM_HEAD} if source.is_dummy and config.brings_ends else tensors),
         )
-    fill_head(head.weight_targets(), tensors, source, "an EAGLE-3 head")
+    fill_head(head.weight_targets(), tensors, source, "an EAGLE-3 head", config.arch.keys_of_values)
     head.find_known_tokens(marks, source)
     return head
 

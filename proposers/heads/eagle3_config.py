@@ -1,8 +1,9 @@
-"""What an EAGLE-3 config says, in SafeAILab's, SpecForge's, ModelOpt's and speculators' words.
+"""What an EAGLE-3 config says, in SafeAILab's, SpecForge's, ModelOpt's, speculators' and DeepSpec's words.
 
 Hazard: ids of the hidden states mean different things. In `eagle_config.eagle_aux_hidden_state_layer_ids` (SpecForge,
-ModelOpt) they number layers from 0 and mean the states after them, so 1 is added; at the top level (speculators) and in
-`eagle_config.layer_ids` they number hidden states, as vLLM reads both. method.aux_hidden_state_layer_ids does too.
+ModelOpt) and `target_layer_ids` (DeepSpec) they number layers from 0 and mean the states after them, so 1 is added; in
+`eagle_aux_hidden_state_layer_ids` at the top level (speculators) and `eagle_config.layer_ids` they number hidden
+states, as vLLM reads both. method.aux_hidden_state_layer_ids does too.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Eagle3Config:
     norm_before_fc: bool  # one norm over the tapped states side by side
     fc_norm: bool  # a norm for each of them
     norm_output: bool  # what is fed back is normed (EAGLE-3.1)
+    brings_ends: bool  # embeddings and projection of its own, where no checkpoint tells it (dummy weights)
     mask_token_id: int | None  # of a head that drafts in one pass (P-EAGLE); None: token by token
 
 
@@ -90,6 +92,7 @@ def read_eagle3_config(
         target_hidden_size=int(values.get("target_hidden_size") or arch.hidden_size),
         draft_vocab_size=int(values.get("draft_vocab_size") or arch.vocab_size),
         has_fc=has_fc,
+        brings_ends="ttt_length" in values,  # DeepSpec's
         mask_token_id=mask_token_id(values, source, arch.vocab_size) if is_parallel else None,
         **flags,
     )
@@ -99,7 +102,7 @@ def _layer_ids(values: Mapping[str, Any], nested: Mapping[str, Any], num_layers:
     for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
         if values.get(key):
             return tuple(int(index) for index in values[key])
-    if after_layers := nested.get("eagle_aux_hidden_state_layer_ids"):
+    if after_layers := nested.get("eagle_aux_hidden_state_layer_ids") or values.get("target_layer_ids"):
         return tuple(int(index) + 1 for index in after_layers)
     if layer_ids := nested.get("layer_ids"):
         return tuple(int(index) for index in layer_ids)

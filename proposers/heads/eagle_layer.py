@@ -1,8 +1,9 @@
 """The decoder layer of an EAGLE or EAGLE-3 head: Llama's, unless the config names another family of ours.
 
 SafeAILab, SpecForge and vLLM build Llama's layer whatever the target is, and write the target's `model_type` (qwen2,
-phi3, mixtral, ...) into the head's config: there `architectures` says what the layer is. Nor is the config
-reliable on biases of queries, keys and values: `qkv_bias` (SafeAILab) or the checkpoint's tensors say if there are any.
+phi3, mixtral, ...) into the head's config: there `architectures` says what the layer is. Gemma 4's are in heads of
+DeepSpec alone, whose `architectures` name it. Nor is the config reliable on biases of queries, keys and values:
+`qkv_bias` (SafeAILab) or the checkpoint's tensors say if there are any.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
-from runner.engine.families import HEAD_FAMILIES
+from runner.engine.families import GEMMA4_FAMILIES, HEAD_FAMILIES
 from runner.engine.head_checkpoint import head_architecture
+
+GEMMA4_HEAD = "Gemma4Eagle3Model"
 
 
 def eagle_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[Architecture, Any]:
@@ -25,6 +28,8 @@ def eagle_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[
     """
     listed = values.get("architectures")
     name = str(listed[0]) if isinstance(listed, list) and listed else ""
+    if name == GEMMA4_HEAD:
+        return head_architecture(values, source, GEMMA4_FAMILIES)
     if name.startswith("Llama") or values.get("model_type") not in HEAD_FAMILIES:
         values = {**values, "model_type": "llama"}
     arch, config = head_architecture(values, source)

@@ -16,10 +16,11 @@ from proposers.vocabularies.partial import KnownTokens
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.checkpoint import ModelSource
+from runner.engine.decoder import constant
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.operations import head_logits
+from runner.engine.operations import head_logits, scale_rows, take_rows
 
 EMBEDDING, LM_HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
@@ -44,6 +45,9 @@ class LayeredHead:
         self.embed_tokens = torch.empty(arch.vocab_size, size, dtype=dtype) if EMBEDDING in own else None
         self.lm_head: Weight | None = torch.empty(draft_vocab_size, size, dtype=dtype) if LM_HEAD in own else None
         self.draft_to_target = torch.empty(draft_vocab_size, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
+        # Of its own table and projection (Gemma); the target's have theirs.
+        self.embedding_scale = constant(arch.embedding_scale, dtype)
+        self.logits_softcap = constant(arch.logits_softcap)
 
     @property
     def kv_widths(self) -> list[int]:
@@ -53,9 +57,18 @@ class LayeredHead:
     def attentions(self) -> list[Attention]:
         return one_of_each_shape(layer.attention for layer in self.layers)
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_rows] int64 -> [num_rows, hidden]."""
+        if self.embed_tokens is None:
+            return self.target.embed(token_ids)
+        rows = take_rows(self.embed_tokens, token_ids)
+        return rows if self.embedding_scale is None else scale_rows(rows, self.embedding_scale)
+
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden], num_rows a multiple of tile -> [num_rows, known tokens] float32."""
-        return self.target.logits(output, tile) if self.lm_head is None else head_logits(output, self.lm_head, tile)
+        if self.lm_head is None:
+            return self.target.logits(output, tile)
+        return head_logits(output, self.lm_head, tile, self.logits_softcap)
 
     def convert(self, change: Change) -> None:
         for part in (self.fc, *self.layers):

@@ -39,6 +39,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class MtpAssistantHead:
     tap_layers = (NORMED,)
     known_tokens: KnownTokens | None = None
+    logits_softcap: torch.Tensor | None = None
 
     def __init__(
         self,

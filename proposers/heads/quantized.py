@@ -29,6 +29,7 @@ class ProjectsByTarget(Convertible, Protocol):
     """A head that may go without a projection to the vocabulary of its own."""
 
     lm_head: Weight | None  # None: the target's
+    logits_softcap: Tensor | None  # of its own projection; as Decoder's
     target: Decoder | TransformersModel
 
 
@@ -58,5 +59,5 @@ def quantize_head_of_target(head: ProjectsByTarget, source: ModelSource, device:
     copy, so such a target's is left alone.
     """
     if source.quantization is not None and head.lm_head is None and isinstance(head.target, Decoder):
-        head.lm_head = head.target.whole_head()
+        head.lm_head, head.logits_softcap = head.target.whole_head(), head.target.logits_softcap
     quantize_head(head, source, device)

@@ -14,7 +14,7 @@ from kernels.reference.act_and_mul import Activation
 from runner.engine.delta_shapes import DeltaShapes, read_delta_shapes
 from runner.engine.errors import UserError
 from runner.engine.expert_shapes import ExpertShapes, read_expert_shapes
-from runner.engine.families import FAMILIES, Family, NormNames, is_told
+from runner.engine.families import FAMILIES, GEMMA4_FAMILIES, Family, NormNames, is_told
 from runner.engine.fused_tensors import Fused
 from runner.engine.head_shapes import HeadShapes, named, read_head_shapes
 from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes
@@ -72,6 +72,13 @@ class Architecture:
         return self.has_plain_layers and self.heads[0].layout.order is None and not is_other
 
     @property
+    def is_dense_gemma4(self) -> bool:
+        """Whether its layers are Gemma 4's that see all, with an MLP alone and own keys: DeepSpec's heads have such."""
+        is_dense = self.experts is None and self.per_layer is None
+        sees_all = set(self.sliding_windows) == {None} and all(own.kv_layer is None for own in self.heads)
+        return self.family in GEMMA4_FAMILIES and is_dense and sees_all
+
+    @property
     def head_orders(self) -> Mapping[str, list[int]]:
         """Of the elements of a head in our rotations (HeadLayout.order), by tensors' names within a layer."""
         layout = self.heads[0].layout
@@ -106,6 +113,13 @@ class Architecture:
         if self.latent is not None:
             return {**fused, **self.latent.fused_tensors}
         return fused if self.delta is None else {**fused, **self.delta.fused_tensors}
+
+    @property
+    def keys_of_values(self) -> dict[str, str]:
+        """Names, within a model, of what makes values -> of what makes keys, where that is one tensor: the latter's."""
+        layers = [layer for layer, own in enumerate(self.heads) if own.are_values_keys]
+        names = [(f"layers.{layer}.self_attn", kind) for layer in layers for kind in ("weight", "bias")]
+        return {f"{name}.v_proj.{kind}": f"{name}.k_proj.{kind}" for name, kind in names}
 
     @property
     def unread(self) -> frozenset[str]:

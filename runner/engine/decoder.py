@@ -57,9 +57,9 @@ class Decoder:
             if arch.per_layer is None
             else PerLayerInputs(arch.per_layer, arch.num_layers, arch.hidden_size, arch.rms_norm_eps, dtype)
         )
-        self.logits_softcap = _constant(arch.logits_softcap)
+        self.logits_softcap = constant(arch.logits_softcap)
         # Rounded as the rows are that it scales (transformers does so).
-        self.embedding_scale = _constant(arch.embedding_scale, dtype)
+        self.embedding_scale = constant(arch.embedding_scale, dtype)
         storage = (quantization or {}).get(HEAD)
         self.is_tied, self._splits_head = arch.tie_word_embeddings, arch.vocab_size % shard.size == 0
         num_rows = arch.vocab_size // shard.size if self._splits_head else arch.vocab_size
@@ -253,7 +253,7 @@ HEAD = "lm_head"
 LAYER = "model.layers.{}."  # before the names of a layer's tensors
 
 
-def _constant(number: float | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+def constant(number: float | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
     """[] float32, the number of dtype that is next to it; on the CPU whatever the weights are on."""
     return None if number is None else torch.tensor(number, dtype=dtype, device="cpu").float()
 

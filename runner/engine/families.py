@@ -331,6 +331,7 @@ FAMILIES = {
     "youtu": Family(**_LATENT),
     "solar_open": Family(experts=replace(_DEEPSEEK_MIXTURE, layers="all")),
 }
+GEMMA4_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.heads_by_layer)
 # Of other draft heads.
 HEAD_FAMILIES = tuple(
     name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from runner.engine.checkpoint import (
     resolve_directory,
 )
 from runner.engine.errors import UserError, first_of
-from runner.engine.families import HEAD_FAMILIES
+from runner.engine.families import GEMMA4_FAMILIES, HEAD_FAMILIES
 from runner.engine.linear import WeightTarget
 from runner.engine.rope import warn_of_unread_rope
 
@@ -85,17 +85,21 @@ def read_pickle_beside(source: ModelSource, name: str, remedy: str) -> dict[str,
     return _unpickle(directory / name, source)
 
 
-def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[Architecture, Any]:
+def head_architecture(
+    values: Mapping[str, Any], source: ModelSource, families: Collection[str] = HEAD_FAMILIES
+) -> tuple[Architecture, Any]:
     """The decoder layer that a head's config describes, and the transformers config of it (for its rotations).
+
+    families: those that such heads may be built of.
 
     Raises:
         UserError: a family that our decoder layer is not built for, or a config that transformers cannot read.
     """
     values = dict(values)
     family = str(values.pop("model_type", "llama"))
-    if family not in HEAD_FAMILIES:
+    if family not in families:
         raise UserError(
-            f"{source.name}={source.model}: model_type must be one of {', '.join(HEAD_FAMILIES)}, got {family!r}; "
+            f"{source.name}={source.model}: model_type must be one of {', '.join(families)}, got {family!r}; "
             "choose a head whose layer is of one of these families"
         )
     for key in ("auto_map", "is_causal"):  # what a head's rows see is up to its method
@@ -104,7 +108,14 @@ def head_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[A
     config = read_own_config(family, values, source)
     warn_of_unread_rope(config, f"{source.name}={source.model}")
     arch = read_architecture(config)
-    if arch is None or not arch.is_plain:
+    if family in GEMMA4_FAMILIES:
+        if arch is None or not arch.is_dense_gemma4:
+            raise UserError(
+                f"{source.name}={source.model}: the layers of its config.json must be Gemma 4's with hidden_activation "
+                "'gelu_pytorch_tanh' that see all (layer_types), without experts (enable_moe_block), inputs of their "
+                "own (hidden_size_per_layer_input) and keys of others (num_kv_shared_layers); choose such a head"
+            )
+    elif arch is None or not arch.is_plain:
         raise UserError(
             f"{source.name}={source.model}: the layer of its config.json must be like Llama's, with hidden_act 'silu' "
             "and rotations of whole heads; choose a head whose layer is"
@@ -137,21 +148,26 @@ def fill_head(
     tensors: Mapping[str, torch.Tensor],
     source: ModelSource,
     kind: str,  # as people call it: "an EAGLE-3 head"
+    repeated: Mapping[str, str] | None = None,  # places that take the tensor of another, and whose
 ) -> None:
     """Copy tensors into their places, every one of them; random weights when load_format is dummy.
 
     Raises:
         UserError: missing or surplus tensors, or one of another shape; all of them in one message.
     """
+    origins = repeated or {}
+    own = {name: target for name, target in targets.items() if name not in origins}
     if source.is_dummy:
-        _fill_randomly(targets)
+        _fill_randomly(own)
+        for name in targets.keys() - own.keys():
+            targets[name].view.copy_(own[origins[name]].view)
         return
     problems = {
-        "unexpected": sorted(name for name in tensors if name not in targets),
-        "missing": sorted(name for name in targets if name not in tensors),
+        "unexpected": sorted(name for name in tensors if name not in own),
+        "missing": sorted(name for name in own if name not in tensors),
         "of another shape": [
             f"{name} {list(tensors[name].shape)} for {list(target.view.shape)}"
-            for name, target in sorted(targets.items())
+            for name, target in sorted(own.items())
             if name in tensors and tensors[name].shape != target.view.shape
         ],
     }
@@ -162,7 +178,7 @@ def fill_head(
             f"{'; '.join(found)}; download it again, or name the method that it was made for"
         )
     for name, target in targets.items():
-        target.fill(tensors[name])
+        target.fill(tensors[origins.get(name, name)])
         require_finite(target.view, name, source)
 
 

@@ -106,8 +106,10 @@ class DecoderLayer:
         rope: RopeRows | None,  # None: the layer turns nothing
         batch: ForwardBatch,
         cache: PagedKVCache,
+        below: DecoderLayer | None = None,
     ) -> tuple[Rows, torch.Tensor]:
-        normed, residual = self.before_attention(hidden, residual)
+        """As before_attention takes it and after_input_norm returns it."""
+        normed, residual = self.before_attention(hidden, residual, below)
         return self.after_input_norm(normed, residual, rope, batch, cache)
 
     def before_attention(
@@ -147,6 +149,10 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As the function, of what after_input_norm returns."""
         return add_output(output, residual, self.output_norm, next_norm, self.scale)
+
+    def output_beside(self, output: Rows, residual: torch.Tensor, next_norm: RMSNorm) -> torch.Tensor:
+        """What add_output returns as one tensor, the residual stream first: [num_rows, 2 * hidden]."""
+        return next_norm.beside_sum(output, residual, self.output_norm, self.scale)
 
     @property
     def output_norm(self) -> RMSNorm | None:

@@ -85,17 +85,24 @@ def norm_in_place(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> N
         x.copy_(rms_norm_in_torch(x, weight, eps))
 
 
-def sum_beside_rms_norm(x: Rows, residual: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]."""
+def sum_beside_rms_norm(
+    x: Rows,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: torch.Tensor,
+    x_weight: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]; x_weight and scale as add_rms_norm's."""
     if isinstance(x, PartialSums) or runs_kernels(x):
         from kernels.rms_norm import sum_beside_rms_norm as kernel
 
-        return kernel(x, residual, weight, eps)
+        return kernel(x, residual, weight, eps, x_weight, scale)
     if is_compiled(x):
         from kernels.cpu.rms_norm import sum_beside_rms_norm as on_cpu
 
-        return on_cpu(x, residual, weight, eps)
-    return sum_beside_rms_norm_in_torch(x, residual, weight, eps)
+        return on_cpu(x, residual, weight, eps, x_weight, scale)
+    return sum_beside_rms_norm_in_torch(x, residual, weight, eps, x_weight, scale)
 
 
 def rms_norm_pair(

@@ -64,9 +64,15 @@ class RMSNorm:
         """x becomes its norm; its rows may lie further apart."""
         norm_in_place(x, self.weight, self.eps)
 
-    def beside_sum(self, x: Rows, residual: torch.Tensor) -> torch.Tensor:
-        """The sum, and behind it its norm: [num_rows, 2 * size]."""
-        return sum_beside_rms_norm(x, residual, self.weight, self.eps)
+    def beside_sum(
+        self,
+        x: Rows,
+        residual: torch.Tensor,
+        x_norm: RMSNorm | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What `add` returns as one tensor, the sum, and behind it its norm: [num_rows, 2 * size]."""
+        return sum_beside_rms_norm(x, residual, self.weight, self.eps, None if x_norm is None else x_norm.weight, scale)
 
     @property
     def target(self) -> WeightTarget:
