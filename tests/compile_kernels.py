@@ -760,6 +760,12 @@ TABLE = [
                 {"HAS_BRANCHES": 0, **NOTHING_SHARED},
                 90,
             ),
+            (  # of a block, as the first
+                "*bf16 *bf16 *fp32 *fp32 *fp32",
+                "*i32 *i32 *i32 *i32",
+                {"HAS_BRANCHES": 0, "IS_CAUSAL": 0, **NOTHING_SHARED},
+                90,
+            ),
             ("*bf16 *bf16 *fp32 *fp32 *fp32", "*i32 *i32 *i32 *i32 *i32", {}, 90),
             ("*bf16 *bf16 *bf16", "*i32 *i32 *i32 *i32", {**WHOLE, **NOTHING_SHARED}, 90),
             ("*bf16 *bf16 *fp32 *fp32 *fp32", "*i32 *i32 *i32 *i32", NOTHING_SHARED, 80),
@@ -890,6 +896,16 @@ TABLE = [
             max_shared=2048,
         )
         for dtype, num_heads, unturned in (("bf16", 20, 192), ("bf16", 16, 128), ("fp32", 16, 128))
+    ),
+    Kernel(  # of a context that goes into blocks of Gemma 4's layers
+        module="kernels.rope",
+        name="rope_kernel",
+        signature="*bf16:16 *bf16:16 *fp32:16 *i64 *i64 *bf16:16 *fp32:16 *fp32:16 *fp32:16 i32:16 i32:16 i32:16",
+        constants={**WHOLE_ROWS, "NUM_HEADS": 0, "NUM_KV_HEADS": 1, "HEAD_DIM": 512, "HALF_BLOCK": 256}
+        | {"BLOCK_SIZE": 16, "HEADS": 4, "q_norm_ptr": None},
+        options={**NO_FUSION, "maxnreg": 128},
+        max_shared=8192,
+        compute_capabilities=(90,),
     ),
     Kernel(  # keys and values alone, normed
         module="kernels.rope",

@@ -64,6 +64,30 @@ EAGLE3: dict[str, Any] = {
 }
 
 
+# A block's, of DeepSpec's DFlash; DSpark's has a sequential head.
+BLOCK, MASK, RANK = 6, 5, 7
+DFLASH: dict[str, Any] = {
+    **OF_HEADS,
+    "architectures": ["Gemma4DSparkModel"],
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention"] * 2,
+    "block_size": BLOCK,
+    "mask_token_id": MASK,
+    "target_layer_ids": TARGET_LAYER_IDS,
+    "num_anchors": 512,
+    "enable_confidence_head": False,
+    "markov_rank": 0,
+}
+DSPARK: dict[str, Any] = {
+    **DFLASH,
+    "attention_k_eq_v": False,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "markov_rank": RANK,
+    "markov_head_type": "vanilla",
+}
+
+
 def save_target(directory: Path, vocab_size: int) -> Any:
     """Saved beside a tokenizer: every other layer sees all, and has the keys for values. It says few tokens, mostly."""
     from transformers import AutoConfig
@@ -79,13 +103,23 @@ def save_target(directory: Path, vocab_size: int) -> Any:
 
 
 def eagle3_shapes(vocab_size: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (SIZE, len(TARGET_LAYER_IDS) * SIZE),
-        "layers.0.hidden_norm.weight": (SIZE,),
-        "norm.weight": (SIZE,),
-    }
-    ends = {f"{name}.weight": (vocab_size, SIZE) for name in ("embed_tokens", "lm_head")}
-    return shapes | layer_shapes(EAGLE3, 0, width=2 * SIZE) | ends
+    layer = {"layers.0.hidden_norm.weight": (SIZE,), **layer_shapes(EAGLE3, 0, width=2 * SIZE)}
+    return _shapes_beside_layers(vocab_size) | layer
+
+
+def block_shapes(config: Mapping[str, Any], vocab_size: int) -> dict[str, tuple[int, ...]]:
+    shapes = _shapes_beside_layers(vocab_size) | {"hidden_norm.weight": (SIZE,)}
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= layer_shapes(config, layer)
+    if rank := config["markov_rank"]:
+        shapes |= {f"markov_head.markov_{name}.weight": (vocab_size, rank) for name in ("w1", "w2")}
+        shapes |= {"confidence_head.proj.weight": (1, SIZE + rank), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+def _shapes_beside_layers(vocab_size: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (SIZE, len(TARGET_LAYER_IDS) * SIZE), "norm.weight": (SIZE,)}
+    return shapes | {f"{name}.weight": (vocab_size, SIZE) for name in ("embed_tokens", "lm_head")}
 
 
 def kv_heads(config: Mapping[str, Any]) -> int:
@@ -170,3 +204,23 @@ class Gemma4Layers:
         inner = F.gelu(normed @ gate.T, approximate="tanh") * (normed @ up.T)
         residual = residual + self.norm(inner @ down.T, f"{name}.post_feedforward_layernorm")
         return residual * self.weights[f"{name}.layer_scalar"]
+
+    def block_logits(self, states: Tensor, token_ids: list[int]) -> Tensor:
+        """[len(token_ids), vocab] of a block's rows, each behind the tokens of the block up to it.
+
+        states: the target's, of the positions before the block, [len, taps * SIZE]. token_ids: the pending token, and
+        what is guessed behind it but for the last guess: rows see masks in its place, a sequential head sees it.
+        """
+        context = self.norm(states @ self.weights["fc.weight"].T, "hidden_norm")
+        hidden = self.embed([token_ids[0]] + [MASK] * (len(token_ids) - 1))
+        positions = torch.arange(len(context) + len(hidden))
+        places, is_seen = positions[len(context) :], torch.ones(len(hidden), len(positions), dtype=torch.bool)
+        for layer in range(self.config["num_hidden_layers"]):
+            normed = self.norm(hidden, f"layers.{layer}.input_layernorm")
+            keys, values = self.keys_and_values(torch.cat((context, normed)), layer, positions)
+            hidden = self(layer, hidden, normed, places, keys, values, is_seen)
+        logits = self.logits(self.norm(hidden, "norm"))
+        if not self.config["markov_rank"]:
+            return logits
+        first, second = (self.weights[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
+        return logits + first[torch.tensor(token_ids)] @ second.T

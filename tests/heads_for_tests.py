@@ -61,12 +61,12 @@ PARD2 = {"spd_type": "pard2", "pard2_target_layers": [-1, 1], "pard2_scale": 0.2
 
 
 def _dflash(target: Mapping[str, Any]) -> dict[str, Any]:
-    """Two layers over the states behind the target's first and last."""
+    """Two layers over the states behind the target's first and last; Qwen3's unless the head's class is named."""
     num_layers = target["num_hidden_layers"]
+    plain = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
     return {
-        **{key: value for key, value in target.items() if key not in ("model_type", "tie_word_embeddings")},
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
+        **{key: value for key, value in target.items() if key != "tie_word_embeddings"},
+        **({} if "architectures" in target else plain),
         "num_hidden_layers": 2,
         "num_target_layers": num_layers,
         "block_size": 8,

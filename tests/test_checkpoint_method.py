@@ -53,6 +53,7 @@ def checkpoint(directory: Path, config: dict[str, Any] | None, *names: str, file
         ({"speculators_model_type": "dspark"}, (), "dspark"),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, (), "dspark"),
         ({"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 3}, (), "dspark"),
+        ({"architectures": ["Gemma4DSparkModel"], "markov_rank": 0, "enable_confidence_head": False}, (), "dflash"),
         ({**DFLASH, "dflash_config": {"markov_rank": 256, "projector_type": "dspark"}}, (), "dspark"),
         ({"medusa_num_heads": 2}, (), "medusa"),
         ({"model_type": "medusa", "num_heads": 3}, (), "medusa"),

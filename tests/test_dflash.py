@@ -57,6 +57,15 @@ ZLAB = {
     "sliding_window": None,
     "use_sliding_window": False,
 }
+DEEPSPEC = {  # its DSpark model without a sequential head
+    **{key: value for key, value in ZLAB.items() if key not in ("auto_map", "dflash_config")},
+    "architectures": ["Qwen3DSparkModel"],
+    "target_layer_ids": [0, 1],
+    "mask_token_id": MASK,
+    "num_anchors": 512,
+    "enable_confidence_head": False,
+    "markov_rank": 0,
+}
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 FIELDS_OF_DOMINO = {  # written with every head
     "projector_type": "dflash",
@@ -157,6 +166,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
         SPECULATORS,
         tensors(embed_tokens__weight=(VOCAB_SIZE, HIDDEN_SIZE), lm_head__weight=(VOCAB_SIZE, HIDDEN_SIZE)),
     ),
+    "speculators, own ends, capped": (
+        {**SPECULATORS, "final_logit_softcapping": 2.0},
+        tensors(lm_head__weight=(VOCAB_SIZE, HIDDEN_SIZE)),
+    ),
+    "DeepSpec": (
+        DEEPSPEC,
+        tensors(embed_tokens__weight=(VOCAB_SIZE, HIDDEN_SIZE), lm_head__weight=(VOCAB_SIZE, HIDDEN_SIZE)),
+    ),
     "speculators, frequent tokens": ({**SPECULATORS, "draft_vocab_size": NUM_DRAFTED}, CUT),
     "speculators, the pending token guesses too": ({**SPECULATORS, "sample_from_anchor": True}, tensors()),
 }
@@ -190,9 +207,11 @@ def states_behind(target: Any, token_ids: tuple[int, ...]) -> tuple[Tensor, ...]
 def reference_logits(layout: str, target: Any, token_ids: list[int], num_tokens: int, taps: list[int]) -> Tensor:
     """[num_tokens, vocab] behind token_ids, in the target's dtype: the head as its paper and z-lab's code have it."""
     config, weights = LAYOUTS[layout]
-    num_silent = 0 if config.get("sample_from_anchor") else 1
+    num_silent = 0 if config.get("sample_from_anchor", config is DEEPSPEC) else 1
     rows = reference_rows(config, weights, target, token_ids, num_tokens, taps, num_silent=num_silent)
     logits = rows @ weights.get("lm_head.weight", target.lm_head.weight).to(rows.dtype).T
+    if cap := config.get("final_logit_softcapping"):
+        logits = torch.tanh(logits / cap) * cap
     return over_all_tokens(logits) if "d2t" in weights else logits
 
 
@@ -383,7 +402,10 @@ def inside(**added: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         ("z-lab", inside(projector_type="lilicorr"), "got projector_type='lilicorr'"),
         ("speculators", with_(projector_type="domino"), "got projector_type='domino'"),
         ("speculators", with_(speculators_model_type="dspark"), "got speculators_model_type='dspark'"),
-        ("z-lab", inside(final_logit_softcapping=20.0), r"final_logit_softcapping=20.0 \(capped logits\)"),
+        ("z-lab", inside(final_logit_softcapping=20.0), r"must be that of .*, None, whose .* uses, got 20.0; choose"),
+        ("z-lab", with_(final_logit_softcapping="x"), "final_logit_softcapping in its config must be a number >= 0"),
+        ("DeepSpec", without("block_size"), "block_size must be a whole number >= 1, got None"),
+        ("DeepSpec", without("target_layer_ids"), "target_layer_ids must be a list of whole numbers, got None"),
         ("z-lab", with_(hidden_act="gelu"), "must be like Llama's, with hidden_act 'silu'"),
     ],
 )  # fmt: skip

@@ -324,6 +324,7 @@ def test_a_dummy_head_has_the_ends_that_its_layout_brings(target: Target) -> Non
     [
         ("DeepSpec", {"markov_head_type": "lstm"}, "markov_head_type must be one of vanilla, gated, rnn, got 'lstm'"),
         ("DeepSpec", {"markov_rank": 0}, "must have a sequential head, got markov_rank=0"),
+        ("speculators", {"final_logit_softcapping": 9.0}, "softcapping in its config must be that of .*, None, whose"),
         ("DeepSpec", {"markov_rank": -1}, "markov_rank in its config must be a whole number >= 1, got -1"),
         ("DeepSpec", {"block_size": None}, "block_size must be a whole number >= 1, got None"),
         ("DeepSpec", {"target_layer_ids": None}, "target_layer_ids must be a list of whole numbers, got None"),

@@ -115,6 +115,19 @@ def test_a_dflash2_head_changes_no_token(tree: str | None, engines: Engines, pla
     assert texts(engines(spec, of_drafters={**ARCHITECTURE, **SELECTING}, **GPU)) == plain
 
 
+@pytest.mark.parametrize(
+    ("method", "head", "num_layers"), [("eagle3", "Gemma4Eagle3Model", 1), ("dflash", "Gemma4DSparkModel", 2)]
+)
+def test_a_head_of_gemma_4s_layers_changes_no_token(method: str, head: str, num_layers: int, engines: Engines) -> None:
+    """Of the size as published: heads of 512 with keys for values, whose rows see all of a block."""
+    layers = {"model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True}
+    layers |= {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0, "pad_token_id": 0}
+    of_head = {**ARCHITECTURE, **layers, "architectures": [head], "layer_types": ["full_attention"] * num_layers}
+    own = {**GPU, "architecture": {**ARCHITECTURE, **layers}, "of_drafters": of_head}
+    spec = {"method": method, "num_speculative_tokens": 6}
+    assert texts(engines(spec, **own), 16) == texts(engines(None, **own), 16)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("spec", [None, {"method": "draft_model", "num_speculative_tokens": 4}], ids=repr)
 def test_the_schedule_changes_no_token(

@@ -77,15 +77,17 @@ MODELS = {
     "values are keys": replace(LATENT, head_dim=16, has_sinks=True, options=LATENT.options | {"softcap": 2.0}),
     "values in keys, heads of five programs": replace(LATENT, num_heads=130),
     "values of two programs": WIDE,
+    "values of two programs, not causal": replace(WIDE, options={"is_causal": False}),
     "values of two programs, window": replace(
         WIDE, num_heads=6, num_kv_heads=2, value_dim=320, has_sinks=True, options={"sliding_window": 21}
     ),
 }
 # In float16; of heads of 512 alone, for in float32 the order of these sums costs more than a BLAS's.
-HALF = ("plain", "head_dim 96", "values in keys", "values of two programs", "values of two programs, window")
+HALF = ("plain", "head_dim 96", "values in keys")
+HALF += ("values of two programs", "values of two programs, not causal", "values of two programs, window")
 SPLIT = ("plain", "one head a group, values narrower", "window", "not causal, window", "sinks, window")
 SPLIT += ("values in keys", "values in keys, window", "values in keys, heads of five programs")
-SPLIT += ("values of two programs", "values of two programs, window")
+SPLIT += ("values of two programs", "values of two programs, not causal", "values of two programs, window")
 FORMS = [(name, split_keys) for name in MODELS for split_keys in (None, 32) if split_keys is None or name in SPLIT]
 
 

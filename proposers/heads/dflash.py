@@ -3,7 +3,8 @@
 The block is the pending token and mask tokens behind it, in the target's embeddings. In every layer its keys and values
 stand behind those of the context, which no layer below computes: they are projected from hidden_norm(fc(states of the
 target)), the same for all layers, without the layer's input norm. The head keeps KV of the context only; that of a
-block is scratch. Layouts: z-lab's, and speculators', whose heads may bring a draft vocabulary.
+block is scratch. Layouts: z-lab's, speculators', whose heads may bring a draft vocabulary, and DeepSpec's, which bring
+embeddings and projection and, for Gemma 4, that target's layers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from proposers.base import ProposerContext
-from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
+from proposers.heads.dflash_config import CAP, DFlashConfig, read_dflash_config, require_cap_of_target, with_cap
 from proposers.heads.head_sizes import longest_text
 from proposers.heads.layered_head import DRAFT_TO_TARGET, EMBEDDING, LM_HEAD, TARGET_TO_DRAFT, LayeredHead
 from runner.engine.checkpoint import ModelSource, resolve_directory
@@ -27,6 +28,7 @@ from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.norms import RMSNorm
+from runner.engine.operations import Rows
 from runner.engine.shard import Shard
 
 MASK_EMBEDDING = "mask_embedding.pt"
@@ -58,22 +60,16 @@ class DFlashHead(LayeredHead):
         self.config = config
         width, tapped = arch.hidden_size, len(config.tap_layers) * target.model.hidden_size
         self.fc = ColumnParallelLinear(tapped, {"fc": width}, bias=False, shard=shard, dtype=dtype)
-        self.hidden_norm = RMSNorm(width, arch.rms_norm_eps, dtype)
+        self.hidden_norm = RMSNorm.of(arch, dtype)
         self.layers = [self.new_layer(config, index, dtype) for index in range(arch.num_layers)]
         for layer, is_causal in zip(self.layers, config.causal_layers, strict=True):
             layer.attention.is_causal = is_causal
-        self.norm = RMSNorm(width, arch.rms_norm_eps, dtype)
+        self.norm = RMSNorm.of(arch, dtype)
         self._rope = self.layers[0].attention.rope(config.hf_config, max_model_len)
 
     def new_layer(self, config: Any, index: int, dtype: torch.dtype) -> DecoderLayer:
         """config: the head's own."""
         return DecoderLayer(config.arch, index, Shard(), dtype)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_rows] int64 -> [num_rows, hidden]."""
-        if self.embed_tokens is None:
-            return self.target.embed(token_ids)
-        return self.embed_tokens.index_select(0, token_ids)
 
     def write_context(self, batch: ForwardBatch, states: torch.Tensor, cache: PagedKVCache) -> None:
         """states: the target's, [num_rows, num_taps * hidden], of the tokens at the launch's positions."""
@@ -81,23 +77,23 @@ class DFlashHead(LayeredHead):
         rope = self._rope(batch.positions, context)
         for layer in self.layers:
             attention = layer.attention
-            assert isinstance(attention, GroupedQueryAttention), "of plain layers"
+            assert isinstance(attention, GroupedQueryAttention), "of its families"
             attention.write_context(context, rope, batch, cache)
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         """hidden: embeddings of blocks [num_rows, hidden] -> [num_rows, hidden], normed, as `logits` takes them."""
         rope = self._rope(batch.positions, hidden)
-        output, residual = None, hidden
+        output: Rows | None = None
+        below: DecoderLayer | None = None
+        residual = hidden
         for layer in self.layers:
-            output, residual = layer(output, residual, rope, batch, cache)
-        assert output is not None
-        return self.norm.add(output, residual)[0]
+            output, residual = layer(output, residual, rope, batch, cache, below)
+            below = layer
+        assert output is not None and below is not None
+        return below.add_output(output, residual, self.norm)[0]
 
     def weight_targets(self) -> dict[str, WeightTarget]:
-        norms = {
-            "hidden_norm.weight": WeightTarget(view=self.hidden_norm.weight),
-            "norm.weight": WeightTarget(view=self.norm.weight),
-        }
+        norms = {"hidden_norm.weight": self.hidden_norm.target, "norm.weight": self.norm.target}
         return norms | self.fc.weight_targets("") | super().weight_targets()
 
 
@@ -116,7 +112,9 @@ def load_dflash_head(
         UserError: no such head, another target's, or tensors that are not those of its config.
     """
     assert context.target is not None, "heads need the target"
-    config = read_dflash_config(source, read_head_config(source), context.target, aux_hidden_state_layer_ids)
+    values = read_head_config(source)
+    block = read_dflash_config(source, values, context.target, aux_hidden_state_layer_ids, kind_keys=(CAP,))
+    config = with_cap(block, values, source)
     return fill_block_head(DFlashHead, config, source, context, max_model_len, "a DFlash head")
 
 
@@ -127,13 +125,12 @@ def fill_block_head(
     context: ProposerContext,
     max_model_len: int | None,
     what: str,  # that errors call it
-    *,
-    dummy_own: Collection[str] = (),  # what such heads bring, where no checkpoint tells it
 ) -> BlockHead:
     """The head of this config, built on the context's device and filled from its checkpoint.
 
     Raises:
-        UserError: tensors that are not those of the config.
+        UserError: tensors that are not those of the config, or logits that it caps otherwise than the target whose
+            projection it uses.
     """
     target = context.target
     assert target is not None, "heads need the target"
@@ -143,17 +140,22 @@ def fill_block_head(
     tensors = {name.removeprefix(OLDER_PREFIX): tensor for name, tensor in read_head_tensors(source).items()}
     marks = tensors.pop(TARGET_TO_DRAFT, None)
     is_cut = config.draft_vocab_size != target.model.vocab_size
-    brought = set(dummy_own) if source.is_dummy else {EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys()
     needed = {LM_HEAD, DRAFT_TO_TARGET} if is_cut else set[str]()
+    if source.is_dummy:
+        own = needed | ({EMBEDDING, LM_HEAD} if config.brings_ends else set())
+    else:
+        own = needed | ({EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys())
+    if LM_HEAD not in own:
+        require_cap_of_target(config, source, target)
     with torch.device(context.device):
         head = head_class(
             config,
             target,
             max_model_len=longest_text(source, config.hf_config, max_model_len, context.max_model_len),
             dtype=context.dtype,
-            own=needed | brought,
+            own=own,
         )
-    fill_head(head.weight_targets(), tensors, source, what)
+    fill_head(head.weight_targets(), tensors, source, what, config.arch.keys_of_values)
     head.find_known_tokens(marks, source)
     return head
 

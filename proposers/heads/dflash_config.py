@@ -1,7 +1,8 @@
-"""What a DFlash config says, in z-lab's and in speculators' words.
+"""What a DFlash config says, in z-lab's, in speculators' and in DeepSpec's words.
 
-Hazard: z-lab's `target_layer_ids` number layers from 0 and mean the states after them, so 1 is added; speculators'
-`aux_hidden_state_layer_ids`, vLLM's `dflash_config.layer_ids` and our method's key number hidden states.
+Hazard: z-lab's and DeepSpec's `target_layer_ids` number layers from 0 and mean the states after them, so 1 is added;
+speculators' `aux_hidden_state_layer_ids`, vLLM's `dflash_config.layer_ids` and our method's key number hidden states.
+DeepSpec's DFlash heads are its DSpark model without a sequential head: every row of a block guesses.
 Heads of the family that are no DFlash ones (Domino, XPress, ...) are known by their keys; those of DSpark and DFlash 2
 are read with these and some of their own (proposers/heads/dspark_config.py, dflash2_config.py).
 """
@@ -12,14 +13,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from proposers.heads.head_sizes import layer_windows, require_target_sizes
+from proposers.heads.head_sizes import head_number, layer_windows, require_target_sizes
 from proposers.heads.mask_token import mask_token_id
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
+from runner.engine.families import GEMMA4_FAMILIES
 from runner.engine.head_checkpoint import head_architecture
 from runner.engine.loader import LoadedModel
 
+GEMMA4_DEEPSPEC = "Gemma4DSparkModel"  # whose layers are the target's
+DEEPSPEC = ("Qwen3DSparkModel", GEMMA4_DEEPSPEC)  # classes of its heads, DFlash's and DSpark's
+CAP = "final_logit_softcapping"
 DEFAULT_BLOCK_SIZE = 16  # z-lab's, where the config has none
 MIN_LAYERS_TO_SPREAD_OVER = 4  # of the target
 # Keys of other kinds of heads, and the values with which a head is a plain one all the same.
@@ -39,7 +44,7 @@ FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_swa": ("windows without layer_types", (None, False)),
     "input_embedding_scale": ("embeddings of another scale than the target's", (None, 1.0)),
     "output_multiplier": ("logits of another scale than the target's", (None, 1.0)),
-    "final_logit_softcapping": ("capped logits", (None, 0)),
+    CAP: ("capped logits", (None, 0)),
     "logit_scale": ("logits of another scale than the target's", (None, 1.0)),
     "is_neox_style": ("interleaved rotations", (None, True)),
     "use_aux_hidden_state": ("a context of one hidden state without fc", (None, True)),
@@ -48,7 +53,7 @@ FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig:
-    arch: Architecture  # of the head's layers
+    arch: Architecture  # of the head's layers; its logits_softcap is what the head's config says
     hf_config: Any
     tap_layers: tuple[int, ...]
     mask_token_id: int
@@ -56,6 +61,7 @@ class DFlashConfig:
     samples_from_anchor: bool  # the pending token's row guesses too, and every row the token behind its own place
     causal_layers: tuple[bool, ...]  # of each layer: a row of a block sees no row behind it
     draft_vocab_size: int
+    brings_ends: bool  # embeddings and projection of its own, where no checkpoint tells it (dummy weights)
 
     @property
     def num_silent(self) -> int:
@@ -77,25 +83,32 @@ def read_dflash_config(
     kind_keys: Collection[str] = (),
     samples_from_anchor: bool = False,
     has_defaults: bool = True,
+    brings_ends: bool = False,
 ) -> DFlashConfig:
     """The config of a head for this target.
 
     Args:
         aux_hidden_state_layer_ids: overrides the ids that it names.
         kind: what the head is to be.
-        kind_keys: those of FOREIGN_KEYS that such a head has all the same.
-        samples_from_anchor: what holds where the config does not say.
+        kind_keys: those of FOREIGN_KEYS that such a head has all the same, and are read elsewhere.
+        samples_from_anchor: what holds where neither the config nor its layout says it.
         has_defaults: whether a config without a block size, or without ids, means z-lab's.
+        brings_ends: as DFlashConfig's.
 
     Raises:
         UserError: a head of another kind or for another target, or ids that the target does not have.
     """
     nested = values.get("dflash_config") or {}
-    is_speculators = "transformer_layer_config" in values
+    is_speculators, listed = "transformer_layer_config" in values, values.get("architectures") or ()
+    is_deepspec = any(name in DEEPSPEC for name in listed)
+    has_defaults = has_defaults and not is_deepspec
     _require_kind(source, values, nested, kind, kind_keys)
     layer_values = dict(values["transformer_layer_config"] if is_speculators else values)
-    layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
-    arch, hf_config = head_architecture(layer_values, source)
+    if GEMMA4_DEEPSPEC in listed:
+        arch, hf_config = head_architecture(layer_values, source, GEMMA4_FAMILIES)
+    else:
+        layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
+        arch, hf_config = head_architecture(layer_values, source)
     # As written: transformers' Qwen3 drops a window without use_sliding_window, which heads do not write.
     window = nested.get("swa_window_size", layer_values.get("sliding_window"))
     arch = replace(arch, sliding_windows=layer_windows(hf_config.layer_types, window, source))
@@ -104,7 +117,7 @@ def read_dflash_config(
         require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=arch.vocab_size, num_layers=num_layers)
     sizes = (nested.get("block_size"), values.get("block_size"), values.get("dspark_block_size"))
     block_size = next((size for size in sizes if size is not None), DEFAULT_BLOCK_SIZE if has_defaults else None)
-    from_anchor = bool(values.get("sample_from_anchor", samples_from_anchor))
+    from_anchor = bool(values.get("sample_from_anchor", samples_from_anchor or is_deepspec))
     fewest = 1 if from_anchor else 2  # rows of which one guesses
     if not isinstance(block_size, int) or block_size < fewest:
         raise UserError(
@@ -131,7 +144,32 @@ def read_dflash_config(
         samples_from_anchor=from_anchor,
         causal_layers=_causal_layers(arch, values, nested, is_speculators),
         draft_vocab_size=values.get("draft_vocab_size") or arch.vocab_size,
+        brings_ends=brings_ends or is_deepspec,
     )
+
+
+def with_cap(config: DFlashConfig, values: Mapping[str, Any], source: ModelSource) -> DFlashConfig:
+    """Whose head caps its logits as its config says.
+
+    Raises:
+        UserError: by something that is no number.
+    """
+    cap = head_number({**values, **(values.get("dflash_config") or {})}, CAP, 0.0, source) or None
+    return replace(config, arch=replace(config.arch, logits_softcap=cap))
+
+
+def require_cap_of_target(config: DFlashConfig, source: ModelSource, target: LoadedModel) -> None:
+    """For a head that uses the target's projection, which caps logits itself where it does.
+
+    Raises:
+        UserError: the head's config has a cap, and the target no such one.
+    """
+    cap, own = config.arch.logits_softcap, getattr(target.hf_config, CAP, None)
+    if cap not in (None, own):
+        raise UserError(
+            f"{source.name}={source.model}: {CAP} in its config must be that of {target.source.model}, {own}, whose "
+            f"projection it uses, got {cap}; choose the head of this target, or mend its config"
+        )
 
 
 def _require_kind(

@@ -14,7 +14,6 @@ import torch
 from proposers.base import ProposerContext
 from proposers.heads.dflash import fill_block_head
 from proposers.heads.dspark_config import DSparkConfig, read_dspark_config
-from proposers.heads.layered_head import EMBEDDING, LM_HEAD
 from proposers.heads.markov import MarkovHead
 from proposers.heads.sequential import SequentialBlockHead
 from runner.engine.checkpoint import ModelSource
@@ -61,5 +60,4 @@ def load_dspark_head(
     """
     assert context.target is not None, "heads need the target"
     config = read_dspark_config(source, context.target, aux_hidden_state_layer_ids)
-    ends = (EMBEDDING, LM_HEAD) if config.brings_ends else ()
-    return fill_block_head(DSparkHead, config, source, context, max_model_len, "a DSpark head", dummy_own=ends)
+    return fill_block_head(DSparkHead, config, source, context, max_model_len, "a DSpark head")

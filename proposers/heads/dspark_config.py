@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
+from proposers.heads.dflash_config import CAP, DFlashConfig, read_dflash_config, with_cap
 from proposers.heads.head_sizes import head_size
 from proposers.heads.markov import KINDS
 from runner.engine.checkpoint import ModelSource
@@ -19,14 +19,13 @@ from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import read_head_config
 from runner.engine.loader import LoadedModel
 
-KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head")
+KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", CAP)
 DEFAULT_RANK = 256  # speculators', where the config has none
 PROJECTOR_TYPE = "dspark"  # SpecForge's word for such a head
 
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    brings_ends: bool  # embeddings and projection of its own, as DeepSpec's do
     markov_rank: int
     markov_head_type: str
     has_confidence_head: bool
@@ -54,7 +53,9 @@ def read_dspark_config(
         kind_keys=kind_keys,
         samples_from_anchor=True,
         has_defaults=False,
+        brings_ends="transformer_layer_config" not in values,
     )
+    block = with_cap(block, values, source)
     own: Mapping[str, Any] = {**values, **nested}
     is_speculators = "transformer_layer_config" in values
     kind = str(own.get("markov_head_type", "vanilla")).lower()
@@ -65,7 +66,6 @@ def read_dspark_config(
         )
     return DSparkConfig(
         **{name: getattr(block, name) for name in DFlashConfig.__dataclass_fields__},
-        brings_ends=not is_speculators,
         markov_rank=_markov_rank(own, DEFAULT_RANK if is_speculators else None, source),
         markov_head_type=kind,
         has_confidence_head=bool(own.get("enable_confidence_head", is_speculators)),

@@ -141,7 +141,8 @@ def _drafter_in(directory: Path) -> Drafter | None:
     for key, kind in _FOREIGN_KEYS.items():
         if values.get(key):  # null and 0 switch such parts off
             return Drafter(kind=kind, method=None)
-    is_dspark = values.get("markov_rank") or "dspark" in _architectures(config)
+    # DeepSpec's DFlash heads are its DSpark model without a sequential head.
+    is_dspark = values.get("markov_rank", "dspark" in _architectures(config))
     if is_dspark or values.get("projector_type") == "dspark":
         return Drafter(kind=KINDS["dspark"], method="dspark")
     if values.get("selector_rank") or values.get("conv_kernel_size"):
@@ -171,7 +172,7 @@ def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:
 def _method_of_config(config: Mapping[str, Any]) -> str | None:
     architectures, family = _architectures(config), str(config.get("model_type"))
     marks = {
-        "dflash": "dflash_config" in config or "dflash" in architectures,
+        "dflash": "dflash_config" in config or "dflash" in architectures or "dspark" in architectures,
         "eagle3": "eagle3" in architectures or not _EAGLE3_KEYS.isdisjoint(config),
         "medusa": "medusa_num_heads" in config or family == "medusa" or "medusa" in architectures,
         "mlp_speculator": family == "mlp_speculator" or any(name in architectures for name in _RECURRENT),

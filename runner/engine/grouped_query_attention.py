@@ -143,6 +143,7 @@ class GroupedQueryAttention(Attention):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             k_norm=self._norms[1],
+            v_norm=self._value_norm,
         )
 
     @property
