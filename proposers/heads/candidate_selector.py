@@ -12,8 +12,8 @@ from kernels.cpu.panels import Change
 from kernels.reference.softcap import softcap
 from proposers.heads.sequential import SequentialHead
 from proposers.trees.candidates import top_candidates
+from runner.engine.draft_operations import candidate_logits
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
-from runner.engine.operations import candidate_logits
 from runner.engine.shard import Shard
 
 

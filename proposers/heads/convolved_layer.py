@@ -15,11 +15,12 @@ import torch
 from kernels.cpu.panels import Change
 from kernels.recurrent_segments import RecurrentSegments
 from runner.engine.architecture import Architecture
+from runner.engine.draft_operations import block_conv
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer, add_output
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
-from runner.engine.operations import Rows, block_conv
+from runner.engine.operations import Rows
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
 

@@ -12,9 +12,9 @@ import torch
 
 from kernels.cpu.panels import Change
 from runner.engine.checkpoint import ModelSource
+from runner.engine.draft_operations import cluster_logits
 from runner.engine.errors import UserError
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
-from runner.engine.operations import cluster_logits
 from runner.engine.shard import Shard
 
 CENTROIDS, TOKEN_ORDERING = "masked_embedding.centroids", "masked_embedding.token_ordering"
