@@ -405,10 +405,22 @@ def test_arctic_inferences_pair_of_drafters_is_read_as_the_hybrid(tmp_path: Path
         assert (found.num_drafter_tokens, found.min_match_score) == (num_drafter_tokens, 4.0)
 
 
+def test_a_match_has_as_many_places_as_the_speculators_tokens_however_shallow_the_trees_are() -> None:
+    """Bug told here: a match was to score more than it could have tokens, so that none was ever drafted."""
+    method, _ = parse_method({**ARCTIC, "suffix_cache_max_depth": 2})
+    assert isinstance(method, HybridMethod)
+    assert method.num_speculative_tokens == method.num_drafter_tokens == method.min_match_score == 3
+
+
 def test_arctic_inferences_switch_without_a_speculator_is_suffix_decoding() -> None:
-    assert isinstance(parse_method({"method": "suffix", "enable_suffix_decoding": True})[0], SuffixMethod)
     method, (note,) = parse_method({"enable_suffix_decoding": True})
     assert isinstance(method, SuffixMethod) and note.endswith("is read as method=suffix, which needs no model")
+    assert (method.num_speculative_tokens, method.suffix_decoding_max_tree_depth) == (16, 64)
+    for more, num_tokens in (({"suffix_speculative_tokens": 5}, 5), ({"suffix_cache_max_depth": 9}, 9)):
+        method, _ = parse_method({"method": "suffix", "enable_suffix_decoding": True, **more})
+        assert isinstance(method, SuffixMethod) and method.num_speculative_tokens == num_tokens
+    with pytest.raises(ConfigError, match=r"hard_disable_by_batch_size is a key of .* 'disable_by_batch_size', one"):
+        parse_method({**ARCTIC, "hard_disable_by_batch_size": 8})
     with pytest.raises(ConfigError, match=r"suffix_max_spec_offset is not available, got 1; remove it"):
         parse_method({**ARCTIC, "suffix_max_spec_offset": 1})
 

@@ -249,6 +249,14 @@ def test_a_draft_that_was_made_for_another_target_is_one_message(
     assert str(caught.value).startswith("method.model=")
 
 
+def test_keys_are_read_by_their_older_names_too(target: Target, drafts: Callable[[str], Path], tmp_path: Path) -> None:
+    """As the reference reads them; without its scale a draft would guess worse, and say nothing."""
+    directory = Path(shutil.copytree(drafts("llama"), tmp_path / "draft"))
+    change_config(directory, pard2_scale=None, pard_scale=0.7, feat_scale=0.1)
+    runner = build(target, directory).runner
+    assert isinstance(runner, FeatureRunner) and runner.features.scale == 0.7
+
+
 def test_another_vocabulary_is_one_message(target: Target, tmp_path: Path) -> None:
     save_draft(tmp_path, vocab_size=VOCAB_SIZE + 2)
     with pytest.raises(UserError, match=r"must have the target's vocabulary \(48 entries\), got 50; choose"):

@@ -308,8 +308,29 @@ def test_tree_depth_bounds_a_tree_of_dflash_where_its_checkpoint_grows_one(
     assert any("a DFlash 2 drafter needs a release of vLLM that has it" in note for note in notes) == bool(keys)
 
 
-def test_a_domino_drafter_has_no_counterpart(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"dflash_config": {"projector_type": "domino"}}))
+def test_dflash_2_is_known_by_its_name_on_the_hub() -> None:
+    config, notes = to_vllm(method_of({"method": "dflash", "model": "z-lab/Qwen3.8-27B-DFlash2"}))
+    assert config is not None
+    assert any("a DFlash 2 drafter needs a release of vLLM that has it" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("method", "stated", "said"),
+    [
+        ("pard", {"pard2": True}, "a PARD-2 draft model drafts without the target's states there"),
+        ("dflash", {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}, "one of method=dspark there"),
+    ],
+)
+def test_what_a_drafter_is_there_is_told(tmp_path: Path, method: str, stated: dict[str, Any], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **stated}))
+    assert any(said in note for note in to_vllm(method_of({"method": method, "model": str(tmp_path)}))[1])
+
+
+@pytest.mark.parametrize(
+    "stated", [{"dflash_config": {"projector_type": "domino"}}, {"architectures": ["DominoDraftModel"]}]
+)
+def test_a_domino_drafter_has_no_counterpart(tmp_path: Path, stated: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(stated))
     why = [f"a Domino drafter has no counterpart in vLLM {VLLM_VERSION}"]
     assert to_vllm(method_of({"method": "dflash", "model": str(tmp_path)})) == (None, why)
 

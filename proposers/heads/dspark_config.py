@@ -78,6 +78,6 @@ def _markov_rank(own: Mapping[str, Any], default: int | None, source: ModelSourc
     if not own.get("markov_rank", default):
         raise UserError(
             f"{source.name}={source.model} must have a sequential head, got markov_rank={own.get('markov_rank')!r} in "
-            "its config; choose a head that has one"
+            "its config; choose a head that has one, or set method=dflash, which runs DeepSpec's without one"
         )
     return head_size(own, "markov_rank", default or 0, source)

@@ -29,6 +29,12 @@ from runner.engine.shard import Shard
 
 FILE = "warp_model.bin"
 DEFAULT_SCALE = 0.02  # the reference's, where the config has none
+# Names by which the reference also knows a key, in the order in which it looks for them.
+OLDER_NAMES = {
+    "pard2_scale": ("pard_scale", "feat_scale"),
+    "pard2_target_dim": ("pard_target_dim",),
+    "pard2_proj_bias": ("proj_bias",),
+}
 ALONE = "have a copy draft without the target's states, as PARD does (spd_type=pard and pard2=false in its config.json)"
 
 
@@ -50,6 +56,7 @@ def read_feature_config(config: Mapping[str, Any], source: ModelSource, target: 
     Raises:
         UserError: hidden states, or a width of them, that this target does not have; no scale.
     """
+    config = _in_todays_names(config)
     layers, num_layers = config.get("pard2_target_layers"), target.model.num_layers
     if not isinstance(layers, list) or not layers or not all(type(layer) is int for layer in layers):
         raise UserError(
@@ -81,6 +88,15 @@ def read_feature_config(config: Mapping[str, Any], source: ModelSource, target: 
         scale=float(scale),
         has_bias=bool(config.get("pard2_proj_bias", False)),
     )
+
+
+def _in_todays_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    older = {
+        name: next((config[old] for old in names if config.get(old) is not None), None)
+        for name, names in OLDER_NAMES.items()
+        if config.get(name) is None
+    }
+    return {**config, **{name: value for name, value in older.items() if value is not None}}
 
 
 def require_plain_embeddings(draft: LoadedModel) -> Decoder:

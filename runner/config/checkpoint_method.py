@@ -32,6 +32,7 @@ KINDS = {
 }
 # And of some that a method runs beside these.
 DFLASH2, DOMINO = "a DFlash 2 drafter", "a Domino drafter"
+DEEPSPECS_DFLASH, PARD2 = "a DFlash drafter of DeepSpec's", "a PARD-2 draft model"
 
 
 def kind_of(method: str) -> str:
@@ -148,7 +149,8 @@ def _drafter_in(directory: Path) -> Drafter | None:
     if values.get("selector_rank") or values.get("conv_kernel_size"):
         return Drafter(kind=DFLASH2, method="dflash")
     # Speculators writes the other keys of such projectors (Domino's gru_hidden_dim) with every DFlash head.
-    if (projector := values.get("projector_type")) == "domino" and "speculators_model_type" not in config:
+    projector = values.get("projector_type", "domino" if "dominodraftmodel" in _architectures(config) else None)
+    if projector == "domino" and "speculators_model_type" not in config:
         return Drafter(kind=DOMINO, method="dflash")
     if projector not in (None, "dflash"):
         return Drafter(kind=f"a DFlash drafter with projector_type={projector}", method=None)
@@ -160,7 +162,12 @@ def _drafter_in(directory: Path) -> Drafter | None:
     if method is None:
         return None
     is_model = method == "pard" or (method == "mtp" and not _is_mtp_only(config))
-    return Drafter(kind=KINDS[method], method=method, is_model=is_model)
+    kind = KINDS[method]
+    if method == "pard" and (config.get("spd_type") == "pard2" or config.get("pard2")):
+        kind = PARD2
+    elif method == "dflash" and "dspark" in _architectures(config):
+        kind = DEEPSPECS_DFLASH
+    return Drafter(kind=kind, method=method, is_model=is_model)
 
 
 def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +183,7 @@ def _method_of_config(config: Mapping[str, Any]) -> str | None:
         "eagle3": "eagle3" in architectures or not _EAGLE3_KEYS.isdisjoint(config),
         "medusa": "medusa_num_heads" in config or family == "medusa" or "medusa" in architectures,
         "mlp_speculator": family == "mlp_speculator" or any(name in architectures for name in _RECURRENT),
-        "pard": config.get("spd_type") in ("pard", "pard2") or "pard_token" in config,
+        "pard": config.get("spd_type") in ("pard", "pard2") or "pard_token" in config or bool(config.get("pard2")),
         "eagle": family == "eagle" or "eagle" in architectures,
         "mtp": _is_mtp_only(config) or any(config.get(key) for key in NUM_MODULES_KEYS),
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from runner.config.checkpoint_method import tokens_of_model
-from runner.config.vllm_keys import DEPTH_KEY, MATCH_TOKENS, MATCHES_DEFAULTS, MATCHES_KEY
+from runner.config.vllm_keys import DEPTH_KEY, MATCH_TOKENS, MATCH_TOKENS_KEY, MATCHES_DEFAULTS, MATCHES_KEY
 
 
 def take_matches(values: dict[str, Any], method: Any, notes: list[str]) -> None:
@@ -23,19 +23,26 @@ def take_matches(values: dict[str, Any], method: Any, notes: list[str]) -> None:
         return
     del values[MATCHES_KEY]
     read = f"speculative_config.{MATCHES_KEY}=True is read as method="
+    values |= {key: value for key, value in MATCHES_DEFAULTS.items() if values.get(key) is None}
+    depth, asked = values[DEPTH_KEY], values.pop(MATCH_TOKENS_KEY, None)  # the latter of suffix decoding by itself
+    of_matches = min(depth, MATCH_TOKENS) if type(depth) is int else None
     if method != "mlp_speculator":
         if method is None:
             notes.append(f"{read}suffix, which needs no model")
         values["method"] = "suffix"
+        if values.get("num_speculative_tokens") is None:
+            values["num_speculative_tokens"] = of_matches if asked is None else asked
         return
-    values |= {key: value for key, value in MATCHES_DEFAULTS.items() if values.get(key) is None}
-    depth, tokens, model = values[DEPTH_KEY], values.pop("num_speculative_tokens", None), values.get("model")
+    tokens, model = values.pop("num_speculative_tokens", None), values.get("model")
     guessed = tokens_of_model(model, method) if isinstance(model, str) else None
+    drafted = guessed if tokens is None else tokens
+    if type(of_matches) is int and type(drafted) is int:
+        of_matches = max(of_matches, drafted)  # as many places are there in any case
     hybrid = {
         "method": "hybrid",
         "drafter": method,
-        "num_speculative_tokens": min(depth, MATCH_TOKENS) if type(depth) is int else None,
-        "num_drafter_tokens": guessed if tokens is None else tokens,
+        "num_speculative_tokens": of_matches,
+        "num_drafter_tokens": drafted,
         "min_match_score": tokens if guessed is None else guessed,
     }
     hybrid = {key: value for key, value in hybrid.items() if value is not None}

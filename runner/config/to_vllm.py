@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.config.checkpoint_method import DFLASH2, DOMINO, drafter_of
+from runner.config.checkpoint_method import DEEPSPECS_DFLASH, DFLASH2, DOMINO, PARD2, drafter_of
 from runner.config.drafter_methods import GrownTreeMethod, TreeDrafterMethod
 from runner.config.method import MethodConfig
 from runner.config.vllm_keys import ONE_PASS_KEY, TREE_KEY, VLLM_VERSION
@@ -72,6 +72,8 @@ def to_vllm(
     model = getattr(method, "model", None) or draft_model
     drafter = None if model is None else drafter_of(model)
     kind = None if drafter is None else drafter.kind
+    if model is not None and drafter is None and "dflash2" in model.lower():
+        kind = DFLASH2  # by its name on the hub
     if kind == DOMINO:
         return None, [f"{DOMINO} has no counterpart in vLLM {VLLM_VERSION}"]
     notes: list[str] = []
@@ -89,6 +91,10 @@ def to_vllm(
         notes.append("method=dspark needs vLLM's V2 model runner, so a device with Triton")
     if kind == DFLASH2:
         notes.append(f"{DFLASH2} needs a release of vLLM that has it, and its V2 model runner, so a device with Triton")
+    if kind == DEEPSPECS_DFLASH:
+        notes.append(f"{DEEPSPECS_DFLASH} is one of method=dspark there, if the release loads it at all")
+    if kind == PARD2:
+        notes.append(f"{PARD2} drafts without the target's states there")
     if method.method == "custom_class":
         notes.append("vLLM's custom_class has an interface of its own: the class needs a counterpart written for it")
     if getattr(method, "suffix_decoding_corpus", None) is not None:

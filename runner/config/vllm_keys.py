@@ -89,7 +89,7 @@ TREE_KEY = "speculative_token_tree"  # of the releases before PR #42121 (May 202
 DEPTH_KEY = "suffix_decoding_max_tree_depth"
 MATCHES_KEY = "enable_suffix_decoding"  # of Arctic Inference: matches in front of its speculator
 MATCHES_DEFAULTS = {DEPTH_KEY: 64, "suffix_decoding_max_cached_requests": 100_000}  # there
-MATCH_TOKENS = 16  # there, of suffix decoding by itself
+MATCH_TOKENS, MATCH_TOKENS_KEY = 16, "suffix_speculative_tokens"  # there, of suffix decoding by itself
 
 NEUTRAL = (None, False, "auto")  # values by which vLLM's switches are off: nothing to tell about
 
@@ -155,6 +155,16 @@ REFUSED_KEYS = {
         rule="is a key of the plugin Arctic Inference, for its own speculators",
         remedy="remove it; method='hybrid' with drafter=<the method> is suffix decoding in front of that",
         unless=(None, False),
+    ),
+    "hard_disable_by_batch_size": Refusal(
+        rule="is a key of the plugin Arctic Inference, by which nobody drafts from so many requests on",
+        remedy="pass 'disable_by_batch_size', one less, instead",
+        unless=(None,),
+    ),
+    MATCH_TOKENS_KEY: Refusal(
+        rule=f"is a key of the plugin Arctic Inference, beside {MATCHES_KEY}",
+        remedy="pass 'num_speculative_tokens' instead",
+        unless=(None,),
     ),
     "suffix_max_spec_offset": Refusal(
         rule="is not available",
