@@ -1,11 +1,12 @@
 """A small saved target, and the drafts that heads over its last hidden state make in the engine, step by step.
 
-Shared by the tests of Medusa and of the MLP speculator, whose references start from transformers' float64 states.
+Shared by the tests of Medusa and of the speculators, whose references start from transformers' float64 states.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -101,3 +102,16 @@ def drafts_of_a_run(
     params = [SamplingParams(temperature=0.0, max_tokens=9 + i, ignore_eos=True) for i in range(len(PROMPTS))]
     complete(llm, PROMPTS, params)
     return recorded
+
+
+# Changes to a config and its tensors before they are saved.
+def changed(**values: Any) -> Callable[..., Any]:
+    return lambda own, tensors: ({**own, **values}, tensors)
+
+
+def without(name: str) -> Callable[..., Any]:
+    return lambda own, tensors: (own, {other: tensor for other, tensor in tensors.items() if other != name})
+
+
+def with_(name: str, shape: tuple[int, ...]) -> Callable[..., Any]:
+    return lambda own, tensors: (own, {**tensors, name: torch.zeros(shape)})

@@ -29,10 +29,13 @@ from tests.last_state_reference import (
     HIDDEN_SIZE,
     VOCAB_SIZE,
     Target,
+    changed,
     drafts_of_a_run,
     random_tensors,
     save_head,
     save_target,
+    with_,
+    without,
 )
 from tests.test_whole_steps import Traffic, play
 from tests.transformers_reference import CPU, assert_as_accurate, load
@@ -355,18 +358,6 @@ def test_captured_steps_draft_on_a_gpu_what_the_cpu_does(of_lstm: Engines, emula
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-
-
-def changed(**values: Any) -> Callable[..., Any]:
-    return lambda own, tensors: ({**own, **values}, tensors)
-
-
-def without(name: str) -> Callable[..., Any]:
-    return lambda own, tensors: (own, {other: tensor for other, tensor in tensors.items() if other != name})
-
-
-def with_(name: str, shape: tuple[int, ...]) -> Callable[..., Any]:
-    return lambda own, tensors: (own, {**tensors, name: torch.zeros(shape)})
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ from tests.test_dflash import (
 )
 from tests.test_dspark import check_dynamic_trees, check_static_trees
 from tests.test_every_cell import ALPHA, NUM_REQUESTS, PROMPT, engine, exact_distribution, p_value, sampling_params
-from tests.test_whole_steps import GREEDY, SAMPLED, Traffic, play
+from tests.test_whole_steps import GREEDY, SAMPLED, Traffic, assert_same_steps, play
 from tests.transformers_reference import KeepFloat64, assert_as_accurate, in_float64
 
 GROUP, RANK, TOP_K = 8, 5, 6
@@ -319,10 +319,7 @@ def assert_whole_steps_are_those_in_parts(llm: LLM) -> None:
     _, in_parts, _ = play(llm, traffic, whole=False)
     _, whole, num_launched = play(llm, traffic, whole=True)
     assert num_launched > 10
-    by_id = {record.request_id: record for record in in_parts}
-    for record in whole:
-        for name in ("token_ids", "tokens_per_step", "num_draft_tokens", "draft_depths", "num_accepted_tokens"):
-            assert getattr(record, name) == getattr(by_id[record.request_id], name), name
+    assert_same_steps(whole, in_parts)
     assert {0, 1} <= {count for record in whole for count in record.num_accepted_tokens}
 
 

@@ -40,7 +40,7 @@ from tests.gemma4_head_reference import (
 from tests.one_pass_reference import Target, context_of, passes_of_a_run
 from tests.test_dflash import ZLAB, reference_rows, states_behind
 from tests.test_dflash import tensors as plain_tensors
-from tests.test_whole_steps import GREEDY, SAMPLED, VOCAB_SIZE, Traffic, play
+from tests.test_whole_steps import GREEDY, SAMPLED, VOCAB_SIZE, Traffic, assert_same_steps, play
 from tests.transformers_reference import KeepFloat64, assert_as_accurate, in_float64
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 32}
@@ -130,10 +130,7 @@ def test_every_whole_step_drafts_and_accepts_what_it_does_in_parts(
     plain, _, _ = play(engine(target, None), traffic, whole=False)
     assert num_launched > 10
     assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
-    by_id = {record.request_id: record for record in in_parts}
-    for record in whole:
-        for field in ("token_ids", "tokens_per_step", "num_draft_tokens", "num_accepted_tokens"):
-            assert getattr(record, field) == getattr(by_id[record.request_id], field), field
+    assert_same_steps(whole, in_parts)
     assert {0, 1} <= {count for record in whole for count in record.num_accepted_tokens}
 
 

@@ -18,10 +18,13 @@ from tests.last_state_reference import (
     HIDDEN_SIZE,
     VOCAB_SIZE,
     Target,
+    changed,
     drafts_of_a_run,
     random_tensors,
     save_head,
     save_target,
+    with_,
+    without,
 )
 from tests.transformers_reference import CPU, assert_as_accurate, load
 
@@ -153,18 +156,6 @@ def test_every_step_drafts_what_the_recurrence_says_from_the_last_state_and_toke
         state = target.exact_state(draft.token_ids[:-1])[None]
         known = [torch.tensor([token]) for token in (draft.token_ids[-1], *draft.drafted[:-1])]
         assert draft.drafted == [logits.argmax().item() for logits in reference_logits(layout, state, known)]
-
-
-def changed(**values: Any) -> Callable[..., Any]:
-    return lambda own, tensors: ({**own, **values}, tensors)
-
-
-def without(name: str) -> Callable[..., Any]:
-    return lambda own, tensors: (own, {other: tensor for other, tensor in tensors.items() if other != name})
-
-
-def with_(name: str, shape: tuple[int, ...]) -> Callable[..., Any]:
-    return lambda own, tensors: (own, {**tensors, name: torch.zeros(shape)})
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tests.assistant_checkpoints import CLUSTERS, TARGETS, VOCAB_SIZE, Step, Wri
 from tests.conftest import complete
 from tests.emulated_device import EmulatedDevice
 from tests.test_mtp import record_drafts
-from tests.test_whole_steps import GREEDY, Traffic, play
+from tests.test_whole_steps import GREEDY, Traffic, assert_same_steps, play
 from tests.transformers_reference import (
     BLOCK_SIZE,
     CPU,
@@ -193,11 +193,7 @@ def test_every_whole_step_drafts_and_accepts_what_it_does_in_parts(
     _, in_parts, _ = play(llm, traffic, whole=False)
     _, whole, num_launched = play(llm, traffic, whole=True)
     assert num_launched > 10
-    by_id = {record.request_id: record for record in in_parts}
-    for record in whole:
-        expected = by_id[record.request_id]
-        for name in ("token_ids", "tokens_per_step", "num_draft_tokens", "draft_depths", "num_accepted_tokens"):
-            assert getattr(record, name) == getattr(expected, name), name
+    assert_same_steps(whole, in_parts)
     accepted = {count for record in whole for count in record.num_accepted_tokens}
     assert 0 in accepted and max(accepted) > 0
 

@@ -40,7 +40,7 @@ from tests.one_pass_reference import (
     save_target,
 )
 from tests.test_pickles import RunsCode
-from tests.test_whole_steps import GREEDY, SAMPLED, Traffic, play
+from tests.test_whole_steps import GREEDY, SAMPLED, Traffic, assert_same_steps, play
 from tests.transformers_reference import KeepFloat64, assert_as_accurate, in_float64, random_model, save, save_tokenizer
 
 NUM_TOKENS = 5
@@ -144,10 +144,7 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(engines: Engines, k
     proposer.runner.cache.layers[-1].fill_(3.0)  # the same texts were there before
     _, whole, num_launched = play(llm, traffic, whole=True)
     assert num_launched > 10
-    by_id = {record.request_id: record for record in in_parts}
-    for record in whole:
-        for name in ("token_ids", "tokens_per_step", "num_draft_tokens", "num_accepted_tokens"):
-            assert getattr(record, name) == getattr(by_id[record.request_id], name), name
+    assert_same_steps(whole, in_parts)
     accepted = {count for record in whole for count in record.num_accepted_tokens}
     assert {0, 1} <= accepted
 

@@ -6,7 +6,7 @@ As on a GPU, over models that hash what they find (tests/hashing_models.py), wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -314,6 +314,13 @@ def play(llm: LLM, traffic: Traffic, *, whole: bool) -> tuple[list[Request], lis
     return requests, metrics.records, num_launched
 
 
+def assert_same_steps(found: Sequence[RequestRecord], expected: Sequence[RequestRecord]) -> None:
+    by_id = {record.request_id: record for record in expected}
+    for record in found:
+        for name in ("token_ids", "tokens_per_step", "num_draft_tokens", "draft_depths", "num_accepted_tokens"):
+            assert getattr(record, name) == getattr(by_id[record.request_id], name), name
+
+
 @st.composite
 def traffics(draw: st.DrawFn) -> Traffic:
     count = draw(st.integers(2, 5))
@@ -377,11 +384,7 @@ def test_every_step_drafts_and_accepts_what_it_does_in_parts(build: Build, metho
     _, in_parts, _ = play(llm, traffic, whole=False)
     _, whole, num_launched = play(llm, traffic, whole=True)
     assert num_launched > 10
-    by_id = {record.request_id: record for record in in_parts}
-    for record in whole:
-        expected = by_id[record.request_id]
-        for name in ("token_ids", "tokens_per_step", "num_draft_tokens", "draft_depths", "num_accepted_tokens"):
-            assert getattr(record, name) == getattr(expected, name), name
+    assert_same_steps(whole, in_parts)
     by_chance = ("ngram", "token_recycling_chain")  # a model that hashes says the same again so seldom that none may be
     if any(name in method for name in by_chance):
         assert sum(count for record in whole for count in record.num_draft_tokens) > 0
@@ -462,10 +465,7 @@ def test_whatever_requests_ask_their_steps_are_whole_and_what_they_are_in_parts(
         assert len(request.logprobs) == (
             len(request.output_token_ids) if like.sampling_params.logprobs is not None else 0
         )
-    by_id = {record.request_id: record for record in expected}
-    for record in found:
-        for name in ("tokens_per_step", "num_draft_tokens", "draft_depths", "num_accepted_tokens"):
-            assert getattr(record, name) == getattr(by_id[record.request_id], name), name
+    assert_same_steps(found, expected)
 
 
 def drafts_of(records: list[RequestRecord]) -> dict[tuple[str, int, int], int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
+from proposers.heads.dflash_config import DFlashConfig, read_dflash_config, with_nested
 from proposers.heads.head_sizes import head_number, head_size
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -30,7 +30,7 @@ class DFlash2Config(DFlashConfig):
 
 def is_dflash2(values: Mapping[str, Any]) -> bool:
     """Whether a config is of such a head; null and 0 switch its parts off."""
-    own = _flat(values)
+    own = with_nested(values)
     return any(own.get(key) for key in SIZES)
 
 
@@ -46,7 +46,7 @@ def read_dflash2_config(
     block = read_dflash_config(
         source, values, target, aux_hidden_state_layer_ids, kind="DFlash 2", kind_keys=(*SIZES, *SCALES)
     )
-    own, hidden_size, vocab_size = _flat(values), block.arch.hidden_size, block.arch.vocab_size
+    own, hidden_size, vocab_size = with_nested(values), block.arch.hidden_size, block.arch.vocab_size
     # No default: what is not there is no size.
     num_taps, group_size, rank, num_candidates = (head_size(own, key, 0, source) for key in SIZES)
     if hidden_size % group_size:
@@ -70,7 +70,3 @@ def read_dflash2_config(
         logit_scale=scales["output_multiplier"],
         logit_cap=scales["final_logit_softcapping"] or None,
     )
-
-
-def _flat(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**values, **(values.get("dflash_config") or {})}

@@ -148,13 +148,18 @@ def read_dflash_config(
     )
 
 
+def with_nested(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config whose own keys may also stand in its dflash_config, which counts before it."""
+    return {**values, **(values.get("dflash_config") or {})}
+
+
 def with_cap(config: DFlashConfig, values: Mapping[str, Any], source: ModelSource) -> DFlashConfig:
     """Whose head caps its logits as its config says.
 
     Raises:
         UserError: by something that is no number.
     """
-    cap = head_number({**values, **(values.get("dflash_config") or {})}, CAP, 0.0, source) or None
+    cap = head_number(with_nested(values), CAP, 0.0, source) or None
     return replace(config, arch=replace(config.arch, logits_softcap=cap))
 
 

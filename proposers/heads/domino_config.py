@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
+from proposers.heads.dflash_config import DFlashConfig, read_dflash_config, with_nested
 from proposers.heads.head_sizes import head_size
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -28,7 +28,7 @@ class DominoConfig(DFlashConfig):
 
 def is_domino(values: Mapping[str, Any]) -> bool:
     """Whether a config is of such a head; its class may stand for the word."""
-    projector = _flat(values).get("projector_type")
+    projector = with_nested(values).get("projector_type")
     return projector == PROJECTOR_TYPE or (
         projector is None and "DominoDraftModel" in (values.get("architectures") or ())
     )
@@ -43,7 +43,7 @@ def read_domino_config(
         UserError: a head of another kind or for another target, or sizes that are none.
     """
     values = read_head_config(source)
-    own = _flat(values)
+    own = with_nested(values)
     block = read_dflash_config(
         source,
         values,
@@ -64,7 +64,3 @@ def read_domino_config(
         rank=head_size(own, "emb_dim", 0, source),
         num_uncorrected=head_size(own, "pure_draft_prefix_len", 0, source, minimum=0),
     )
-
-
-def _flat(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**values, **(values.get("dflash_config") or {})}

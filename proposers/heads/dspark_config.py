@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from proposers.heads.dflash_config import CAP, DFlashConfig, read_dflash_config, with_cap
+from proposers.heads.dflash_config import CAP, DFlashConfig, read_dflash_config, with_cap, with_nested
 from proposers.heads.head_sizes import head_size
 from proposers.heads.markov import KINDS
 from runner.engine.checkpoint import ModelSource
@@ -41,8 +41,8 @@ def read_dspark_config(
         UserError: a head of another kind or for another target, or one without a sequential head.
     """
     values = read_head_config(source)
-    nested = values.get("dflash_config") or {}
-    is_specforge = nested.get("projector_type", values.get("projector_type")) == PROJECTOR_TYPE
+    own = with_nested(values)
+    is_specforge = own.get("projector_type") == PROJECTOR_TYPE
     kind_keys = (*KEYS, "projector_type") if is_specforge else KEYS
     block = read_dflash_config(
         source,
@@ -56,7 +56,6 @@ def read_dspark_config(
         brings_ends="transformer_layer_config" not in values,
     )
     block = with_cap(block, values, source)
-    own: Mapping[str, Any] = {**values, **nested}
     is_speculators = "transformer_layer_config" in values
     kind = str(own.get("markov_head_type", "vanilla")).lower()
     if kind not in KINDS:
