@@ -457,14 +457,6 @@ def test_a_sharded_checkpoint_loads_as_the_whole_one_does(tmp_path: Path) -> Non
         assert torch.equal(ours, theirs), name
 
 
-def test_a_norm_over_all_heads_is_not_split_over_ranks() -> None:
-    config = make_config("olmo2")
-    architecture = read_architecture(config)
-    assert architecture is not None
-    with pytest.raises(UserError, match=r"hardware\.tensor_parallel_size must be 1 for olmo2, .* got 2; set it to 1"):
-        Decoder(architecture, config, max_model_len=64, dtype=torch.float32, shard=Shard(rank=0, size=2))
-
-
 def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     from transformers import AutoConfig
 
@@ -668,6 +660,8 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "qwen3_5_moe_text",
         "deepseek_v3",
         "deepseek_v3, queries at once, values wider than keys",
+        "olmo2",
+        "olmoe",
     ],
 )
 def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_path: Path) -> None:

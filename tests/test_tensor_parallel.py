@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from kernels.cpu.exchange import PLACE_BYTES
 from proposers import available_methods
@@ -39,6 +40,7 @@ from runner.tiny import DRAFTER_KEYS
 from tests.conftest import TARGET_CONFIG
 from tests.rank_threads import in_ranks
 from tests.test_online_budget import make_restless
+from tests.transformers_reference import random_model, save, save_tokenizer
 
 PROMPTS = [
     "def fibonacci(n):\n",
@@ -131,6 +133,28 @@ def test_neither_batch_nor_chunks_nor_preemptions_leave_a_trace_in_two_ranks(
     engine_args: dict[str, Any], plain_texts: list[list[int]]
 ) -> None:
     assert run_in_ranks(METHODS["draft_model"], **engine_args)[0] == plain_texts
+
+
+def test_norms_over_all_heads_keep_the_promise_in_two_ranks(tmp_path: Path) -> None:
+    """Each rank norms the heads of both, which takes one exchange more than other layers."""
+    save(random_model(AutoConfig.for_model(**{**TARGET_CONFIG, "model_type": "olmo2", "pad_token_id": 0})), tmp_path)
+    save_tokenizer(tmp_path, TARGET_CONFIG["vocab_size"])
+    keys: dict[str, Any] = {"num_threads": 1, "device": "cpu", "tensor_parallel_size": 2}
+    prompts = [[5, 9, 7, 5, 9, 7, 5], [11, 3, 40], list(range(3, 40))]
+    answers: list[list[list[int]]] = []
+    for method in (None, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}):
+        config = SpeculativeConfig.from_engine_args(str(tmp_path), method, **keys)
+
+        def run(ranks: Ranks, config: SpeculativeConfig = config) -> list[list[int]]:
+            llm = LLM.from_config(config, ranks=ranks)
+            assert llm.engine.target.is_row_invariant
+            requests, metrics = make_requests(prompts, PARAMS, llm.engine.tokenizer, 0), MetricsCollector()
+            llm.run(requests, llm.engine.proposer, metrics)
+            assert metrics.steps_in_parts.total() < metrics.num_decoding_steps, "some are recorded"
+            return texts_of(requests)
+
+        answers += in_ranks(2, run, place_bytes=PLACE_BYTES)
+    assert all(own == answers[0] for own in answers) and all(answers[0])
 
 
 def test_a_rank_holds_its_part_of_every_product() -> None:

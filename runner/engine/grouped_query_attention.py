@@ -6,12 +6,11 @@ import torch
 
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
-from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import Rows, gate, linear, rotate, rotate_and_store
+from runner.engine.operations import Rows, beside, gate, linear, rotate, rotate_and_store
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
@@ -28,7 +27,7 @@ class GroupedQueryAttention(Attention):
         in_features: int | None = None,  # None: the hidden size; EAGLE-3 attends from twice as many
         quantization: Quantization | None = None,  # by names within the layer
     ) -> None:
-        heads = arch.heads[layer]
+        heads, self.shard = arch.heads[layer], shard
         self.layer, self.has_own_keys = layer, heads.kv_layer is None
         self.kv_layer = layer if heads.kv_layer is None else heads.kv_layer
         self.head_dim, self.value_dim = heads.head_dim, heads.head_dim
@@ -56,11 +55,6 @@ class GroupedQueryAttention(Attention):
             quantization=quantization,
         )
         self._is_norm_whole = arch.qk_norm and arch.is_qk_norm_whole
-        if self._is_norm_whole and shard.size > 1:
-            raise UserError(
-                f"hardware.tensor_parallel_size must be 1 for {arch.family}, which norms queries and keys over all "
-                f"heads, got {shard.size}; set it to 1"
-            )
         # Of queries, and of keys where the layer has some.
         self.q_norm, self.k_norm = (
             RMSNorm.of(arch, dtype, heads.head_dim * (num_heads if self._is_norm_whole else 1)) if is_normed else None
@@ -96,11 +90,7 @@ class GroupedQueryAttention(Attention):
         assert rope is not None, "of rope_key"
         qkv: Rows
         if self._is_norm_whole:
-            qkv = self.qkv_proj(hidden, batch.linear_tile)
-            queries, keys = (heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads))
-            assert self.q_norm is not None and self.k_norm is not None
-            self.q_norm.overwrite(qkv[:, :queries])
-            self.k_norm.overwrite(qkv[:, queries : queries + keys])
+            qkv = self._normed_whole(self.qkv_proj(hidden, batch.linear_tile))
         else:
             qkv = self.qkv_proj.in_parts(hidden, batch.linear_tile)
         if self.has_own_keys:
@@ -123,6 +113,25 @@ class GroupedQueryAttention(Attention):
         if self.gate_proj is not None:
             out = gate(out, self.gate_proj(hidden, batch.linear_tile), "sigmoid")
         return self.o_proj.in_parts(out, batch.linear_tile)
+
+    def _normed_whole(self, qkv: torch.Tensor) -> torch.Tensor:
+        """qkv with all queries normed together, and all keys; it may be overwritten.
+
+        Ranks norm the heads of all of them: so a row's sum of squares is added up in one order, however many they are.
+        """
+        queries, keys = (heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads))
+        assert self.q_norm is not None and self.k_norm is not None
+        parts = ((self.q_norm, slice(0, queries)), (self.k_norm, slice(queries, queries + keys)))
+        if self.shard.size == 1:
+            for norm, columns in parts:
+                norm.overwrite(qkv[:, columns])
+            return qkv
+        of_all, own = self.shard.of_all(qkv), []
+        for norm, columns in parts:
+            heads = beside(*(rows[:, columns] for rows in of_all))
+            norm.overwrite(heads)
+            own.append(heads.chunk(self.shard.size, dim=1)[self.shard.rank])
+        return beside(*own, qkv[:, queries + keys :])
 
     def write_context(self, states: torch.Tensor, rope: RopeRows, batch: ForwardBatch, cache: PagedKVCache) -> None:
         """Store keys and values of rows that ask for nothing themselves, [num_rows, in_features]."""

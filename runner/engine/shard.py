@@ -6,6 +6,7 @@ to the bit, so nobody has to be told the tokens. Only products are shared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,7 +52,11 @@ class Shard:
 
     def beside(self, part: Tensor) -> Tensor:
         """[num_rows, width] of each rank -> [num_rows, size * width]."""
-        return part if self.size == 1 else beside(*self._gather(part).unbind())
+        return part if self.size == 1 else beside(*self.of_all(part))
+
+    def of_all(self, part: Tensor) -> Sequence[Tensor]:
+        """[...] of each rank, in the order of the ranks."""
+        return [part] if self.size == 1 else self._gather(part).unbind()
 
     def stack(self, part: Tensor) -> Tensor:
         """[num_rows, width] of each rank -> [size * num_rows, width]."""
