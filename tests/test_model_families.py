@@ -47,6 +47,16 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+# Beyond the first length queries are scaled by how far into a text they stand.
+LLAMA4_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -112,8 +122,18 @@ LATENT = {
     "pad_token_id": 0,
 }
 LATENT_ROUTED = {**LATENT, **{key: value for key, value in ROUTED.items() if key != "head_dim"}}
-LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
 SLIDING_LAYER = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+AFMOE = {
+    **EXPERTS,
+    **SLIDING_LAYER,
+    "num_dense_layers": 1,
+    "num_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "route_scale": 2.5,
+    "mup_enabled": True,
+}
+MINIMAX = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8}
+LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
 GEMMA = {"head_dim": 24, "pad_token_id": 0}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -132,6 +152,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
     "llama, yarn rope": ("llama", {"rope_parameters": YARN}),
     "llama, proportional rope": ("llama", {"rope_parameters": PROPORTIONAL}),
+    "afmoe": ("afmoe", AFMOE),
+    "afmoe, experts everywhere, none shared, tied, not scaled": (
+        "afmoe",
+        {**AFMOE, "num_dense_layers": 0, "num_shared_experts": 1, "tie_word_embeddings": True, "mup_enabled": False},
+    ),
     "deepseek_v2": ("deepseek_v2", {**LATENT_ROUTED, "norm_topk_prob": False}),
     "deepseek_v2, queries at once, yarn rope, biased": (
         "deepseek_v2",
@@ -268,20 +293,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 3,
         },
     ),
+    "internlm3": ("internlm3", {"head_dim": 16}),
+    "internlm3, biased, dynamic rope": (
+        "internlm3",
+        {"head_dim": 24, "attention_bias": True, "mlp_bias": True}
+        | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0}},
+    ),
+    "minimax_m2": ("minimax_m2", MINIMAX),
+    "minimax_m2, all of a head turns, tied": (
+        "minimax_m2",
+        {**MINIMAX, "rotary_dim": 16, "tie_word_embeddings": True, "num_experts_per_tok": 1},
+    ),
     "ministral": ("ministral", {"head_dim": 16, **SLIDING_LAYER}),
     "ministral3, texts longer than it was trained with first": (
         "ministral3",
         {
             "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 16.0,
-                "original_max_position_embeddings": 8,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.5,
-            },
+            "rope_parameters": LLAMA4_YARN,
         },
     ),
     "mistral": ("mistral", {"sliding_window": None}),
@@ -344,6 +372,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "mistral4, texts longer than it was trained with first": (
+        "mistral4",
+        {**LATENT_ROUTED, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 0}
+        | {"rope_parameters": {**LLAMA4_YARN, "partial_rotary_factor": 8 / 24}},
+    ),
+    "mistral4, halves turn, a dense layer": (
+        "mistral4",
+        {**LATENT_ROUTED, "rope_interleave": False, "n_shared_experts": 1, "norm_topk_prob": False}
+        | {
+            "rope_parameters": {**LLAMA4_YARN, "original_max_position_embeddings": 128, "partial_rotary_factor": 8 / 24}
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral, sliding": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 8}),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
@@ -361,6 +401,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 BFLOAT16 = (
+    "afmoe",
     "deepseek_v3",
     "ernie4_5, biased, tied",
     "exaone4",
@@ -370,6 +411,7 @@ BFLOAT16 = (
     "gemma4_text, keys that are values, other heads",
     "glm4",
     "llama, attention bias",
+    "minimax_m2",
     "mistral, sliding",
     "olmo3",
     "phi3",
@@ -380,8 +422,12 @@ BFLOAT16 = (
 
 
 def make_config(variant: str) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 
+    AutoModelForCausalLM.register(
+        Mistral4Config, Mistral4ForCausalLM, exist_ok=True
+    )  # else known within Mistral 3 alone
     family, options = VARIANTS[variant]
     return AutoConfig.for_model(family, **{**SHAPE, **options})
 
@@ -661,7 +707,9 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "deepseek_v3",
         "deepseek_v3, queries at once, values wider than keys",
         "olmo2",
-        "olmoe",
+        "minimax_m2",
+        "afmoe",
+        "mistral4, texts longer than it was trained with first",
     ],
 )
 def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_path: Path) -> None:
@@ -672,7 +720,7 @@ def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_pa
 
     def compute(ranks: Ranks) -> torch.Tensor:
         own = load_model(source, device=CPU, dtype=torch.float32, max_model_len=None, shard=ranks.shard)
-        parts = 1 if "deepseek" in variant else 2  # latents are whole in every rank
+        parts = 1 if variant.startswith(("deepseek", "mistral4")) else 2  # latents are whole in every rank
         assert [parts * width for width in own.model.kv_widths] == whole.model.kv_widths
         assert isinstance(own.model, Decoder) and own.model.lm_head.shape[0] == VOCAB_SIZE // 2
         assert torch.equal(own.model.whole_head(), whole.model.whole_head())

@@ -50,10 +50,12 @@ class Architecture:
     attention_softcap: float | None = None  # logits of the attention become softcap * tanh(logits / softcap) (Gemma 2)
     logits_softcap: float | None = None
     embedding_scale: float | None = None
+    rounds_embedding_scale: bool = False  # Family.rounds_embedding_scale
     has_sinks: bool = False  # Family.has_sinks
     fused: tuple[str, ...] = ()  # Family.fused
     experts: ExpertShapes | None = None
     has_output_gate: bool = False  # Family.has_output_gate
+    is_gate_apart: bool = False  # Family.is_gate_apart
     delta: DeltaShapes | None = None
     norms_values: bool = False  # Family.norms_values
     has_layer_scales: bool = False  # Family.has_layer_scales
@@ -101,7 +103,7 @@ class Architecture:
         fused = {
             name: Fused(parts=rows) for name, rows in parts.items() if any(f".{own}_proj" in name for own in self.fused)
         }
-        if self.has_output_gate:
+        if self.has_output_gate and not self.is_gate_apart:
             queries = heads.qkv_rows["self_attn.q_proj"]
             both = {"self_attn.q_proj": queries, "self_attn.gate_proj": queries}
             fused["self_attn.q_proj"] = Fused(parts=both, num_groups=heads.num_heads)
@@ -178,11 +180,13 @@ def read_architecture(config: Any) -> Architecture | None:
         attention_scale=_attention_scale(config, family, heads[0].head_dim),
         attention_softcap=_own(config, family, "attn_logit_softcapping"),
         logits_softcap=_own(config, family, "final_logit_softcapping"),
-        embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
+        embedding_scale=float(config.hidden_size) ** 0.5 if is_told(config, family.is_embedding_scaled) else None,
+        rounds_embedding_scale=family.rounds_embedding_scale,
         has_sinks=family.has_sinks,
         fused=family.fused,
         experts=read_expert_shapes(config, family.experts),
         has_output_gate=family.has_output_gate,
+        is_gate_apart=family.is_gate_apart,
         delta=None if family.delta_nets == "none" else read_delta_shapes(config, family),
         norms_values=family.norms_values,
         has_layer_scales=family.has_layer_scales,

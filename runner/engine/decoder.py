@@ -58,8 +58,7 @@ class Decoder:
             else PerLayerInputs(arch.per_layer, arch.num_layers, arch.hidden_size, arch.rms_norm_eps, dtype)
         )
         self.logits_softcap = constant(arch.logits_softcap)
-        # Rounded as the rows are that it scales (transformers does so).
-        self.embedding_scale = constant(arch.embedding_scale, dtype)
+        self.embedding_scale = embedding_scale(arch, dtype)
         storage = (quantization or {}).get(HEAD)
         self.is_tied, self._splits_head = arch.tie_word_embeddings, arch.vocab_size % shard.size == 0
         num_rows = arch.vocab_size // shard.size if self._splits_head else arch.vocab_size
@@ -251,6 +250,11 @@ class Decoder:
 
 HEAD = "lm_head"
 LAYER = "model.layers.{}."  # before the names of a layer's tensors
+
+
+def embedding_scale(arch: Architecture, dtype: torch.dtype) -> torch.Tensor | None:
+    """As `constant`; dtype: of the rows that it scales."""
+    return constant(arch.embedding_scale, dtype if arch.rounds_embedding_scale else torch.float32)
 
 
 def constant(number: float | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:

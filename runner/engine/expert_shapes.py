@@ -131,6 +131,7 @@ def _shared_size(config: Any, mixture: Mixture, size: int) -> int:
 _STEPS = ("decoder_sparse_step", "moe_layer_interval")
 _LAYER_KEYS = {
     "all": (),
+    "behind_dense": ("num_dense_layers",),
     "behind_first": ("first_k_dense_replace",),
     "by_step": ("decoder_sparse_step",),
     "by_type": ("mlp_layer_types",),
@@ -139,8 +140,9 @@ _LAYER_KEYS = {
 
 
 def _has_experts(config: Any, mixture: Mixture, layer: int) -> bool:
-    if mixture.layers == "behind_first":
-        return layer >= int(config.first_k_dense_replace)
+    if mixture.layers in ("behind_dense", "behind_first"):
+        (number_of_dense,) = _LAYER_KEYS[mixture.layers]
+        return layer >= int(getattr(config, number_of_dense))
     if mixture.layers == "by_type":
         return bool(config.mlp_layer_types[layer] == "sparse")
     if mixture.layers == "in_range":

@@ -32,6 +32,9 @@ OLMO_NORMS = NormNames(
     before_mlp=None,
     after_mlp="post_feedforward_layernorm",
 )
+AFMOE_NORMS = NormNames(
+    after_attention="post_attention_layernorm", before_mlp="pre_mlp_layernorm", after_mlp="post_mlp_layernorm"
+)
 GLM_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
@@ -71,7 +74,7 @@ class Mixture:
     shared_size_key: str = ""  # its size
     shared_gate: str | None = None  # name, within the block, of what it is gated by, one number a row
     # That have a mixture, as the config says it.
-    layers: Literal["all", "behind_first", "by_step", "by_type", "in_range"] = "all"
+    layers: Literal["all", "behind_dense", "behind_first", "by_step", "by_type", "in_range"] = "all"
     has_biases: bool = False
     # One tensor may hold all experts' weights, each with a row for every output (Qwen3.5) or input (Qwen3-VL, where its
     # sizes do not say that it is the former), up behind gate, or with the two in turns (gpt-oss).
@@ -100,7 +103,8 @@ class Family:
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
     # By keys of the config; with others layers are not ours.
     fixed_values: Mapping[str, float | str | None] = field(default_factory=dict)
-    is_embedding_scaled: bool = False  # by the root of the hidden size
+    is_embedding_scaled: bool | str = False  # by the root of the hidden size
+    rounds_embedding_scale: bool = False  # as rows are rounded
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool | str = False  # neighbours turn together, not the halves of what is rotated
     is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
@@ -111,7 +115,8 @@ class Family:
     has_per_layer_inputs: bool = False  # where hidden_size_per_layer_input says so
     has_layer_scales: bool = False  # each layer's of the residual stream behind it
     has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
-    has_output_gate: bool = False  # beside each query head stands what gates its attention (arXiv 2505.06708)
+    has_output_gate: bool = False  # each head's attention is gated by the layer's input (arXiv 2505.06708)
+    is_gate_apart: bool = False  # in a tensor of its own; else what gates a head stands beside its queries
     # Of layers of type linear_attention, and how tensors hold projections together: matrix by matrix (Qwen3.5), or a
     # key head and its value heads at a time (Qwen3-Next).
     delta_nets: Literal["none", "by_matrix", "by_key_head"] = "none"
@@ -121,7 +126,7 @@ class Family:
     @property
     def has_plain_layers(self) -> bool:
         """Llama's but for biases, norms, gates and rotations of heads, windows and experts: MTP modules' are such."""
-        is_other = self.is_embedding_scaled or self.has_sinks or self.activation != "silu"
+        is_other = bool(self.is_embedding_scaled) or self.has_sinks or self.activation != "silu"
         is_other = is_other or self.is_qk_norm_whole or self.is_rope_in_windows
         return self.norms is PRE_NORMS and not (is_other or self.reads)
 
@@ -137,6 +142,7 @@ _GEMMA: dict[str, Any] = {
     "activation": "gelu_tanh",
     "activation_names": ("gelu_pytorch_tanh", "gelu"),  # the latter, of the first releases, means the former
     "is_embedding_scaled": True,
+    "rounds_embedding_scale": True,
 }
 _QWEN3_NEXT: dict[str, Any] = {
     "output_bias": "attention_bias",
@@ -196,6 +202,20 @@ _EXAONE_MIXTURE = replace(
     layers="by_type",
 )
 
+# Trinity's: Solar Open's among dense layers that another key counts.
+_AFMOE_MIXTURE = replace(
+    _DEEPSEEK_MIXTURE,
+    router="router.gate",
+    router_digits="of rows",
+    count_key="num_experts",
+    is_normalized=True,
+    scale_key="route_scale",
+    has_groups=False,
+    corrections="expert_bias",
+    shared_count_key="num_shared_experts",
+    layers="behind_dense",
+)
+
 _LATENT: dict[str, Any] = {"output_bias": "attention_bias", "is_latent": True, "is_rope_interleaved": "rope_interleave"}
 
 # Qwen2-MoE's, whose shared expert is gated.
@@ -219,6 +239,18 @@ _GEMMA_MIXTURE = Mixture(
 )
 
 FAMILIES = {
+    "afmoe": Family(
+        qk_norm=True,
+        windows="by_layer",
+        is_rope_in_windows=True,
+        norms=AFMOE_NORMS,
+        norms_round_last=True,
+        is_embedding_scaled="mup_enabled",
+        has_output_gate=True,
+        is_gate_apart=True,
+        fixed_values={"attention_bias": False, "score_func": "sigmoid", "route_norm": True},
+        experts=_AFMOE_MIXTURE,
+    ),
     "deepseek_v2": Family(
         **{**_LATENT, "is_rope_interleaved": True},
         mlp_bias="mlp_bias",
@@ -282,11 +314,33 @@ FAMILIES = {
             stacks="by_input_in_turns",
         ),
     ),
+    "internlm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "mimo": Family(qkv_bias=True, windows="by_layer"),
+    "minimax_m2": Family(
+        qkv_bias=False,
+        qk_norm=True,
+        is_qk_norm_whole=True,
+        is_rope_partial=True,
+        experts=Mixture(
+            block="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+            router_digits="of checkpoint",
+            count_key="num_local_experts",
+            size_key="intermediate_size",
+            scores="sigmoid",
+            corrections="e_score_correction_bias",
+        ),
+    ),
     "ministral": Family(qkv_bias=False, windows="by_layer"),
     "ministral3": Family(qkv_bias=False, windows="one"),
     "mistral": Family(qkv_bias=False, windows="one"),  # one with layer_types is a ministral
+    "mistral4": Family(
+        **_LATENT,
+        experts=replace(
+            _DEEPSEEK_MIXTURE, router_digits="of rows", scores="softmax", corrections=None, stacks="by_output"
+        ),
+    ),
     "mixtral": Family(
         windows="one",
         experts=Mixture(

@@ -95,7 +95,10 @@ def named(config: Any) -> str:
 
 
 def _layout(config: Any, family: Family) -> HeadLayout:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if family.is_latent:  # of a head what turns
+        head_dim = config.qk_rope_head_dim
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # Proportional frequencies are of whole heads, and zero where nothing turns.
     is_partial = family.is_rope_partial and config.rope_parameters.get("rope_type") != "proportional"
     factor = config.rope_parameters.get("partial_rotary_factor", 1.0) if is_partial else 1.0

@@ -18,7 +18,7 @@ from runner.engine.latent_operations import room_for_heads, rotate_and_store_lat
 from runner.engine.latent_shapes import DOWN, KEY_UP, QUERY, QUERY_DOWN, QUERY_UP, VALUE_UP
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import Rows
+from runner.engine.operations import Rows, scale_queries
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
@@ -93,6 +93,7 @@ class LatentAttention(Attention):
             self.layer,
             meeting[:, :, shapes.kv_lora_rank :],
         )
+        meeting = scale_queries(meeting, rope)
         found = self.attend(meeting, cache.layers[self.kv_layer], batch.attention)
         values = room_for_heads(found, self.num_heads, shapes.v_head_dim)
         self.value_up(found.view(-1, self.num_heads, shapes.kv_lora_rank), values, tile)

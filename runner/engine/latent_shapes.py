@@ -76,8 +76,10 @@ def read_latent_shapes(config: Any) -> LatentShapes:
         if size is None or size < 1:
             raise UserError(f"{key} {of} >= 1, got {size}; mend its config")
     turned = config.qk_rope_head_dim
-    if config.head_dim != turned:  # which transformers' rotations are made for
-        raise UserError(f"head_dim {of} its qk_rope_head_dim ({turned}), got {config.head_dim}; leave it out")
+    part = float(config.rope_parameters.get("partial_rotary_factor") or 1.0)
+    if int(config.head_dim * part) != turned:  # which transformers' rotations are made for
+        of_part = "" if part == 1.0 else f" by partial_rotary_factor ({part:g})"
+        raise UserError(f"head_dim {of} its qk_rope_head_dim ({turned}){of_part}, got {config.head_dim}; leave it out")
     return LatentShapes(
         num_heads=config.num_attention_heads,
         q_lora_rank=config.q_lora_rank,

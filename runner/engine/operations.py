@@ -82,9 +82,9 @@ def add(first: Rows, second: torch.Tensor) -> torch.Tensor:
 
 
 def scale_rows(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """[num_rows, width] times [] float32, in the dtype of the rows."""
+    """[num_rows, width] times [] float32 on the CPU, rounded once, to the dtype of the rows."""
     if not is_compiled(rows):
-        return rows * factor.to(rows.dtype)
+        return rows * factor.item()
     from kernels.cpu.rows import scale as on_cpu
 
     return on_cpu(rows, factor)
@@ -207,7 +207,7 @@ def rotate_and_store(
             head_dim=head_dim,
             **norm_weights,
         )
-        return _scaled(queries.view(len(queries), num_heads, head_dim), rope)
+        return scale_queries(queries.view(len(queries), num_heads, head_dim), rope)
     if k_norm is not None:
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -220,7 +220,7 @@ def rotate_and_store(
     turned = apply_rope(qkv, *rope.whole_rows)
     query, kv = turned.split_with_sizes((columns, 2 * num_kv_heads * head_dim), dim=1)
     cache.write(layer, slot_mapping, kv)
-    return _scaled(query.view(-1, num_heads, head_dim), rope)
+    return scale_queries(query.view(-1, num_heads, head_dim), rope)
 
 
 def rotate(
@@ -241,10 +241,10 @@ def rotate(
         if q_norm is not None:
             queries = rms_norm_in_torch(queries.view(-1, num_heads, head_dim), *q_norm).flatten(1)
         turned = apply_rope(queries, *rope.up_to(queries.shape[1]))
-    return _scaled(turned.view(len(turned), num_heads, head_dim), rope)
+    return scale_queries(turned.view(len(turned), num_heads, head_dim), rope)
 
 
-def _scaled(queries: torch.Tensor, rope: RopeRows) -> torch.Tensor:
+def scale_queries(queries: torch.Tensor, rope: RopeRows) -> torch.Tensor:
     """Turned queries [num_rows, num_heads, head_dim] times their positions' factors, where there are some."""
     if rope.query_factors is None or queries.shape[1] == 0:
         return queries
