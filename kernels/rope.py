@@ -51,6 +51,7 @@ def rope_kernel(
     BLOCK_SIZE: tl.constexpr,  # slots of the null block, the first ones
     HEADS: tl.constexpr,
     NUM_PARTS: tl.constexpr,  # partial sums that x is left in; 0: none
+    TURNS_FIRST: tl.constexpr,  # norms are of what is turned
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -74,6 +75,8 @@ def rope_kernel(
     cos = tl.load(table_row_ptr + columns, mask=is_column, other=0.0)[None, :]
     sin = tl.load(table_row_ptr + columns + HALF, mask=is_column, other=0.0)[None, :]
     first, second = first_stored.to(tl.float32), second_stored.to(tl.float32)
+    if TURNS_FIRST:
+        first, second = _turned(first, second, cos, sin)
     if eps_ptr is not None:
         mean = tl.sum(first * first + second * second, axis=1) / HEAD_DIM
         scale = tl.rsqrt(mean + tl.load(eps_ptr))[:, None]
@@ -81,10 +84,10 @@ def rope_kernel(
         second *= scale * _weights(q_norm_ptr, k_norm_ptr, v_norm_ptr, columns + HALF, is_column, is_query, is_value)
     if v_norm_ptr is not None:
         first_stored, second_stored = first.to(first_stored.dtype), second.to(second_stored.dtype)
-    rotated_first = (first * cos - second * sin).to(first_stored.dtype)
-    rotated_second = (second * cos + first * sin).to(first_stored.dtype)
-    first = tl.where(is_value[:, None], first_stored, rotated_first)
-    second = tl.where(is_value[:, None], second_stored, rotated_second)
+    if not TURNS_FIRST:
+        first, second = _turned(first, second, cos, sin)
+    first = tl.where(is_value[:, None], first_stored, first.to(first_stored.dtype))
+    second = tl.where(is_value[:, None], second_stored, second.to(first_stored.dtype))
     query_ptrs, is_stored = queries_ptr + row * queries_stride + places, is_element & is_query[:, None]
     tl.store(query_ptrs, first, mask=is_stored)
     tl.store(query_ptrs + HALF, second, mask=is_stored)
@@ -94,6 +97,12 @@ def rope_kernel(
         is_cached = is_element & (head >= NUM_HEADS)[:, None] & (slot >= BLOCK_SIZE)
         tl.store(cached_ptr, first, mask=is_cached)
         tl.store(cached_ptr + HALF, second, mask=is_cached)
+
+
+@triton.jit
+def _turned(first, second, cos, sin):
+    """Both halves of heads [HEADS, HALF_BLOCK]."""
+    return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
@@ -130,6 +139,7 @@ def rope_and_write(
     k_norm: Tensor | None = None,
     v_norm: Tensor | None = None,
     eps: Tensor | None = None,
+    turns_first: bool = False,
 ) -> Tensor:
     """Turns a launch's queries, in place where qkv is whole, and puts its turned keys and its values into the cache.
 
@@ -145,6 +155,7 @@ def rope_and_write(
             or the latter if there are no queries, or neither.
         v_norm: [head_dim], likewise of values (Gemma 4), which are not turned; only beside k_norm.
         eps: [] float32, of the norms.
+        turns_first: norms are of what is turned (Hunyuan); not beside v_norm.
 
     Returns:
         the queries [num_rows, num_heads * head_dim], rows may be strided.
@@ -152,6 +163,7 @@ def rope_and_write(
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and kv_cache.is_contiguous()
     assert kv_cache.shape[2] == 2 * num_kv_heads * head_dim and kv_cache.dtype == qkv.dtype
     assert slot_mapping.dtype == torch.int64 and (v_norm is None or k_norm is not None)
+    assert not turns_first or (k_norm is not None and v_norm is None)
     assert (k_norm is None) == (eps is None) and (q_norm is None) == (k_norm is None or num_heads == 0)
     return _launch(
         qkv,
@@ -165,6 +177,7 @@ def rope_and_write(
         v_norm_ptr=v_norm,
         eps_ptr=eps,
         BLOCK_SIZE=kv_cache.shape[1],
+        TURNS_FIRST=turns_first,
     )
 
 
@@ -202,6 +215,7 @@ def rotate(
         v_norm_ptr=None,
         eps_ptr=eps,
         BLOCK_SIZE=0,
+        TURNS_FIRST=False,
     )
 
 

@@ -213,6 +213,7 @@ TRUNCATION = {"num_warps": 8, "enable_fp_fusion": False}
 GREEDY_HAS_NO = ("seeds_ptr", "draft_steps_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr")
 
 WHOLE_ROWS = dict.fromkeys(["scales_ptr", "bias_ptr"], None) | {"NUM_PARTS": 0}
+TURNED_ROWS = WHOLE_ROWS | {"TURNS_FIRST": False}
 # Of Llama-3-8B's rows that are whole and of those left in four partial sums: a row's bits are the same in both.
 ADDING_NORMS = {
     f"{dtype}, {'whole' if not num_parts else 'in parts'}{', scaled' * is_scaled}": Kernel(
@@ -239,7 +240,7 @@ HEADS_OF_PARTS = {
         + " *bf16:16" * 3
         + " *fp32:16"
         + " i32:16" * 3,
-        constants={**HEADS, **WHOLE_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16}
+        constants={**HEADS, **TURNED_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16}
         | {"v_norm_ptr": None, "NUM_PARTS": num_parts},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
@@ -258,7 +259,7 @@ WIDE_HEADS_OF_PARTS = [
             + (f" *i64 *{dtype}:16" + " *fp32:16" * 2 if num_kv_heads else "")
             + " *fp32:16" * 2
             + " i32:16" * 3,
-            constants={**WHOLE_ROWS, "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
+            constants={**TURNED_ROWS, "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
             | {"HALF_BLOCK": head_dim // 2, "HEADS": heads, "BLOCK_SIZE": 16 if num_kv_heads else 0}
             | ({} if num_kv_heads else dict.fromkeys(("slots_ptr", "kv_ptr", "k_norm_ptr", "v_norm_ptr")))
             | {"NUM_PARTS": num_parts},
@@ -877,12 +878,15 @@ TABLE = [
         module="kernels.rope",
         name="rope_kernel",
         signature="*bf16 *bf16 *fp32 *i64 *i64 *bf16 *bf16 *bf16 *fp32 i32 i32 i32",
-        constants={**HEADS, **WHOLE_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16}
+        constants={**HEADS, **TURNED_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16}
         | {"v_norm_ptr": None},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
     ),
     *HEADS_OF_PARTS.values(),
+    replace(  # Hunyuan's, whose norms are of what is turned
+        HEADS_OF_PARTS["bf16, in parts"], constants=HEADS_OF_PARTS["bf16, in parts"].constants | {"TURNS_FIRST": True}
+    ),
     *(kernel for by_rows in WIDE_HEADS_OF_PARTS for kernel in by_rows.values()),
     *(  # GLM-4.7-Flash's, Moonlight's and, as the tiny family runs, in float32
         Kernel(
@@ -901,7 +905,7 @@ TABLE = [
         module="kernels.rope",
         name="rope_kernel",
         signature="*bf16:16 *bf16:16 *fp32:16 *i64 *i64 *bf16:16 *fp32:16 *fp32:16 *fp32:16 i32:16 i32:16 i32:16",
-        constants={**WHOLE_ROWS, "NUM_HEADS": 0, "NUM_KV_HEADS": 1, "HEAD_DIM": 512, "HALF_BLOCK": 256}
+        constants={**TURNED_ROWS, "NUM_HEADS": 0, "NUM_KV_HEADS": 1, "HEAD_DIM": 512, "HALF_BLOCK": 256}
         | {"BLOCK_SIZE": 16, "HEADS": 4, "q_norm_ptr": None},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=8192,
@@ -913,7 +917,7 @@ TABLE = [
         signature="*bf16 *bf16 *fp32 *i64 *i64 *bf16 *bf16 *fp32 i32 i32 i32",
         constants={
             **HEADS,
-            **WHOLE_ROWS,
+            **TURNED_ROWS,
             "NUM_HEADS": 0,
             "HALF_BLOCK": 64,
             "BLOCK_SIZE": 16,

@@ -58,6 +58,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "glm4": {"model_type": "glm4", "pad_token_id": 0},  # half of a head turns, neighbours together
+    # Heads are normed once they are turned, by stretched rotations, and experts lie beside an MLP.
+    "hunyuan_v1_moe": {
+        "model_type": "hunyuan_v1_moe",
+        "num_experts": 6,
+        "moe_topk": 2,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        "pad_token_id": 0,
+    },
     # Queries are scaled by how far into a text they stand.
     "ministral3": {
         "model_type": "ministral3",

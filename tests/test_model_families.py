@@ -47,6 +47,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+STRETCHED = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 # Beyond the first length queries are scaled by how far into a text they stand.
 LLAMA4_YARN = {
     "rope_type": "yarn",
@@ -293,6 +294,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 3,
         },
     ),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 24, "tie_word_embeddings": True}),
+    "hunyuan_v1_dense, stretched rope, biased": (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "attention_bias": True, "rope_parameters": STRETCHED},
+    ),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        {"head_dim": 16, "num_experts": 6, "moe_topk": [3, 3], "rope_parameters": STRETCHED},
+    ),
     "internlm3": ("internlm3", {"head_dim": 16}),
     "internlm3, biased, dynamic rope": (
         "internlm3",
@@ -410,6 +420,7 @@ BFLOAT16 = (
     "gemma4_text, inputs of layers",
     "gemma4_text, keys that are values, other heads",
     "glm4",
+    "hunyuan_v1_dense, stretched rope, biased",
     "llama, attention bias",
     "minimax_m2",
     "mistral, sliding",
@@ -636,6 +647,11 @@ def test_a_router_keeps_its_digits_beside_16_bits(
         ),
         ("youtu", {**LATENT, "kv_lora_rank": 0}, "kv_lora_rank of a youtu checkpoint must be >= 1, got 0; mend"),
         ("youtu", {**LATENT, "q_lora_rank": -1}, "q_lora_rank of a youtu checkpoint must be >= 1, got -1; mend"),
+        (
+            "hunyuan_v1_moe",
+            {"num_experts": 6, "moe_topk": [2, 3]},
+            r"moe_topk of a hunyuan_v1_moe checkpoint must be one for all layers, got \[2, 3\]; choose",
+        ),
         ("youtu", {**LATENT, "head_dim": 16}, r"head_dim of a youtu .* its qk_rope_head_dim \(8\), got 16; leave"),
     ],
     ids=repr,
@@ -708,6 +724,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "deepseek_v3, queries at once, values wider than keys",
         "olmo2",
         "minimax_m2",
+        "hunyuan_v1_moe",
         "afmoe",
         "mistral4, texts longer than it was trained with first",
     ],

@@ -68,21 +68,28 @@ def norms(shape: Shape, dtype: torch.dtype, *, norms_values: bool = False) -> di
     return {name: weight.to(dtype) for name, weight in weights.items()} | {"eps": torch.tensor(EPS)}
 
 
-def joined(qkv: Tensor, shape: Shape, weights: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+def joined(
+    qkv: Tensor, shape: Shape, weights: dict[str, Tensor], dtype: torch.dtype, *, turns_first: bool = False
+) -> Tensor:
     """Rows [num_rows, width] after norms and rotation by the torch ops, in `dtype`."""
     qkv = qkv.to(dtype)
-    if weights:
-        heads = qkv.view(len(qkv), -1, shape.head_dim)
-        parts = list(heads.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1))
-        for index, name in enumerate(("q_norm", "k_norm", "v_norm")):
-            if name in weights:
-                weight = weights[name].to(torch.promote_types(dtype, weights[name].dtype))
-                parts[index] = normed(parts[index], weight)
-        qkv = torch.cat(parts, dim=1).flatten(1)
+    if turns_first:
+        return normed_heads(joined(qkv, shape, {}, dtype), shape, weights)
+    qkv = normed_heads(qkv, shape, weights)
     cos, signed_sin = (table.to(dtype) for table in angles(shape.head_dim))
     num_value_columns = shape.num_kv_heads * shape.head_dim
     table = RopeTable(cos, signed_sin, shape.num_heads + shape.num_kv_heads, num_value_columns)
     return apply_rope(qkv, *table.rows(POSITIONS), table.partner)
+
+
+def normed_heads(qkv: Tensor, shape: Shape, weights: dict[str, Tensor]) -> Tensor:
+    heads = qkv.view(len(qkv), -1, shape.head_dim)
+    parts = list(heads.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1))
+    for index, name in enumerate(("q_norm", "k_norm", "v_norm")):
+        if name in weights:
+            weight = weights[name].to(torch.promote_types(qkv.dtype, weights[name].dtype))
+            parts[index] = normed(parts[index], weight)
+    return torch.cat(parts, dim=1).flatten(1)
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -115,14 +122,19 @@ def turn(
 
 
 def run(
-    qkv: Tensor, shape: Shape, weights: dict[str, Tensor], device: torch.device, rows: slice = slice(None)
+    qkv: Tensor,
+    shape: Shape,
+    weights: dict[str, Tensor],
+    device: torch.device,
+    rows: slice = slice(None),
+    **order: bool,
 ) -> tuple[Tensor, Tensor]:
     """(rows, slots of the cache) after the kernel; a row lies in a wider one, which is checked to stay as it is."""
     wide = torch.full((len(qkv), shape.width + 24), 7.0, dtype=qkv.dtype)
     wide[:, : shape.width] = qkv
     wide = wide.to(device)
     cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, shape.width - shape.queries), -5.0, dtype=qkv.dtype, device=device)
-    on_device = {name: weight.to(device) for name, weight in weights.items()}
+    on_device = {name: weight.to(device) for name, weight in weights.items()} | order
     table = RopeTable(*angles(shape.head_dim), 1, 0).compact.to(device)
     positions, slots = POSITIONS[rows].to(device), SLOTS[rows].to(device)
     turn(wide[rows, : shape.width], table, positions, slots, cache, shape, on_device)
@@ -157,6 +169,22 @@ def test_rounding_is_no_worse_than_that_of_the_torch_ops(
     assert (found.double() - exact).abs().max() <= limit
     values = shape.width - shape.num_kv_heads * shape.head_dim
     assert torch.equal(found[:, values:], qkv[:, values:])
+
+
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32], ids=["", "norms of float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", STORING, ids=str)
+def test_norms_may_be_of_what_is_turned(
+    kernel_device: torch.device, shape: Shape, dtype: torch.dtype, norm_dtype: torch.dtype | None
+) -> None:
+    """Rows before it are longer than one, and their weights are not alike: either order has other results."""
+    qkv, weights = rows_of(shape, dtype) * 3, norms(shape, norm_dtype or dtype)
+    turned, held = run(qkv, shape, weights, kernel_device, turns_first=True)
+    found = torch.cat((turned[:, : shape.queries], held[SLOTS]), dim=1).double()
+    exact, plain = (joined(qkv, shape, weights, kind, turns_first=True).double() for kind in (torch.float64, dtype))
+    limit = 2 * (plain - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+    assert (found - exact).abs().max() <= limit
+    assert (found - joined(qkv, shape, weights, torch.float64)).abs().max() > 50 * limit, "the other order is another"
 
 
 @pytest.mark.parametrize("norm_dtype", [None, torch.float32], ids=["", "norms of float32"])

@@ -37,10 +37,13 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
+def empty_cache() -> PagedKVCache:
+    return PagedKVCache([SHAPE.width - SHAPE.queries], 6, 4, torch.float32, torch.device("cpu"))
+
+
 def test_norms_of_all_heads_come_before_rotation_and_cache() -> None:
     qkv, weights, eps = normal(len(POSITIONS), SHAPE.width), normal(3, SHAPE.head_dim), torch.tensor(EPS)
-    rope = rope_rows(SHAPE.num_kv_heads)
-    cache = PagedKVCache([SHAPE.width - SHAPE.queries], 6, 4, torch.float32, torch.device("cpu"))
+    rope, cache = rope_rows(SHAPE.num_kv_heads), empty_cache()
     kinds = (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads)
     heads = qkv.unflatten(1, (-1, SHAPE.head_dim)).split(kinds, dim=1)
     normed = torch.cat([rms_norm(own, weight, eps) for own, weight in zip(heads, weights, strict=True)], dim=1)
@@ -49,6 +52,22 @@ def test_norms_of_all_heads_come_before_rotation_and_cache() -> None:
     queries = rotate_and_store(qkv, rope, SLOTS, cache, 0, **SHAPE.sizes(), q_norm=q_norm, k_norm=k_norm, v_norm=v_norm)
     assert queries.shape == (len(POSITIONS), SHAPE.num_heads, SHAPE.head_dim)
     torch.testing.assert_close(queries.flatten(1), expected[:, : SHAPE.queries], **TOLERANCE)
+    torch.testing.assert_close(cache.layers[0].flatten(0, 1)[SLOTS], expected[:, SHAPE.queries :], **TOLERANCE)
+
+
+def test_norms_of_queries_and_keys_may_come_behind_rotation() -> None:
+    qkv, weights, eps = normal(len(POSITIONS), SHAPE.width), normal(2, SHAPE.head_dim), torch.tensor(EPS)
+    rope, cache = rope_rows(SHAPE.num_kv_heads), empty_cache()
+    kinds = (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads)
+    queries, keys, values = apply_rope(qkv, *rope.whole_rows).unflatten(1, (-1, SHAPE.head_dim)).split(kinds, dim=1)
+    expected = torch.cat((rms_norm(queries, weights[0], eps), rms_norm(keys, weights[1], eps), values), dim=1).flatten(
+        1
+    )
+    q_norm, k_norm = ((weight, eps) for weight in weights)
+    found = rotate_and_store(
+        qkv, rope, SLOTS, cache, 0, **SHAPE.sizes(), q_norm=q_norm, k_norm=k_norm, turns_first=True
+    )
+    torch.testing.assert_close(found.flatten(1), expected[:, : SHAPE.queries], **TOLERANCE)
     torch.testing.assert_close(cache.layers[0].flatten(0, 1)[SLOTS], expected[:, SHAPE.queries :], **TOLERANCE)
 
 

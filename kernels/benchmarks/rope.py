@@ -1,7 +1,7 @@
 """Rotation of a fused projection's rows, and their way into the cache, at Llama-3-8B's heads.
 
 And what Gemma 4's layers do with heads of 512: all are normed first, and where a layer reads another's keys and values,
-rows are queries alone.
+rows are queries alone. Hunyuan's queries and keys are normed once they are turned.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def cases(setting: Setting) -> list[Case]:
             op="rope",
             label=f"{what}{num_rows} rows",
             dtype=name_of(setting.dtype),
-            prepare=partial(_prepare, setting, num_rows, *own, is_normed),
+            prepare=partial(_prepare, setting, num_rows, *own, normed_kinds, turns_first),
         )
-        for what, own, is_normed, own_sizes in (
-            ("", heads, False, sizes),
-            ("normed heads of 512, ", wide, True, wide_sizes),
-            ("queries of 512 alone, ", (wide[0], 0, wide[2]), True, wide_sizes),
+        for what, own, normed_kinds, turns_first, own_sizes in (
+            ("", heads, "", False, sizes),
+            ("normed once turned, ", heads, "qk", True, wide_sizes),
+            ("normed heads of 512, ", wide, "qkv", False, wide_sizes),
+            ("queries of 512 alone, ", (wide[0], 0, wide[2]), "q", False, wide_sizes),
         )
         for num_rows in own_sizes
     ]
@@ -49,7 +50,13 @@ def angles(head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _prepare(
-    setting: Setting, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, is_normed: bool
+    setting: Setting,
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    normed_kinds: str,
+    turns_first: bool,
 ) -> Work:
     queries, values = num_heads * head_dim, num_kv_heads * head_dim
     qkv = setting.normal(num_rows, queries + 2 * values, seed=0)
@@ -64,11 +71,12 @@ def _prepare(
     kinds = {"q_norm": num_heads, "k_norm": num_kv_heads, "v_norm": num_kv_heads}
     weights = {
         name: setting.normal(head_dim, seed=seed).float()
-        for seed, (name, count) in enumerate(kinds.items(), 3)
-        if is_normed and count
+        for seed, name in enumerate(kinds, 3)
+        if name[0] in normed_kinds
     }
     eps = torch.tensor(EPS, device=setting.device)
-    norms: dict[str, Any] = {**weights, "eps": eps} if is_normed else {}
+    norms: dict[str, Any] = {**weights, "eps": eps} if weights else {}
+    norms |= {"turns_first": True} if turns_first else {}
 
     def op(rows: Tensor, held: Tensor) -> Tensor:
         if num_kv_heads == 0:
@@ -78,19 +86,28 @@ def _prepare(
 
     def by_definition(dtype: torch.dtype) -> Tensor:
         norm = exact_norm if dtype == torch.float64 else rms_norm
-        heads = qkv.to(dtype).view(num_rows, -1, head_dim).split_with_sizes(tuple(kinds.values()), dim=1)
-        normed = [
-            norm(own, weights[name], eps) if name in weights else own for name, own in zip(kinds, heads, strict=True)
-        ]
         table = RopeTable(cos.to(dtype), signed_sin.to(dtype), num_heads + num_kv_heads, values)
-        return apply_rope(torch.cat(normed, dim=1).flatten(1), *table.rows(positions), table.partner)
+
+        def normed(rows: Tensor) -> Tensor:
+            heads = rows.view(num_rows, -1, head_dim).split_with_sizes(tuple(kinds.values()), dim=1)
+            parts = [
+                norm(own, weights[name], eps) if name in weights else own
+                for name, own in zip(kinds, heads, strict=True)
+            ]
+            return torch.cat(parts, dim=1).flatten(1)
+
+        def turned(rows: Tensor) -> Tensor:
+            return apply_rope(rows, *table.rows(positions), table.partner)
+
+        rows = qkv.to(dtype)
+        return normed(turned(rows)) if turns_first else turned(normed(rows))
 
     def check() -> list[str]:
         turned, held = qkv.clone(), cache.clone()
         op(turned, held)
         written = held.flatten(0, 1)[slots]
         found = torch.cat((turned[:, :queries], written), dim=1)
-        if not is_normed:
+        if "v" not in normed_kinds:
             check_equal("values", written[:, values:], qkv[:, queries + values :])
         check_equal("the row's own keys and values", turned[:, queries:], qkv[:, queries:])
         return [check_error(found, by_definition(setting.dtype), by_definition(torch.float64))]

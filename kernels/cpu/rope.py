@@ -35,8 +35,8 @@ Arguments = arguments_of(
 
 
 @cache
-def rows_rotation(element: Any, weight_element: Any) -> Kernel:
-    """Of tensors of these elements, and norms of those."""
+def rows_rotation(element: Any, weight_element: Any, turns_first: bool) -> Kernel:
+    """Of tensors of these elements, and norms of those, which are of what is turned or come before it."""
 
     def rotate_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
@@ -52,20 +52,27 @@ def rows_rotation(element: Any, weight_element: Any) -> Kernel:
             for head in range(num_changed):
                 own = rows[row, head * head_dim : (head + 1) * head_dim]
                 weight = a.q_weight if head < num_heads else a.k_weight if head < num_turned else a.v_weight
-                if weight:
-                    squares, scales = NOTHING, elements(weight, 1, head_dim, weight_element)[0]
-                    for column in range(head_dim):
-                        number = widen(own[column])
-                        squares += number * number
-                    scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(a.eps, 1, 1)[0, 0])
-                    for column in range(head_dim):
-                        own[column] = narrow(widen(own[column]) * (scale * widen(scales[column])), own[column])
-                if head < num_turned:
-                    lows, highs, cosines, sines = own[:half], own[half:], turn[:half], turn[half:]
-                    for column in range(half):
-                        low, high, cos, sin = widen(lows[column]), widen(highs[column]), cosines[column], sines[column]
-                        lows[column] = narrow(low * cos - high * sin, lows[column])
-                        highs[column] = narrow(high * cos + low * sin, lows[column])
+                for stage in range(2):
+                    is_norm = (stage == 1) == turns_first
+                    if is_norm and weight:
+                        squares, scales = NOTHING, elements(weight, 1, head_dim, weight_element)[0]
+                        for column in range(head_dim):
+                            number = widen(own[column])
+                            squares += number * number
+                        scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(a.eps, 1, 1)[0, 0])
+                        for column in range(head_dim):
+                            own[column] = narrow(widen(own[column]) * (scale * widen(scales[column])), own[column])
+                    elif not is_norm and head < num_turned:
+                        lows, highs, cosines, sines = own[:half], own[half:], turn[:half], turn[half:]
+                        for column in range(half):
+                            low, high, cos, sin = (
+                                widen(lows[column]),
+                                widen(highs[column]),
+                                cosines[column],
+                                sines[column],
+                            )
+                            lows[column] = narrow(low * cos - high * sin, lows[column])
+                            highs[column] = narrow(high * cos + low * sin, lows[column])
             if a.slots:
                 target, source = kept[targets[row]], rows[row, num_heads * head_dim :]
                 for column in range(fresh):
@@ -88,12 +95,13 @@ def rope_and_write(
     k_norm: Tensor | None = None,
     v_norm: Tensor | None = None,  # of values, which are not turned
     eps: Tensor | None = None,  # []
+    turns_first: bool = False,  # norms are of what is turned (Hunyuan)
 ) -> Tensor:  # [num_rows, num_heads * head_dim], the queries
     assert kv_cache.shape[2] == 2 * num_kv_heads * head_dim
     assert kv_cache.is_contiguous() and qkv.dtype == kv_cache.dtype
     assert slot_mapping.is_contiguous() and slot_mapping.dtype == torch.int64 and len(slot_mapping) == len(qkv)
     heads, norms = (num_heads, num_kv_heads, head_dim), (q_norm, k_norm, v_norm)
-    _turn(qkv, table, positions, (slot_mapping, kv_cache), heads, norms, eps)
+    _turn(qkv, table, positions, (slot_mapping, kv_cache), heads, norms, eps, turns_first)
     return qkv[:, : num_heads * head_dim]
 
 
@@ -119,6 +127,7 @@ def _turn(
     heads: tuple[int, int, int],  # of queries, of keys, and elements of each
     norms: tuple[Tensor | None, ...],  # of queries, of keys, of values
     eps: Tensor | None,
+    turns_first: bool = False,
 ) -> None:
     num_rows, width = rows.shape
     num_heads, num_kv_heads, head_dim = heads
@@ -129,7 +138,7 @@ def _turn(
     weight_dtype = present[0].dtype if present else rows.dtype
     assert weight_dtype in (rows.dtype, torch.float32) and all(norm.dtype == weight_dtype for norm in present)
     assert not present or eps is not None
-    rows_rotation(ELEMENTS[rows.dtype], ELEMENTS[weight_dtype])(
+    rows_rotation(ELEMENTS[rows.dtype], ELEMENTS[weight_dtype], turns_first)(
         rows.data_ptr(),
         table.data_ptr(),
         positions.data_ptr(),

@@ -40,6 +40,7 @@ class Architecture:
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over each query and key head, before rope (Qwen3)
     is_qk_norm_whole: bool  # over all query heads together, and over all key heads (OLMo 2)
+    norms_turned: bool  # Family.norms_turned
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
     ropes: tuple[str | None, ...]  # per layer: which of the config's rotations, None = none (SmolLM3)
     norms: NormNames
@@ -171,6 +172,7 @@ def read_architecture(config: Any) -> Architecture | None:
         mlp_bias=is_told(config, family.mlp_bias),
         qk_norm=is_told(config, family.qk_norm),
         is_qk_norm_whole=family.is_qk_norm_whole,
+        norms_turned=family.norms_turned,
         sliding_windows=_sliding_windows(config, family),
         ropes=_ropes(config, family),
         norms=family.norms,

@@ -63,13 +63,14 @@ def read_expert_shapes(config: Any, mixture: Mixture | None) -> ExpertShapes | N
     """From a transformers config, of a family's mixture; raises UserError for numbers of experts that cannot be."""
     if mixture is None or not is_told(config, mixture.is_there):
         return None
-    for key in (mixture.count_key, mixture.choices_key, *_LAYER_KEYS[mixture.layers]):
-        number, of = getattr(config, key), f"{key} of a {config.model_type} checkpoint must be"
+    told = {key: _number(config, key) for key in (mixture.count_key, mixture.choices_key)}
+    for key, number in (told | {key: getattr(config, key) for key in _LAYER_KEYS[mixture.layers]}).items():
+        of = f"{key} of a {config.model_type} checkpoint must be"
         if number is None:
             raise UserError(f"{of} given, got null; mend its config")
         if key in _STEPS and number < 1:
             raise UserError(f"{of} >= 1, got {number}; mend its config")
-    num_experts, choices = getattr(config, mixture.count_key), getattr(config, mixture.choices_key)
+    num_experts, choices = told[mixture.count_key], told[mixture.choices_key]
     if not 1 <= choices <= num_experts:
         raise UserError(
             f"{mixture.choices_key} of a {config.model_type} checkpoint must lie in [1, {num_experts}], as many as "
@@ -93,6 +94,18 @@ def read_expert_shapes(config: Any, mixture: Mixture | None) -> ExpertShapes | N
         shared_size=_shared_size(config, mixture, size),
         in_layers=tuple(_has_experts(config, mixture, layer) for layer in range(config.num_hidden_layers)),
     )
+
+
+def _number(config: Any, key: str) -> Any:
+    """Of all layers, which Hunyuan's configs may list one by one; raises UserError where they differ."""
+    told = getattr(config, key)
+    if not isinstance(told, list):
+        return told
+    if len(set(told)) != 1:
+        raise UserError(
+            f"{key} of a {config.model_type} checkpoint must be one for all layers, got {told}; choose another model"
+        )
+    return told[0]
 
 
 def _groups(config: Any, mixture: Mixture, num_experts: int, choices: int) -> tuple[int, int]:

@@ -94,6 +94,8 @@ class Family:
     mlp_bias: bool | str = False
     qk_norm: bool | str = False  # RMSNorm over each query and key head, before rope
     is_qk_norm_whole: bool = False  # over all query heads together, and over all key heads
+    norms_turned: bool = False  # or behind rope
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # their names in the checkpoint, within the attention
     windows: Literal["none", "one", "by_layer"] = "none"  # one: the config's for all layers
     norms: NormNames = PRE_NORMS
     norms_add_one: bool = False  # to their weights
@@ -127,7 +129,7 @@ class Family:
     def has_plain_layers(self) -> bool:
         """Llama's but for biases, norms, gates and rotations of heads, windows and experts: MTP modules' are such."""
         is_other = bool(self.is_embedding_scaled) or self.has_sinks or self.activation != "silu"
-        is_other = is_other or self.is_qk_norm_whole or self.is_rope_in_windows
+        is_other = is_other or self.is_qk_norm_whole or self.norms_turned or self.is_rope_in_windows
         return self.norms is PRE_NORMS and not (is_other or self.reads)
 
 
@@ -227,6 +229,14 @@ _QWEN_MIXTURE: dict[str, Any] = {
 }
 _SPARSE_QWEN_MIXTURE = Mixture(**_QWEN_MIXTURE, is_normalized="norm_topk_prob", layers="by_step")
 
+_HUNYUAN: dict[str, Any] = {
+    "output_bias": "attention_bias",
+    "qk_norm": True,
+    "norms_turned": True,
+    "head_norms": ("query_layernorm", "key_layernorm"),
+    "fixed_values": {"use_qk_norm": True, "use_cla": False, "moe_layer_num_skipped": 0, "use_mixed_mlp_moe": True},
+}
+
 # Gemma 4's, as its 26B-A4B has it; dense layers of that family have none.
 _GEMMA_MIXTURE = Mixture(
     block="",
@@ -312,6 +322,19 @@ FAMILIES = {
             size_key="intermediate_size",
             has_biases=True,
             stacks="by_input_in_turns",
+        ),
+    ),
+    "hunyuan_v1_dense": Family(**_HUNYUAN),
+    "hunyuan_v1_moe": Family(
+        **_HUNYUAN,
+        experts=Mixture(
+            block="mlp",
+            router="gate.wg",
+            router_digits="of checkpoint",
+            choices_key="moe_topk",
+            size_key="intermediate_size",
+            shared="shared_mlp",
+            shared_size_key="intermediate_size",
         ),
     ),
     "internlm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),

@@ -6,6 +6,7 @@ import torch
 
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
+from runner.engine.families import FAMILIES
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
@@ -55,6 +56,8 @@ class GroupedQueryAttention(Attention):
             quantization=quantization,
         )
         self._is_norm_whole = arch.qk_norm and arch.is_qk_norm_whole
+        self._norms_turned = arch.norms_turned
+        self._norm_names = FAMILIES[arch.family].head_norms
         # Of queries, and of keys where the layer has some.
         self.q_norm, self.k_norm = (
             RMSNorm.of(arch, dtype, heads.head_dim * (num_heads if self._is_norm_whole else 1)) if is_normed else None
@@ -106,6 +109,7 @@ class GroupedQueryAttention(Attention):
                 q_norm=self._norms[0],
                 k_norm=self._norms[1],
                 v_norm=self._value_norm,
+                turns_first=self._norms_turned,
             )
         else:
             query = rotate(qkv, rope, num_heads=self.num_heads, head_dim=self.head_dim, q_norm=self._norms[0])
@@ -172,7 +176,7 @@ class GroupedQueryAttention(Attention):
         targets: dict[str, WeightTarget] = {}
         for product in self.products:
             targets |= product.weight_targets(prefix)
-        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        norms = dict(zip(self._norm_names, (self.q_norm, self.k_norm), strict=True))
         targets |= {f"{prefix}self_attn.{name}.weight": norm.target for name, norm in norms.items() if norm is not None}
         if self.sinks is not None:
             targets[f"{prefix}self_attn.sinks"] = WeightTarget(view=self.sinks, shard_dim=0)

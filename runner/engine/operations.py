@@ -187,15 +187,16 @@ def rotate_and_store(
     q_norm: NormWeights | None = None,
     k_norm: NormWeights | None = None,
     v_norm: NormWeights | None = None,  # only beside k_norm, and with the same eps
+    turns_first: bool = False,  # norms are of what is turned, of queries and keys alone
 ) -> torch.Tensor:  # [num_rows, num_heads, head_dim]
     """Norm heads where a model does, rotate queries and keys, store keys and values; the queries."""
-    assert v_norm is None or k_norm is not None
+    assert (v_norm is None or k_norm is not None) and not (turns_first and v_norm is not None)
     columns = num_heads * head_dim
     if isinstance(qkv, PartialSums) or runs_kernels(qkv) or is_compiled(qkv):
         norm_weights: dict[str, Any] = {}
         if k_norm is not None:
             norm_weights = {"q_norm": None if q_norm is None else q_norm[0], "k_norm": k_norm[0], "eps": k_norm[1]}
-            norm_weights["v_norm"] = None if v_norm is None else v_norm[0]
+            norm_weights |= {"v_norm": None if v_norm is None else v_norm[0], "turns_first": turns_first}
         queries: torch.Tensor = _rope_kernels(qkv).rope_and_write(
             qkv,
             rope.table.compact,
@@ -208,19 +209,24 @@ def rotate_and_store(
             **norm_weights,
         )
         return scale_queries(queries.view(len(queries), num_heads, head_dim), rope)
-    if k_norm is not None:
-        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        normed_q = q if q_norm is None else rms_norm_in_torch(q, *q_norm)
-        normed_v = v if v_norm is None else rms_norm_in_torch(v, *v_norm)
-        qkv = torch.cat((normed_q, rms_norm_in_torch(k, *k_norm), normed_v), dim=1).flatten(1)
-    if num_heads == 0:
-        cache.write(layer, slot_mapping, apply_rope(qkv, *rope.behind(qkv.shape[1])))
-        return qkv[:, :0].view(len(qkv), 0, head_dim)
-    turned = apply_rope(qkv, *rope.whole_rows)
+    if k_norm is not None and not turns_first:
+        qkv = _normed_heads(qkv, (num_heads, num_kv_heads), head_dim, (q_norm, k_norm, v_norm))
+    turns = rope.behind(qkv.shape[1]) if num_heads == 0 else rope.whole_rows
+    turned = apply_rope(qkv, *turns)
+    if turns_first:
+        turned = _normed_heads(turned, (num_heads, num_kv_heads), head_dim, (q_norm, k_norm, v_norm))
     query, kv = turned.split_with_sizes((columns, 2 * num_kv_heads * head_dim), dim=1)
     cache.write(layer, slot_mapping, kv)
-    return scale_queries(query.view(-1, num_heads, head_dim), rope)
+    return scale_queries(query.view(len(query), num_heads, head_dim), rope)
+
+
+def _normed_heads(
+    qkv: torch.Tensor, num_heads: tuple[int, int], head_dim: int, norms: tuple[NormWeights | None, ...]
+) -> torch.Tensor:
+    """num_heads: of queries, and of keys; norms: of these and of values."""
+    heads = qkv.view(len(qkv), -1, head_dim).split_with_sizes((*num_heads, num_heads[1]), dim=1)
+    normed = [own if norm is None else rms_norm_in_torch(own, *norm) for own, norm in zip(heads, norms, strict=True)]
+    return torch.cat(normed, dim=1).flatten(1)
 
 
 def rotate(

@@ -8,6 +8,7 @@ Only frequencies that do not depend on the batch are allowed, or a request's tok
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,7 @@ from runner.engine.errors import UserError
 logger = logging.getLogger(__name__)
 
 ONE_ROPE = ""  # key of a config's rotations, where all its layers have the same
+STRETCHED = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # model types whose rotations an alpha stretches
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 
 
@@ -168,9 +170,11 @@ def rope_tables(
     else:
         parameters = config.rope_parameters[key] if key else config.rope_parameters
         kind = parameters.get("rope_type", "default")
-        if kind == "default":
+        stretched = _stretched_theta(config, parameters, layout.num_rotated)
+        if kind == "default" or stretched is not None:
             steps = torch.arange(0, layout.num_rotated, 2, dtype=torch.float32)
-            inv_freq = 1.0 / (parameters["rope_theta"] ** (steps / layout.num_rotated))
+            theta = parameters["rope_theta"] if stretched is None else stretched
+            inv_freq = 1.0 / (theta ** (steps / layout.num_rotated))
         else:
             of_kind = {"layer_type": key} if key else {}
             own = config.per_layer_config[key] if key else config  # whose heads may be others (Gemma 4)
@@ -181,6 +185,14 @@ def rope_tables(
     cos = F.pad(angles.cos() * scaling, unturned, value=1.0)
     sin = F.pad(angles.sin() * scaling, unturned)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def _stretched_theta(config: Any, parameters: Mapping[str, Any], num_rotated: int) -> float | None:
+    """Of rotations that a fixed factor stretches, as in NTK-aware scaling, which Hunyuan's configs call dynamic."""
+    alpha = parameters.get("alpha") if config.model_type in STRETCHED else None
+    if alpha is None or parameters.get("rope_type") != "dynamic":
+        return None
+    return float(parameters["rope_theta"] * alpha ** (num_rotated / (num_rotated - 2)))
 
 
 def query_factors(config: Any, max_model_len: int) -> torch.Tensor | None:
