@@ -58,6 +58,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "glm4": {"model_type": "glm4", "pad_token_id": 0},  # half of a head turns, neighbours together
+    # Embeddings, what layers add, and logits are multiplied.
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 6.0,
+        "pad_token_id": 0,
+    },
     # Heads are normed once they are turned, by stretched rotations, and experts lie beside an MLP.
     "hunyuan_v1_moe": {
         "model_type": "hunyuan_v1_moe",

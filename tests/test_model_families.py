@@ -133,6 +133,22 @@ AFMOE = {
     "route_scale": 2.5,
     "mup_enabled": True,
 }
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 6.0,
+    "pad_token_id": 0,
+}
+GRANITE_EXPERTS = {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}
+GRANITE_HYBRID = {
+    **GRANITE,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 0,
+    "layer_types": ["attention"] * 2,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 8,
+}
 MINIMAX = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8}
 LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
 GEMMA = {"head_dim": 24, "pad_token_id": 0}
@@ -294,6 +310,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 3,
         },
     ),
+    "granite": ("granite", GRANITE),
+    "granite, tied, biased": (
+        "granite",
+        {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.05},
+    ),
+    "granite, multiplied by nothing": ("granite", {"attention_multiplier": 0.25, "pad_token_id": 0}),
+    "granitemoe": ("granitemoe", GRANITE_EXPERTS),
+    "granitemoe, tied": ("granitemoe", {**GRANITE_EXPERTS, "tie_word_embeddings": True, "num_experts_per_tok": 1}),
+    "granitemoehybrid": ("granitemoehybrid", GRANITE_HYBRID),
+    "granitemoehybrid, nothing turns, tied": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "position_embedding_type": None, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "granitemoeshared": ("granitemoeshared", {**GRANITE_EXPERTS, "shared_intermediate_size": 48}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 24, "tie_word_embeddings": True}),
     "hunyuan_v1_dense, stretched rope, biased": (
         "hunyuan_v1_dense",
@@ -420,6 +450,7 @@ BFLOAT16 = (
     "gemma4_text, inputs of layers",
     "gemma4_text, keys that are values, other heads",
     "glm4",
+    "granite",
     "hunyuan_v1_dense, stretched rope, biased",
     "llama, attention bias",
     "minimax_m2",
@@ -497,6 +528,7 @@ def longrope_config() -> Any:
     "variant",
     [
         *("llama, tied", "mistral, sliding", "olmo3", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
+        *("afmoe", "granite"),
         "qwen3_5_text",
     ],
 )
@@ -524,6 +556,10 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     assert read_architecture(AutoConfig.for_model("llama", hidden_act="gelu")) is None
     assert read_architecture(AutoConfig.for_model("gemma2", hidden_activation="gelu")) is None  # not Gemma's own gelu
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_limit=5.0)) is None
+    for other in ({"layer_types": ["linear_attention", "attention"]}, {"num_local_experts": 4}):
+        assert (
+            read_architecture(AutoConfig.for_model("granitemoehybrid", **{**SHAPE, **GRANITE_HYBRID, **other})) is None
+        )
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_alpha=1.0)) is None
     assert read_architecture(AutoConfig.for_model("deepseek_v2", topk_method="group_limited_greedy")) is None
     assert read_architecture(AutoConfig.for_model("ernie4_5_moe", use_bias=True)) is None
@@ -652,6 +688,11 @@ def test_a_router_keeps_its_digits_beside_16_bits(
             {"num_experts": 6, "moe_topk": [2, 3]},
             r"moe_topk of a hunyuan_v1_moe checkpoint must be one for all layers, got \[2, 3\]; choose",
         ),
+        (
+            "granite",
+            {**GRANITE, "residual_multiplier": 0.0},
+            "residual_multiplier of a granite checkpoint must be > 0, got 0.0; mend its config",
+        ),
         ("youtu", {**LATENT, "head_dim": 16}, r"head_dim of a youtu .* its qk_rope_head_dim \(8\), got 16; leave"),
     ],
     ids=repr,
@@ -724,6 +765,8 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "deepseek_v3, queries at once, values wider than keys",
         "olmo2",
         "minimax_m2",
+        "granitemoeshared",
+        "granitemoehybrid",
         "hunyuan_v1_moe",
         "afmoe",
         "mistral4, texts longer than it was trained with first",

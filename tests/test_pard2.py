@@ -223,7 +223,8 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("llama", {"pard2_scale": "small"}, {}, r"pard2_scale must be a number, got 'small'; mend its config.json"),
         ("llama", {"pard_token": None}, {}, r"must name the mask token"),
         ("gemma", {}, {}, r"a family whose layers start from the embeddings as they are, .*, got gemma; choose"),
-        ("granite", {}, {}, r"a family whose layers start from the embeddings as they are, .*, got granite; choose"),
+        ("granite", {"embedding_multiplier": 12.0}, {}, r"start from the embeddings as they are, .* granite; choose"),
+        ("cohere", {}, {}, r"a family whose layers start from the embeddings as they are, .*, got cohere; choose"),
     ],
 )  # fmt: skip
 def test_a_draft_that_was_made_for_another_target_is_one_message(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kernels.cpu.panels import Panels, multiplies_and_adds, unpack
 from kernels.quantized_weight import FLOAT8, quantize
+from proposers.drafting.from_hidden_states import HeadProposer
 from runner.benchmarks import decoding
 from runner.cli.compose import Composer
 from runner.config import SpeculativeConfig
@@ -27,6 +28,7 @@ from runner.tiny import DRAFTER_KEYS
 from tests import mtp_checkpoints
 from tests.conftest import TARGET_CONFIG, Engines, complete
 from tests.emulated_device import EmulatedDevice
+from tests.other_families import FAMILIES
 from tests.test_emulated_gpu import DRAWN, GPU, GREEDY, SMALL
 from tests.test_losslessness import (
     METHODS,
@@ -118,6 +120,17 @@ def test_all_that_a_drafter_multiplies_by_is_held_in_8_bits(method: str, engines
     )  # drafts are the target's first layer, head and all
     assert any(torch.equal(unpack(weight), quantize(head, torch.int8).dense()) for weight in found) != has_other_head
     assert decoder_of(llm).lm_head.numbers.dtype == torch.float32  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_a_copy_of_the_targets_projection_gives_logits_as_the_target_does(engines: Engines, family: str) -> None:
+    """With its soft cap, and its scale."""
+    llm = engines(method_config("eagle", 2, quantization="int8"), architecture=FAMILIES[family])
+    assert isinstance(llm.engine.proposer, HeadProposer)
+    head, target = llm.engine.proposer.head, decoder_of(llm)
+    rows = torch.randn(8, TARGET_CONFIG["hidden_size"], generator=torch.Generator().manual_seed(0))
+    ours, theirs = head.logits(rows, 1), target.logits(rows, 1)
+    assert 0 < (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
 
 
 # --- the promise ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from proposers.vocabularies.partial import KnownTokens
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.checkpoint import ModelSource
-from runner.engine.decoder import constant, embedding_scale
+from runner.engine.decoder import constant
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
@@ -46,7 +46,7 @@ class LayeredHead:
         self.lm_head: Weight | None = torch.empty(draft_vocab_size, size, dtype=dtype) if LM_HEAD in own else None
         self.draft_to_target = torch.empty(draft_vocab_size, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
         # Of its own table and projection (Gemma); the target's have theirs.
-        self.embedding_scale = embedding_scale(arch, dtype)
+        self.embedding_scale = constant(arch.embedding_scale, dtype)
         self.logits_softcap = constant(arch.logits_softcap)
 
     @property

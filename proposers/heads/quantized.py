@@ -59,5 +59,7 @@ def quantize_head_of_target(head: ProjectsByTarget, source: ModelSource, device:
     copy, so such a target's is left alone.
     """
     if source.quantization is not None and head.lm_head is None and isinstance(head.target, Decoder):
-        head.lm_head, head.logits_softcap = head.target.whole_head(), head.target.logits_softcap
+        own, scale = head.target.whole_head(), head.target.logits_scale
+        head.lm_head = own if scale is None else own * scale.item()
+        head.logits_softcap = head.target.logits_softcap
     quantize_head(head, source, device)

@@ -106,8 +106,10 @@ def require_plain_embeddings(draft: LoadedModel) -> Decoder:
         UserError: it is of a family that scales them, in one place or another, or of transformers' own code.
     """
     model, source = draft.model, draft.source
-    if isinstance(model, Decoder) and model.embedding_scale is None and model.per_layer_inputs is None:
-        return model
+    if isinstance(model, Decoder):
+        scaling = (model.embedding_scale, model.input_scale, model.per_layer_inputs)
+        if all(own is None for own in scaling):
+            return model
     raise UserError(
         f"{source.name}={source.model} must be of a family whose layers start from the embeddings as they are, as "
         f"Llama's and Qwen3's do, to add the target's states to them, got {draft.hf_config.model_type}; choose another "

@@ -18,6 +18,7 @@ from runner.engine.families import FAMILIES, GEMMA4_FAMILIES, Family, NormNames,
 from runner.engine.fused_tensors import Fused
 from runner.engine.head_shapes import HeadShapes, named, read_head_shapes
 from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes
+from runner.engine.multipliers import NO_MULTIPLIERS, Multipliers, read_multipliers
 from runner.engine.per_layer_shapes import PerLayerShapes, read_per_layer_shapes
 from runner.engine.rope import ONE_ROPE
 
@@ -51,7 +52,7 @@ class Architecture:
     attention_softcap: float | None = None  # logits of the attention become softcap * tanh(logits / softcap) (Gemma 2)
     logits_softcap: float | None = None
     embedding_scale: float | None = None
-    rounds_embedding_scale: bool = False  # Family.rounds_embedding_scale
+    multipliers: Multipliers = NO_MULTIPLIERS
     has_sinks: bool = False  # Family.has_sinks
     fused: tuple[str, ...] = ()  # Family.fused
     experts: ExpertShapes | None = None
@@ -99,11 +100,14 @@ class Architecture:
     @property
     def fused_tensors(self) -> Mapping[str, Fused]:
         """Names, within a layer, of checkpoints' tensors that hold several matrices."""
-        heads, gate_up = self.heads[0], gate_up_rows("mlp", self.intermediate_sizes[0])
-        parts = {"self_attn.qkv_proj": heads.qkv_rows, "mlp.gate_up_proj": gate_up}
-        fused = {
-            name: Fused(parts=rows) for name, rows in parts.items() if any(f".{own}_proj" in name for own in self.fused)
+        heads, mlp = self.heads[0], FAMILIES[self.family].mlp
+        gate_up = gate_up_rows(mlp, self.intermediate_sizes[0])
+        parts: dict[str, dict[str, dict[str, int]]] = {
+            "qkv": {"self_attn.qkv_proj": heads.qkv_rows},
+            "gate_up": {f"{mlp}.gate_up_proj": gate_up},
+            "linears": {f"{mlp}.input_linear": gate_up, f"{mlp}.output_linear": {f"{mlp}.down_proj": self.hidden_size}},
         }
+        fused = {name: Fused(parts=rows) for own in self.fused for name, rows in parts[own].items()}
         if self.has_output_gate and not self.is_gate_apart:
             queries = heads.qkv_rows["self_attn.q_proj"]
             both = {"self_attn.q_proj": queries, "self_attn.gate_proj": queries}
@@ -150,13 +154,15 @@ def read_architecture(config: Any) -> Architecture | None:
         return None
     family = FAMILIES[name]
     is_ours = all(getattr(config, key, value) == value for key, value in family.fixed_values.items())
+    if family.layer_types:
+        is_ours = is_ours and set(config.layer_types) <= set(family.layer_types)
     if family.delta_nets != "none":
         is_ours = is_ours and set(config.layer_types) <= {"linear_attention", "full_attention"}
         is_ours = is_ours and "full_attention" in config.layer_types
     if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
         return None
     _require_own(config)
-    heads = read_head_shapes(config, family)
+    heads, multipliers = read_head_shapes(config, family), read_multipliers(config, family)
     return Architecture(
         family=name,
         vocab_size=config.vocab_size,
@@ -164,7 +170,7 @@ def read_architecture(config: Any) -> Architecture | None:
         intermediate_sizes=_intermediate_sizes(config, family, heads),
         num_layers=config.num_hidden_layers,
         heads=heads,
-        rms_norm_eps=config.rms_norm_eps,
+        rms_norm_eps=multipliers.eps(config.rms_norm_eps),
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
         qkv_bias=is_told(config, family.qkv_bias),
@@ -182,8 +188,8 @@ def read_architecture(config: Any) -> Architecture | None:
         attention_scale=_attention_scale(config, family, heads[0].head_dim),
         attention_softcap=_own(config, family, "attn_logit_softcapping"),
         logits_softcap=_own(config, family, "final_logit_softcapping"),
-        embedding_scale=float(config.hidden_size) ** 0.5 if is_told(config, family.is_embedding_scaled) else None,
-        rounds_embedding_scale=family.rounds_embedding_scale,
+        embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
+        multipliers=multipliers,
         has_sinks=family.has_sinks,
         fused=family.fused,
         experts=read_expert_shapes(config, family.experts),
@@ -205,15 +211,18 @@ def _own(config: Any, family: Family, key: str, default: Any = None) -> Any:
 def _attention_scale(config: Any, family: Family, head_dim: int) -> float:
     if family.is_latent:
         return latent_scale(config)
+    if family.has_multipliers:
+        return float(config.attention_multiplier)
     return 1.0 if family.norms_values else float(_own(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5
 
 
 def _intermediate_sizes(config: Any, family: Family, heads: Sequence[HeadShapes]) -> tuple[int, ...]:
     """Of layers' MLPs; where experts stand in all their places a config need not say it."""
-    if family.experts is not None and not hasattr(config, "intermediate_size"):
+    if family.experts is not None and not hasattr(config, family.mlp_size_key):
         return (int(getattr(config, family.experts.size_key)),) * len(heads)
     is_wider = _own(config, family, "use_double_wide_mlp", False)  # where layers see others' keys and values
-    return tuple(int(config.intermediate_size) * (2 if is_wider and own.kv_layer is not None else 1) for own in heads)
+    size = int(getattr(config, family.mlp_size_key))
+    return tuple(size * (2 if is_wider and own.kv_layer is not None else 1) for own in heads)
 
 
 def _require_own(config: Any) -> None:
@@ -246,5 +255,7 @@ def _ropes(config: Any, family: Family) -> tuple[str | None, ...]:
         return tuple(config.layer_types)  # Gemma 3: each kind of layers has its own
     if family.is_rope_in_windows and config.sliding_window is not None:
         return tuple(ONE_ROPE if kind == "sliding_attention" else None for kind in config.layer_types)
+    if _own(config, family, "position_embedding_type", "rope") != "rope":
+        return (None,) * int(config.num_hidden_layers)
     turned = _own(config, family, "no_rope_layers", [1] * int(config.num_hidden_layers))  # 0: does not turn
     return tuple(ONE_ROPE if is_turned else None for is_turned in turned)

@@ -58,7 +58,11 @@ class Decoder:
             else PerLayerInputs(arch.per_layer, arch.num_layers, arch.hidden_size, arch.rms_norm_eps, dtype)
         )
         self.logits_softcap = constant(arch.logits_softcap)
-        self.embedding_scale = embedding_scale(arch, dtype)
+        # Rounded as the rows are that it scales (transformers does so).
+        self.embedding_scale = constant(arch.embedding_scale, dtype)
+        scales = arch.multipliers
+        self.input_scale, self._stream_scale = constant(scales.inputs), constant(scales.stream)
+        self.logits_scale = constant(scales.logits)
         storage = (quantization or {}).get(HEAD)
         self.is_tied, self._splits_head = arch.tie_word_embeddings, arch.vocab_size % shard.size == 0
         num_rows = arch.vocab_size // shard.size if self._splits_head else arch.vocab_size
@@ -148,6 +152,8 @@ class Decoder:
             these alone, but for taps in front of layer late_from.
         """
         residual = self.embed(batch.token_ids)
+        if self.input_scale is not None:
+            residual = scale_rows(residual, self.input_scale)
         if added is not None:
             residual = add(residual, added)
         inputs: torch.Tensor | None = None
@@ -164,7 +170,7 @@ class Decoder:
             if batch.late is not None and index == self.late_from:
                 rows = batch.late.rows
                 if batch.late.batch is None:
-                    return residual[:0], [taps.get(tap, residual[:0]) for tap in tap_layers]
+                    return residual[:0], [self._tapped(taps.get(tap, residual[:0])) for tap in tap_layers]
                 batch = batch.late.batch
                 ropes, normed, residual = self._turns(batch), take_rows(normed, rows), take_rows(residual, rows)
                 inputs = None if inputs is None else take_rows(inputs.flatten(1), rows).view(-1, *inputs.shape[1:])
@@ -175,7 +181,7 @@ class Decoder:
         assert hidden is not None and below is not None
         normed, residual = below.add_output(hidden, residual, self.norm)
         taps[self.num_layers] = residual
-        return normed, [taps[index] for index in tap_layers]
+        return normed, [self._tapped(taps[index]) for index in tap_layers]
 
     def of_first_layers(self, num_layers: int) -> Decoder:
         """A decoder of the first layers, with the norm and the head of this one behind them; it shares all weights.
@@ -193,6 +199,10 @@ class Decoder:
         """The rotations of a launch's rows, of each kind."""
         return {key: rope(batch.positions, self.embed_tokens) for key, rope in self._ropes.items()}
 
+    def _tapped(self, residual: torch.Tensor) -> torch.Tensor:
+        """The model's residual stream, of the one here."""
+        return residual if self._stream_scale is None else scale_rows(residual, self._stream_scale)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_rows] int64 -> [num_rows, hidden]."""
         rows = take_rows(self.embed_tokens, token_ids)
@@ -200,10 +210,11 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
-        return self._project(hidden, tile, self.logits_softcap)
+        scaled = hidden if self.logits_scale is None else scale_rows(hidden, self.logits_scale)
+        return self._project(scaled, tile, self.logits_softcap)
 
     def raw_logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
-        """`logits` without a soft cap, for a head that has one of its own or none."""
+        """`logits` without a soft cap and scale, for a head that has some of its own or none."""
         return self._project(hidden, tile, None)
 
     def _project(self, hidden: torch.Tensor, tile: int | None, softcap: torch.Tensor | None) -> torch.Tensor:
@@ -250,11 +261,6 @@ class Decoder:
 
 HEAD = "lm_head"
 LAYER = "model.layers.{}."  # before the names of a layer's tensors
-
-
-def embedding_scale(arch: Architecture, dtype: torch.dtype) -> torch.Tensor | None:
-    """As `constant`; dtype: of the rows that it scales."""
-    return constant(arch.embedding_scale, dtype if arch.rounds_embedding_scale else torch.float32)
 
 
 def constant(number: float | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:

@@ -33,6 +33,12 @@ class ExpertShapes:
         return self.mixture.named("experts.")
 
     @property
+    def stack_names(self) -> tuple[str, str]:
+        """Of the tensors that hold all experts' gate and up, and down, within a layer, where there are such."""
+        first, last = map(self.mixture.named, self.mixture.stack_names)
+        return first, last
+
+    @property
     def corrections_name(self) -> str | None:
         """Of the tensor that scores are corrected by, within a layer."""
         return None if self.mixture.corrections is None else self.mixture.named(self.mixture.corrections)

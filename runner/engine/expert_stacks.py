@@ -14,7 +14,6 @@ from runner.engine.expert_shapes import ExpertShapes
 from runner.engine.mxfp4_tensors import Mxfp4Stack
 
 ALL = slice(None)
-STACKS = ("gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,53 +78,61 @@ def split_stacks(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes | Non
     if experts.mixture.stacks == "by_output":
         yield from tensors
         return
-    prefix, parts = f".{experts.prefix}", _outputs_of_projections(experts)
+    parts = _outputs_of_projections(experts)
     for name, tensor in tensors:
-        layer, _, own = name.rpartition(prefix)
-        stack, rank = own.removesuffix("_bias"), len(tensor.get_shape())
-        if not layer or stack not in parts or rank != (3 if own == stack else 2):
+        is_bias = name.endswith("_bias")
+        layer, stack = _layer_and_stack(name.removesuffix("_bias"), experts)
+        if stack is None or len(tensor.get_shape()) != (2 if is_bias else 3):
             yield name, tensor
             continue
         for projection, outputs in parts[stack].items():
-            if own != stack:
-                yield f"{layer}{prefix}{projection}.bias", BiasesOfExperts(tensor=tensor, outputs=outputs)
+            if is_bias:
+                yield f"{layer}{experts.prefix}{projection}.bias", BiasesOfExperts(tensor=tensor, outputs=outputs)
                 continue
             for expert in range(tensor.get_shape()[0]):
                 yield (
-                    f"{layer}{prefix}{expert}.{projection}.weight",
+                    f"{layer}{experts.prefix}{expert}.{projection}.weight",
                     tensor.part(expert, outputs)
                     if isinstance(tensor, Mxfp4Stack)
                     else WeightOfExpert(tensor=tensor, expert=expert, outputs=outputs),
                 )
 
 
+def _layer_and_stack(name: str, experts: ExpertShapes) -> tuple[str, str | None]:
+    """The name of a stack within its layer, and what stands before it; None: the tensor is none."""
+    stack = next((own for own in experts.stack_names if name.endswith(f".{own}")), None)
+    return ("", None) if stack is None else (name.removesuffix(stack), stack)
+
+
 def _outputs_of_projections(experts: ExpertShapes) -> dict[str, dict[str, slice]]:
     """Which outputs of each stack are those of a projection, where weights have a row for each input."""
     gate, up, down = experts.mixture.projections
-    size, (both, last) = experts.intermediate_size, STACKS
+    size, (both, last) = experts.intermediate_size, experts.stack_names
     if experts.mixture.stacks == "by_input_in_turns":
         return {both: {gate: slice(0, None, 2), up: slice(1, None, 2)}, last: {down: ALL}}
     return {both: {gate: slice(0, size), up: slice(size, 2 * size)}, last: {down: ALL}}
 
 
 def _split_by_output(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes) -> Iterator[tuple[str, Any]]:
-    size, prefix = experts.intermediate_size, f".{experts.prefix}"
+    size = experts.intermediate_size
     gate, up, down = experts.mixture.projections
     for name, tensor in tensors:
-        layer, _, stack = name.rpartition(prefix)
+        layer, stack = _layer_and_stack(name, experts)
         shape = tensor.get_shape()
-        if not layer or stack not in STACKS or len(shape) != 3 or not _is_by_output(stack, shape, experts):
+        if stack is None or len(shape) != 3 or not _is_by_output(stack, shape, experts):
             yield name, tensor
             continue
-        parts = ((gate, 0, size), (up, size, size)) if stack == STACKS[0] else ((down, 0, shape[1]),)
+        is_first = stack == experts.stack_names[0]
+        parts = ((gate, 0, size), (up, size, size)) if is_first else ((down, 0, shape[1]),)
         for expert in range(shape[0]):
             for projection, first, num_rows in parts:
                 rows = RowsOfExpert(tensor=tensor, expert=expert, first=first, num_rows=num_rows)
-                yield f"{layer}{prefix}{expert}.{projection}.weight", rows
+                yield f"{layer}{experts.prefix}{expert}.{projection}.weight", rows
 
 
 def _is_by_output(stack: str, shape: list[int], experts: ExpertShapes) -> bool:
     """By its sizes: transformers saves anew by output what was published by input."""
     size, (_, first, last) = experts.intermediate_size, shape
-    fits, fits_by_input = (first == 2 * size, last == 2 * size) if stack == STACKS[0] else (last == size, first == size)
+    is_gated = stack == experts.stack_names[0]
+    fits, fits_by_input = (first == 2 * size, last == 2 * size) if is_gated else (last == size, first == size)
     return fits and (experts.mixture.stacks == "by_output" or not fits_by_input)

@@ -79,6 +79,7 @@ class Mixture:
     # One tensor may hold all experts' weights, each with a row for every output (Qwen3.5) or input (Qwen3-VL, where its
     # sizes do not say that it is the former), up behind gate, or with the two in turns (gpt-oss).
     stacks: Literal["none", "by_output", "by_input", "by_input_in_turns"] = "none"
+    stack_names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")  # within the block
 
     def named(self, name: str) -> str:
         """Within the layer, of what has this name within the block."""
@@ -92,6 +93,8 @@ class Family:
     qkv_bias: bool | str = "attention_bias"
     output_bias: bool | str = False  # of the attention's output projection
     mlp_bias: bool | str = False
+    mlp: str = "mlp"  # its name in the checkpoint, within a layer
+    mlp_size_key: str = "intermediate_size"  # of the config
     qk_norm: bool | str = False  # RMSNorm over each query and key head, before rope
     is_qk_norm_whole: bool = False  # over all query heads together, and over all key heads
     norms_turned: bool = False  # or behind rope
@@ -105,13 +108,16 @@ class Family:
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
     # By keys of the config; with others layers are not ours.
     fixed_values: Mapping[str, float | str | None] = field(default_factory=dict)
-    is_embedding_scaled: bool | str = False  # by the root of the hidden size
-    rounds_embedding_scale: bool = False  # as rows are rounded
+    is_embedding_scaled: bool = False  # by the root of the hidden size, rounded as embeddings are
+    is_input_scaled: bool | str = False  # likewise, on its way from the table into the first layer, and not rounded
+    has_multipliers: bool = False  # of what enters layers, of what they add, of logits (runner.engine.multipliers)
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool | str = False  # neighbours turn together, not the halves of what is rotated
     is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
+    layer_types: tuple[str, ...] = ()  # of a config whose layers are all ours; (): any, as they are read
     reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families
-    fused: tuple[Literal["qkv", "gate_up"], ...] = ()  # of what one tensor of the checkpoint holds all
+    # Of what one tensor of the checkpoint holds all; linears: an MLP's gate and up, beside which down has another name.
+    fused: tuple[Literal["qkv", "gate_up", "linears"], ...] = ()
     heads_by_layer: bool = False  # those of layers that see all are others, and the last layers may have no keys
     norms_values: bool = False  # of each head, by no weights; then logits of the attention are not scaled
     has_per_layer_inputs: bool = False  # where hidden_size_per_layer_input says so
@@ -128,7 +134,8 @@ class Family:
     @property
     def has_plain_layers(self) -> bool:
         """Llama's but for biases, norms, gates and rotations of heads, windows and experts: MTP modules' are such."""
-        is_other = bool(self.is_embedding_scaled) or self.has_sinks or self.activation != "silu"
+        is_scaled = self.is_embedding_scaled or bool(self.is_input_scaled) or self.has_multipliers
+        is_other = is_scaled or self.has_sinks or self.activation != "silu"
         is_other = is_other or self.is_qk_norm_whole or self.norms_turned or self.is_rope_in_windows
         return self.norms is PRE_NORMS and not (is_other or self.reads)
 
@@ -144,7 +151,6 @@ _GEMMA: dict[str, Any] = {
     "activation": "gelu_tanh",
     "activation_names": ("gelu_pytorch_tanh", "gelu"),  # the latter, of the first releases, means the former
     "is_embedding_scaled": True,
-    "rounds_embedding_scale": True,
 }
 _QWEN3_NEXT: dict[str, Any] = {
     "output_bias": "attention_bias",
@@ -237,6 +243,22 @@ _HUNYUAN: dict[str, Any] = {
     "fixed_values": {"use_qk_norm": True, "use_cla": False, "moe_layer_num_skipped": 0, "use_mixed_mlp_moe": True},
 }
 
+_GRANITE: dict[str, Any] = {"output_bias": "attention_bias", "has_multipliers": True}
+_SHARED_GRANITE: dict[str, Any] = {
+    **_GRANITE,
+    "mlp": "shared_mlp",
+    "mlp_size_key": "shared_intermediate_size",
+    "fused": ("linears",),
+}
+_GRANITE_MIXTURE = Mixture(
+    block="",
+    router="block_sparse_moe.router.layer",
+    count_key="num_local_experts",
+    size_key="intermediate_size",
+    stacks="by_output",
+    stack_names=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+)
+
 # Gemma 4's, as its 26B-A4B has it; dense layers of that family have none.
 _GEMMA_MIXTURE = Mixture(
     block="",
@@ -255,7 +277,7 @@ FAMILIES = {
         is_rope_in_windows=True,
         norms=AFMOE_NORMS,
         norms_round_last=True,
-        is_embedding_scaled="mup_enabled",
+        is_input_scaled="mup_enabled",
         has_output_gate=True,
         is_gate_apart=True,
         fixed_values={"attention_bias": False, "score_func": "sigmoid", "route_norm": True},
@@ -323,6 +345,18 @@ FAMILIES = {
             has_biases=True,
             stacks="by_input_in_turns",
         ),
+    ),
+    "granite": Family(**_GRANITE, mlp_bias="mlp_bias"),
+    "granitemoe": Family(**_GRANITE, experts=_GRANITE_MIXTURE),
+    "granitemoehybrid": Family(  # with state space layers or experts it is not ours
+        **_SHARED_GRANITE,
+        fixed_values={"num_local_experts": 0},
+        layer_types=("attention", "full_attention"),
+        reads=("position_embedding_type",),
+    ),
+    "granitemoeshared": Family(
+        **_SHARED_GRANITE,
+        experts=replace(_GRANITE_MIXTURE, shared="shared_mlp", shared_size_key="shared_intermediate_size"),
     ),
     "hunyuan_v1_dense": Family(**_HUNYUAN),
     "hunyuan_v1_moe": Family(

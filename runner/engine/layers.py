@@ -16,6 +16,7 @@ from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
 from runner.engine.delta_net import GatedDeltaNet
 from runner.engine.experts import Experts
+from runner.engine.families import FAMILIES
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.grouped_query_attention import GroupedQueryAttention
 from runner.engine.kv_cache import PagedKVCache
@@ -85,6 +86,7 @@ class DecoderLayer:
             arch.intermediate_sizes[layer],
             shard,
             dtype,
+            name=FAMILIES[arch.family].mlp,
             bias=arch.mlp_bias,
             activation=arch.activation,
             quantization=quantization,
