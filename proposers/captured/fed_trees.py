@@ -6,7 +6,8 @@ KV of fed nodes lies in scratch slots, a set for each place of the batch. A head
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -14,18 +15,9 @@ from torch.nn.functional import pad
 from kernels.reference.likeliest_tree import NextRows
 from proposers.captured.grown_trees import CapturedGrownTrees, ChosenNodes, LikeliestNodes
 from proposers.captured.head import CapturedHead
+from proposers.drafting.head_keys import NumberedNodes
 from runner.engine.device_requests import DeviceBatch
-from runner.engine.forward_batch import ForwardBatch
 from runner.engine.operations import take_rows
-from runner.engine.step_operations import tree_rows
-
-
-class NumberedNodes(NamedTuple):
-    """Nodes under the numbers that the fed ones among them have; there may be others."""
-
-    slots: Tensor  # [count, 1 + number] int64: where KV lies; the first column is the pending token's
-    parents: Tensor  # [count, number] int64: an earlier node, -1 = the pending token
-    first: int  # number of the level's first row; its last row's is the last of all
 
 
 class FedTrees(CapturedGrownTrees, CapturedHead):
@@ -37,26 +29,7 @@ class FedTrees(CapturedGrownTrees, CapturedHead):
         """The nodes that were fed up to the rows that `grow` told of this level."""
 
     def level_logits(self, batch: DeviceBatch, following: NextRows, level: int) -> Tensor:
-        shape = self.runner.paged_shape
-        if not self.runner.has_own_keys:
-            num_copies = len(following.token_ids) // batch.count
-            launch = batch.launch_of_copies(
-                following.token_ids, offset=-2, num_copies=num_copies, shape=shape, block_size=self.runner.block_size
-            )
-            return self._logits_behind(launch, following)
-        nodes = self.fed(batch, level)
-        rows = tree_rows(
-            batch.lengths,
-            nodes.slots,
-            nodes.parents,
-            first=nodes.first + 1,
-            offset=-2,  # a row is stored at the place of the token before it
-            depth=level + 1,
-            **shape.tree_tiles,
-        )
-        return self._logits_behind(batch.tree_launch(following.token_ids, rows, shape), following)
-
-    def _logits_behind(self, launch: ForwardBatch, following: NextRows) -> Tensor:
+        launch = self.keys.level_launch(batch, following.token_ids, level + 1, partial(self.fed, batch, level))
         self._output = self.runner.compute(launch, take_rows(self._output, following.rows))
         return self.head.logits(self._output, launch.linear_tile)
 

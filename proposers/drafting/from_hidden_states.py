@@ -3,7 +3,7 @@
 The head predicts the token behind x_p from x_p and the hidden state of position p - 1: the target's for committed
 tokens, its own output for drafted ones. Its row for x_p is stored at place p - 1 of the request's blocks (rotations are
 relative, so the shift is no loss). KV of drafts is scratch: what is accepted is computed again, from the target's
-states. A head over the target's own keys and values (Gemma 4's assistants) stores nothing and stays at one place.
+states. What differs for a head over the target's own keys and values is told in proposers/drafting/head_keys.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.fed_trees import CapturedDynamicTrees, CapturedStaticTrees
 from proposers.captured.head import CapturedHead
+from proposers.drafting.head_keys import HeadKeys, TargetKeys, segment_of_tokens
 from proposers.drafting.known_states import KnownStates
 from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
 from proposers.heads.autoregressive import AutoregressiveHead
@@ -29,10 +30,8 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.head_runner import HeadRunner
 from runner.engine.request import Request, VerifyOutput
 from runner.engine.scheduler import Schedule
-from runner.engine.segment import Family, Segment
+from runner.engine.segment import Segment
 from runner.engine.upload import to_device
-
-MAX_STEPS_BEHIND = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,8 @@ class HeadProposer(LevelByLevelProposer):
             batch_invariant=context.batch_invariant,
             captures_graphs=context.captures_graphs,
         )
-        self.taps_every_token = self.runner.has_own_keys  # else nothing is left of what it would compute of a prompt
+        self.keys = (HeadKeys if self.runner.has_own_keys else TargetKeys)(self.runner)
+        self.taps_every_token = self.keys.taps_every_token
         self._known: dict[str, KnownStates] = {}
         self._output = torch.empty(0)  # of the last call, a row for each request that drafts, or node of its tree
         self._first_scratch_block = 0
@@ -105,10 +105,8 @@ class HeadProposer(LevelByLevelProposer):
 
     def allocate_cache(self, num_blocks: int) -> None:
         self._first_scratch_block = num_blocks
-        if not self.runner.has_own_keys:
-            self.runner.read_cache(self.context.cache_of_target())
-            return
-        self.runner.allocate_cache(num_blocks + self.context.max_num_seqs * self._num_scratch_blocks)
+        num_scratch_blocks = self.context.max_num_seqs * self._num_scratch_blocks
+        self.keys.allocate_cache(self.context, num_blocks=num_blocks, num_scratch_blocks=num_scratch_blocks)
 
     @property
     def _num_scratch_blocks(self) -> int:
@@ -124,7 +122,7 @@ class HeadProposer(LevelByLevelProposer):
         common: dict[str, Any] = {
             **self.captured_arguments(num_tokens),
             "head": self.head,
-            "runner": self.runner,
+            "keys": self.keys,
             "known": self._known,
             "capacity": self.context.max_num_seqs,
             "max_model_len": self.max_model_len,
@@ -160,13 +158,14 @@ class HeadProposer(LevelByLevelProposer):
             known = self._known.setdefault(request.request_id, KnownStates(next_position=item.start + 1, states=[]))
             known.states.append(states)
             # The head follows the target through prompts, chunk by chunk, and through a time without drafts.
-            if not (item.is_decoding and self.runner.has_own_keys) or len(known.states) > MAX_STEPS_BEHIND:
+            if not item.is_decoding or len(known.states) > self.keys.max_steps_behind:
                 behind.append(request)
-        self._follow(behind)
+        self.keys.follow(self.head, behind, self._known)
 
     @torch.inference_mode()
     def keep_up(self, requests: Sequence[Request]) -> None:
-        self._follow([request for request in requests if request.request_id in self._known])
+        followed = [request for request in requests if request.request_id in self._known]
+        self.keys.follow(self.head, followed, self._known)
 
     def fills_blocks(self, request: Request) -> bool:
         return self.follows(request) and request.num_tokens <= self.max_model_len
@@ -189,7 +188,7 @@ class HeadProposer(LevelByLevelProposer):
         counts = [0] * len(requests) if masks is None else masks.counts
         for request, count in zip(requests, counts, strict=True):
             known = self._known[request.request_id]
-            segments.append(self._segment(request, known.next_position, request.num_tokens + count))
+            segments.append(segment_of_tokens(request, known.next_position, request.num_tokens + count))
             fresh = request.tokens_between(known.next_position, request.num_tokens)
             token_ids += fresh if masks is None else [*fresh, *[masks.token_id] * count]
             num_rows.append(len(fresh))
@@ -210,7 +209,7 @@ class HeadProposer(LevelByLevelProposer):
     ) -> torch.Tensor:
         if row_idx is not None:
             self._output = self._output.index_select(0, row_idx)
-        segments = [self._segment_of_draft(request, step) for request in requests]
+        segments = [self.keys.segment_of_draft(request, step) for request in requests]
         self._output = self.runner.run("decode", segments, token_ids, self._output)
         return self._logits()
 
@@ -219,21 +218,10 @@ class HeadProposer(LevelByLevelProposer):
     ) -> torch.Tensor:
         before = to_device([node.row for node in nodes], torch.int64, self.context.device)
         tables = [self._table_with_scratch(place, request) for place, request in enumerate(requests)]
-        segments = []
-        for owner, node in zip(owners, nodes, strict=True):
-            request, (table, first_place) = requests[owner], tables[owner]
-            if not self.runner.has_own_keys:
-                segments.append(self._segment_of_draft(request, len(node.path)))
-                continue
-            segments.append(
-                Segment(
-                    start=request.num_tokens - 2 + len(node.path),
-                    num_tokens=1,
-                    block_table=table,
-                    branch_start=request.num_tokens - 1,
-                    branch=[first_place + number for number in node.path],
-                )
-            )
+        segments = [
+            self.keys.segment_of_node(requests[owner], node.path, *tables[owner])
+            for owner, node in zip(owners, nodes, strict=True)
+        ]
         self._output = self.runner.run("decode", segments, token_ids, self._output.index_select(0, before))
         return self._logits()
 
@@ -255,42 +243,6 @@ class HeadProposer(LevelByLevelProposer):
         first = self._first_scratch_block * self.context.block_size
         slots = torch.arange(first, first + self.context.max_num_seqs * num_places, device=self.context.device)
         return slots.view(self.context.max_num_seqs, num_places)
-
-    def _follow(self, requests: Sequence[Request]) -> None:
-        """Compute all rows whose token and state are there but each request's last, which its next draft starts from.
-
-        All requests share a launch for prompt tokens and one for generated ones, as the target keeps them apart. A head
-        without keys of its own computes none of them: nothing would be left of them.
-        """
-        segments: dict[Family, list[Segment]] = {"prefill": [], "decode": []}
-        token_ids: dict[Family, list[int]] = {"prefill": [], "decode": []}
-        rows: dict[Family, list[torch.Tensor]] = {"prefill": [], "decode": []}
-        for request in requests:
-            known = self._known[request.request_id]
-            first, end = known.next_position, request.num_computed_tokens
-            boundary = min(max(request.num_prompt_tokens, first), end)
-            states = torch.cat(known.states)
-            parts: tuple[tuple[Family, int, int], ...] = (("prefill", first, boundary), ("decode", boundary, end))
-            for family, start, stop in parts:
-                if start < stop:
-                    segments[family].append(self._segment(request, start, stop))
-                    token_ids[family] += request.tokens_between(start, stop)
-                    rows[family].append(states[start - first : stop - first])
-            known.next_position = max(first, end)
-            known.states = [states[known.next_position - first :].clone()]  # a view would keep the whole chunk
-        for family, launched in segments.items():
-            if launched and self.runner.has_own_keys:
-                ids = to_device(token_ids[family], torch.int64, self.context.device)
-                self.runner.run(family, launched, ids, self.head.project(torch.cat(rows[family])))
-
-    def _segment_of_draft(self, request: Request, step: int) -> Segment:
-        """The row of a draft with `step` drafts before it, itself included."""
-        token = request.num_tokens - 1 + (step if self.runner.has_own_keys else 0)
-        return self._segment(request, token, token + 1)
-
-    def _segment(self, request: Request, start: int, end: int) -> Segment:
-        """The rows of tokens start..end-1."""
-        return Segment(start=start - 1, num_tokens=end - start, block_table=request.block_table)
 
     def _logits(self) -> torch.Tensor:
         rows, tile = self.runner.in_tiles(self._output)
