@@ -20,7 +20,7 @@ from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
 from kernels.sizes import next_power_of_2
 
 LENGTH_EPS = tl.constexpr(reference.LENGTH_EPS)
-NUM_WARPS = 8  # a memory of 128 by 128 takes 64 registers of a thread
+NUM_NUMBERS = 64  # of a memory, in registers of a thread: one of 128 by 128 takes 8 warps
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def silu(x):
 def gated_delta_kernel(
     out_ptr,  # [num_rows, NUM_VALUE_HEADS * VALUE_DIM]
     mixed_ptr,  # [num_rows, 2 * NUM_KEY_HEADS * KEY_DIM + 2 * NUM_VALUE_HEADS * VALUE_DIM], rows mixed_stride apart
-    gates_ptr,  # [num_rows, 2 * NUM_VALUE_HEADS], rows gates_stride apart
+    gates_ptr,  # [num_rows, NUM_VALUE_HEADS, or twice as many], rows gates_stride apart
     starts_ptr,  # [num_segments] int64, as the next four
     ends_ptr,
     slots_ptr,
@@ -53,8 +53,10 @@ def gated_delta_kernel(
     convolution_ptr,  # [TAPS, 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM]
     a_log_ptr,  # [NUM_VALUE_HEADS] float32, as the next
     dt_bias_ptr,
-    norm_ptr,  # [VALUE_DIM] float32
+    norm_ptr,  # [VALUE_DIM] float32; None, as the next: of a state space
     eps_ptr,  # [] float32
+    bias_ptr,  # as a row of the convolution, or None
+    skip_ptr,  # [NUM_VALUE_HEADS] float32, of a state space
     mixed_stride,
     gates_stride,
     rows_each,
@@ -68,11 +70,13 @@ def gated_delta_kernel(
     VALUE_BLOCK: tl.constexpr,  # >= VALUE_DIM
     TAPS: tl.constexpr,
     ROW: tl.constexpr,  # numbers that are kept of a token
+    IS_STATE_SPACE: tl.constexpr,
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
     KEYS: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
     CONVOLVED: tl.constexpr = 2 * KEYS + NUM_VALUE_HEADS * VALUE_DIM
     OWN: tl.constexpr = 2 * KEY_DIM + VALUE_DIM
+    GATES: tl.constexpr = 1 if IS_STATE_SPACE else 2
     segment, head = tl.program_id(0), tl.program_id(1)
     key_columns, value_columns = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     is_key, is_value = key_columns < KEY_DIM, value_columns < VALUE_DIM
@@ -95,7 +99,6 @@ def gated_delta_kernel(
     memory = tl.load(places, mask=is_element & goes_on, other=0.0)
     recent_ptr += at * ring * ROW
     forgets, dt_bias = exp(tl.load(a_log_ptr + head)), tl.load(dt_bias_ptr + head)
-    norm = tl.load(norm_ptr + value_columns, mask=is_value, other=0.0)
     if slot == 0:
         nothing = tl.zeros([VALUE_BLOCK], tl.float32).to(out_ptr.dtype.element_ty)
         for row in range(first, first + count):
@@ -106,9 +109,9 @@ def gated_delta_kernel(
     for position in range(begin, stop):
         if position == certain:
             tl.store(places, memory, mask=is_element)
-        query = tl.zeros([KEY_BLOCK], tl.float32)
-        key = tl.zeros([KEY_BLOCK], tl.float32)
-        value = tl.zeros([VALUE_BLOCK], tl.float32)
+        query = _bias(bias_ptr, of_query, key_columns, is_key, KEY_BLOCK)
+        key = _bias(bias_ptr, of_key, key_columns, is_key, KEY_BLOCK)
+        value = _bias(bias_ptr, of_value, value_columns, is_value, VALUE_BLOCK)
         for tap in tl.static_range(TAPS):
             place = position - (TAPS - 1) + tap
             is_new, is_kept = place >= start, (place < start) & (place >= 0)
@@ -127,27 +130,32 @@ def gated_delta_kernel(
                 tl.float32
             )
         query, key, value = silu(query), silu(key), silu(value)
-        query *= tl.rsqrt(tl.sum(query * query, axis=0) + LENGTH_EPS) * (KEY_DIM**-0.5)
-        key *= tl.rsqrt(tl.sum(key * key, axis=0) + LENGTH_EPS)
         is_new = position >= start
         new_row = first + position - start
         both = gates_ptr + new_row * gates_stride + head
         kept_both = recent_ptr + (position % ring) * ROW + OWN
-        written = tl.load(both, mask=is_new, other=0.0) + tl.load(kept_both, mask=position < start, other=0.0)
-        forgotten = tl.load(both + NUM_VALUE_HEADS, mask=is_new, other=0.0)
-        forgotten += tl.load(kept_both + 1, mask=position < start, other=0.0)
+        forgotten = tl.load(both + (GATES - 1) * NUM_VALUE_HEADS, mask=is_new, other=0.0)
+        forgotten += tl.load(kept_both + (GATES - 1), mask=position < start, other=0.0)
         x = forgotten.to(tl.float32) + dt_bias
         # log(1 + e^x) without losing what is small.
         rate = tl.maximum(x, 0.0) + _log1p(exp(-tl.abs(x)))
         memory *= exp(-forgets * rate)
-        known = tl.sum(memory * key[None, :], axis=1)
-        change = (value - known) / (1.0 + exp(-written.to(tl.float32)))
-        memory += change[:, None] * key[None, :]
-        found = tl.sum(memory * query[None, :], axis=1)
-        scale = tl.rsqrt(tl.sum(found * found, axis=0) / VALUE_DIM + tl.load(eps_ptr))
         gate_row = mixed_ptr + new_row * mixed_stride + CONVOLVED + head * VALUE_DIM
         gate = tl.load(gate_row + value_columns, mask=is_value & is_new, other=0.0)
-        result = (found * scale * norm * silu(gate.to(tl.float32))).to(gate.dtype)
+        if IS_STATE_SPACE:
+            memory += (value * rate)[:, None] * key[None, :]
+            found = tl.sum(memory * query[None, :], axis=1) + tl.load(skip_ptr + head) * value
+        else:
+            query *= tl.rsqrt(tl.sum(query * query, axis=0) + LENGTH_EPS) * (KEY_DIM**-0.5)
+            key *= tl.rsqrt(tl.sum(key * key, axis=0) + LENGTH_EPS)
+            written = tl.load(both, mask=is_new, other=0.0) + tl.load(kept_both, mask=position < start, other=0.0)
+            known = tl.sum(memory * key[None, :], axis=1)
+            change = (value - known) / (1.0 + exp(-written.to(tl.float32)))
+            memory += change[:, None] * key[None, :]
+            found = tl.sum(memory * query[None, :], axis=1)
+            scale = tl.rsqrt(tl.sum(found * found, axis=0) / VALUE_DIM + tl.load(eps_ptr))
+            found *= scale * tl.load(norm_ptr + value_columns, mask=is_value, other=0.0)
+        result = (found * silu(gate.to(tl.float32))).to(gate.dtype)
         out_row = out_ptr + new_row * (NUM_VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM
         tl.store(out_row + value_columns, result, mask=is_value & is_new)
     if is_someones:
@@ -163,8 +171,18 @@ def gated_delta_kernel(
             tl.store(kept_row + KEY_DIM + key_columns, tl.load(row + of_key + key_columns, mask=is_key), mask=is_key)
             value_row = tl.load(row + of_value + value_columns, mask=is_value)
             tl.store(kept_row + 2 * KEY_DIM + value_columns, value_row, mask=is_value)
-            tl.store(kept_row + OWN, tl.load(both))
-            tl.store(kept_row + (OWN + 1), tl.load(both + NUM_VALUE_HEADS))
+            for own in tl.static_range(GATES):
+                tl.store(kept_row + (OWN + own), tl.load(both + own * NUM_VALUE_HEADS))
+
+
+@triton.jit
+def _bias(bias_ptr, first, columns, is_column, BLOCK: tl.constexpr):
+    """What a convolution begins with, [BLOCK] float32."""
+    if bias_ptr is None:
+        bias = tl.zeros([BLOCK], tl.float32)
+    else:
+        bias = tl.load(bias_ptr + first + columns, mask=is_column, other=0.0).to(tl.float32)
+    return bias
 
 
 @triton.jit
@@ -185,10 +203,12 @@ def gated_delta(
     """As the reference, but rows of no segment hold whatever was there."""
     num_rows, num_segments = len(mixed), len(segments.starts)
     assert mixed.stride(1) == 1 and gates.stride(1) == 1 and mixed.dtype == gates.dtype == states.recent.dtype
-    assert mixed.shape[1] == heads.convolved + heads.values and gates.shape == (num_rows, 2 * heads.num_value_heads)
+    assert mixed.shape[1] == heads.convolved + heads.values
+    assert gates.shape == (num_rows, heads.gates * heads.num_value_heads)
     assert states.memory.is_contiguous() and states.recent.is_contiguous() and weights.convolution.is_contiguous()
     out = torch.empty(num_rows, heads.values, dtype=mixed.dtype, device=mixed.device)
     overlaps = can_overlap(mixed.device)
+    key_block, value_block = next_power_of_2(heads.key_dim), next_power_of_2(heads.value_dim)
     if num_rows:
         gated_delta_kernel[(num_segments, heads.num_value_heads)](
             out,
@@ -207,6 +227,8 @@ def gated_delta(
             weights.dt_bias,
             weights.norm,
             weights.eps,
+            weights.bias,
+            weights.skip,
             mixed.stride(0),
             gates.stride(0),
             segments.num_rows or 0,
@@ -216,12 +238,13 @@ def gated_delta(
             NUM_VALUE_HEADS=heads.num_value_heads,
             KEY_DIM=heads.key_dim,
             VALUE_DIM=heads.value_dim,
-            KEY_BLOCK=next_power_of_2(heads.key_dim),
-            VALUE_BLOCK=next_power_of_2(heads.value_dim),
+            KEY_BLOCK=key_block,
+            VALUE_BLOCK=value_block,
             TAPS=heads.taps,
             ROW=heads.row,
+            IS_STATE_SPACE=heads.is_state_space,
             OVERLAPS=overlaps,
             launch_pdl=overlaps,
-            num_warps=NUM_WARPS,
+            num_warps=min(8, max(1, key_block * value_block // (32 * NUM_NUMBERS))),
         )
     return out

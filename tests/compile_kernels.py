@@ -212,6 +212,10 @@ TRUNCATION = {"num_warps": 8, "enable_fp_fusion": False}
 
 GREEDY_HAS_NO = ("seeds_ptr", "draft_steps_ptr", "is_greedy_ptr", "temperatures_ptr", "cuts_ptr")
 
+HEADS_OF_DELTA_NET = {"NUM_KEY_HEADS": 16, "NUM_VALUE_HEADS": 32, "VALUE_DIM": 128, "VALUE_BLOCK": 128, "ROW": 392}
+HEADS_OF_DELTA_NET |= {"IS_STATE_SPACE": False, "bias_ptr": None, "skip_ptr": None}
+HEADS_OF_STATE_SPACE = {"NUM_KEY_HEADS": 1, "NUM_VALUE_HEADS": 64, "VALUE_DIM": 64, "VALUE_BLOCK": 64, "ROW": 328}
+HEADS_OF_STATE_SPACE |= {"IS_STATE_SPACE": True, "norm_ptr": None, "eps_ptr": None}
 WHOLE_ROWS = dict.fromkeys(["scales_ptr", "bias_ptr"], None) | {"NUM_PARTS": 0}
 TURNED_ROWS = WHOLE_ROWS | {"TURNS_FIRST": False}
 # Of Llama-3-8B's rows that are whole and of those left in four partial sums: a row's bits are the same in both.
@@ -363,28 +367,26 @@ TABLE = [
         )
         for dtype in ("bf16", "fp16", "fp32")
     ),
-    # Qwen3.5-9B's heads: in steps of equal rows, and as a launch of prompts counts them.
+    # Qwen3.5-9B and Granite 4 H: in steps of equal rows, and as a launch of prompts counts them.
     *(
         Kernel(
             module="kernels.gated_delta",
             name="gated_delta_kernel",
             signature=f"*{dtype}:16 *{dtype}:16 *{dtype}:16{' *i64' * (5 if counted else 3)} "
-            f"*fp32:16 *{dtype}:16 *i64:16 *{dtype}:16{' *fp32:16' * 4} i32:16 i32:16 i32 i32 i32",
+            f"*fp32:16 *{dtype}:16 *i64:16 *{dtype}:16 *fp32:16 *fp32:16 "
+            f"*{dtype if constants['IS_STATE_SPACE'] else 'fp32'}:16 *fp32:16 i32:16 i32:16 i32 i32 i32",
             constants={
                 **dict.fromkeys(() if counted else ("first_rows_ptr", "counts_ptr")),
-                "NUM_KEY_HEADS": 16,
-                "NUM_VALUE_HEADS": 32,
+                **constants,
                 "KEY_DIM": 128,
-                "VALUE_DIM": 128,
                 "KEY_BLOCK": 128,
-                "VALUE_BLOCK": 128,
                 "TAPS": 4,
-                "ROW": 392,
                 OVERLAPS: True,
             },
-            options={"num_warps": 8},
+            options={"num_warps": constants["VALUE_DIM"] // 16},
             max_shared=16384,
         )
+        for constants in (HEADS_OF_DELTA_NET, HEADS_OF_STATE_SPACE)
         for dtype, counted in (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", True))
     ),
     *(

@@ -13,8 +13,14 @@ GEMMA: dict[str, Any] = {
     "final_logit_softcapping": 8.0,
     "pad_token_id": 0,
 }
+MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 6.0,
+}
 # A state follows one path of tokens, forwards: drafts are chains.
-WITH_STATES = ("qwen3_5_text",)
+WITH_STATES = ("qwen3_5_text", "granitemoehybrid")
 # Drafters attend in all layers, and have fewer of them than a config says of each.
 WITH_LLAMAS = (*WITH_STATES, "gemma4_text")
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -59,12 +65,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4": {"model_type": "glm4", "pad_token_id": 0},  # half of a head turns, neighbours together
     # Embeddings, what layers add, and logits are multiplied.
-    "granite": {
-        "model_type": "granite",
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.1,
-        "logits_scaling": 6.0,
+    "granite": {"model_type": "granite", **MULTIPLIERS, "pad_token_id": 0},
+    # A state space below a layer that attends and turns nothing, and experts beside an MLP.
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        **MULTIPLIERS,
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
         "pad_token_id": 0,
     },
     # Heads are normed once they are turned, by stretched rotations, and experts lie beside an MLP.

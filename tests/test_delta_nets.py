@@ -20,7 +20,7 @@ from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
 from tests.conftest import TARGET_CONFIG, Engines, complete
 from tests.edit_tensors import edit_tensors
-from tests.other_families import FAMILIES, keys_of
+from tests.other_families import FAMILIES, WITH_STATES, keys_of
 from tests.test_losslessness import (
     METHODS,
     PARAMS,
@@ -35,6 +35,7 @@ from tests.test_losslessness import (
 from tests.transformers_reference import load, random_model, save
 
 FAMILY = keys_of("qwen3_5_text")
+Answers = list[tuple[Any, ...]]
 CHAINS = [method for method in METHODS if method not in ("suffix_recycling", "early_exit")]  # which are refused
 IN_CHAINS = {"token_recycling": {"speculative_token_tree": None}}  # what a method needs to draft some
 
@@ -51,21 +52,26 @@ class Branching(Proposer):
         )
 
 
+@pytest.fixture(scope="module", params=WITH_STATES)
+def family(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return keys_of(request.param)
+
+
 @pytest.fixture(scope="module")
-def reference(engines: Engines) -> list[tuple[Any, ...]]:
+def reference(engines: Engines, family: dict[str, Any]) -> Answers:
     """Plain decoding's answers; test proposers know them."""
-    requests, metrics = complete(engines(**FAMILY, **ROOMY), PROMPTS, PARAMS)
+    requests, metrics = complete(engines(**family, **ROOMY), PROMPTS, PARAMS)
     assert metrics.steps_in_parts.total() < metrics.num_decoding_steps / 2
     tell_test_proposers(requests)
     return answers(requests)
 
 
 @pytest.mark.parametrize("method", CHAINS)
-def test_a_method_changes_no_token(engines: Engines, reference: list[tuple[Any, ...]], method: str) -> None:
+def test_a_method_changes_no_token(engines: Engines, family: dict[str, Any], reference: Answers, method: str) -> None:
     """Each in a schedule of its own; where blocks are few, requests begin again and their states with them."""
     schedules = list(SCHEDULES)
     schedule = schedules[CHAINS.index(method) % len(schedules)]
-    llm = engines(method_config(method, 4, **IN_CHAINS.get(method, {})), **FAMILY, **SCHEDULES[schedule])
+    llm = engines(method_config(method, 4, **IN_CHAINS.get(method, {})), **family, **SCHEDULES[schedule])
     requests, metrics = complete(llm, PROMPTS, PARAMS)
     assert answers(requests) == reference
     drafted, accepted = counts(metrics)
@@ -74,23 +80,23 @@ def test_a_method_changes_no_token(engines: Engines, reference: list[tuple[Any, 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_schedule_of_plain_decoding_leaves_a_trace(
-    engines: Engines, reference: list[tuple[Any, ...]], schedule: str
+    engines: Engines, family: dict[str, Any], reference: Answers, schedule: str
 ) -> None:
-    requests, _ = complete(engines(**FAMILY, **SCHEDULES[schedule]), PROMPTS, PARAMS)
+    requests, _ = complete(engines(**family, **SCHEDULES[schedule]), PROMPTS, PARAMS)
     assert answers(requests) == reference
     assert (schedule.startswith("few")) == any(request.num_preemptions > 0 for request in requests)
 
 
 @pytest.mark.parametrize("number", [1, 16])
 def test_states_keep_as_many_drafts_as_there_may_be(
-    engines: Engines, reference: list[tuple[Any, ...]], number: int
+    engines: Engines, family: dict[str, Any], reference: Answers, number: int
 ) -> None:
-    requests, _ = complete(engines(method_config("suffix", number), **FAMILY, **ROOMY), PROMPTS, PARAMS)
+    requests, _ = complete(engines(method_config("suffix", number), **family, **ROOMY), PROMPTS, PARAMS)
     assert answers(requests) == reference
 
 
-def test_steps_in_parts_say_the_same(engines: Engines, reference: list[tuple[Any, ...]]) -> None:
-    llm = engines(method_config("eagle3", 4), enforce_eager=True, **FAMILY, **ROOMY)
+def test_steps_in_parts_say_the_same(engines: Engines, family: dict[str, Any], reference: Answers) -> None:
+    llm = engines(method_config("eagle3", 4), enforce_eager=True, **family, **ROOMY)
     assert answers(complete(llm, PROMPTS, PARAMS)[0]) == reference
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from kernels.reference.gated_delta import gated_delta as reference
 triton_ops = pytest.importorskip("kernels.gated_delta")
 HEADS = DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, taps=4)
 FEW = DeltaHeads(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=4, taps=3)
+STATE_SPACE, FEW_OF_STATE_SPACE = (replace(heads, is_state_space=True) for heads in (HEADS, FEW))
 UNCERTAIN = 4  # tokens of a launch that may be taken back
 NUM_SLOTS = 3
 Op = Callable[..., Tensor]
@@ -34,8 +35,14 @@ def random_weights(heads: DeltaHeads, dtype: torch.dtype, device: torch.device) 
         convolution=normal(heads.taps, heads.convolved).to(device, dtype),
         a_log=(0.5 * normal(heads.num_value_heads)).to(device),
         dt_bias=normal(heads.num_value_heads).to(device),
-        norm=(1 + 0.1 * normal(heads.value_dim)).to(device),
-        eps=torch.tensor(1e-6, device=device),
+        **(
+            {"bias": normal(heads.convolved).to(device, dtype), "skip": normal(heads.num_value_heads).to(device)}
+            if heads.is_state_space
+            else {
+                "norm": (1 + 0.1 * normal(heads.value_dim)).to(device),
+                "eps": torch.tensor(1e-6, device=device),
+            }
+        ),
     )
 
 
@@ -50,7 +57,7 @@ class Text:
     def random(cls, length: int, seed: int, dtype: torch.dtype, device: torch.device, heads: DeltaHeads = FEW) -> Text:
         generator = torch.Generator().manual_seed(seed)
         mixed = torch.randn(length, heads.convolved + heads.values, generator=generator)
-        gates = torch.randn(length, 2 * heads.num_value_heads, generator=generator)
+        gates = torch.randn(length, heads.gates * heads.num_value_heads, generator=generator)
         return cls(mixed=mixed.to(device, dtype), gates=gates.to(device, dtype))
 
 
@@ -58,7 +65,7 @@ def launch(
     op: Op, states: DeltaStates, weights: DeltaWeights, *parts: tuple[Text, int, int, int, int], heads: DeltaHeads = FEW
 ) -> list[Tensor]:
     """Each (text, start, stop, end of what is certain, slot) -> its rows; one more row is nobody's."""
-    device = weights.norm.device
+    device = weights.a_log.device
     mixed = [text.mixed[start:stop] for text, start, stop, _, _ in parts]
     gates = [text.gates[start:stop] for text, start, stop, _, _ in parts]
     mixed.append(torch.ones(1, mixed[0].shape[1], dtype=mixed[0].dtype, device=device))
@@ -94,10 +101,11 @@ def ops(device: torch.device, dtype: torch.dtype) -> list[tuple[Op, torch.device
     return found
 
 
+@pytest.mark.parametrize("heads", [FEW, FEW_OF_STATE_SPACE], ids=["gated delta", "state space"])
 @settings(max_examples=12)
 @given(data=st.data(), dtype=st.sampled_from((torch.float32, torch.bfloat16)))
 def test_rows_are_the_same_however_tokens_come(
-    kernel_device: torch.device, data: st.DataObject, dtype: torch.dtype
+    kernel_device: torch.device, heads: DeltaHeads, data: st.DataObject, dtype: torch.dtype
 ) -> None:
     """Two requests, prompts in chunks, then tokens with drafts behind them, some of them taken back; bit for bit."""
     lengths = [data.draw(st.integers(2, 14)) for _ in range(2)]
@@ -116,15 +124,15 @@ def test_rows_are_the_same_however_tokens_come(
             place += 1 + right
         schedules.append(steps)
     for op, device in ops(kernel_device, dtype):
-        weights = random_weights(FEW, dtype, device)
-        texts = [Text.random(length, seed, dtype, device) for seed, length in enumerate(lengths)]
-        wrong = Text.random(UNCERTAIN, 9, dtype, device)
+        weights = random_weights(heads, dtype, device)
+        texts = [Text.random(length, seed, dtype, device, heads) for seed, length in enumerate(lengths)]
+        wrong = Text.random(UNCERTAIN, 9, dtype, device, heads)
         one_by_one = []
         for text, length in zip(texts, lengths, strict=True):
-            states = empty_states(dtype, device, num_uncertain=0)
-            rows = [launch(op, states, weights, (text, at, at + 1, at + 1, 1))[0] for at in range(length)]
+            states = empty_states(dtype, device, num_uncertain=0, heads=heads)
+            rows = [launch(op, states, weights, (text, at, at + 1, at + 1, 1), heads=heads)[0] for at in range(length)]
             one_by_one.append(torch.cat(rows))
-        states, found = empty_states(dtype, device), [[], []]  # type: ignore[var-annotated]
+        states, found = empty_states(dtype, device, heads=heads), [[], []]  # type: ignore[var-annotated]
         for turn in range(max(map(len, schedules))):
             parts, whose = [], []
             for index, steps in enumerate(schedules):
@@ -136,28 +144,29 @@ def test_rows_are_the_same_however_tokens_come(
                     )
                     parts.append((tokens, start, stop + num_wrong, end, index + 1))
                     whose.append((index, stop - start))
-            for (index, count), rows in zip(whose, launch(op, states, weights, *parts), strict=True):
+            for (index, count), rows in zip(whose, launch(op, states, weights, *parts, heads=heads), strict=True):
                 found[index].append(rows[:count])
         for own, expected in zip(found, one_by_one, strict=True):
             assert torch.equal(torch.cat(own), expected)
 
 
+@pytest.mark.parametrize("heads", [HEADS, STATE_SPACE], ids=["gated delta", "state space"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kernels_agree_with_the_reference(kernel_device: torch.device, dtype: torch.dtype) -> None:
-    text = Text.random(40, 3, torch.float32, torch.device("cpu"), HEADS)
+def test_kernels_agree_with_the_reference(kernel_device: torch.device, dtype: torch.dtype, heads: DeltaHeads) -> None:
+    text = Text.random(40, 3, torch.float32, torch.device("cpu"), heads)
     exact, *found = (
         torch.cat(
             [
-                *launch(op, states, weights, (own, 0, 30, 30, 2), heads=HEADS),
-                *launch(op, states, weights, (own, 30, 34, 31, 2), heads=HEADS),
-                *launch(op, states, weights, (own, 33, 37, 34, 2), heads=HEADS),
-                *launch(op, states, weights, (own, 37, 40, 38, 2), heads=HEADS),
+                *launch(op, states, weights, (own, 0, 30, 30, 2), heads=heads),
+                *launch(op, states, weights, (own, 30, 34, 31, 2), heads=heads),
+                *launch(op, states, weights, (own, 33, 37, 34, 2), heads=heads),
+                *launch(op, states, weights, (own, 37, 40, 38, 2), heads=heads),
             ]
         ).cpu()
         for op, device in ops(kernel_device, dtype)
         for own in [Text(mixed=text.mixed.to(device, dtype), gates=text.gates.to(device, dtype))]
-        for weights in [random_weights(HEADS, dtype, device)]
-        for states in [empty_states(dtype, device, heads=HEADS)]
+        for weights in [random_weights(heads, dtype, device)]
+        for states in [empty_states(dtype, device, heads=heads)]
     )
     assert found and exact.abs().max() > 0.5
     for rows in found:

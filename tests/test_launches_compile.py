@@ -111,8 +111,9 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(
         patch.setattr(linear_plan, "MIN_STEPS", 1)
         in_parts = Engines()({"method": "eagle", "num_speculative_tokens": 2}, **{**GPU, "batch_invariant": True})
         complete(in_parts, PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
-    states = {**GPU, "architecture": WITH_STATES_AND_EXPERTS}
-    complete(Engines()(CASES["ngram_gpu"][0], **states), PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
+    for own in (WITH_STATES_AND_EXPERTS, OTHER_FAMILIES["granitemoehybrid"]):
+        states = {**GPU, "architecture": own}
+        complete(Engines()(CASES["ngram_gpu"][0], **states), PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
     of_drafters = {**GPU["architecture"], **SELECTING}
     selecting = Engines()({"method": "dflash", "num_speculative_tokens": 2}, of_drafters=of_drafters, **GPU)
     complete(selecting, PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])

@@ -145,9 +145,9 @@ GRANITE_HYBRID = {
     **GRANITE,
     "shared_intermediate_size": 48,
     "num_local_experts": 0,
-    "layer_types": ["attention"] * 2,
-    "position_embedding_type": "rope",
+    "layer_types": ["mamba", "attention"],
     "mamba_n_heads": 8,
+    "mamba_d_state": 16,
 }
 MINIMAX = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8}
 LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
@@ -319,10 +319,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", GRANITE_EXPERTS),
     "granitemoe, tied": ("granitemoe", {**GRANITE_EXPERTS, "tie_word_embeddings": True, "num_experts_per_tok": 1}),
     "granitemoehybrid": ("granitemoehybrid", GRANITE_HYBRID),
-    "granitemoehybrid, nothing turns, tied": (
+    "granitemoehybrid, experts, heads in groups, biased": (
         "granitemoehybrid",
-        {**GRANITE_HYBRID, "position_embedding_type": None, "tie_word_embeddings": True, "attention_bias": True},
+        {**GRANITE_HYBRID, "num_local_experts": 6, "num_experts_per_tok": 3, "mamba_n_groups": 4}
+        | {"mamba_proj_bias": True, "mamba_d_conv": 3, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
     ),
+    "granitemoehybrid, all attends, heads turn, biased": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "layer_types": ["attention"] * 2, "position_embedding_type": "rope", "attention_bias": True},
+    ),
+    "granitemoehybrid, no convolution bias": ("granitemoehybrid", {**GRANITE_HYBRID, "mamba_conv_bias": False}),
     "granitemoeshared": ("granitemoeshared", {**GRANITE_EXPERTS, "shared_intermediate_size": 48}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 24, "tie_word_embeddings": True}),
     "hunyuan_v1_dense, stretched rope, biased": (
@@ -451,6 +457,7 @@ BFLOAT16 = (
     "gemma4_text, keys that are values, other heads",
     "glm4",
     "granite",
+    "granitemoehybrid",
     "hunyuan_v1_dense, stretched rope, biased",
     "llama, attention bias",
     "minimax_m2",
@@ -556,7 +563,7 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     assert read_architecture(AutoConfig.for_model("llama", hidden_act="gelu")) is None
     assert read_architecture(AutoConfig.for_model("gemma2", hidden_activation="gelu")) is None  # not Gemma's own gelu
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_limit=5.0)) is None
-    for other in ({"layer_types": ["linear_attention", "attention"]}, {"num_local_experts": 4}):
+    for other in ({"layer_types": ["mamba", "mamba"]}, {"time_step_limit": [0.001, 0.1]}):
         assert (
             read_architecture(AutoConfig.for_model("granitemoehybrid", **{**SHAPE, **GRANITE_HYBRID, **other})) is None
         )
@@ -766,7 +773,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "olmo2",
         "minimax_m2",
         "granitemoeshared",
-        "granitemoehybrid",
+        "granitemoehybrid, experts, heads in groups, biased",
         "hunyuan_v1_moe",
         "afmoe",
         "mistral4, texts longer than it was trained with first",

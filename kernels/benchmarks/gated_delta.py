@@ -1,5 +1,7 @@
 """Gated delta nets at Qwen3.5-9B's heads: plain steps, verification behind accepted drafts, and a prompt.
 
+And the state spaces of Granite 4's hybrids, at the heads of its small one.
+
 What a call must move are the memories, read and written once. A call begins by setting the states back to where they
 were, so that all do the same; of a prompt's rows all are certain, of a verification's the first.
 """
@@ -20,6 +22,8 @@ from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
 
 HEADS = DeltaHeads(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, taps=4)
 SMALL_HEADS = DeltaHeads(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=8, taps=4)
+STATE_SPACE = DeltaHeads(num_key_heads=1, num_value_heads=128, key_dim=128, value_dim=64, taps=4, is_state_space=True)
+SMALL_STATE_SPACE = DeltaHeads(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=8, taps=4, is_state_space=True)
 CONTEXT = 12  # tokens that the states hold, accepted drafts aside
 # what -> requests, rows of each, drafts that the step before had accepted, and whether all rows are certain
 SHAPES = {
@@ -33,14 +37,16 @@ SMALL_SHAPES = {"2 requests, 3 rows behind 2 drafts": (2, 3, 2, False)}
 
 
 def cases(setting: Setting) -> list[Case]:
-    shapes, heads = (SMALL_SHAPES, SMALL_HEADS) if setting.is_small else (SHAPES, HEADS)
+    shapes = SMALL_SHAPES if setting.is_small else SHAPES
+    heads = (SMALL_HEADS, SMALL_STATE_SPACE) if setting.is_small else (HEADS, STATE_SPACE)
     return [
         Case(
             op="gated_delta",
-            label=label,
+            label=f"{what}{label}",
             dtype=name_of(setting.dtype),
-            prepare=partial(_prepare, setting, heads, *shape),
+            prepare=partial(_prepare, setting, own, *shape),
         )
+        for what, own in zip(("", "a state space, "), heads, strict=True)
         for label, shape in shapes.items()
     ]
 
@@ -51,9 +57,18 @@ def _weights(setting: Setting, heads: DeltaHeads) -> DeltaWeights:
         convolution=setting.normal(heads.taps, heads.convolved, seed=10),
         a_log=normal(heads.num_value_heads, seed=11),
         dt_bias=normal(heads.num_value_heads, seed=12),
-        norm=1 + 0.1 * normal(heads.value_dim, seed=13),
-        eps=torch.tensor(1e-6, device=setting.device),
+        **_of_state_space(setting, heads) if heads.is_state_space else _of_results(setting, heads),
     )
+
+
+def _of_results(setting: Setting, heads: DeltaHeads) -> dict[str, Tensor]:
+    norm = 1 + 0.1 * setting.normal(heads.value_dim, seed=13, dtype=torch.float32)
+    return {"norm": norm, "eps": torch.tensor(1e-6, device=setting.device)}
+
+
+def _of_state_space(setting: Setting, heads: DeltaHeads) -> dict[str, Tensor]:
+    skip = setting.normal(heads.num_value_heads, seed=13, dtype=torch.float32)
+    return {"bias": setting.normal(heads.convolved, seed=14), "skip": skip}
 
 
 def _prepare(
@@ -61,9 +76,9 @@ def _prepare(
 ) -> Work:
     weights, start = _weights(setting, heads), CONTEXT + num_accepted
     mixed = setting.normal(num_requests * num_rows, heads.convolved + heads.values, seed=0)
-    gates = setting.normal(num_requests * num_rows, 2 * heads.num_value_heads, seed=1)
+    gates = setting.normal(num_requests * num_rows, heads.gates * heads.num_value_heads, seed=1)
     context = setting.normal(num_requests * start, heads.convolved + heads.values, seed=2)
-    context_gates = setting.normal(num_requests * start, 2 * heads.num_value_heads, seed=3)
+    context_gates = setting.normal(num_requests * start, heads.gates * heads.num_value_heads, seed=3)
     num_uncertain = max(num_accepted, 0 if all_certain else num_rows - 1)
 
     def numbers(value: int) -> Tensor:
@@ -81,8 +96,9 @@ def _prepare(
 
     def own(dtype: torch.dtype) -> DeltaWeights:
         wide = torch.promote_types(dtype, torch.float32)
-        fields = {name: tensor.to(wide) for name, tensor in vars(weights).items()}
-        return DeltaWeights(**{**fields, "convolution": weights.convolution.to(dtype)})
+        present = {name: tensor for name, tensor in vars(weights).items() if tensor is not None}
+        of_rows = ("convolution", "bias")
+        return DeltaWeights(**{name: own.to(dtype if name in of_rows else wide) for name, own in present.items()})
 
     launched = segments(start, num_rows, start + (num_rows if all_certain else 1))
 

@@ -30,7 +30,7 @@ Arguments = arguments_of(
     *("out", "mixed", "gates"),  # addresses, as those that follow: of a launch's rows
     *("starts", "ends", "slots", "first_rows", "counts"),  # of its segments; the last two 0: rows_each says it
     *("memory", "recent", "reached"),  # of the states
-    *("convolution", "a_log", "dt_bias", "norm", "eps"),  # of the weights
+    *("convolution", "bias", "a_log", "dt_bias", "norm", "eps", "skip"),  # of the weights; 0: there is none
     "room",  # [num_threads, room_size] float32
     *("num_rows", "mixed_stride", "gates_stride"),
     *("num_segments", "rows_each", "offset", "ring", "element_size"),
@@ -78,6 +78,27 @@ def move_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, written: A
 
 
 @vectorized
+def add_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, rate: Any, skip: Any) -> None:
+    """The same of a state space, by which a part of the value passes."""
+    agreement = NOTHING
+    for index in range(len(key)):
+        agreement += query[index] * key[index]
+    for row in range(len(value)):
+        own, found, change = memory[row], NOTHING, value[row] * rate
+        for index in range(len(key)):
+            found += own[index] * query[index]
+            own[index] = kept * own[index] + change * key[index]
+        value[row] = kept * found + change * agreement + skip * value[row]
+
+
+@vectorized
+def write_gated(to: Any, found: Any, gate: Any) -> None:
+    for index in range(len(found)):
+        own = widen(gate[index])
+        to[index] = narrow(found[index] * (own / (ONE + exp2(-own * LOG2_E))), gate[index])
+
+
+@vectorized
 def write_result(to: Any, found: Any, norm: Any, eps: Any, gate: Any) -> None:
     squares = NOTHING
     for index in range(len(found)):
@@ -89,8 +110,9 @@ def write_result(to: Any, found: Any, norm: Any, eps: Any, gate: Any) -> None:
 
 
 @cache
-def heads_go_on(element: Any) -> Kernel:
+def heads_go_on(element: Any, is_state_space: bool) -> Kernel:
     """Of rows of these elements."""
+    num_gates = 1 if is_state_space else 2
 
     def go_on(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
@@ -102,7 +124,8 @@ def heads_go_on(element: Any) -> Kernel:
         gates = elements(a.gates, a.num_rows, a.gates_stride, element)
         taps = elements(a.convolution, a.taps, convolved, element)
         a_log, dt_bias = floats(a.a_log, 1, heads)[0], floats(a.dt_bias, 1, heads)[0]
-        norm, eps = floats(a.norm, 1, value_dim)[0], floats(a.eps, 1, 1)[0, 0]
+        biases = elements(a.bias if a.bias else a.convolution, 1, convolved, element)[0]
+        norm = floats(a.norm if a.norm else a.a_log, 1, value_dim)[0]  # without one: nobody reads it
         starts, ends = integers(a.starts, a.num_segments), integers(a.ends, a.num_segments)
         slots = integers(a.slots, a.num_segments)
         first_rows = integers(a.first_rows if a.first_rows else a.starts, a.num_segments)
@@ -147,6 +170,12 @@ def heads_go_on(element: Any) -> Kernel:
                     current = own_memory
                 for index in range(own):
                     room[index] = NOTHING
+                if a.bias:
+                    for index in range(key_dim):
+                        query[index] = widen(biases[of_query + index])
+                        key[index] = widen(biases[of_key + index])
+                    for index in range(value_dim):
+                        value[index] = widen(biases[of_value + index])
                 for tap in range(a.taps):
                     place = position - a.taps + 1 + tap
                     if place >= start:
@@ -160,26 +189,32 @@ def heads_go_on(element: Any) -> Kernel:
                         add_tap(key, row, key_dim, taps[tap], of_key)
                         add_tap(value, row, 2 * key_dim, taps[tap], of_value)
                 activate(room)
-                query_scale = inverse_length(query) / np.sqrt(np.float32(key_dim))
-                key_scale = inverse_length(key)
-                for index in range(key_dim):
-                    query[index] *= query_scale
-                    key[index] *= key_scale
                 if position >= start:
                     row = gates[first + position - start]
-                    written, forgotten = widen(row[head]), widen(row[heads + head])
+                    written, forgotten = widen(row[head]), widen(row[(num_gates - 1) * heads + head])
                 else:
                     row = recent[position % ring]
-                    written, forgotten = widen(row[own]), widen(row[own + 1])
+                    written, forgotten = widen(row[own]), widen(row[own + num_gates - 1])
                 x = forgotten + dt_bias[head]
                 rate = x if x > MUCH else np.log1p(exp2(x * LOG2_E))
                 kept = exp2(-exp2(a_log[head] * LOG2_E) * rate * LOG2_E)
-                move_on(current, query, key, value, kept, ONE / (ONE + exp2(-written * LOG2_E)))
+                if is_state_space:
+                    add_on(current, query, key, value, kept, rate, floats(a.skip, 1, heads)[0, head])
+                else:
+                    query_scale = inverse_length(query) / np.sqrt(np.float32(key_dim))
+                    key_scale = inverse_length(key)
+                    for index in range(key_dim):
+                        query[index] *= query_scale
+                        key[index] *= key_scale
+                    move_on(current, query, key, value, kept, ONE / (ONE + exp2(-written * LOG2_E)))
                 if position >= start:
                     place = first + position - start
                     result = to[place, head * value_dim : (head + 1) * value_dim]
                     gate = mixed[place, convolved + head * value_dim : convolved + (head + 1) * value_dim]
-                    write_result(result, value, norm, eps, gate)
+                    if is_state_space:
+                        write_gated(result, value, gate)
+                    else:
+                        write_result(result, value, norm, floats(a.eps, 1, 1)[0, 0], gate)
             reached[0] = certain
             for position in range(max(start, stop - ring), stop):
                 kept_row, place = recent[position % ring], first + position - start
@@ -189,7 +224,8 @@ def heads_go_on(element: Any) -> Kernel:
                     kept_row[key_dim + index] = row[of_key + index]
                 for index in range(value_dim):
                     kept_row[2 * key_dim + index] = row[of_value + index]
-                kept_row[own], kept_row[own + 1] = gates[place, head], gates[place, heads + head]
+                for index in range(num_gates):
+                    kept_row[own + index] = gates[place, index * heads + head]
 
     return Kernel(go_on, Arguments)
 
@@ -210,19 +246,27 @@ def gated_delta(
         assert numbers.dtype == torch.int64 and numbers.shape == (num_segments,) and numbers.stride(0) == 1
     for own in (mixed, gates, weights.convolution, states.recent):
         assert own.dtype == mixed.dtype and own.stride(-1) == 1
-    assert mixed.shape[1] == heads.convolved + heads.values and gates.shape == (num_rows, 2 * heads.num_value_heads)
+    assert mixed.shape[1] == heads.convolved + heads.values
+    assert gates.shape == (num_rows, heads.gates * heads.num_value_heads)
     assert states.memory.is_contiguous() and states.recent.is_contiguous() and weights.convolution.is_contiguous()
-    for own in (weights.a_log, weights.dt_bias, weights.norm, weights.eps, states.memory):
+    assert weights.bias is None or (weights.bias.dtype == mixed.dtype and weights.bias.is_contiguous())
+    of_weights = (weights.a_log, weights.dt_bias, weights.norm, weights.eps, weights.skip)
+    assert [own is None for own in of_weights[2:]] == [
+        heads.is_state_space,
+        heads.is_state_space,
+        not heads.is_state_space,
+    ]
+    for own in (states.memory, *(own for own in of_weights if own is not None)):
         assert own.dtype == torch.float32 and own.is_contiguous()
     out = empty(num_rows, heads.values, dtype=mixed.dtype)
     room_size = heads.own + heads.key_dim * heads.value_dim
     room = empty(threads, room_size)
     units = num_segments * heads.num_value_heads
-    heads_go_on(ELEMENTS[mixed.dtype])(
+    heads_go_on(ELEMENTS[mixed.dtype], heads.is_state_space)(
         *(own.data_ptr() for own in (out, mixed, gates, segments.starts, segments.ends, segments.slots)),
         *(0 if own is None else own.data_ptr() for own in rows),
         *(own.data_ptr() for own in (states.memory, states.recent, states.reached)),
-        *(own.data_ptr() for own in (weights.convolution, weights.a_log, weights.dt_bias, weights.norm, weights.eps)),
+        *(0 if own is None else own.data_ptr() for own in (weights.convolution, weights.bias, *of_weights)),
         room.data_ptr(),
         *(num_rows, mixed.stride(0), gates.stride(0)),
         *(num_segments, segments.num_rows or 0, segments.offset, ring, mixed.element_size()),

@@ -3,6 +3,10 @@
 Follows Qwen3-Next and Qwen3.5: a short causal convolution and SiLU over queries, keys and values, queries and keys of
 unit length, and behind it a norm gated by SiLU. Everything between the projections and the result is float32.
 
+Mamba-2's state space (Dao and Gu, arXiv 2405.21060) is the same memory with less done to it: its C, B and x are
+queries, keys and values, of which a token's are written as they are, by as much as the memory forgets; x passes by the
+memory, too, and what is found is gated, not normed.
+
 A head's state after the tokens before a position is (memory, that position, the rows of the tokens from a few before
 it on). Rows are computed one after another from the last position that the memory has come to, those that are kept
 and are still valid first: so a row's bits depend on the tokens before it and on nothing else, and rows that turn out to
@@ -32,6 +36,7 @@ class DeltaHeads:
     key_dim: int  # of a head
     value_dim: int
     taps: int  # tokens that a convolution sees, the row's own included
+    is_state_space: bool = False  # Mamba-2's
 
     @property
     def keys(self) -> int:
@@ -53,9 +58,14 @@ class DeltaHeads:
         return 2 * self.key_dim + self.value_dim
 
     @property
+    def gates(self) -> int:
+        """Of a value head: how much is forgotten, behind how much is written where that is something else."""
+        return 1 if self.is_state_space else 2
+
+    @property
     def row(self) -> int:
-        """Numbers of a token that a value head keeps: these, behind them its two gates, and up to whole vectors."""
-        return -(-(self.own + 2) // ROW_NUMBERS) * ROW_NUMBERS
+        """Numbers of a token that a value head keeps: these, behind them its gates, and up to whole vectors."""
+        return -(-(self.own + self.gates) // ROW_NUMBERS) * ROW_NUMBERS
 
     def first_columns(self, head: int) -> tuple[int, int, int]:
         """Of a value head's query, key and value."""
@@ -70,8 +80,10 @@ class DeltaWeights:
     convolution: Tensor  # [taps, convolved], of the rows' dtype, the row's own tap last
     a_log: Tensor  # [num_value_heads] float32
     dt_bias: Tensor  # [num_value_heads] float32
-    norm: Tensor  # [value_dim] float32
-    eps: Tensor  # [] float32
+    norm: Tensor | None = None  # [value_dim] float32; None: a state space's
+    eps: Tensor | None = None  # [] float32, likewise
+    bias: Tensor | None = None  # [convolved], of the convolution; as its dtype
+    skip: Tensor | None = None  # [num_value_heads] float32, of a state space: what of a value passes by its memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +123,8 @@ def gated_delta(
 
     Args:
         mixed: [num_rows, convolved + values]: queries, keys and values as they are projected, and what gates the norm.
-        gates: [num_rows, 2 * num_value_heads], of mixed's dtype: how much of a token is written, how much is forgotten.
+        gates: [num_rows, heads.gates * num_value_heads], of mixed's dtype: of all heads how much of a token is written,
+            where that is said, and then how much is forgotten.
 
     Returns:
         [num_rows, values], of mixed's dtype; rows that are nobody's, or of no segment, hold zeros.
@@ -123,7 +136,7 @@ def gated_delta(
         for head in range(heads.num_value_heads if count and slot else 0):
             own = slice(first, first + count)
             rows = torch.cat([mixed[own, columns] for columns in _columns(heads, head)], dim=1)
-            both = gates[own, [head, heads.num_value_heads + head]]
+            both = gates[own, head :: heads.num_value_heads]
             gate = mixed[own, heads.convolved + head * heads.value_dim :][:, : heads.value_dim]
             result = _go_on(
                 torch.cat((rows, both), dim=1), gate, max(start, 0), end, slot, head, states, weights, heads
@@ -143,7 +156,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _go_on(
-    rows: Tensor,  # [count, own + 2]
+    rows: Tensor,  # [count, own + gates]
     gate: Tensor,  # [count, value_dim]
     start: int,
     end: int,
@@ -160,11 +173,14 @@ def _go_on(
     certain, ring = min(max(end, begin), stop), len(recent)
     number = _wide(rows.dtype)
     taps = torch.cat([weights.convolution[:, columns] for columns in _columns(heads, head)], dim=1).to(number)
+    bias = torch.zeros_like(taps[0])
+    if weights.bias is not None:
+        bias = torch.cat([weights.bias[columns] for columns in _columns(heads, head)]).to(number)
     out = torch.zeros(len(rows), heads.value_dim, dtype=number, device=rows.device)
     for position in range(begin, stop):
         if position == certain:
             memory.copy_(current)
-        total = torch.zeros(heads.own, dtype=number, device=rows.device)
+        total = bias.clone()
         for tap in range(heads.taps):
             place = position - heads.taps + 1 + tap
             if place >= 0:
@@ -172,16 +188,29 @@ def _go_on(
                 total += row[: heads.own].to(number) * taps[tap]
         own = rows[position - start] if position >= start else recent[position % ring]
         query, key, value = F.silu(total).split_with_sizes((heads.key_dim, heads.key_dim, heads.value_dim))
-        query, key = (part * torch.rsqrt(part.square().sum() + LENGTH_EPS) for part in (query, key))
-        written, forgotten = own[heads.own : heads.own + 2].to(number).unbind()
-        current *= torch.exp(-weights.a_log[head].exp() * F.softplus(forgotten + weights.dt_bias[head]))
-        current += torch.outer((value - current @ key) * torch.sigmoid(written), key)
+        *written, forgotten = own[heads.own : heads.own + heads.gates].to(number).unbind()
+        rate = F.softplus(forgotten + weights.dt_bias[head])
+        current *= torch.exp(-weights.a_log[head].exp() * rate)
+        if heads.is_state_space:
+            current += torch.outer(value * rate, key)
+            found = current @ query + _of(weights.skip)[head] * value
+        else:
+            query, key = (part * torch.rsqrt(part.square().sum() + LENGTH_EPS) for part in (query, key))
+            current += torch.outer((value - current @ key) * torch.sigmoid(written[0]), key)
+            found = current @ query * heads.key_dim**-0.5
         if position >= start:
-            out[position - start] = current @ query * heads.key_dim**-0.5
+            out[position - start] = found
     if certain == stop:
         memory.copy_(current)
     reached.fill_(certain)
     for position in range(max(start, stop - ring), stop):
-        recent[position % ring, : heads.own + 2] = rows[position - start]
-    scale = torch.rsqrt(out.square().mean(dim=1, keepdim=True) + weights.eps)
-    return (out * scale * weights.norm * F.silu(gate.to(number))).to(rows.dtype)
+        recent[position % ring, : heads.own + heads.gates] = rows[position - start]
+    if not heads.is_state_space:
+        out *= torch.rsqrt(out.square().mean(dim=1, keepdim=True) + _of(weights.eps)) * _of(weights.norm)
+    return (out * F.silu(gate.to(number))).to(rows.dtype)
+
+
+def _of(weight: Tensor | None) -> Tensor:
+    """One that the heads have."""
+    assert weight is not None
+    return weight

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.reference.act_and_mul import Activation
-from runner.engine.delta_shapes import DeltaShapes, read_delta_shapes
+from runner.engine.delta_shapes import IN_PLACE_OF_ATTENTION, DeltaShapes, read_delta_shapes
 from runner.engine.errors import UserError
 from runner.engine.expert_shapes import ExpertShapes, read_expert_shapes
 from runner.engine.families import FAMILIES, GEMMA4_FAMILIES, Family, NormNames, is_told
@@ -154,15 +154,13 @@ def read_architecture(config: Any) -> Architecture | None:
         return None
     family = FAMILIES[name]
     is_ours = all(getattr(config, key, value) == value for key, value in family.fixed_values.items())
-    if family.layer_types:
-        is_ours = is_ours and set(config.layer_types) <= set(family.layer_types)
-    if family.delta_nets != "none":
-        is_ours = is_ours and set(config.layer_types) <= {"linear_attention", "full_attention"}
-        is_ours = is_ours and "full_attention" in config.layer_types
+    if family.delta_nets is not None:
+        others = set(config.layer_types) - set(IN_PLACE_OF_ATTENTION)
+        is_ours = is_ours and set() < others <= {"attention", "full_attention"}
     if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
         return None
     _require_own(config)
-    heads, multipliers = read_head_shapes(config, family), read_multipliers(config, family)
+    heads = read_head_shapes(config, family)
     return Architecture(
         family=name,
         vocab_size=config.vocab_size,
@@ -170,7 +168,7 @@ def read_architecture(config: Any) -> Architecture | None:
         intermediate_sizes=_intermediate_sizes(config, family, heads),
         num_layers=config.num_hidden_layers,
         heads=heads,
-        rms_norm_eps=multipliers.eps(config.rms_norm_eps),
+        rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
         qkv_bias=is_told(config, family.qkv_bias),
@@ -189,18 +187,25 @@ def read_architecture(config: Any) -> Architecture | None:
         attention_softcap=_own(config, family, "attn_logit_softcapping"),
         logits_softcap=_own(config, family, "final_logit_softcapping"),
         embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
-        multipliers=multipliers,
+        multipliers=read_multipliers(config, family),
         has_sinks=family.has_sinks,
         fused=family.fused,
         experts=read_expert_shapes(config, family.experts),
         has_output_gate=family.has_output_gate,
         is_gate_apart=family.is_gate_apart,
-        delta=None if family.delta_nets == "none" else read_delta_shapes(config, family),
+        delta=_delta_shapes(config, family),
         norms_values=family.norms_values,
         has_layer_scales=family.has_layer_scales,
         per_layer=read_per_layer_shapes(config, family),
         latent=read_latent_shapes(config) if family.is_latent else None,
     )
+
+
+def _delta_shapes(config: Any, family: Family) -> DeltaShapes | None:
+    """None where all layers attend."""
+    if family.delta_nets is None or set(config.layer_types).isdisjoint(IN_PLACE_OF_ATTENTION):
+        return None
+    return read_delta_shapes(config, family.delta_nets)
 
 
 def _own(config: Any, family: Family, key: str, default: Any = None) -> Any:

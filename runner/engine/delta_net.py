@@ -5,9 +5,11 @@ What it knows of a request's past is a state of fixed size in place of keys and 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+from kernels.reference.gated_delta import DeltaStates, DeltaWeights
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -33,30 +35,30 @@ class GatedDeltaNet(Mixer):
     ) -> None:
         assert arch.delta is not None
         self.layer, whole = layer, arch.delta.heads
-        self.heads = DeltaHeads(
-            num_key_heads=shard.split(whole.num_key_heads, "linear_num_key_heads"),
-            num_value_heads=shard.split(whole.num_value_heads, "linear_num_value_heads"),
-            key_dim=whole.key_dim,
-            value_dim=whole.value_dim,
-            taps=whole.taps,
+        of_keys, of_values = arch.delta.group_keys
+        self.heads = replace(
+            whole,
+            num_key_heads=shard.split(whole.num_key_heads, of_keys),
+            num_value_heads=shard.split(whole.num_value_heads, of_values),
         )
+        self.block, has_biases = arch.delta.block, arch.delta.has_biases
         self.in_proj = ColumnParallelLinear(
             arch.hidden_size,
             arch.delta.projected_rows,
-            bias=False,
+            bias=has_biases,
             shard=shard,
             dtype=dtype,
             quantization=quantization,
         )
         # Few rows, and what they say is taken to the power of e: never quantized.
         self.gates_proj = ColumnParallelLinear(
-            arch.hidden_size, arch.delta.gate_rows, bias=False, shard=shard, dtype=dtype
+            arch.hidden_size, arch.delta.gate_rows, bias=has_biases, shard=shard, dtype=dtype
         )
         self.out_proj = RowParallelLinear(
             whole.values,
             arch.hidden_size,
-            "linear_attn.out_proj",
-            bias=False,
+            f"{self.block}.out_proj",
+            bias=has_biases,
             shard=shard,
             dtype=dtype,
             quantization=quantization,
@@ -64,18 +66,27 @@ class GatedDeltaNet(Mixer):
         self._convolved_rows = {name: shard.split(rows, name) for name, rows in arch.delta.convolved_rows.items()}
         self.weights = DeltaWeights(
             convolution=torch.empty(whole.taps, self.heads.convolved, dtype=dtype),
+            bias=torch.empty(self.heads.convolved, dtype=dtype) if arch.delta.has_convolution_bias else None,
             a_log=torch.empty(self.heads.num_value_heads),
             dt_bias=torch.empty(self.heads.num_value_heads),
-            norm=torch.empty(whole.value_dim),
-            eps=torch.tensor(arch.rms_norm_eps, dtype=torch.float32),
+            **self.weights_of_results(arch),
         )
+
+    def weights_of_results(self, arch: Architecture) -> dict[str, torch.Tensor]:
+        """Fields of DeltaWeights: of what is done to what a head finds."""
+        eps = torch.tensor(arch.rms_norm_eps, dtype=torch.float32)
+        return {"norm": torch.empty(self.heads.value_dim), "eps": eps}
 
     def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
         states, segments = cache.states[self.layer], batch.recurrent
         assert states is not None and segments is not None, "a launch of a tree has no states to go on from"
         mixed, gates = self.in_proj(hidden, batch.linear_tile), self.gates_proj(hidden, batch.linear_tile)
-        out = gated_delta(mixed, gates, segments, states, self.weights, self.heads)
-        return self.out_proj.in_parts(out, batch.linear_tile)
+        found = gated_delta(mixed, gates, segments, states, self.weights, self.heads)
+        return self.out_proj.in_parts(self.normed(found), batch.linear_tile)
+
+    def normed(self, found: torch.Tensor) -> torch.Tensor:
+        """What heads find [num_rows, values], which may be overwritten; here each has normed its own."""
+        return found
 
     def empty_states(self, num_slots: int, num_uncertain: int, dtype: torch.dtype, device: torch.device) -> DeltaStates:
         """As DeltaStates.empty."""
@@ -94,16 +105,24 @@ class GatedDeltaNet(Mixer):
         return [*self.in_proj.part_rows, self.out_proj.name]
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        weights, own = self.weights, f"{prefix}linear_attn."
+        weights, own = self.weights, f"{prefix}{self.block}."
         targets = {
             f"{own}A_log": WeightTarget(view=weights.a_log, shard_dim=0),
             f"{own}dt_bias": WeightTarget(view=weights.dt_bias, shard_dim=0),
-            f"{own}norm.weight": WeightTarget(view=weights.norm),
+            **self.targets_of_results(own),
         }
-        channels = weights.convolution.t().unsqueeze(1)  # [convolved, 1, taps]
-        parts = channels.split_with_sizes(list(self._convolved_rows.values()))
-        for name, part in zip(self._convolved_rows, parts, strict=True):
-            targets[f"{prefix}{name}.weight"] = WeightTarget(view=part, shard_dim=0)
+        of_channels = {"weight": weights.convolution.t().unsqueeze(1)}  # [convolved, 1, taps]
+        if weights.bias is not None:
+            of_channels["bias"] = weights.bias
+        for kind, channels in of_channels.items():
+            parts = channels.split_with_sizes(list(self._convolved_rows.values()))
+            for name, part in zip(self._convolved_rows, parts, strict=True):
+                targets[f"{prefix}{name}.{kind}"] = WeightTarget(view=part, shard_dim=0)
         for product in self.products:
             targets |= product.weight_targets(prefix)
         return targets
+
+    def targets_of_results(self, own: str) -> dict[str, WeightTarget]:
+        """own: the prefix of its tensors."""
+        assert self.weights.norm is not None
+        return {f"{own}norm.weight": WeightTarget(view=self.weights.norm)}

@@ -1,4 +1,4 @@
-"""Shapes of gated delta nets, and how checkpoints hold their projections together."""
+"""Shapes of gated delta nets and of Mamba-2's layers, and how checkpoints hold their projections together."""
 
 from __future__ import annotations
 
@@ -8,41 +8,63 @@ from typing import Any
 
 from kernels.reference.gated_delta import DeltaHeads
 from runner.engine.errors import UserError
-from runner.engine.families import Family
+from runner.engine.families import DeltaLayout
 from runner.engine.fused_tensors import Fused
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaShapes:
-    """The gated delta nets that stand in place of layers' attention."""
+    """What stands in place of layers' attention, and keeps a memory."""
 
-    is_by_key_head: bool  # how tensors hold projections together (Family.delta_nets)
+    layout: DeltaLayout  # how tensors hold projections together
     heads: DeltaHeads  # of all ranks
     in_layers: tuple[bool, ...]  # of each layer; the others attend
+    has_biases: bool = False  # of its projections
+    has_convolution_bias: bool = False
+
+    @property
+    def block(self) -> str:
+        """Its name in the checkpoint, within a layer."""
+        return "mamba" if self.layout == "mamba" else "linear_attn"
+
+    @property
+    def group_keys(self) -> tuple[str, str]:
+        """Keys of the config that say how many heads of keys and of values there are."""
+        of_keys, of_values, *_ = _KEYS[self.layout]
+        return of_keys, of_values
 
     @property
     def projected_rows(self) -> dict[str, int]:
         """Rows of the matrices that give queries, keys, values and what gates the norm, by name."""
         keys, values = self.heads.keys, self.heads.values
         rows = {"q": keys, "k": keys, "v": values, "z": values}
-        return {f"linear_attn.in_proj_{name}": count for name, count in rows.items()}
+        return {f"{self.block}.in_proj_{name}": count for name, count in rows.items()}
 
     @property
     def gate_rows(self) -> dict[str, int]:
-        """Rows of the matrices that say how much is written and how much is forgotten."""
-        return {f"linear_attn.in_proj_{name}": self.heads.num_value_heads for name in "ba"}
+        """Rows of the matrices that say how much is written, where that is said, and how much is forgotten."""
+        names = "a" if self.heads.is_state_space else "ba"
+        return {f"{self.block}.in_proj_{name}": self.heads.num_value_heads for name in names}
 
     @property
     def convolved_rows(self) -> dict[str, int]:
         """Channels of the convolution over queries, keys and values."""
         keys, values = self.heads.keys, self.heads.values
-        return {"linear_attn.conv1d_q": keys, "linear_attn.conv1d_k": keys, "linear_attn.conv1d_v": values}
+        return {f"{self.block}.conv1d_q": keys, f"{self.block}.conv1d_k": keys, f"{self.block}.conv1d_v": values}
 
     @property
     def fused_tensors(self) -> Mapping[str, Fused]:
+        if self.layout == "mamba":  # z, x, B, C, dt
+            rows = self.projected_rows | self.gate_rows
+            return {
+                "mamba.in_proj": Fused(
+                    parts={f"mamba.in_proj_{name}": rows[f"mamba.in_proj_{name}"] for name in "zvkqa"}
+                ),
+                "mamba.conv1d": Fused(parts=dict(reversed(self.convolved_rows.items()))),
+            }
         convolution = {"linear_attn.conv1d": Fused(parts=self.convolved_rows)}
         projected = self.projected_rows
-        if not self.is_by_key_head:
+        if self.layout == "by_matrix":
             del projected["linear_attn.in_proj_z"]
             return {"linear_attn.in_proj_qkv": Fused(parts=projected), **convolution}
         count = self.heads.num_key_heads
@@ -53,29 +75,43 @@ class DeltaShapes:
         }
 
 
-def read_delta_shapes(config: Any, family: Family) -> DeltaShapes:
+# Of a config: how many heads of keys and of values, how wide these are, and how many tokens a convolution sees.
+_OF_DELTA_NETS = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
+_KEYS = {
+    "by_matrix": _OF_DELTA_NETS,
+    "by_key_head": _OF_DELTA_NETS,
+    "mamba": ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+}
+IN_PLACE_OF_ATTENTION = ("linear_attention", "mamba")  # layer_types of a config
+
+
+def read_delta_shapes(config: Any, layout: DeltaLayout) -> DeltaShapes:
     """From a transformers config; raises UserError for numbers of heads that cannot be."""
-    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    found = {key: int(getattr(config, f"linear_{key}")) for key in keys}
+    found = {key: int(getattr(config, key)) for key in _KEYS[layout]}
     for key, number in found.items():
         if number < 1:
-            raise UserError(
-                f"linear_{key} of a {config.model_type} checkpoint must be >= 1, got {number}; mend its config"
-            )
-    num_key_heads, num_value_heads, key_dim, value_dim, taps = found.values()
+            raise UserError(f"{key} of a {config.model_type} checkpoint must be >= 1, got {number}; mend its config")
+    (of_keys, num_key_heads), (of_values, num_value_heads), *sizes = found.items()
     if num_value_heads % num_key_heads:
         raise UserError(
-            f"linear_num_value_heads of a {config.model_type} checkpoint must be divisible by linear_num_key_heads "
+            f"{of_values} of a {config.model_type} checkpoint must be divisible by {of_keys} "
             f"({num_key_heads}), got {num_value_heads}; mend its config"
         )
+    (_, key_dim), (_, value_dim), (_, taps) = sizes
     return DeltaShapes(
-        is_by_key_head=family.delta_nets == "by_key_head",
+        layout=layout,
         heads=DeltaHeads(
             num_key_heads=num_key_heads,
             num_value_heads=num_value_heads,
             key_dim=key_dim,
             value_dim=value_dim,
             taps=taps,
+            is_state_space=layout == "mamba",
         ),
-        in_layers=tuple(kind == "linear_attention" for kind in config.layer_types),
+        in_layers=tuple(kind in IN_PLACE_OF_ATTENTION for kind in config.layer_types),
+        has_biases=layout == "mamba" and bool(config.mamba_proj_bias),
+        has_convolution_bias=layout == "mamba" and bool(config.mamba_conv_bias),
     )

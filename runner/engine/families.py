@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kernels.reference.act_and_mul import ALPHA, LIMIT, Activation
 from kernels.reference.experts import Scores
+
+# How tensors of gated delta nets hold projections together: matrix by matrix (Qwen3.5), or a key head and its value
+# heads at a time (Qwen3-Next); or how those of Mamba-2's layers do.
+DeltaLayout = Literal["by_matrix", "by_key_head", "mamba"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +112,13 @@ class Family:
     activation_key: str = "hidden_act"  # of the config
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
     # By keys of the config; with others layers are not ours.
-    fixed_values: Mapping[str, float | str | None] = field(default_factory=dict)
+    fixed_values: Mapping[str, float | str | tuple[float, ...] | None] = field(default_factory=dict)
     is_embedding_scaled: bool = False  # by the root of the hidden size, rounded as embeddings are
     is_input_scaled: bool | str = False  # likewise, on its way from the table into the first layer, and not rounded
     has_multipliers: bool = False  # of what enters layers, of what they add, of logits (runner.engine.multipliers)
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool | str = False  # neighbours turn together, not the halves of what is rotated
     is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
-    layer_types: tuple[str, ...] = ()  # of a config whose layers are all ours; (): any, as they are read
     reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families
     # Of what one tensor of the checkpoint holds all; linears: an MLP's gate and up, beside which down has another name.
     fused: tuple[Literal["qkv", "gate_up", "linears"], ...] = ()
@@ -125,9 +129,7 @@ class Family:
     has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
     has_output_gate: bool = False  # each head's attention is gated by the layer's input (arXiv 2505.06708)
     is_gate_apart: bool = False  # in a tensor of its own; else what gates a head stands beside its queries
-    # Of layers of type linear_attention, and how tensors hold projections together: matrix by matrix (Qwen3.5), or a
-    # key head and its value heads at a time (Qwen3-Next).
-    delta_nets: Literal["none", "by_matrix", "by_key_head"] = "none"
+    delta_nets: DeltaLayout | None = None  # of layers that do not attend
     is_latent: bool = False  # keys and values of all heads are read from one latent of a token (arXiv 2405.04434)
     experts: Mixture | None = None
 
@@ -258,6 +260,7 @@ _GRANITE_MIXTURE = Mixture(
     stacks="by_output",
     stack_names=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
+_SHARED_GRANITE_MIXTURE = replace(_GRANITE_MIXTURE, shared="shared_mlp", shared_size_key="shared_intermediate_size")
 
 # Gemma 4's, as its 26B-A4B has it; dense layers of that family have none.
 _GEMMA_MIXTURE = Mixture(
@@ -348,15 +351,16 @@ FAMILIES = {
     ),
     "granite": Family(**_GRANITE, mlp_bias="mlp_bias"),
     "granitemoe": Family(**_GRANITE, experts=_GRANITE_MIXTURE),
-    "granitemoehybrid": Family(  # with state space layers or experts it is not ours
+    "granitemoehybrid": Family(
         **_SHARED_GRANITE,
-        fixed_values={"num_local_experts": 0},
-        layer_types=("attention", "full_attention"),
+        fixed_values={"time_step_limit": (0.0, math.inf)},
+        delta_nets="mamba",
         reads=("position_embedding_type",),
+        experts=replace(_SHARED_GRANITE_MIXTURE, is_there="num_local_experts"),
     ),
     "granitemoeshared": Family(
         **_SHARED_GRANITE,
-        experts=replace(_GRANITE_MIXTURE, shared="shared_mlp", shared_size_key="shared_intermediate_size"),
+        experts=_SHARED_GRANITE_MIXTURE,
     ),
     "hunyuan_v1_dense": Family(**_HUNYUAN),
     "hunyuan_v1_moe": Family(
@@ -379,6 +383,7 @@ FAMILIES = {
         qk_norm=True,
         is_qk_norm_whole=True,
         is_rope_partial=True,
+        reads=("rotary_dim",),
         experts=Mixture(
             block="block_sparse_moe",
             projections=("w1", "w3", "w2"),

@@ -102,5 +102,9 @@ def _layout(config: Any, family: Family) -> HeadLayout:
     # Proportional frequencies are of whole heads, and zero where nothing turns.
     is_partial = family.is_rope_partial and config.rope_parameters.get("rope_type") != "proportional"
     factor = config.rope_parameters.get("partial_rotary_factor", 1.0) if is_partial else 1.0
-    is_interleaved = is_told(config, family.is_rope_interleaved)
-    return HeadLayout(head_dim=head_dim, num_rotated=int(head_dim * factor), is_interleaved=is_interleaved)
+    stated = getattr(config, "rotary_dim", None) if "rotary_dim" in family.reads else None
+    return HeadLayout(
+        head_dim=head_dim,
+        num_rotated=int(head_dim * factor) if stated is None else int(stated),
+        is_interleaved=is_told(config, family.is_rope_interleaved),
+    )

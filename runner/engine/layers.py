@@ -31,6 +31,7 @@ from runner.engine.per_layer_inputs import PerLayerInput
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
+from runner.engine.state_space import StateSpace
 
 
 class DecoderLayer:
@@ -66,7 +67,8 @@ class DecoderLayer:
         )
         self.mixer: Mixer
         if arch.delta is not None and arch.delta.in_layers[layer]:
-            self.mixer = GatedDeltaNet(arch, layer, shard, dtype, quantization=quantization)
+            kind = StateSpace if arch.delta.heads.is_state_space else GatedDeltaNet
+            self.mixer = kind(arch, layer, shard, dtype, quantization=quantization)
         elif arch.latent is not None:
             self.mixer = LatentAttention(arch, layer, shard, dtype, quantization=quantization)
         else:

@@ -34,10 +34,10 @@ class RMSNorm:
 
     @classmethod
     def of(cls, arch: Architecture, dtype: torch.dtype, size: int | None = None) -> RMSNorm:
-        """As the family norms; size: of what is normed, None: the hidden size."""
+        """As the family norms; size: of what is normed, None: the residual stream."""
         return cls(
             arch.hidden_size if size is None else size,
-            arch.rms_norm_eps,
+            arch.multipliers.eps(arch.rms_norm_eps) if size is None else arch.rms_norm_eps,
             dtype,
             adds_one=arch.norms_add_one,
             rounds_last=arch.norms_round_last,
