@@ -40,7 +40,10 @@ def gate_kernel(
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     places = columns * 0 if IS_ONE else columns
     by = tl.load(by_ptr + row * by_stride + places, mask=is_column, other=0.0).to(tl.float32)
-    factor = by / (1.0 + tl.exp(-gelu_power(by))) if FUNCTION == "gelu_tanh" else tl.sigmoid(by)
+    if FUNCTION == "relu":
+        factor = tl.maximum(by, 0.0)
+    else:
+        factor = by / (1.0 + tl.exp(-gelu_power(by))) if FUNCTION == "gelu_tanh" else tl.sigmoid(by)
     tl.store(out_ptr + row * WIDTH + columns, (x.to(tl.float32) * factor).to(x.dtype), mask=is_column)
 
 

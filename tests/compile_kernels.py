@@ -402,6 +402,7 @@ TABLE = [
             ("fp16", 4096, "sigmoid", False),
             ("fp32", 4096, "sigmoid", False),
             ("bf16", 256, "gelu_tanh", False),
+            ("bf16", 1856, "relu", False),
         )
     ),
     Kernel(

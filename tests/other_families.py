@@ -20,7 +20,7 @@ MULTIPLIERS: dict[str, Any] = {
     "logits_scaling": 6.0,
 }
 # A state follows one path of tokens, forwards: drafts are chains.
-WITH_STATES = ("qwen3_5_text", "granitemoehybrid")
+WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "nemotron_h")
 # Drafters attend in all layers, and have fewer of them than a config says of each.
 WITH_LLAMAS = (*WITH_STATES, "gemma4_text")
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -62,6 +62,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 64,
         "final_logit_softcapping": 8.0,
         "pad_token_id": 0,
+    },
+    # Layers of one thing each, products that nothing gates, and none turned.
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 2.5,
     },
     "glm4": {"model_type": "glm4", "pad_token_id": 0},  # half of a head turns, neighbours together
     # Embeddings, what layers add, and logits are multiplied.

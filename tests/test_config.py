@@ -45,6 +45,8 @@ MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_MTP}
 # Of language models alone, in billions; their drafters are checkpoints of their own.
 WITH_ASSISTANT = {"gemma4_e2b": 4, "gemma4_26b_a4b": 25}
 MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_ASSISTANT}
+WITHOUT_DRAFTER = {"nemotron3_nano": 31}
+MANDATORY |= {f"model/{preset}": ["method=suffix"] for preset in WITHOUT_DRAFTER}
 MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
 EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
 TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
@@ -194,8 +196,8 @@ def test_a_preset_without_a_draft_has_the_published_number_of_parameters() -> No
     assert num_parameters(config.model.hf_config) == 20_914_757_184
 
 
-@pytest.mark.parametrize(("preset", "billions"), {**WITH_MTP, **WITH_ASSISTANT}.items())
-def test_presets_with_mtp_have_as_many_parameters_as_the_language_models_they_name(preset: str, billions: int) -> None:
+@pytest.mark.parametrize(("preset", "billions"), {**WITH_MTP, **WITH_ASSISTANT, **WITHOUT_DRAFTER}.items())
+def test_other_presets_have_as_many_parameters_as_the_language_models_they_name(preset: str, billions: int) -> None:
     from transformers import AutoConfig
 
     with Composer() as composer:

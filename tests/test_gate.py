@@ -21,6 +21,7 @@ Op = Callable[[Tensor, Tensor, GateFunction], Tensor]
 EXACT: Mapping[GateFunction, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
 }
 
 

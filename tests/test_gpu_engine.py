@@ -210,7 +210,7 @@ def test_layers_that_do_more_than_llamas_keep_their_bits(family: str, engines: E
         own["of_drafters"] = ARCHITECTURE
     if family in WITH_STATES:  # of the size that kernels take them at, and drafts in chains
         sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-        own["architecture"] |= {"mamba_d_state": 128} if family == "granitemoehybrid" else sizes
+        own["architecture"] |= {**sizes, "mamba_d_state": 128, "ssm_state_size": 128, "mamba_head_dim": 64}
         of_head = METHODS[9]
     if family == "gemma4_text":  # as published
         sizes = {"head_dim": 256, "global_head_dim": 512, "hidden_size_per_layer_input": 256}

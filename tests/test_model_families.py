@@ -149,6 +149,20 @@ GRANITE_HYBRID = {
     "mamba_n_heads": 8,
     "mamba_d_state": 16,
 }
+NEMOTRON = {
+    "head_dim": 24,
+    "layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp"],
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "time_step_min": 1e-30,  # which transformers alone cuts prompts' steps off at, and not those of single tokens
+}
 MINIMAX = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8}
 LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
 GEMMA = {"head_dim": 24, "pad_token_id": 0}
@@ -360,6 +374,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, sliding": ("mistral", {"sliding_window": 8, "head_dim": 24}),
+    "nemotron_h": ("nemotron_h", NEMOTRON),
+    "nemotron_h, no experts, biased, tied": (
+        "nemotron_h",
+        {**NEMOTRON, "layers_block_type": ["mlp", "attention", "mamba"], "mlp_bias": True, "use_bias": True}
+        | {"use_conv_bias": False, "tie_word_embeddings": True, "n_groups": 1, "conv_kernel": 3},
+    ),
     "olmo2": ("olmo2", {}),
     "olmo2, biased, tied, as many kv heads": (
         "olmo2",
@@ -462,6 +482,7 @@ BFLOAT16 = (
     "llama, attention bias",
     "minimax_m2",
     "mistral, sliding",
+    "nemotron_h",
     "olmo3",
     "phi3",
     "qwen2, tied",
@@ -772,6 +793,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "deepseek_v3, queries at once, values wider than keys",
         "olmo2",
         "minimax_m2",
+        "nemotron_h",
         "granitemoeshared",
         "granitemoehybrid, experts, heads in groups, biased",
         "hunyuan_v1_moe",

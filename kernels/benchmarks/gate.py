@@ -5,10 +5,12 @@ The last is Gemma 4's: numbers of a token that each layer has its own columns of
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels import gate as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_error, name_of
@@ -18,26 +20,45 @@ from kernels.reference.gate import GateFunction
 NUM_LAYERS = 30  # of Gemma 4
 
 
+FUNCTIONS: Mapping[GateFunction, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": torch.relu,
+}
+
+
 def cases(setting: Setting) -> list[Case]:
     shapes = ((3, 70, 70), (3, 70, 1)) if setting.is_small else ((8, 4096, 4096), (512, 4096, 4096), (8, 2048, 1))
     inputs = ((3, 70),) if setting.is_small else ((8, 256), (512, 256))
-    return [
-        Case(
-            op="gate",
-            label=f"{num_rows} rows of {width}, {'a gate each' if gates > 1 else 'one gate a row'}",
-            dtype=name_of(setting.dtype),
-            prepare=partial(_prepare, setting, num_rows, width, gates, "sigmoid"),
-        )
-        for num_rows, width, gates in shapes
-    ] + [
-        Case(
-            op="gate",
-            label=f"{num_rows} rows of {width} by gelu, far apart",
-            dtype=name_of(setting.dtype),
-            prepare=partial(_prepare, setting, num_rows, width, width, "gelu_tanh"),
-        )
-        for num_rows, width in inputs
-    ]
+    return (
+        [
+            Case(
+                op="gate",
+                label=f"{num_rows} rows of {width}, {'a gate each' if gates > 1 else 'one gate a row'}",
+                dtype=name_of(setting.dtype),
+                prepare=partial(_prepare, setting, num_rows, width, gates, "sigmoid"),
+            )
+            for num_rows, width, gates in shapes
+        ]
+        + [
+            Case(
+                op="gate",
+                label=f"{num_rows} rows of {width} by gelu, far apart",
+                dtype=name_of(setting.dtype),
+                prepare=partial(_prepare, setting, num_rows, width, width, "gelu_tanh"),
+            )
+            for num_rows, width in inputs
+        ]
+        + [
+            Case(
+                op="gate",
+                label=f"{num_rows} rows of {width} by relu",
+                dtype=name_of(setting.dtype),
+                prepare=partial(_prepare, setting, num_rows, width, width, "relu"),
+            )
+            for num_rows, width, _ in shapes[:1]
+        ]
+    )
 
 
 def _prepare(setting: Setting, num_rows: int, width: int, gates: int, function: GateFunction) -> Work:
@@ -49,7 +70,7 @@ def _prepare(setting: Setting, num_rows: int, width: int, gates: int, function: 
 
     def check() -> list[str]:
         wide = by.double()
-        exact = x.double() * (F.gelu(wide, approximate="tanh") if function == "gelu_tanh" else torch.sigmoid(wide))
+        exact = x.double() * FUNCTIONS[function](wide)
         return [check_error(kernel.gate(x, by, function), reference.gate(x, by, function), exact)]
 
     return Work(

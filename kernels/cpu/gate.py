@@ -18,7 +18,7 @@ from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
 from kernels.reference.gate import GateFunction
 
-ONE = np.float32(1.0)
+NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 PART_WORK = 1 << 12  # numbers, gated in some microseconds
 Arguments = arguments_of("out", "x", "by", "num_rows", "width", "x_stride", "by_stride", "is_one")
 
@@ -33,7 +33,12 @@ def gelu_tanh(x: Any) -> Any:
     return x / (ONE + exp2(-gelu_power(x) * LOG2_E))
 
 
-FUNCTIONS: Mapping[GateFunction, Any] = {"sigmoid": sigmoid, "gelu_tanh": gelu_tanh}
+@vectorized
+def relu(x: Any) -> Any:
+    return max(x, NOTHING)
+
+
+FUNCTIONS: Mapping[GateFunction, Any] = {"sigmoid": sigmoid, "gelu_tanh": gelu_tanh, "relu": relu}
 
 
 @cache

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from kernels.reference.act_and_mul import act_and_mul
 
-GateFunction = Literal["sigmoid", "gelu_tanh"]
+GateFunction = Literal["sigmoid", "gelu_tanh", "relu"]
 
 
 def gate(x: Tensor, by: Tensor, function: GateFunction) -> Tensor:
     """x: [num_rows, width], by: [num_rows, width], or [num_rows, 1] for all columns -> [num_rows, width]."""
     if function == "gelu_tanh":  # as halves, of which rows are walked one by one
         return act_and_mul(torch.cat((by.float().expand_as(x), x.float()), dim=1), "gelu_tanh").to(x.dtype)
-    return (x.float() * torch.sigmoid(by.float())).to(x.dtype)
+    factor = by.float().relu() if function == "relu" else torch.sigmoid(by.float())
+    return (x.float() * factor).to(x.dtype)

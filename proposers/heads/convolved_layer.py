@@ -20,6 +20,7 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer, add_output
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
+from runner.engine.mlp import NoMLP
 from runner.engine.operations import Rows
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
@@ -67,6 +68,7 @@ class ConvolvedLayer(DecoderLayer):
     ) -> tuple[Rows, torch.Tensor]:
         segments, tile = batch.recurrent, batch.linear_tile
         assert segments is not None, "the head reads segments"
+        assert not isinstance(self.mlp, NoMLP), "of plain layers"
         attend = partial(self.mixer, rope=rope, batch=batch, cache=cache)
         attended = self.attention_conv.around(attend, normed, segments, tile)
         normed, residual = add_output(attended, residual, self.after_attention, self.before_mlp)

@@ -22,6 +22,9 @@ from runner.engine.multipliers import NO_MULTIPLIERS, Multipliers, read_multipli
 from runner.engine.per_layer_shapes import PerLayerShapes, read_per_layer_shapes
 from runner.engine.rope import ONE_ROPE
 
+# layer_types where a layer is one thing.
+MLP_BLOCKS, MIXING_BLOCKS = ("mlp", "moe"), ("full_attention", "linear_attention")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
@@ -63,6 +66,8 @@ class Architecture:
     has_layer_scales: bool = False  # Family.has_layer_scales
     per_layer: PerLayerShapes | None = None  # of inputs that layers have of their own
     latent: LatentShapes | None = None  # of the attention, in place of heads' keys and values
+    mixes: tuple[bool, ...]  # per layer: whether it attends, or what stands in place of that mixes tokens
+    has_mlp: tuple[bool, ...]  # per layer: an MLP, or experts
 
     @property
     def has_plain_layers(self) -> bool:
@@ -153,9 +158,9 @@ def read_architecture(config: Any) -> Architecture | None:
     if name not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
         return None
     family = FAMILIES[name]
-    is_ours = all(getattr(config, key, value) == value for key, value in family.fixed_values.items())
+    is_ours = all(_stated(config, key, value) == value for key, value in family.fixed_values.items())
     if family.delta_nets is not None:
-        others = set(config.layer_types) - set(IN_PLACE_OF_ATTENTION)
+        others = set(config.layer_types) - set(IN_PLACE_OF_ATTENTION) - set(MLP_BLOCKS if family.has_blocks else ())
         is_ours = is_ours and set() < others <= {"attention", "full_attention"}
     if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
         return None
@@ -168,7 +173,7 @@ def read_architecture(config: Any) -> Architecture | None:
         intermediate_sizes=_intermediate_sizes(config, family, heads),
         num_layers=config.num_hidden_layers,
         heads=heads,
-        rms_norm_eps=config.rms_norm_eps,
+        rms_norm_eps=getattr(config, family.eps_key),
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
         qkv_bias=is_told(config, family.qkv_bias),
@@ -198,6 +203,8 @@ def read_architecture(config: Any) -> Architecture | None:
         has_layer_scales=family.has_layer_scales,
         per_layer=read_per_layer_shapes(config, family),
         latent=read_latent_shapes(config) if family.is_latent else None,
+        mixes=tuple(kind not in MLP_BLOCKS for kind in _blocks(config, family)),
+        has_mlp=tuple(kind not in MIXING_BLOCKS for kind in _blocks(config, family)),
     )
 
 
@@ -205,7 +212,17 @@ def _delta_shapes(config: Any, family: Family) -> DeltaShapes | None:
     """None where all layers attend."""
     if family.delta_nets is None or set(config.layer_types).isdisjoint(IN_PLACE_OF_ATTENTION):
         return None
-    return read_delta_shapes(config, family.delta_nets)
+    return read_delta_shapes(config, family)
+
+
+def _blocks(config: Any, family: Family) -> Sequence[str]:
+    """What each layer is, where it is one thing; elsewhere it mixes tokens and has an MLP."""
+    return config.layer_types if family.has_blocks else ("",) * int(config.num_hidden_layers)
+
+
+def _stated(config: Any, key: str, default: Any) -> Any:
+    found = getattr(config, key, default)
+    return tuple(found) if isinstance(found, list) else found
 
 
 def _own(config: Any, family: Family, key: str, default: Any = None) -> Any:
@@ -256,6 +273,8 @@ def _sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
 
 
 def _ropes(config: Any, family: Family) -> tuple[str | None, ...]:
+    if not family.has_rope:
+        return (None,) * int(config.num_hidden_layers)
     if any(isinstance(value, dict) for value in config.rope_parameters.values()):
         return tuple(config.layer_types)  # Gemma 3: each kind of layers has its own
     if family.is_rope_in_windows and config.sliding_window is not None:

@@ -12,7 +12,7 @@ from kernels.cpu.panels import Weight
 from runner.engine.experts import Experts
 from runner.engine.head_linear import HeadLinear
 from runner.engine.layers import DecoderLayer, add_output
-from runner.engine.mlp import MLP
+from runner.engine.mlp import MLP, NoMLP
 from runner.engine.mlp_beside_experts import MLPBesideExperts
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, linear, whole
@@ -47,6 +47,8 @@ def asked_products(layers: Sequence[DecoderLayer], tile: int | None) -> list[Ask
 
 def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
     mlp = layer.mlp
+    if isinstance(mlp, NoMLP):
+        return []
     if isinstance(mlp, Experts):
         return _of_experts(mlp, tile)
     if isinstance(mlp, MLPBesideExperts):
@@ -80,7 +82,10 @@ def _of_experts(experts: Experts, tile: int | None) -> list[AskedProduct]:
 
 
 def _of_mixer(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
-    in_parts, last = layer.mixer.products_in_parts, layer.mixer.products[-1]
+    in_parts, last = layer.mixer.products_in_parts, layer.mixer.products[-1:]
+    norms = (layer.after_attention, layer.before_mlp, None)
+    if isinstance(layer.mlp, NoMLP):
+        norms = (layer.after_attention, layer.input_norm, None)
     return [
         *(
             AskedProduct(multiply=partial(_by_heads, own, tile=tile), weights=[own.weight], of_experts=True)
@@ -90,7 +95,7 @@ def _of_mixer(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
             AskedProduct(
                 multiply=partial(product.in_parts if product in in_parts else product, tile=tile),
                 weights=[product.weight],
-                norms=(layer.after_attention, layer.before_mlp, None) if product is last else NO_NORMS,
+                norms=norms if product in last else NO_NORMS,
             )
             for product in layer.mixer.products
         ),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kernels.quantized_weight import FLOAT8
+from runner.engine.backbone_names import decoder_tensors
 from runner.engine.errors import UserError
 from runner.engine.json_object import read_json
 from runner.engine.mxfp4_tensors import stack_mxfp4
@@ -201,11 +202,12 @@ def checkpoint_files(source: ModelSource) -> list[Path]:
 def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
     """(name, safetensors slice) of every tensor; a slice is read only where it is indexed, but for small ones of GPTQ.
 
-    Of a checkpoint that takes more than text these are its language model's, named as one alone names them.
+    Of a checkpoint that takes more than text these are its language model's, named as one alone names them; those of a
+    backbone are named as a decoder's.
     A quantized weight comes under the name that it would have dense, as a QuantizedTensor, which is dense where it is
     indexed, or with those of other experts as an Mxfp4Stack.
     """
-    slices = text_tensors(_slices(source))
+    slices = decoder_tensors(text_tensors(_slices(source)))
     stated, of = stated_quantization(source), f"{source.name}={source.model}"
     is_quantized = any(tensor.get_dtype() in (*EIGHT_BITS, WORDS) for tensor in slices.values())
     if stated is None or not is_quantized:  # a head may only repeat what its target says

@@ -35,11 +35,10 @@ class GatedDeltaNet(Mixer):
     ) -> None:
         assert arch.delta is not None
         self.layer, whole = layer, arch.delta.heads
-        of_keys, of_values = arch.delta.group_keys
         self.heads = replace(
             whole,
-            num_key_heads=shard.split(whole.num_key_heads, of_keys),
-            num_value_heads=shard.split(whole.num_value_heads, of_values),
+            num_key_heads=shard.split(whole.num_key_heads, arch.delta.keys.num_key_heads),
+            num_value_heads=shard.split(whole.num_value_heads, arch.delta.keys.num_value_heads),
         )
         self.block, has_biases = arch.delta.block, arch.delta.has_biases
         self.in_proj = ColumnParallelLinear(

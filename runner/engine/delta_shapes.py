@@ -8,7 +8,7 @@ from typing import Any
 
 from kernels.reference.gated_delta import DeltaHeads
 from runner.engine.errors import UserError
-from runner.engine.families import DeltaLayout
+from runner.engine.families import DeltaLayout, Family, StateKeys
 from runner.engine.fused_tensors import Fused
 
 
@@ -19,19 +19,14 @@ class DeltaShapes:
     layout: DeltaLayout  # how tensors hold projections together
     heads: DeltaHeads  # of all ranks
     in_layers: tuple[bool, ...]  # of each layer; the others attend
-    has_biases: bool = False  # of its projections
-    has_convolution_bias: bool = False
+    keys: StateKeys
+    has_biases: bool  # of its projections
+    has_convolution_bias: bool
 
     @property
     def block(self) -> str:
         """Its name in the checkpoint, within a layer."""
         return "mamba" if self.layout == "mamba" else "linear_attn"
-
-    @property
-    def group_keys(self) -> tuple[str, str]:
-        """Keys of the config that say how many heads of keys and of values there are."""
-        of_keys, of_values, *_ = _KEYS[self.layout]
-        return of_keys, of_values
 
     @property
     def projected_rows(self) -> dict[str, int]:
@@ -75,34 +70,26 @@ class DeltaShapes:
         }
 
 
-# Of a config: how many heads of keys and of values, how wide these are, and how many tokens a convolution sees.
-_OF_DELTA_NETS = (
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    "linear_conv_kernel_dim",
-)
-_KEYS = {
-    "by_matrix": _OF_DELTA_NETS,
-    "by_key_head": _OF_DELTA_NETS,
-    "mamba": ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
-}
 IN_PLACE_OF_ATTENTION = ("linear_attention", "mamba")  # layer_types of a config
 
 
-def read_delta_shapes(config: Any, layout: DeltaLayout) -> DeltaShapes:
+def read_delta_shapes(config: Any, family: Family) -> DeltaShapes:
     """From a transformers config; raises UserError for numbers of heads that cannot be."""
-    found = {key: int(getattr(config, key)) for key in _KEYS[layout]}
-    for key, number in found.items():
+    layout, keys = family.delta_nets, family.state_keys
+    assert layout is not None and keys is not None
+    found = [int(getattr(config, key)) for key in keys[:5]]
+    for key, number in zip(keys, found, strict=False):
         if number < 1:
             raise UserError(f"{key} of a {config.model_type} checkpoint must be >= 1, got {number}; mend its config")
-    (of_keys, num_key_heads), (of_values, num_value_heads), *sizes = found.items()
+    num_key_heads, num_value_heads, key_dim, value_dim, taps = found
     if num_value_heads % num_key_heads:
         raise UserError(
-            f"{of_values} of a {config.model_type} checkpoint must be divisible by {of_keys} "
+            f"{keys.num_value_heads} of a {config.model_type} checkpoint must be divisible by {keys.num_key_heads} "
             f"({num_key_heads}), got {num_value_heads}; mend its config"
         )
-    (_, key_dim), (_, value_dim), (_, taps) = sizes
     return DeltaShapes(
         layout=layout,
+        keys=keys,
         heads=DeltaHeads(
             num_key_heads=num_key_heads,
             num_value_heads=num_value_heads,
@@ -112,6 +99,6 @@ def read_delta_shapes(config: Any, layout: DeltaLayout) -> DeltaShapes:
             is_state_space=layout == "mamba",
         ),
         in_layers=tuple(kind in IN_PLACE_OF_ATTENTION for kind in config.layer_types),
-        has_biases=layout == "mamba" and bool(config.mamba_proj_bias),
-        has_convolution_bias=layout == "mamba" and bool(config.mamba_conv_bias),
+        has_biases=bool(getattr(config, keys.biases, False)),
+        has_convolution_bias=bool(getattr(config, keys.convolution_bias, False)),
     )

@@ -59,10 +59,9 @@ class ExpertShapes:
         assert self.mixture.shared is not None
         return self.mixture.named(self.mixture.shared)
 
-    def names_of(self, expert: int) -> tuple[str, str, str]:
-        """Of its gate, up and down projections."""
-        gate, up, down = (f"{self.prefix}{expert}.{name}" for name in self.mixture.projections)
-        return gate, up, down
+    def names_of(self, expert: int) -> list[str]:
+        """Of its gate, where it has one, up and down projections."""
+        return [f"{self.prefix}{expert}.{name}" for name in self.mixture.projections]
 
 
 def read_expert_shapes(config: Any, mixture: Mixture | None) -> ExpertShapes | None:
@@ -152,6 +151,7 @@ _LAYER_KEYS = {
     "all": (),
     "behind_dense": ("num_dense_layers",),
     "behind_first": ("first_k_dense_replace",),
+    "by_block": ("layer_types",),
     "by_step": ("decoder_sparse_step",),
     "by_type": ("mlp_layer_types",),
     "in_range": ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
@@ -162,6 +162,8 @@ def _has_experts(config: Any, mixture: Mixture, layer: int) -> bool:
     if mixture.layers in ("behind_dense", "behind_first"):
         (number_of_dense,) = _LAYER_KEYS[mixture.layers]
         return layer >= int(getattr(config, number_of_dense))
+    if mixture.layers == "by_block":
+        return bool(config.layer_types[layer] == "moe")
     if mixture.layers == "by_type":
         return bool(config.mlp_layer_types[layer] == "sparse")
     if mixture.layers == "in_range":

@@ -14,6 +14,7 @@ import torch
 from kernels.cpu.panels import Change, Weight, unpacked
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
+from kernels.reference.experts import Routing
 from runner.engine.expert_operations import (
     ExpertWeights,
     gated_linear_of_experts,
@@ -25,7 +26,7 @@ from runner.engine.expert_operations import (
 from runner.engine.expert_shapes import ExpertShapes
 from runner.engine.linear import WeightTarget, empty_weight, shared_storage, split_inputs, weight_target
 from runner.engine.mlp import MLP
-from runner.engine.operations import gate, linear
+from runner.engine.operations import gate, linear, take_rows
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -50,13 +51,15 @@ class Experts:
             for name in (shapes.corrections_name, shapes.factors_name)
         )
         names = [shapes.names_of(expert) for expert in range(shapes.num_experts)]
-        gated_names = [name for gate, up, _ in names for name in (gate, up)]
+        gated_names = [name for *inner, _ in names for name in inner]
         down_names = [down for *_, down in names]
+        self._num_inner = len(names[0]) - 1  # products side by side: gate and up, or up alone
         gated_storage = shared_storage(gated_names, quantization)
         down_storage = shared_storage(down_names, quantization)
         self._num_parts = shard.split(shapes.intermediate_size, gated_names[0])
         columns, down_held = split_inputs(shapes.intermediate_size, down_names[0], down_storage, shard)
-        gated = empty_weight(shapes.num_experts * 2 * self._num_parts, hidden_size, dtype, gated_storage)
+        inner = self._num_inner * self._num_parts
+        gated = empty_weight(shapes.num_experts * inner, hidden_size, dtype, gated_storage)
         down = empty_weight(shapes.num_experts * hidden_size, columns, dtype, down_held)
         # Of each expert. Kernels of a GPU find one behind another in one piece of memory.
         self.gate_up_projs, self.down_projs = (
@@ -66,7 +69,7 @@ class Experts:
             torch.empty(size, dtype=dtype) if shapes.mixture.has_biases else None
             for size in (
                 (shapes.num_experts,),
-                (shapes.num_experts, 2 * self._num_parts),
+                (shapes.num_experts, inner),
                 (shapes.num_experts, hidden_size),
             )
         )
@@ -78,6 +81,7 @@ class Experts:
                 dtype,
                 name=shapes.shared_name,
                 bias=False,
+                is_gated=self._num_inner == 2,
                 activation=activation,
                 quantization=quantization,
             )
@@ -99,12 +103,19 @@ class Experts:
         """
         logits = self.router_logits(hidden if routed is None else routed, tile)
         routing = route(logits, self.shapes.rule, self.corrections, self.factors)
-        inner = gated_linear_of_experts(
-            hidden, self.gate_up_projs, routing, tile, self._gate_up_biases, self._activation
-        )
+        inner = self._inner(hidden, routing, tile)
         down_biases = self._down_biases if self.shard.rank == 0 else None  # which are added once
         results = linear_of_experts(inner, self.down_projs, routing, tile, down_biases)
         return sum_of_experts(results, routing, self._shared_part(hidden, tile))
+
+    def _inner(self, hidden: torch.Tensor, routing: Routing, tile: int | None) -> torch.Tensor:
+        """What is multiplied by the down projections [num_places, intermediate]."""
+        if self._num_inner == 2:
+            return gated_linear_of_experts(
+                hidden, self.gate_up_projs, routing, tile, self._gate_up_biases, self._activation
+            )
+        up = linear_of_experts(take_rows(hidden, routing.rows), self.gate_up_projs, routing, tile, self._gate_up_biases)
+        return gate(up, up, "relu")
 
     def _shared_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor | None:
         if self.shared is None:
@@ -156,9 +167,10 @@ class Experts:
         targets = {f"{prefix}{self.shapes.router_name}.weight": WeightTarget(view=unpacked(self.router))}
         num_parts = self._num_parts
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_projs, self.down_projs, strict=True)):
-            gate_name, up_name, down_name = self.shapes.names_of(expert)
-            targets[f"{prefix}{gate_name}.weight"] = weight_target(gate_up, slice(num_parts), 0)
-            targets[f"{prefix}{up_name}.weight"] = weight_target(gate_up, slice(num_parts, None), 0)
+            *inner_names, down_name = self.shapes.names_of(expert)
+            for at, name in enumerate(inner_names):
+                rows = slice(at * num_parts, (at + 1) * num_parts)
+                targets[f"{prefix}{name}.weight"] = weight_target(gate_up, rows, 0)
             targets[f"{prefix}{down_name}.weight"] = weight_target(down, slice(None), 1)
         if self.corrections is not None:
             view = self.corrections.unsqueeze(0) if self.shapes.mixture.corrections_have_rows else self.corrections

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kernels.reference.act_and_mul import ALPHA, LIMIT, Activation
 from kernels.reference.experts import Scores
@@ -13,6 +13,37 @@ from kernels.reference.experts import Scores
 # How tensors of gated delta nets hold projections together: matrix by matrix (Qwen3.5), or a key head and its value
 # heads at a time (Qwen3-Next); or how those of Mamba-2's layers do.
 DeltaLayout = Literal["by_matrix", "by_key_head", "mamba"]
+
+
+class StateKeys(NamedTuple):
+    """Of a config: numbers of heads, their sizes, tokens that a convolution sees, and whether there are biases."""
+
+    num_key_heads: str
+    num_value_heads: str
+    key_dim: str
+    value_dim: str
+    taps: str
+    biases: str = ""  # of projections; "": there are none, as the next
+    convolution_bias: str = ""
+
+
+OF_DELTA_NETS = StateKeys(
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+OF_GRANITE = StateKeys(
+    *("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+    biases="mamba_proj_bias",
+    convolution_bias="mamba_conv_bias",
+)
+OF_NEMOTRON = StateKeys(
+    *("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"),
+    biases="use_bias",
+    convolution_bias="use_conv_bias",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +92,7 @@ class Mixture:
     block: str  # "": its tensors lie in the layer
     is_there: bool | str = True  # or: the config's key says so
     norms: NormsBeside | None = None  # of experts beside the layer's MLP; None: they stand in its place
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # gate, up, down
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # gate, where there is one, up, down
     router: str = "gate"
     router_digits: Literal["of rows", "of checkpoint", "float32"] = "of rows"  # the last: so it is published
     count_key: str = "num_experts"
@@ -79,7 +110,7 @@ class Mixture:
     shared_size_key: str = ""  # its size
     shared_gate: str | None = None  # name, within the block, of what it is gated by, one number a row
     # That have a mixture, as the config says it.
-    layers: Literal["all", "behind_dense", "behind_first", "by_step", "by_type", "in_range"] = "all"
+    layers: Literal["all", "behind_dense", "behind_first", "by_block", "by_step", "by_type", "in_range"] = "all"
     has_biases: bool = False
     # One tensor may hold all experts' weights, each with a row for every output (Qwen3.5) or input (Qwen3-VL, where its
     # sizes do not say that it is the former), up behind gate, or with the two in turns (gpt-oss).
@@ -109,6 +140,7 @@ class Family:
     norms_add_one: bool = False  # to their weights
     norms_round_last: bool = False  # their weights multiply what is not yet rounded
     activation: Activation = "silu"
+    is_mlp_gated: bool = True  # else an MLP squares what of its first product is positive
     activation_key: str = "hidden_act"  # of the config
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
     # By keys of the config; with others layers are not ours.
@@ -119,6 +151,9 @@ class Family:
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool | str = False  # neighbours turn together, not the halves of what is rotated
     is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
+    has_rope: bool = True
+    has_blocks: bool = False  # a layer is an attention, what stands in its place, an MLP or experts, as layer_types say
+    eps_key: str = "rms_norm_eps"  # of the config
     reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families
     # Of what one tensor of the checkpoint holds all; linears: an MLP's gate and up, beside which down has another name.
     fused: tuple[Literal["qkv", "gate_up", "linears"], ...] = ()
@@ -130,6 +165,7 @@ class Family:
     has_output_gate: bool = False  # each head's attention is gated by the layer's input (arXiv 2505.06708)
     is_gate_apart: bool = False  # in a tensor of its own; else what gates a head stands beside its queries
     delta_nets: DeltaLayout | None = None  # of layers that do not attend
+    state_keys: StateKeys | None = None  # of the config, of those
     is_latent: bool = False  # keys and values of all heads are read from one latent of a token (arXiv 2405.04434)
     experts: Mixture | None = None
 
@@ -138,7 +174,7 @@ class Family:
         """Llama's but for biases, norms, gates and rotations of heads, windows and experts: MTP modules' are such."""
         is_scaled = self.is_embedding_scaled or bool(self.is_input_scaled) or self.has_multipliers
         is_other = is_scaled or self.has_sinks or self.activation != "silu"
-        is_other = is_other or self.is_qk_norm_whole or self.norms_turned or self.is_rope_in_windows
+        is_other = is_other or self.is_qk_norm_whole or self.norms_turned or self.is_rope_in_windows or self.has_blocks
         return self.norms is PRE_NORMS and not (is_other or self.reads)
 
 
@@ -160,6 +196,7 @@ _QWEN3_NEXT: dict[str, Any] = {
     "norms_add_one": True,
     "is_rope_partial": True,
     "has_output_gate": True,
+    "state_keys": OF_DELTA_NETS,
     "fixed_values": {"attn_output_gate": True},
 }
 _LATER_GEMMA: dict[str, Any] = {
@@ -355,6 +392,7 @@ FAMILIES = {
         **_SHARED_GRANITE,
         fixed_values={"time_step_limit": (0.0, math.inf)},
         delta_nets="mamba",
+        state_keys=OF_GRANITE,
         reads=("position_embedding_type",),
         experts=replace(_SHARED_GRANITE_MIXTURE, is_there="num_local_experts"),
     ),
@@ -410,6 +448,33 @@ FAMILIES = {
             projections=("w1", "w3", "w2"),
             count_key="num_local_experts",
             size_key="intermediate_size",
+        ),
+    ),
+    "nemotron_h": Family(  # but with experts over a latent, as Nemotron 3 Super's
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        norms=NormNames(before_mlp=None),
+        norms_round_last=True,
+        is_mlp_gated=False,
+        activation_key="mlp_hidden_act",
+        activation_names=("relu2",),
+        has_rope=False,
+        has_blocks=True,
+        eps_key="layer_norm_epsilon",
+        delta_nets="mamba",
+        state_keys=OF_NEMOTRON,
+        fixed_values={
+            "mamba_hidden_act": "silu",
+            "time_step_limit": (0.0, math.inf),
+            "sliding_window": None,
+            "residual_in_fp32": False,
+            "moe_latent_size": None,
+        },
+        experts=replace(
+            _DEEPSEEK_MIXTURE,
+            projections=("up_proj", "down_proj"),
+            shared_size_key="moe_shared_expert_intermediate_size",
+            layers="by_block",
         ),
     ),
     "olmo2": Family(**_LATER_OLMO),

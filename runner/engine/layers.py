@@ -22,8 +22,8 @@ from runner.engine.grouped_query_attention import GroupedQueryAttention
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.latent_attention import LatentAttention
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
-from runner.engine.mixer import Mixer
-from runner.engine.mlp import MLP
+from runner.engine.mixer import Mixer, NoMixer
+from runner.engine.mlp import MLP, NoMLP
 from runner.engine.mlp_beside_experts import MLPBesideExperts
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows
@@ -66,7 +66,9 @@ class DecoderLayer:
             )
         )
         self.mixer: Mixer
-        if arch.delta is not None and arch.delta.in_layers[layer]:
+        if not arch.mixes[layer]:
+            self.mixer = NoMixer()
+        elif arch.delta is not None and arch.delta.in_layers[layer]:
             kind = StateSpace if arch.delta.heads.is_state_space else GatedDeltaNet
             self.mixer = kind(arch, layer, shard, dtype, quantization=quantization)
         elif arch.latent is not None:
@@ -91,10 +93,13 @@ class DecoderLayer:
             name=FAMILIES[arch.family].mlp,
             bias=arch.mlp_bias,
             activation=arch.activation,
+            is_gated=FAMILIES[arch.family].is_mlp_gated,
             quantization=quantization,
         )
-        self.mlp: MLP | Experts | MLPBesideExperts
-        if experts is None:
+        self.mlp: MLP | Experts | MLPBesideExperts | NoMLP
+        if not arch.has_mlp[layer]:
+            self.mlp = NoMLP()
+        elif experts is None:
             self.mlp = mlp()
         else:
             self.mlp = Experts(
@@ -139,7 +144,12 @@ class DecoderLayer:
         inputs: torch.Tensor | None = None,  # [num_rows, size], of this layer alone, where layers have some
     ) -> tuple[Rows, torch.Tensor]:
         """(output that add_output takes, residual), both [num_rows, hidden]."""
-        attended, tile = self.mixer(normed, rope, batch, cache), batch.linear_tile
+        tile = batch.linear_tile
+        if isinstance(self.mixer, NoMixer) and not isinstance(self.mlp, NoMLP):
+            return self.mlp(normed, tile), residual
+        attended = self.mixer(normed, rope, batch, cache)
+        if isinstance(self.mlp, NoMLP):
+            return attended, residual
         normed, residual = add_output(attended, residual, self.after_attention, self.before_mlp)
         output = self.mlp(normed, tile)
         if self.per_layer_input is None:

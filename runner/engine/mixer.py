@@ -62,3 +62,27 @@ class Mixer(ABC):
 
     @abstractmethod
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]: ...
+
+
+class NoMixer(Mixer):
+    """Of a layer of an MLP alone."""
+
+    kv_width = 0
+
+    @property
+    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
+        return []
+
+    @property
+    def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
+        return []
+
+    @property
+    def product_names(self) -> list[str]:
+        return []
+
+    def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
+        raise AssertionError("nothing mixes tokens here")
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        return {}

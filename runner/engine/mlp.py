@@ -1,6 +1,8 @@
-"""A layer's MLP: two products side by side, gated, and one back to the hidden size."""
+"""A layer's MLP: two products side by side, gated, and one back to the hidden size; or one, squared where positive."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -8,7 +10,7 @@ from kernels.cpu.panels import Change, Weight
 from kernels.reference.act_and_mul import Activation
 from runner.engine.architecture import gate_up_rows
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
-from runner.engine.operations import Rows, gated_linear
+from runner.engine.operations import Rows, gate, gated_linear
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -27,10 +29,11 @@ class MLP:
         name: str = "mlp",  # within the layer
         bias: bool,
         activation: Activation,
+        is_gated: bool = True,
         quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
-        self._activation = activation
-        rows = gate_up_rows(name, intermediate_size)
+        self._activation, self._is_gated = activation, is_gated
+        rows = gate_up_rows(name, intermediate_size) if is_gated else {f"{name}.up_proj": intermediate_size}
         self.gate_up_proj = ColumnParallelLinear(
             hidden_size, rows, bias=bias, shard=shard, dtype=dtype, quantization=quantization
         )
@@ -53,6 +56,9 @@ class MLP:
 
     def _inner(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         fused = self.gate_up_proj
+        if not self._is_gated:
+            up = fused(hidden, tile)
+            return gate(up, up, "relu")
         return gated_linear(hidden, fused.weight, fused.bias, tile, self._activation)
 
     @property
@@ -61,7 +67,7 @@ class MLP:
 
     @property
     def product_weights(self) -> list[Weight]:
-        """[out_features, in_features] each, the first one gated."""
+        """[out_features, in_features] each, in the order in which rows meet them."""
         return [self.gate_up_proj.weight, self.down_proj.weight]
 
     @property
@@ -76,3 +82,19 @@ class MLP:
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         return self.gate_up_proj.weight_targets(prefix) | self.down_proj.weight_targets(prefix)
+
+
+class NoMLP:
+    """Of a layer that attends alone."""
+
+    shared: MLP | None = None
+    rows_for_one = 1
+    products_per_row = 0
+    product_weights: Sequence[Weight] = ()
+    product_names: Sequence[str] = ()
+
+    def convert(self, change: Change) -> None:
+        pass
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        return {}
