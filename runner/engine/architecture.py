@@ -14,7 +14,8 @@ from kernels.reference.act_and_mul import Activation
 from runner.engine.delta_shapes import IN_PLACE_OF_ATTENTION, DeltaShapes, read_delta_shapes
 from runner.engine.errors import UserError
 from runner.engine.expert_shapes import ExpertShapes, read_expert_shapes
-from runner.engine.families import FAMILIES, GEMMA4_FAMILIES, Family, NormNames, is_told
+from runner.engine.families import FAMILIES, GEMMA4_FAMILIES
+from runner.engine.family import Family, NormNames, is_told
 from runner.engine.fused_tensors import Fused
 from runner.engine.head_shapes import HeadShapes, named, read_head_shapes
 from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes

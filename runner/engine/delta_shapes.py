@@ -8,7 +8,7 @@ from typing import Any
 
 from kernels.reference.gated_delta import DeltaHeads
 from runner.engine.errors import UserError
-from runner.engine.families import DeltaLayout, Family, StateKeys
+from runner.engine.family import DeltaLayout, Family, StateKeys
 from runner.engine.fused_tensors import Fused
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from kernels.reference.experts import RoutingRule
 from runner.engine.errors import UserError
-from runner.engine.families import Mixture, is_told
+from runner.engine.family import is_told
+from runner.engine.mixture import Mixture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,31 +1,14 @@
-"""What each decoder family that we build ourselves fixes in code rather than in its config."""
+"""The decoder families we build ourselves: what each fixes in code rather than in its config."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from kernels.reference.act_and_mul import ALPHA, LIMIT, Activation
-from kernels.reference.experts import Scores
-
-# How tensors of gated delta nets hold projections together: matrix by matrix (Qwen3.5), or a key head and its value
-# heads at a time (Qwen3-Next); or how those of Mamba-2's layers do.
-DeltaLayout = Literal["by_matrix", "by_key_head", "mamba"]
-
-
-class StateKeys(NamedTuple):
-    """Of a config: numbers of heads, their sizes, tokens that a convolution sees, and whether there are biases."""
-
-    num_key_heads: str
-    num_value_heads: str
-    key_dim: str
-    value_dim: str
-    taps: str
-    biases: str = ""  # of projections; "": there are none, as the next
-    convolution_bias: str = ""
-
+from kernels.reference.act_and_mul import ALPHA, LIMIT
+from runner.engine.family import Family, NormNames, StateKeys
+from runner.engine.mixture import Mixture, NormsBeside
 
 OF_DELTA_NETS = StateKeys(
     "linear_num_key_heads",
@@ -46,17 +29,6 @@ OF_NEMOTRON = StateKeys(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class NormNames:
-    """Of a layer, in the checkpoint; None: there is no such norm."""
-
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None  # over what attention adds to the residual stream
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-
-
-PRE_NORMS = NormNames()
 GEMMA_NORMS = NormNames(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -72,115 +44,6 @@ AFMOE_NORMS = NormNames(
     after_attention="post_attention_layernorm", before_mlp="pre_mlp_layernorm", after_mlp="post_mlp_layernorm"
 )
 GLM_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormsBeside:
-    """Of an MLP and experts beside each other, in the checkpoint, within a layer (Gemma 4)."""
-
-    before_mlp: str = "pre_feedforward_layernorm"
-    after_mlp: str = "post_feedforward_layernorm_1"
-    before_experts: str = "pre_feedforward_layernorm_2"
-    after_experts: str = "post_feedforward_layernorm_2"
-    router_scale: str = "router.scale"  # the weight, times the root of the hidden size, of what the router reads
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mixture:
-    """A family's mixture of experts: names in the checkpoint, within a layer, and keys of the config."""
-
-    block: str  # "": its tensors lie in the layer
-    is_there: bool | str = True  # or: the config's key says so
-    norms: NormsBeside | None = None  # of experts beside the layer's MLP; None: they stand in its place
-    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # gate, where there is one, up, down
-    router: str = "gate"
-    router_digits: Literal["of rows", "of checkpoint", "float32"] = "of rows"  # the last: so it is published
-    count_key: str = "num_experts"
-    choices_key: str = "num_experts_per_tok"  # experts that a row goes to
-    size_key: str = "moe_intermediate_size"  # of an expert
-    scores: Scores = "softmax"
-    is_normalized: bool | str = True  # the weights of a row's experts add up to 1, or: the config's key says so
-    scale_key: str | None = None  # of those weights; None: they are not scaled
-    factors: str | None = None  # name in the checkpoint, within the block, of what each expert's are multiplied by
-    has_groups: bool = False  # of experts, as the config's n_group says: a row goes to those of the best topk_group
-    corrections: str | None = None  # name in the checkpoint, within the block, of what scores are corrected by
-    corrections_have_rows: bool = False  # in the checkpoint [1, num_experts]
-    shared: str | None = None  # name of the MLP beside the experts, within the block, which all rows go to
-    shared_count_key: str = ""  # how many experts' size it has, or:
-    shared_size_key: str = ""  # its size
-    shared_gate: str | None = None  # name, within the block, of what it is gated by, one number a row
-    # That have a mixture, as the config says it.
-    layers: Literal["all", "behind_dense", "behind_first", "by_block", "by_step", "by_type", "in_range"] = "all"
-    has_biases: bool = False
-    # One tensor may hold all experts' weights, each with a row for every output (Qwen3.5) or input (Qwen3-VL, where its
-    # sizes do not say that it is the former), up behind gate, or with the two in turns (gpt-oss).
-    stacks: Literal["none", "by_output", "by_input", "by_input_in_turns"] = "none"
-    stack_names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")  # within the block
-
-    def named(self, name: str) -> str:
-        """Within the layer, of what has this name within the block."""
-        return f"{self.block}.{name}" if self.block else name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Biases are there or not, or as the key of a config says."""
-
-    qkv_bias: bool | str = "attention_bias"
-    output_bias: bool | str = False  # of the attention's output projection
-    mlp_bias: bool | str = False
-    mlp: str = "mlp"  # its name in the checkpoint, within a layer
-    mlp_size_key: str = "intermediate_size"  # of the config
-    qk_norm: bool | str = False  # RMSNorm over each query and key head, before rope
-    is_qk_norm_whole: bool = False  # over all query heads together, and over all key heads
-    norms_turned: bool = False  # or behind rope
-    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # their names in the checkpoint, within the attention
-    windows: Literal["none", "one", "by_layer"] = "none"  # one: the config's for all layers
-    norms: NormNames = PRE_NORMS
-    norms_add_one: bool = False  # to their weights
-    norms_round_last: bool = False  # their weights multiply what is not yet rounded
-    activation: Activation = "silu"
-    is_mlp_gated: bool = True  # else an MLP squares what of its first product is positive
-    activation_key: str = "hidden_act"  # of the config
-    activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
-    # By keys of the config; with others layers are not ours.
-    fixed_values: Mapping[str, float | str | tuple[float, ...] | None] = field(default_factory=dict)
-    is_embedding_scaled: bool = False  # by the root of the hidden size, rounded as embeddings are
-    is_input_scaled: bool | str = False  # likewise, on its way from the table into the first layer, and not rounded
-    has_multipliers: bool = False  # of what enters layers, of what they add, of logits (runner.engine.multipliers)
-    is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
-    is_rope_interleaved: bool | str = False  # neighbours turn together, not the halves of what is rotated
-    is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
-    has_rope: bool = True
-    has_blocks: bool = False  # a layer is an attention, what stands in its place, an MLP or experts, as layer_types say
-    eps_key: str = "rms_norm_eps"  # of the config
-    reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families
-    # Of what one tensor of the checkpoint holds all; linears: an MLP's gate and up, beside which down has another name.
-    fused: tuple[Literal["qkv", "gate_up", "linears"], ...] = ()
-    heads_by_layer: bool = False  # those of layers that see all are others, and the last layers may have no keys
-    norms_values: bool = False  # of each head, by no weights; then logits of the attention are not scaled
-    has_per_layer_inputs: bool = False  # where hidden_size_per_layer_input says so
-    has_layer_scales: bool = False  # each layer's of the residual stream behind it
-    has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
-    has_output_gate: bool = False  # each head's attention is gated by the layer's input (arXiv 2505.06708)
-    is_gate_apart: bool = False  # in a tensor of its own; else what gates a head stands beside its queries
-    delta_nets: DeltaLayout | None = None  # of layers that do not attend
-    state_keys: StateKeys | None = None  # of the config, of those
-    is_latent: bool = False  # keys and values of all heads are read from one latent of a token (arXiv 2405.04434)
-    experts: Mixture | None = None
-
-    @property
-    def has_plain_layers(self) -> bool:
-        """Llama's but for biases, norms, gates and rotations of heads, windows and experts: MTP modules' are such."""
-        is_scaled = self.is_embedding_scaled or bool(self.is_input_scaled) or self.has_multipliers
-        is_other = is_scaled or self.has_sinks or self.activation != "silu"
-        is_other = is_other or self.is_qk_norm_whole or self.norms_turned or self.is_rope_in_windows or self.has_blocks
-        return self.norms is PRE_NORMS and not (is_other or self.reads)
-
-
-def is_told(config: Any, told: bool | str) -> bool:
-    """By the family, or by a key of the config."""
-    return bool(getattr(config, told, False)) if isinstance(told, str) else told
 
 
 _GEMMA: dict[str, Any] = {

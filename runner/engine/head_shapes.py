@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.engine.errors import UserError
-from runner.engine.families import Family, is_told
+from runner.engine.family import Family, is_told
 from runner.engine.rope import HeadLayout
 
 FULL = "full_attention"

@@ -11,8 +11,8 @@ import torch
 from kernels.cpu.panels import Change, Weight
 from runner.engine.architecture import Architecture
 from runner.engine.experts import Experts
-from runner.engine.families import NormsBeside
 from runner.engine.linear import WeightTarget
+from runner.engine.mixture import NormsBeside
 from runner.engine.mlp import MLP
 from runner.engine.norms import RMSNorm
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.engine.errors import UserError
-from runner.engine.families import Family, is_told
+from runner.engine.family import Family, is_told
 
 _GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
