@@ -35,7 +35,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
-BOTH_PATHS = pytest.mark.parametrize("model_type", ["llama", "granite"])  # our decoder, and transformers' own code
+BOTH_PATHS = pytest.mark.parametrize("model_type", ["llama", "bitnet"])  # our decoder, and transformers' own code
 
 
 @pytest.fixture(scope="module")
@@ -435,10 +435,10 @@ def test_weights_take_the_dtype_asked_for_and_are_counted(model_type: str, saved
 def test_the_log_says_which_path_a_model_takes(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="runner.engine.loader"):
         assert isinstance(load(dummy_source("llama")).model, Decoder)
-        assert isinstance(load(dummy_source("granite")).model, TransformersModel)
+        assert isinstance(load(dummy_source("bitnet")).model, TransformersModel)
     assert [record.message for record in caplog.records] == [
         "a-model: llama runs on our own decoder",
-        "a-model: granite runs through transformers' own modelling code",
+        "a-model: bitnet runs through transformers' own modelling code",
     ]
 
 

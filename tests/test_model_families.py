@@ -188,6 +188,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "afmoe",
         {**AFMOE, "num_dense_layers": 0, "num_shared_experts": 1, "tie_word_embeddings": True, "mup_enabled": False},
     ),
+    "arcee, biased": ("arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "cwm": ("cwm", {**SLIDING_LAYER, "head_dim": 16, "rope_parameters": LLAMA3}),
     "deepseek_v2": ("deepseek_v2", {**LATENT_ROUTED, "norm_topk_prob": False}),
     "deepseek_v2, queries at once, yarn rope, biased": (
         "deepseek_v2",

@@ -80,7 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**OTHER_ACT, **DEEPSEEK},
     "olmo2": OTHER_ACT,
     "cohere2": {**ONE_SLIDING_LAYER, "logit_scale": 0.25},
-    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
+    "granite": {**OTHER_ACT, "logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
     "gpt2": {},  # learned positions, biases everywhere, a decoder that goes by another name
 }
 
@@ -275,8 +275,8 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
     ),
     "no layers": (dummy_source("olmo2", num_hidden_layers=0), r"has 0 layers; mend num_hidden_layers in its config"),
     "a config without what the model is built from": (
-        dummy_source("hunyuan_v1_moe"),
-        r"transformers cannot build a 'hunyuan_v1_moe' model by its config\.json \(TypeError: .*\); mend",
+        dummy_source("dbrx"),
+        r"transformers cannot build a 'dbrx' model by its config\.json \(AttributeError: .*\); mend",
     ),
     "an activation that there is not": (
         dummy_source("olmoe", hidden_act="swoosh"),

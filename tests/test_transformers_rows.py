@@ -54,8 +54,8 @@ MORE: dict[str, dict[str, Any]] = {
         "topk_group": 1, "first_k_dense_replace": 1,
     },
     "gpt_neox": {},
-    "granitemoe": EXPERTS,
-    "minimax_m2": {**EXPERTS, "head_dim": 16},
+    "granitemoe": {**OTHER_ACT, **EXPERTS},
+    "minimax_m2": {**OTHER_ACT, **EXPERTS, "head_dim": 16},
     "olmo": {},  # norms without weights
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi": {},  # attention beside the MLP
@@ -187,7 +187,7 @@ def test_layers_in_8_bits_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_panels
 def test_an_activation_that_looks_at_the_whole_launch_is_found() -> None:
-    model = loaded_model("granite").model
+    model = loaded_model("cohere2").model
     for module in model.modules():
         if type(module).__name__ == "SiLUActivation":
             module.forward = lambda x: F.silu(x) + 1e-6 * (x.shape[-2] > 3)

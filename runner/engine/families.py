@@ -186,6 +186,8 @@ FAMILIES = {
         fixed_values={"attention_bias": False, "score_func": "sigmoid", "route_norm": True},
         experts=_AFMOE_MIXTURE,
     ),
+    "arcee": Family(output_bias="attention_bias", mlp_bias="mlp_bias", is_mlp_gated=False, activation_names=("relu2",)),
+    "cwm": Family(qkv_bias=False, windows="by_layer"),
     "deepseek_v2": Family(
         **{**_LATENT, "is_rope_interleaved": True},
         mlp_bias="mlp_bias",
