@@ -30,6 +30,7 @@ from runner.engine.quantized_tensors import unpack_tensors
 from runner.engine.shard import Shard
 from runner.llm import LLM
 from tests.edit_tensors import edit_tensors
+from tests.other_families import FAMILIES
 from tests.quantized_checkpoints import (
     FLOAT8,
     GPTQ,
@@ -142,7 +143,7 @@ def test_matrices_that_share_a_quantized_tensor_are_held_as_it_is(name: str, tmp
             assert torch.equal(unpack(weight), expected[f"model.layers.{index}.{fused}.weight"]), fused
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_a_delta_net_and_gated_attention_multiply_by_is_what_the_checkpoint_holds(
     name: str, family: str, tmp_path: Path
@@ -151,8 +152,11 @@ def test_what_a_delta_net_and_gated_attention_multiply_by_is_what_the_checkpoint
     from transformers import AutoConfig
 
     experts = {"moe_intermediate_size": 32, "num_experts": 2, "shared_expert_intermediate_size": 32}
-    options = {**SHAPE, **DELTA_NET, "num_experts_per_tok": 1, **(experts if family == "qwen3_next" else {})}
-    save(random_model(AutoConfig.for_model(family, **options)), tmp_path)
+    options = {"model_type": family, **DELTA_NET, "num_experts_per_tok": 1}
+    options |= experts if family == "qwen3_next" else {}
+    if not family.startswith("qwen3"):
+        options = FAMILIES[family]
+    save(random_model(AutoConfig.for_model(**{**SHAPE, **options})), tmp_path)
     twin = Path(shutil.copytree(tmp_path, tmp_path / "twin"))
     save_file(quantize_checkpoint(tmp_path, LAYOUTS[name]), twin / "model.safetensors", metadata={"format": "pt"})
     quantized, of_twin = load(ModelSource(model=str(tmp_path))), load(ModelSource(model=str(twin)))
@@ -163,8 +167,12 @@ def test_what_a_delta_net_and_gated_attention_multiply_by_is_what_the_checkpoint
         is_dense = [torch.is_tensor(product.weight) for product in layer.mixer.products]
         if LAYOUTS[name].held is not None:
             # What is never quantized, and queries and keys, of whose heads a part turns.
-            has_state = isinstance(layer.mixer, GatedDeltaNet)
-            assert is_dense == ([False, True, False] if has_state else [True, False, False])
+            if isinstance(layer.mixer, GatedDeltaNet):
+                assert is_dense == [False, True, False]
+            elif family.startswith("qwen3"):
+                assert is_dense == [True, False, False]
+            else:
+                assert not any(is_dense)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
