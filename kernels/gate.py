@@ -42,15 +42,17 @@ def gate_kernel(
     by = tl.load(by_ptr + row * by_stride + places, mask=is_column, other=0.0).to(tl.float32)
     if FUNCTION == "relu":
         factor = tl.maximum(by, 0.0)
+    elif FUNCTION == "identity":
+        factor = by
     else:
         factor = by / (1.0 + tl.exp(-gelu_power(by))) if FUNCTION == "gelu_tanh" else tl.sigmoid(by)
     tl.store(out_ptr + row * WIDTH + columns, (x.to(tl.float32) * factor).to(x.dtype), mask=is_column)
 
 
 def gate(x: Tensor, by: Tensor, function: GateFunction) -> Tensor:
-    """x: [num_rows, width]; by: the same, or [num_rows, 1]; rows may be strided. Contiguous, of x's dtype."""
+    """x: [num_rows, width]; by: the same, or [num_rows, 1], of x's dtype or float32; rows may be strided."""
     num_rows, width = x.shape
-    assert by.shape in ((num_rows, width), (num_rows, 1)) and by.dtype == x.dtype
+    assert by.shape in ((num_rows, width), (num_rows, 1)) and by.dtype in (x.dtype, torch.float32)
     assert x.stride(1) == 1 and (by.shape[1] == 1 or by.stride(1) == 1)
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     overlaps = can_overlap(x.device)

@@ -35,6 +35,8 @@ def visible(position, last_key, WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr):
     last = first + last_key
     if IS_CAUSAL:
         last = tl.minimum(last, position)
+    if WINDOW < 0:  # chunks of so many
+        first = position // -WINDOW * -WINDOW
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0)
         if not IS_CAUSAL:

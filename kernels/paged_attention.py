@@ -130,7 +130,7 @@ def attend_kernel(
     BLOCK_SIZE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,  # 0: whole
     OWN_SPLITS: tl.constexpr,  # that the keys from a tile's first_keys on lie in, at most
-    WINDOW: tl.constexpr,  # 0: none
+    WINDOW: tl.constexpr,  # 0: none; below 0: chunks of so many
     IS_CAUSAL: tl.constexpr,
     SOFTCAP: tl.constexpr,  # 0: none
     HAS_BRANCHES: tl.constexpr,
@@ -280,6 +280,7 @@ def paged_attention(
     split_keys: int | None,  # None: whole. Part of a token's arithmetic, so one choice for a model and kind of launch
     values_in_keys: bool = False,  # one KV head [.., head_dim], whose first value_dim elements are values too (MLA)
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,  # a text is cut into so many tokens, and a row sees its own piece (Llama 4)
     is_causal: bool = True,  # False: a row sees up to its tile's last_keys
     softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
     sinks: Tensor | None = None,  # [num_heads]: a logit that takes mass and yields nothing (gpt-oss)
@@ -287,7 +288,9 @@ def paged_attention(
     """kernels.reference.paged_attention.paged_attention by the kernels above; float32, float16 or bfloat16."""
     num_rows, num_heads, head_dim = query.shape
     is_split = split_keys is not None and segments.max_context > split_keys
-    shares = is_split and segments.num_shared_tiles > 0 and not sliding_window
+    window = sliding_window or -(attention_chunk or 0)
+    assert window >= 0 or is_causal
+    shares = is_split and segments.num_shared_tiles > 0 and window == 0
     own = segments.own_tiles  # every row is in one
     attending = segments if shares else own
     num_tiles = len(attending.tile_rows)
@@ -301,7 +304,7 @@ def paged_attention(
         return output
     blocks = blocks_of(head_dim, value_dim, values_in_keys=values_in_keys)
     value_parts = blocks["VALUE_PARTS"]
-    seen: dict[str, Any] = {"WINDOW": sliding_window or 0, "IS_CAUSAL": is_causal}
+    seen: dict[str, Any] = {"WINDOW": window, "IS_CAUSAL": is_causal}
     seen |= {"SPLIT_KEYS": split_keys if is_split else 0, "VALUE_DIM": value_dim}
     overlaps = can_overlap(query.device)
     num_splits = cdiv(segments.max_context, split_keys) if is_split and split_keys is not None else 1

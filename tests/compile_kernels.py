@@ -869,6 +869,14 @@ TABLE = [
             ("*bf16 *bf16 *bf16 *fp32", WHOLE),
         )
     ),
+    Kernel(  # Llama 4's, of chunks
+        module="kernels.paged_attention",
+        name="attend_kernel",
+        signature=f"*bf16 *bf16 *bf16 {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32 i32 i32",
+        constants={**ATTEND, "GROUP": 5, "WINDOW": -8192, **WHOLE, **NOTHING_SHARED},
+        options={**NO_FUSION, "num_stages": 3},
+        max_shared=113 * 1024,
+    ),
     Kernel(
         module="kernels.merge_splits",
         name="merge_kernel",

@@ -22,7 +22,7 @@ MULTIPLIERS: dict[str, Any] = {
 # A state follows one path of tokens, forwards: drafts are chains.
 WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "nemotron_h")
 # Drafters attend in all layers, and have fewer of them than a config says of each.
-WITH_LLAMAS = (*WITH_STATES, "gemma4_text")
+WITH_LLAMAS = (*WITH_STATES, "gemma4_text", "llama4_text")
 FAMILIES: dict[str, dict[str, Any]] = {
     # One latent of a token for all heads, and experts in groups.
     "deepseek_v3": {
@@ -76,6 +76,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 2.5,
+    },
+    # Heads normed by no weights, a text in chunks, queries scaled by place where none turn, and an expert that reads
+    # its rows scaled.
+    "llama4_text": {
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 6,
+        "no_rope_layers": [1, 0],
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 24,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+        "pad_token_id": 0,
     },
     "glm4": {"model_type": "glm4", "pad_token_id": 0},  # half of a head turns, neighbours together
     # Embeddings, what layers add, and logits are multiplied.

@@ -65,6 +65,7 @@ MODELS = {
     ),
     "heads of 10": Model(num_heads=2, num_kv_heads=2, head_dim=10, value_dim=10),
     "window": Model(options={"sliding_window": 21}),
+    "chunks": Model(options={"attention_chunk": 21}),
     "not causal": Model(options={"is_causal": False}),
     "not causal, window": Model(options={"is_causal": False, "sliding_window": 9}),
     "values narrower than keys": Model(num_heads=2, num_kv_heads=2, head_dim=96, value_dim=64),
@@ -142,7 +143,7 @@ def test_a_ragged_launch_is_what_the_definition_says(name: str, dtype: torch.dty
 @pytest.mark.parametrize(
     "name",
     [
-        *("three heads a group", "window", "five heads of 32 a group", "heads of 64, window"),
+        *("three heads a group", "window", "chunks", "five heads of 32 a group", "heads of 64, window"),
         *("values narrower than keys", "sinks", "softcap"),
     ],
 )

@@ -280,8 +280,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "transformers' own code": (
         {},
-        {"model_type": "granite"},
-        r"first layers of dummy, which must run on our own decoder; this granite runs through transformers' code",
+        {"model_type": "cohere"},
+        r"first layers of dummy, which must run on our own decoder; this cohere runs through transformers' code",
     ),
 }  # fmt: skip
 

@@ -163,6 +163,19 @@ NEMOTRON = {
     "routed_scaling_factor": 2.5,
     "time_step_min": 1e-30,  # which transformers alone cuts prompts' steps off at, and not those of single tokens
 }
+LLAMA4 = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 6,
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 24,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+    "pad_token_id": 0,
+    "rope_parameters": LLAMA3,
+}
 MINIMAX = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8}
 LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
 GEMMA = {"head_dim": 24, "pad_token_id": 0}
@@ -178,6 +191,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, wide heads": ("llama", {"head_dim": 24}),
     "llama, as many kv heads": ("llama", {"num_key_value_heads": 4}),
     "llama, ignores layer_types": ("llama", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}),
+    "llama4_text": ("llama4_text", LLAMA4),
+    "llama4_text, experts in some layers, heads not normed, tied": (
+        "llama4_text",
+        {**LLAMA4, "interleave_moe_layer_step": 2, "use_qk_norm": False, "tie_word_embeddings": True}
+        | {"attn_temperature_tuning": False, "attention_bias": True, "no_rope_layers": [1, 1, 0]},
+    ),
     "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama, dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
@@ -795,6 +814,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "deepseek_v3, queries at once, values wider than keys",
         "olmo2",
         "minimax_m2",
+        "llama4_text",
         "nemotron_h",
         "granitemoeshared",
         "granitemoehybrid, experts, heads in groups, biased",

@@ -64,6 +64,7 @@ MODELS = {
     "one head a group, values narrower": Model(num_heads=2, num_kv_heads=2, head_dim=32, value_dim=24),
     "head_dim 96": Model(head_dim=96, value_dim=96),
     "window": Model(options={"sliding_window": 21}),
+    "chunks": Model(options={"attention_chunk": 21}),
     "not causal": Model(options={"is_causal": False}),
     "not causal, window": Model(options={"is_causal": False, "sliding_window": 9}),
     "softcap": Model(options={"softcap": 2.0}),
@@ -178,7 +179,8 @@ def dense(model: Model, rows: Sequence[Rows], queries: Tensor, cache: Tensor, dt
         for position in range(own.start, own.end):
             last = position if keys.get("is_causal", True) else own.end - 1
             window = keys.get("sliding_window") or 2**31
-            seen = [p for p in range(last + 1) if abs(position - p) < window]
+            chunk = keys.get("attention_chunk") or 2**31
+            seen = [p for p in range(last + 1) if abs(position - p) < window and p // chunk == position // chunk]
             kv = cache.flatten(0, 1)[[own.slots[p] for p in seen]].to(dtype)
             split = model.num_kv_heads * model.head_dim
             k = kv[:, :split].view(-1, model.num_kv_heads, model.head_dim).repeat_interleave(group, dim=1)
@@ -201,7 +203,10 @@ def filled_cache(model: Model, rows: Sequence[Rows], dtype: torch.dtype) -> Tens
     cache = torch.full((num_blocks, BLOCK_SIZE, model.width), torch.nan, dtype=dtype)
     for index, own in enumerate(rows):
         values = torch.randn(1200, model.width, generator=torch.Generator().manual_seed(index))
-        seen = slice(max(0, own.start + 1 - model.options.get("sliding_window", 2**31)), own.end)
+        first = max(0, own.start + 1 - model.options.get("sliding_window", 2**31))
+        if chunk := model.options.get("attention_chunk"):
+            first = own.start // chunk * chunk
+        seen = slice(first, own.end)
         cache.flatten(0, 1)[list(own.slots[seen])] = values[seen].to(dtype)
     return cache
 

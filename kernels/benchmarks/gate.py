@@ -24,6 +24,7 @@ FUNCTIONS: Mapping[GateFunction, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": torch.relu,
+    "identity": torch.clone,
 }
 
 

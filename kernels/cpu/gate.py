@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
@@ -38,18 +39,28 @@ def relu(x: Any) -> Any:
     return max(x, NOTHING)
 
 
-FUNCTIONS: Mapping[GateFunction, Any] = {"sigmoid": sigmoid, "gelu_tanh": gelu_tanh, "relu": relu}
+@vectorized
+def identity(x: Any) -> Any:
+    return x
+
+
+FUNCTIONS: Mapping[GateFunction, Any] = {
+    "sigmoid": sigmoid,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "identity": identity,
+}
 
 
 @cache
-def rows_gate(element: Any, function: GateFunction) -> Kernel:
+def rows_gate(element: Any, factor_element: Any, function: GateFunction) -> Kernel:
     """Of tensors of these elements."""
     factor = FUNCTIONS[function]
 
     def gate_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         to, rows = elements(a.out, a.num_rows, a.width, element), elements(a.x, a.num_rows, a.x_stride, element)
-        gates = elements(a.by, a.num_rows, a.by_stride, element)
+        gates = elements(a.by, a.num_rows, a.by_stride, factor_element)
         for row in range(part, a.num_rows, num_parts):
             out, x, by = to[row], rows[row], gates[row]
             if a.is_one:
@@ -64,13 +75,13 @@ def rows_gate(element: Any, function: GateFunction) -> Kernel:
 
 
 def gate(x: Tensor, by: Tensor, function: GateFunction) -> Tensor:
-    """x: [num_rows, width]; by: the same, or [num_rows, 1]; rows may be strided."""
+    """x: [num_rows, width]; by: the same, or [num_rows, 1]; rows may be strided. by: of x's dtype, or float32."""
     num_rows, width = x.shape
-    assert by.shape in ((num_rows, width), (num_rows, 1)) and by.dtype == x.dtype
+    assert by.shape in ((num_rows, width), (num_rows, 1)) and by.dtype in (x.dtype, torch.float32)
     assert x.stride(1) == 1 and (by.shape[1] == 1 or by.stride(1) == 1)
     out = empty(num_rows, width, dtype=x.dtype)
     parts = parts_of(num_rows * width, PART_WORK, num_rows)
     strides, is_one = (x.stride(0), by.stride(0)), by.shape[1] == 1
-    kernel = rows_gate(ELEMENTS[x.dtype], function)
+    kernel = rows_gate(ELEMENTS[x.dtype], ELEMENTS[by.dtype], function)
     kernel(out.data_ptr(), x.data_ptr(), by.data_ptr(), num_rows, width, *strides, is_one, parts=parts)
     return out

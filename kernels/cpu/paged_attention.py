@@ -39,7 +39,7 @@ class LayerLaunch:
         num_kv_heads: int,
         value_dim: int,
         scale: float,
-        sliding_window: int | None,
+        window: int,  # 0: none; below 0: chunks of so many
         is_causal: bool,
         softcap: float | None,
         values_in_keys: bool,
@@ -76,7 +76,7 @@ class LayerLaunch:
             *(num_rows, num_heads, query_stride, num_blocks * block_size, width),
             *(len(segments.tile_rows), len(segments.branch_starts), segments.block_tables.shape[1]),
             *(segments.segments_per_table, segments.branch_slots.shape[1], block_size),
-            *(num_kv_heads, head_dim, value_dim, sliding_window or 0, is_causal),
+            *(num_kv_heads, head_dim, value_dim, window, is_causal),
             *(0 if values_in_keys else num_kv_heads * head_dim, max_context),
             *(int(np.float32(number).view(np.int32)) for number in (steepness, cap)),
         )
@@ -99,6 +99,7 @@ def paged_attention(
     value_dim: int,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     is_causal: bool = True,  # False: a row sees up to its tile's last_keys
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [num_heads]
@@ -110,7 +111,9 @@ def paged_attention(
     assert query.dtype == kv_cache.dtype and (num_kv_heads == 1 or not values_in_keys)
     assert kv_cache.shape[2] == num_kv_heads * (head_dim + (0 if values_in_keys else value_dim))
     sizes = (*query.shape, query.stride(0), kv_cache.shape)
-    shape = (query.dtype, *sizes, num_kv_heads, value_dim, scale, sliding_window, is_causal, softcap, values_in_keys)
+    window = sliding_window or -(attention_chunk or 0)
+    assert window >= 0 or is_causal
+    shape = (query.dtype, *sizes, num_kv_heads, value_dim, scale, window, is_causal, softcap, values_in_keys)
     launch = segments.by_shape.get((shape, torch.get_num_threads()))  # each has its room
     if launch is None:
         launch = segments.by_shape[shape, torch.get_num_threads()] = LayerLaunch(
@@ -120,7 +123,7 @@ def paged_attention(
             num_kv_heads=num_kv_heads,
             value_dim=value_dim,
             scale=scale,
-            sliding_window=sliding_window,
+            window=window,
             is_causal=is_causal,
             softcap=softcap,
             values_in_keys=values_in_keys,

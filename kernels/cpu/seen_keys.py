@@ -64,8 +64,13 @@ def keys_of(a: Any, tile: Any, row: Any) -> Any:
     own = integers(a.positions, a.num_tiles)[tile + apart] + (row - apart)
     last_key = integers(a.last_keys, a.num_tiles)[tile + apart]
     last = own if a.is_causal else (own + a.window - 1 if a.window else last_key)
+    first = np.int64(0)
+    if a.window > 0:
+        first = max(own - a.window + 1, np.int64(0))
+    if a.window < 0:  # chunks of so many
+        first = own - own % -a.window
     # Rows behind the context that was announced are nobody's any more: their requests have ended.
-    return max(own - a.window + 1, 0) if a.window else np.int64(0), min(min(last, last_key) + 1, a.max_context)
+    return first, min(min(last, last_key) + 1, a.max_context)
 
 
 @inlined

@@ -30,11 +30,13 @@ class AttentionTiles:
     apart_slots: torch.Tensor | None = None  # [num_apart] int64: cache slot of each
     # [S, M] int64: the last key that each row sees in layers that are not causal; None: there are none
     last_keys: torch.Tensor | None = None
-    _masks: dict[tuple[int | None, bool, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int | None, bool, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, sliding_window: int | None, dtype: torch.dtype, is_causal: bool = True) -> torch.Tensor:
+    def mask(
+        self, sliding_window: int | None, attention_chunk: int | None, dtype: torch.dtype, is_causal: bool = True
+    ) -> torch.Tensor:
         """Additive mask [S, 1, M, context], built once a launch and shared by all layers of one kind."""
-        key = (sliding_window, is_causal, dtype)
+        key = (sliding_window, attention_chunk, is_causal, dtype)
         if key not in self._masks:
             key_positions = torch.arange(self.context, device=self.block_table.device)
             query_positions = self.query_positions[:, None, :, None]
@@ -47,6 +49,8 @@ class AttentionTiles:
                 hidden |= key_positions <= query_positions - sliding_window
                 if not is_causal:
                     hidden |= key_positions >= query_positions + sliding_window
+            if attention_chunk is not None:
+                hidden |= key_positions < query_positions // attention_chunk * attention_chunk
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._masks[key] = zeros.masked_fill_(hidden, float("-inf"))
         return self._masks[key]
@@ -71,6 +75,7 @@ def paged_attention(
     scale: float,
     values_in_keys: bool = False,  # one KV head [.., head_dim], whose first value_dim elements are values too (MLA)
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,  # a text is cut into so many tokens, and a row sees its own piece (Llama 4)
     is_causal: bool = True,  # False: a row sees up to the last key of its segment (DFlash's blocks)
     softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
     sinks: torch.Tensor | None = None,  # [num_heads]: a logit that takes mass and yields nothing (gpt-oss)
@@ -94,7 +99,7 @@ def paged_attention(
         k = _heads(kv, first, 0, (num_tiles, num_kv_heads, tile.context, head_dim), tile_stride, width)
         v_column = 0 if values_in_keys else num_kv_heads * head_dim
         v = _heads(kv, first, v_column, (num_tiles, num_kv_heads, tile.context, value_dim), tile_stride, width)
-        mask = tile.mask(sliding_window, query.dtype, is_causal)
+        mask = tile.mask(sliding_window, attention_chunk, query.dtype, is_causal)
         if softcap is None and sinks is None and value_dim == head_dim:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv_heads

@@ -15,16 +15,13 @@ from runner.engine.delta_shapes import IN_PLACE_OF_ATTENTION, DeltaShapes, read_
 from runner.engine.errors import UserError
 from runner.engine.expert_shapes import ExpertShapes, read_expert_shapes
 from runner.engine.families import FAMILIES, GEMMA4_FAMILIES
-from runner.engine.family import Family, NormNames, is_told
+from runner.engine.family import Family, NormNames, is_told, stated
 from runner.engine.fused_tensors import Fused
 from runner.engine.head_shapes import HeadShapes, named, read_head_shapes
 from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes
+from runner.engine.layer_kinds import MLP_BLOCKS, attention_chunks, has_mlp, mixes, ropes, sliding_windows
 from runner.engine.multipliers import NO_MULTIPLIERS, Multipliers, read_multipliers
 from runner.engine.per_layer_shapes import PerLayerShapes, read_per_layer_shapes
-from runner.engine.rope import ONE_ROPE
-
-# layer_types where a layer is one thing.
-MLP_BLOCKS, MIXING_BLOCKS = ("mlp", "moe"), ("full_attention", "linear_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +44,7 @@ class Architecture:
     is_qk_norm_whole: bool  # over all query heads together, and over all key heads (OLMo 2)
     norms_turned: bool  # Family.norms_turned
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
+    attention_chunks: tuple[int | None, ...]  # per layer: of how many tokens; None: it is not cut
     ropes: tuple[str | None, ...]  # per layer: which of the config's rotations, None = none (SmolLM3)
     norms: NormNames
     norms_add_one: bool  # to their weights (Gemma)
@@ -165,7 +163,7 @@ def read_architecture(config: Any) -> Architecture | None:
         is_ours = is_ours and set() < others <= {"attention", "full_attention"}
     if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
         return None
-    _require_own(config)
+    _requirestated(config)
     heads = read_head_shapes(config, family)
     return Architecture(
         family=name,
@@ -183,15 +181,16 @@ def read_architecture(config: Any) -> Architecture | None:
         qk_norm=is_told(config, family.qk_norm),
         is_qk_norm_whole=family.is_qk_norm_whole,
         norms_turned=family.norms_turned,
-        sliding_windows=_sliding_windows(config, family),
-        ropes=_ropes(config, family),
+        sliding_windows=sliding_windows(config, family),
+        attention_chunks=attention_chunks(config, family),
+        ropes=ropes(config, family),
         norms=family.norms,
         norms_add_one=family.norms_add_one,
         norms_round_last=family.norms_round_last,
         activation=family.activation,
         attention_scale=_attention_scale(config, family, heads[0].head_dim),
-        attention_softcap=_own(config, family, "attn_logit_softcapping"),
-        logits_softcap=_own(config, family, "final_logit_softcapping"),
+        attention_softcap=stated(config, family, "attn_logit_softcapping"),
+        logits_softcap=stated(config, family, "final_logit_softcapping"),
         embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
         multipliers=read_multipliers(config, family),
         has_sinks=family.has_sinks,
@@ -204,8 +203,8 @@ def read_architecture(config: Any) -> Architecture | None:
         has_layer_scales=family.has_layer_scales,
         per_layer=read_per_layer_shapes(config, family),
         latent=read_latent_shapes(config) if family.is_latent else None,
-        mixes=tuple(kind not in MLP_BLOCKS for kind in _blocks(config, family)),
-        has_mlp=tuple(kind not in MIXING_BLOCKS for kind in _blocks(config, family)),
+        mixes=mixes(config, family),
+        has_mlp=has_mlp(config, family),
     )
 
 
@@ -216,19 +215,9 @@ def _delta_shapes(config: Any, family: Family) -> DeltaShapes | None:
     return read_delta_shapes(config, family)
 
 
-def _blocks(config: Any, family: Family) -> Sequence[str]:
-    """What each layer is, where it is one thing; elsewhere it mixes tokens and has an MLP."""
-    return config.layer_types if family.has_blocks else ("",) * int(config.num_hidden_layers)
-
-
 def _stated(config: Any, key: str, default: Any) -> Any:
     found = getattr(config, key, default)
     return tuple(found) if isinstance(found, list) else found
-
-
-def _own(config: Any, family: Family, key: str, default: Any = None) -> Any:
-    """What a config says by a key that the family's code reads."""
-    return getattr(config, key) if key in family.reads else default
 
 
 def _attention_scale(config: Any, family: Family, head_dim: int) -> float:
@@ -236,19 +225,19 @@ def _attention_scale(config: Any, family: Family, head_dim: int) -> float:
         return latent_scale(config)
     if family.has_multipliers:
         return float(config.attention_multiplier)
-    return 1.0 if family.norms_values else float(_own(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5
+    return 1.0 if family.norms_values else float(stated(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5
 
 
 def _intermediate_sizes(config: Any, family: Family, heads: Sequence[HeadShapes]) -> tuple[int, ...]:
     """Of layers' MLPs; where experts stand in all their places a config need not say it."""
     if family.experts is not None and not hasattr(config, family.mlp_size_key):
         return (int(getattr(config, family.experts.size_key)),) * len(heads)
-    is_wider = _own(config, family, "use_double_wide_mlp", False)  # where layers see others' keys and values
+    is_wider = stated(config, family, "use_double_wide_mlp", False)  # where layers see others' keys and values
     size = int(getattr(config, family.mlp_size_key))
     return tuple(size * (2 if is_wider and own.kv_layer is not None else 1) for own in heads)
 
 
-def _require_own(config: Any) -> None:
+def _requirestated(config: Any) -> None:
     """Raises UserError for an option that our decoder does not have."""
     name = config.model_type
     of = f"of a {name} checkpoint{named(config)}"
@@ -262,25 +251,3 @@ def _require_own(config: Any) -> None:
                 f"{key} {of} must be {str(rule).lower()}: tokens that see what follows them cannot be generated one "
                 "after another; use a checkpoint of the published architecture"
             )
-
-
-def _sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
-    if family.windows == "none":
-        return (None,) * int(config.num_hidden_layers)
-    window: int | None = config.sliding_window if _own(config, family, "use_sliding_window", True) else None
-    if family.windows == "one":
-        return (window,) * int(config.num_hidden_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
-
-
-def _ropes(config: Any, family: Family) -> tuple[str | None, ...]:
-    if not family.has_rope:
-        return (None,) * int(config.num_hidden_layers)
-    if any(isinstance(value, dict) for value in config.rope_parameters.values()):
-        return tuple(config.layer_types)  # Gemma 3: each kind of layers has its own
-    if family.is_rope_in_windows and config.sliding_window is not None:
-        return tuple(ONE_ROPE if kind == "sliding_attention" else None for kind in config.layer_types)
-    if _own(config, family, "position_embedding_type", "rope") != "rope":
-        return (None,) * int(config.num_hidden_layers)
-    turned = _own(config, family, "no_rope_layers", [1] * int(config.num_hidden_layers))  # 0: does not turn
-    return tuple(ONE_ROPE if is_turned else None for is_turned in turned)

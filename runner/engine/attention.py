@@ -26,6 +26,7 @@ class Attention(Mixer):
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     sliding_window: int | None = None
+    attention_chunk: int | None = None
     is_causal = True  # False: rows see all of their segment, in launches built for that (DFlash's blocks)
     rope_key: str | None
     head_layout: HeadLayout
@@ -48,6 +49,7 @@ class Attention(Mixer):
             values_in_keys=self.values_in_keys,
             scale=self.scale,
             sliding_window=self.sliding_window,
+            attention_chunk=self.attention_chunk,
             is_causal=self.is_causal,
             softcap=self.softcap,
             sinks=self.sinks,

@@ -155,6 +155,7 @@ _LAYER_KEYS = {
     "by_block": ("layer_types",),
     "by_step": ("decoder_sparse_step",),
     "by_type": ("mlp_layer_types",),
+    "listed": ("moe_layers",),
     "in_range": ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
 }
 
@@ -163,6 +164,8 @@ def _has_experts(config: Any, mixture: Mixture, layer: int) -> bool:
     if mixture.layers in ("behind_dense", "behind_first"):
         (number_of_dense,) = _LAYER_KEYS[mixture.layers]
         return layer >= int(getattr(config, number_of_dense))
+    if mixture.layers == "listed":
+        return layer in config.moe_layers
     if mixture.layers == "by_block":
         return bool(config.layer_types[layer] == "moe")
     if mixture.layers == "by_type":

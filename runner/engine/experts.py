@@ -14,7 +14,7 @@ import torch
 from kernels.cpu.panels import Change, Weight, unpacked
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.act_and_mul import Activation
-from kernels.reference.experts import Routing
+from kernels.reference.experts import Routing, RoutingRule
 from runner.engine.expert_operations import (
     ExpertWeights,
     gated_linear_of_experts,
@@ -29,6 +29,9 @@ from runner.engine.mlp import MLP
 from runner.engine.operations import gate, linear, take_rows
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
+
+# The sigmoid of the highest logit. Which that is routing finds by another rule: far from 0 sigmoids are equal.
+SCORE_OF_ONE = RoutingRule(choices=1, is_normalized=False, scores="sigmoid")
 
 
 class Experts:
@@ -102,11 +105,14 @@ class Experts:
         routed: what the router reads [num_rows, hidden]; None: what experts read.
         """
         logits = self.router_logits(hidden if routed is None else routed, tile)
+        shared = self._shared_part(hidden, tile)
+        if self.shapes.mixture.scales_inputs:
+            hidden = gate(hidden, route(logits, SCORE_OF_ONE).weights, "identity")
         routing = route(logits, self.shapes.rule, self.corrections, self.factors)
         inner = self._inner(hidden, routing, tile)
         down_biases = self._down_biases if self.shard.rank == 0 else None  # which are added once
         results = linear_of_experts(inner, self.down_projs, routing, tile, down_biases)
-        return sum_of_experts(results, routing, self._shared_part(hidden, tile))
+        return sum_of_experts(results, routing, shared)
 
     def _inner(self, hidden: torch.Tensor, routing: Routing, tile: int | None) -> torch.Tensor:
         """What is multiplied by the down projections [num_places, intermediate]."""

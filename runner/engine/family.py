@@ -51,8 +51,10 @@ class Family:
     qk_norm: bool | str = False  # RMSNorm over each query and key head, before rope
     is_qk_norm_whole: bool = False  # over all query heads together, and over all key heads
     norms_turned: bool = False  # or behind rope
-    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # their names in the checkpoint, within the attention
+    # Their names in the checkpoint, within the attention; None: they have no weights, and heads that do not turn none.
+    head_norms: tuple[str, str] | None = ("q_norm", "k_norm")
     windows: Literal["none", "one", "by_layer"] = "none"  # one: the config's for all layers
+    has_chunks: bool = False  # layers of type chunked_attention see the config's attention_chunk_size at a time
     norms: NormNames = PRE_NORMS
     norms_add_one: bool = False  # to their weights
     norms_round_last: bool = False  # their weights multiply what is not yet rounded
@@ -90,11 +92,16 @@ class Family:
     def has_plain_layers(self) -> bool:
         """Llama's but for biases, norms, gates and rotations of heads, windows and experts: MTP modules' are such."""
         is_scaled = self.is_embedding_scaled or bool(self.is_input_scaled) or self.has_multipliers
-        is_other = is_scaled or self.has_sinks or self.activation != "silu"
-        is_other = is_other or self.is_qk_norm_whole or self.norms_turned or self.is_rope_in_windows or self.has_blocks
-        return self.norms is PRE_NORMS and not (is_other or self.reads)
+        of_heads = self.has_sinks or self.has_chunks or self.is_qk_norm_whole or self.norms_turned
+        is_other = of_heads or self.is_rope_in_windows or self.has_blocks or self.activation != "silu"
+        return self.norms is PRE_NORMS and not (is_scaled or is_other or self.reads)
 
 
 def is_told(config: Any, told: bool | str) -> bool:
     """By the family, or by a key of the config."""
     return bool(getattr(config, told, False)) if isinstance(told, str) else told
+
+
+def stated(config: Any, family: Family, key: str, default: Any = None) -> Any:
+    """What a config says by a key that the family's code reads."""
+    return getattr(config, key) if key in family.reads else default

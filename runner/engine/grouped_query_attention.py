@@ -34,7 +34,7 @@ class GroupedQueryAttention(Attention):
         self.head_dim, self.value_dim = heads.head_dim, heads.head_dim
         self.num_heads = shard.split(heads.num_heads, "num_attention_heads")
         self.num_kv_heads = shard.split(heads.num_kv_heads, "num_key_value_heads")
-        self.sliding_window = arch.sliding_windows[layer]
+        self.sliding_window, self.attention_chunk = arch.sliding_windows[layer], arch.attention_chunks[layer]
         self.scale, self.softcap = arch.attention_scale, arch.attention_softcap
         # Logits, which are float32.
         self.sinks = torch.empty(self.num_heads, dtype=torch.float32) if arch.has_sinks else None
@@ -56,14 +56,14 @@ class GroupedQueryAttention(Attention):
             quantization=quantization,
         )
         self._is_norm_whole = arch.qk_norm and arch.is_qk_norm_whole
-        self._norms_turned = arch.norms_turned
         self._norm_names = FAMILIES[arch.family].head_norms
+        has_weights = arch.qk_norm and self._norm_names is not None
         # Of queries, and of keys where the layer has some.
         self.q_norm, self.k_norm = (
             RMSNorm.of(arch, dtype, heads.head_dim * (num_heads if self._is_norm_whole else 1)) if is_normed else None
             for num_heads, is_normed in (
-                (heads.num_heads, arch.qk_norm),
-                (heads.num_kv_heads, arch.qk_norm and self.has_own_keys),
+                (heads.num_heads, has_weights),
+                (heads.num_kv_heads, has_weights and self.has_own_keys),
             )
         )
         # Gates what each head finds, where a family does.
@@ -84,10 +84,11 @@ class GroupedQueryAttention(Attention):
             None if norm is None or self._is_norm_whole else (norm.weight, norm.eps)
             for norm in (self.q_norm, self.k_norm)
         ]
-        self._value_norm: tuple[torch.Tensor, torch.Tensor] | None = None
-        if arch.norms_values and self.has_own_keys:  # by no weights: by ones
-            ones = torch.ones(heads.head_dim, dtype=torch.float32)
-            self._value_norm = (ones, torch.tensor(arch.rms_norm_eps))
+        by_ones = (torch.ones(heads.head_dim, dtype=torch.float32), torch.tensor(arch.rms_norm_eps))  # by no weights
+        self._value_norm = by_ones if arch.norms_values and self.has_own_keys else None
+        if arch.qk_norm and not has_weights and self.rope_key is not None:
+            self._norms = [by_ones, by_ones]
+        self._turns_first = arch.norms_turned and self._norms[1] is not None
 
     def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
         assert rope is not None, "of rope_key"
@@ -109,7 +110,7 @@ class GroupedQueryAttention(Attention):
                 q_norm=self._norms[0],
                 k_norm=self._norms[1],
                 v_norm=self._value_norm,
-                turns_first=self._norms_turned,
+                turns_first=self._turns_first,
             )
         else:
             query = rotate(qkv, rope, num_heads=self.num_heads, head_dim=self.head_dim, q_norm=self._norms[0])
@@ -176,7 +177,7 @@ class GroupedQueryAttention(Attention):
         targets: dict[str, WeightTarget] = {}
         for product in self.products:
             targets |= product.weight_targets(prefix)
-        norms = dict(zip(self._norm_names, (self.q_norm, self.k_norm), strict=True))
+        norms = dict(zip(self._norm_names or (), (self.q_norm, self.k_norm), strict=False))
         targets |= {f"{prefix}self_attn.{name}.weight": norm.target for name, norm in norms.items() if norm is not None}
         if self.sinks is not None:
             targets[f"{prefix}self_attn.sinks"] = WeightTarget(view=self.sinks, shard_dim=0)

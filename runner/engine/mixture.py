@@ -35,6 +35,7 @@ class Mixture:
     scores: Scores = "softmax"
     is_normalized: bool | str = True  # the weights of a row's experts add up to 1, or: the config's key says so
     scale_key: str | None = None  # of those weights; None: they are not scaled
+    scales_inputs: bool = False  # a row's one expert reads it times the sigmoid of its logit, and has no weight
     factors: str | None = None  # name in the checkpoint, within the block, of what each expert's are multiplied by
     has_groups: bool = False  # of experts, as the config's n_group says: a row goes to those of the best topk_group
     corrections: str | None = None  # name in the checkpoint, within the block, of what scores are corrected by
@@ -44,7 +45,9 @@ class Mixture:
     shared_size_key: str = ""  # its size
     shared_gate: str | None = None  # name, within the block, of what it is gated by, one number a row
     # That have a mixture, as the config says it.
-    layers: Literal["all", "behind_dense", "behind_first", "by_block", "by_step", "by_type", "in_range"] = "all"
+    layers: Literal["all", "behind_dense", "behind_first", "by_block", "by_step", "by_type", "in_range", "listed"] = (
+        "all"
+    )
     has_biases: bool = False
     # One tensor may hold all experts' weights, each with a row for every output (Qwen3.5) or input (Qwen3-VL, where its
     # sizes do not say that it is the former), up behind gate, or with the two in turns (gpt-oss).

@@ -91,7 +91,7 @@ class Rope:
         self._source = (hf_config, key, layout, max_model_len)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._table: RopeTable | None = None
-        self._query_factors = query_factors(hf_config, max_model_len)
+        self._query_factors = query_factors(hf_config, key, max_model_len)
 
     def __call__(self, positions: torch.Tensor, like: torch.Tensor) -> RopeRows:
         """Rotations of the rows at positions [num_rows] int64, on the device and in the dtype of `like`."""
@@ -195,11 +195,18 @@ def _stretched_theta(config: Any, parameters: Mapping[str, Any], num_rotated: in
     return float(parameters["rope_theta"] * alpha ** (num_rotated / (num_rotated - 2)))
 
 
-def query_factors(config: Any, max_model_len: int) -> torch.Tensor | None:
-    """What queries are multiplied by at each position [max_model_len, 1] float32 (Ministral 3, as in Llama 4).
+def query_factors(config: Any, key: str | None, max_model_len: int) -> torch.Tensor | None:
+    """What queries are multiplied by at each position [max_model_len, 1] float32 (Ministral 3, Llama 4).
 
-    None where it is 1 at all of them: up to the length that the model was trained with first, it is.
+    None where it is 1 at all of them: up to the length that the model was trained with first, it is. key: as Rope's; of
+    Llama 4 queries that do not turn are multiplied.
     """
+    if config.model_type == "llama4_text":
+        if key is not None or not config.attn_temperature_tuning or max_model_len < config.floor_scale:
+            return None
+        chunks = (torch.arange(max_model_len) + 1) // config.floor_scale
+        of_unturned: torch.Tensor = 1 + config.attn_scale * torch.log1p(chunks.float())
+        return of_unturned.unsqueeze(1)
     parameters = getattr(config, "rope_parameters", None) or {}
     beta = parameters.get("llama_4_scaling_beta")
     if beta is None or max_model_len <= parameters["original_max_position_embeddings"]:

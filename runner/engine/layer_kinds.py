@@ -1,0 +1,55 @@
+"""What each layer of a decoder is: which keys it sees, whether it turns, and whether it is one thing, by its config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from runner.engine.family import Family, stated
+from runner.engine.rope import ONE_ROPE
+
+# layer_types where a layer is one thing.
+MLP_BLOCKS, MIXING_BLOCKS = ("mlp", "moe"), ("full_attention", "linear_attention")
+
+
+def sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
+    if family.windows == "none":
+        return (None,) * int(config.num_hidden_layers)
+    window: int | None = config.sliding_window if stated(config, family, "use_sliding_window", True) else None
+    if family.windows == "one":
+        return (window,) * int(config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def ropes(config: Any, family: Family) -> tuple[str | None, ...]:
+    if not family.has_rope:
+        return (None,) * int(config.num_hidden_layers)
+    if any(isinstance(value, dict) for value in config.rope_parameters.values()):
+        return tuple(config.layer_types)  # Gemma 3: each kind of layers has its own
+    if family.is_rope_in_windows and config.sliding_window is not None:
+        return tuple(ONE_ROPE if kind == "sliding_attention" else None for kind in config.layer_types)
+    if stated(config, family, "position_embedding_type", "rope") != "rope":
+        return (None,) * int(config.num_hidden_layers)
+    turned = stated(config, family, "no_rope_layers", [1] * int(config.num_hidden_layers))  # 0: does not turn
+    return tuple(ONE_ROPE if is_turned else None for is_turned in turned)
+
+
+def attention_chunks(config: Any, family: Family) -> tuple[int | None, ...]:
+    if not family.has_chunks:
+        return (None,) * int(config.num_hidden_layers)
+    return tuple(config.attention_chunk_size if kind == "chunked_attention" else None for kind in config.layer_types)
+
+
+def mixes(config: Any, family: Family) -> tuple[bool, ...]:
+    """Whether each layer attends, or has what stands in place of that."""
+    return tuple(kind not in MLP_BLOCKS for kind in _blocks(config, family))
+
+
+def has_mlp(config: Any, family: Family) -> tuple[bool, ...]:
+    """Or experts."""
+    return tuple(kind not in MIXING_BLOCKS for kind in _blocks(config, family))
+
+
+def _blocks(config: Any, family: Family) -> Sequence[str]:
+    """What each layer is, where it is one thing; elsewhere it mixes tokens and has an MLP."""
+    return config.layer_types if family.has_blocks else ("",) * int(config.num_hidden_layers)
