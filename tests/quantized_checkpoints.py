@@ -202,9 +202,9 @@ LAYOUTS = {
         config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [GROUP, GROUP]},
         held=f"fp8 in groups of {GROUP}",
     ),
-    "blocks that are not square": Layout(
+    "blocks that are not square, as MiniMax spells it": Layout(
         pack=lambda weight, generator: in_blocks(weight, generator, rows=16),
-        config={"quant_method": "fp8", "weight_block_size": [16, GROUP]},
+        config={"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [16, GROUP]},
         held=f"fp8 in groups of {GROUP}",
     ),
     "float-quantized, outputs": Layout(

@@ -513,12 +513,8 @@ BFLOAT16 = (
 
 
 def make_config(variant: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
+    from transformers import AutoConfig
 
-    AutoModelForCausalLM.register(
-        Mistral4Config, Mistral4ForCausalLM, exist_ok=True
-    )  # else known within Mistral 3 alone
     family, options = VARIANTS[variant]
     return AutoConfig.for_model(family, **{**SHAPE, **options})
 

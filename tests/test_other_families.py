@@ -9,6 +9,7 @@ import pytest
 from runner.engine.decoder import Decoder
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
+from tests.heads_for_tests import HEADS as HEADS_FOR_TESTS
 from tests.other_families import FAMILIES, WITH_STATES, keys_of
 from tests.test_emulated_gpu import DRAFT_MODEL, DRAWN, GPU, GREEDY, SMALL, texts
 from tests.test_losslessness import PARAMS, PROMPTS, ROOMY, SCHEDULES, answers, counts, method_config
@@ -32,6 +33,20 @@ def test_neither_methods_nor_schedules_change_a_token(engines: Engines, family: 
         requests, metrics = complete(engines(method, **args, **SCHEDULES[schedule]), PROMPTS, PARAMS)
         assert answers(requests) == expected
         assert 0 < counts(metrics)[1] < counts(metrics)[0]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_heads_go_through_projections_that_do_more(
+    engines: Engines, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EAGLE-3's rows lie in wider ones: what scaled them in front of the product wanted them by themselves."""
+    keys = {"model_type": "llama", "num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    monkeypatch.setitem(HEADS_FOR_TESTS, "eagle3", lambda target: {**target, **keys})  # without a vocabulary of its own
+    args: dict[str, Any] = {"architecture": FAMILIES[family], **ROOMY}
+    llm = Engines()(CHAIN, of_drafters={}, **args)
+    assert llm.engine.proposer.head.lm_head is None  # type: ignore[attr-defined]
+    plain, drafting = (complete(own, PROMPTS, PARAMS)[0] for own in (engines(**args), llm))
+    assert answers(drafting) == answers(plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

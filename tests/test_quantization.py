@@ -28,6 +28,7 @@ from runner.tiny import DRAFTER_KEYS
 from tests import mtp_checkpoints
 from tests.conftest import TARGET_CONFIG, Engines, complete
 from tests.emulated_device import EmulatedDevice
+from tests.heads_for_tests import SELECTING
 from tests.other_families import FAMILIES
 from tests.test_emulated_gpu import DRAWN, GPU, GREEDY, SMALL
 from tests.test_losslessness import (
@@ -120,6 +121,16 @@ def test_all_that_a_drafter_multiplies_by_is_held_in_8_bits(method: str, engines
     )  # drafts are the target's first layer, head and all
     assert any(torch.equal(unpack(weight), quantize(head, torch.int8).dense()) for weight in found) != has_other_head
     assert decoder_of(llm).lm_head.numbers.dtype == torch.float32  # type: ignore[union-attr]
+
+
+def test_a_selecting_heads_copy_of_the_targets_projection_scales_nothing(engines: Engines) -> None:
+    """As DFlash 2's, which has numbers of its own for what targets do behind theirs."""
+    method = method_config("dflash", 3, quantization="int8")
+    llm = engines(method, architecture=FAMILIES["granite"], of_drafters=SELECTING)
+    head, target = llm.engine.proposer.head, decoder_of(llm)  # type: ignore[attr-defined]
+    rows = torch.randn(8, TARGET_CONFIG["hidden_size"], generator=torch.Generator().manual_seed(0))
+    ours, theirs = head.logits(rows, 1), target.raw_logits(rows, 1)
+    assert 0 < (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"])

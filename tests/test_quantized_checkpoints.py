@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
+from transformers.models.mistral4 import Mistral4Config
 
 from kernels.cpu.panels import unpack
 from kernels.quantized_weight import QuantizedWeight, quantize
@@ -173,6 +175,41 @@ def test_what_a_delta_net_and_gated_attention_multiply_by_is_what_the_checkpoint
                 assert is_dense == [True, False, False]
             else:
                 assert not any(is_dense)
+
+
+@holds_8_bits
+@pytest.mark.parametrize("rows", [None, 16], ids=["a scale an expert", "scales of blocks"])
+def test_stacks_of_experts_in_8_bits_are_what_each_of_them_holds(rows: int | None, tmp_path: Path) -> None:
+    """As Mistral Small 4's are published, whose scales lie beside each stack, and those of activations with them."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 0}
+    config = Mistral4Config(**{**SHAPE, **LATENT, "q_lora_rank": 32, "v_head_dim": 16, **experts})
+    save(random_model(config), tmp_path)
+    twin = Path(shutil.copytree(tmp_path, tmp_path / "twin"))
+    block = rows or 1 << 20
+    expected: dict[str, Tensor] = {}
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj")) and "experts." in name]:
+            stack = tensors[name]
+            sizes = [min(block, size) for size in stack.shape[1:]]
+            blocks = stack.unflatten(2, (-1, sizes[1])).unflatten(1, (-1, sizes[0]))
+            scales = blocks.abs().amax(dim=(2, 4)) / 448
+            wide = scales.repeat_interleave(sizes[0], dim=1).repeat_interleave(sizes[1], dim=2)
+            tensors[name] = (stack / wide).to(FLOAT8)
+            tensors[f"{name}_scale_inv"], tensors[f"{name}_activation_scale"] = scales, torch.ones(len(stack))
+            expected[name] = tensors[name].float() * wide
+
+    edit_tensors(tmp_path, change)
+    edit_tensors(twin, lambda tensors: tensors.update(expected))
+    state_config(tmp_path, {"quant_method": "fp8", "weight_block_size": None if rows is None else [rows, rows]})
+    found, dense = (load(ModelSource(model=str(path))) for path in (tmp_path, twin))
+    assert found.held is not None and isinstance(found.model, Decoder) and isinstance(dense.model, Decoder)
+    for layer, other in zip(found.model.layers, dense.model.layers, strict=True):
+        assert isinstance(layer.mlp, Experts) and isinstance(other.mlp, Experts)
+        for own, like in zip(layer.mlp.gate_up_projs, other.mlp.gate_up_projs, strict=True):
+            assert isinstance(own, QuantizedWeight) and torch.equal(unpack(own), unpack(like))
+        for own, like in zip(layer.mlp.down_projs, other.mlp.down_projs, strict=True):
+            assert isinstance(own, QuantizedWeight) and torch.equal(unpack(own), unpack(like))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -58,7 +58,10 @@ def random_sequences(vocab_size: int, lengths: Sequence[tuple[int, int]]) -> lis
 def random_model(config: Any, auto_class: Any = None) -> Any:
     """A float32 transformers model whose biases, norms, sinks and corrections are random too, not zeros and ones."""
     from transformers import AutoModelForCausalLM
+    from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 
+    # transformers knows it within Mistral 3's checkpoints alone.
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     config.initializer_range = INITIALIZER_RANGE
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

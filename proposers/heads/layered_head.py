@@ -48,6 +48,7 @@ class LayeredHead:
         # Of its own table and projection (Gemma); the target's have theirs.
         self.embedding_scale = constant(arch.embedding_scale, dtype)
         self.logits_softcap = constant(arch.logits_softcap)
+        self.logits_scale: torch.Tensor | None = None
 
     @property
     def kv_widths(self) -> list[int]:
@@ -68,7 +69,7 @@ class LayeredHead:
         """[num_rows, hidden], num_rows a multiple of tile -> [num_rows, known tokens] float32."""
         if self.lm_head is None:
             return self.target.logits(output, tile)
-        return head_logits(output, self.lm_head, tile, self.logits_softcap)
+        return head_logits(output, self.lm_head, tile, self.logits_softcap, scale=self.logits_scale)
 
     def convert(self, change: Change) -> None:
         for part in (self.fc, *self.layers):

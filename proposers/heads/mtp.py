@@ -66,7 +66,9 @@ class MtpHead:
             self.final_norm = norm()
         self.embed_tokens = torch.empty(vocab_size, size, dtype=dtype) if found.own_embedding else None
         self.lm_head: Weight | None = torch.empty(vocab_size, size, dtype=dtype) if found.own_head else None
-        self.logits_softcap: torch.Tensor | None = None  # where it projects by a copy of a target's head that has one
+        # Where it projects by a copy of a target's head that has one.
+        self.logits_softcap: torch.Tensor | None = None
+        self.logits_scale: torch.Tensor | None = None
         self._names = found
 
     @property
@@ -99,7 +101,7 @@ class MtpHead:
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         if self.lm_head is None:
             return self.target.logits(output, tile)
-        return head_logits(output, self.lm_head, tile, self.logits_softcap)
+        return head_logits(output, self.lm_head, tile, self.logits_softcap, scale=self.logits_scale)
 
     def convert(self, change: Change) -> None:
         self.projection.convert(change)

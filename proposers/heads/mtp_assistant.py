@@ -40,6 +40,7 @@ class MtpAssistantHead:
     tap_layers = (NORMED,)
     known_tokens: KnownTokens | None = None
     logits_softcap: torch.Tensor | None = None
+    logits_scale: torch.Tensor | None = None
 
     def __init__(
         self,

@@ -29,7 +29,8 @@ class ProjectsByTarget(Convertible, Protocol):
     """A head that may go without a projection to the vocabulary of its own."""
 
     lm_head: Weight | None  # None: the target's
-    logits_softcap: Tensor | None  # of its own projection; as Decoder's
+    logits_softcap: Tensor | None  # of its own projection; as Decoder's, as the next
+    logits_scale: Tensor | None
     target: Decoder | TransformersModel
 
 
@@ -59,7 +60,10 @@ def quantize_head_of_target(head: ProjectsByTarget, source: ModelSource, device:
     copy, so such a target's is left alone.
     """
     if source.quantization is not None and head.lm_head is None and isinstance(head.target, Decoder):
-        own, scale = head.target.whole_head(), head.target.logits_scale
-        head.lm_head = own if scale is None else own * scale.item()
-        head.logits_softcap = head.target.logits_softcap
+        target = head.target
+        head.lm_head, head.logits_softcap, head.logits_scale = (
+            target.whole_head(),
+            target.logits_softcap,
+            target.logits_scale,
+        )
     quantize_head(head, source, device)

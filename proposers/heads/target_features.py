@@ -107,7 +107,7 @@ def require_plain_embeddings(draft: LoadedModel) -> Decoder:
     """
     model, source = draft.model, draft.source
     if isinstance(model, Decoder):
-        scaling = (model.embedding_scale, model.input_scale, model.per_layer_inputs)
+        scaling = (model.embedding_scale, model.input_scale, model.stream_scale, model.per_layer_inputs)
         if all(own is None for own in scaling):
             return model
     raise UserError(

@@ -21,6 +21,7 @@ from runner.engine.json_object import read_json
 from runner.engine.mxfp4_tensors import stack_mxfp4
 from runner.engine.quantization import read_scheme
 from runner.engine.quantized_tensors import EIGHT_BITS, WORDS, require_plain, unpack_tensors
+from runner.engine.scaled_stacks import take_scaled_stacks
 from runner.engine.text_part import text_config, text_tensors
 
 
@@ -205,7 +206,7 @@ def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
     Of a checkpoint that takes more than text these are its language model's, named as one alone names them; those of a
     backbone are named as a decoder's.
     A quantized weight comes under the name that it would have dense, as a QuantizedTensor, which is dense where it is
-    indexed, or with those of other experts as an Mxfp4Stack.
+    indexed, or with those of other experts as an Mxfp4Stack or a ScaledStack.
     """
     slices = decoder_tensors(text_tensors(_slices(source)))
     stated, of = stated_quantization(source), f"{source.name}={source.model}"
@@ -214,7 +215,12 @@ def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
         yield from ((name, require_plain(tensor, name, of)) for name, tensor in slices.items())
         return
     scheme = read_scheme(stated, of, source.quantization_option)
-    yield from stack_mxfp4(slices, of) if scheme.packing == "mxfp4" else unpack_tensors(slices, scheme, of)
+    if scheme.packing == "mxfp4":
+        yield from stack_mxfp4(slices, of)
+        return
+    stacks, others = take_scaled_stacks(slices, scheme, of)
+    yield from stacks.items()
+    yield from unpack_tensors(others, scheme, of)
 
 
 def _slices(source: ModelSource) -> dict[str, Any]:

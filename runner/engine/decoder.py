@@ -61,7 +61,7 @@ class Decoder:
         # Rounded as the rows are that it scales (transformers does so).
         self.embedding_scale = constant(arch.embedding_scale, dtype)
         scales = arch.multipliers
-        self.input_scale, self._stream_scale = constant(scales.inputs), constant(scales.stream)
+        self.input_scale, self.stream_scale = constant(scales.inputs), constant(scales.stream)
         self.logits_scale = constant(scales.logits)
         storage = (quantization or {}).get(HEAD)
         self.is_tied, self._splits_head = arch.tie_word_embeddings, arch.vocab_size % shard.size == 0
@@ -201,7 +201,7 @@ class Decoder:
 
     def _tapped(self, residual: torch.Tensor) -> torch.Tensor:
         """The model's residual stream, of the one here."""
-        return residual if self._stream_scale is None else scale_rows(residual, self._stream_scale)
+        return residual if self.stream_scale is None else scale_rows(residual, self.stream_scale)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_rows] int64 -> [num_rows, hidden]."""
@@ -210,15 +210,16 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden] (num_rows a multiple of tile) -> [num_rows, vocab] float32."""
-        scaled = hidden if self.logits_scale is None else scale_rows(hidden, self.logits_scale)
-        return self._project(scaled, tile, self.logits_softcap)
+        return self._project(hidden, tile, self.logits_softcap, self.logits_scale)
 
     def raw_logits(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         """`logits` without a soft cap and scale, for a head that has some of its own or none."""
-        return self._project(hidden, tile, None)
+        return self._project(hidden, tile, None, None)
 
-    def _project(self, hidden: torch.Tensor, tile: int | None, softcap: torch.Tensor | None) -> torch.Tensor:
-        own = head_logits(hidden, self.lm_head, tile, softcap)
+    def _project(
+        self, hidden: torch.Tensor, tile: int | None, softcap: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        own = head_logits(hidden, self.lm_head, tile, softcap, scale=scale)
         return self.shard.beside(own) if self._splits_head else own
 
     def whole_head(self) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 from runner.engine.expert_shapes import ExpertShapes
 from runner.engine.mxfp4_tensors import Mxfp4Stack
+from runner.engine.scaled_stacks import ScaledStack
 
 ALL = slice(None)
 
@@ -126,7 +127,9 @@ def _split_by_output(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes) 
         parts = ((gate, 0, size), (up, size, size)) if is_first else ((down, 0, shape[1]),)
         for expert in range(shape[0]):
             for projection, first, num_rows in parts:
-                rows = RowsOfExpert(tensor=tensor, expert=expert, first=first, num_rows=num_rows)
+                rows: Any = RowsOfExpert(tensor=tensor, expert=expert, first=first, num_rows=num_rows)
+                if isinstance(tensor, ScaledStack):
+                    rows = tensor.part(expert, slice(first, first + num_rows))
                 yield f"{layer}{experts.prefix}{expert}.{projection}.weight", rows
 
 

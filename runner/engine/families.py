@@ -142,6 +142,7 @@ _HUNYUAN: dict[str, Any] = {
     "qk_norm": True,
     "norms_turned": True,
     "head_norms": ("query_layernorm", "key_layernorm"),
+    "reads": ("alpha",),  # of rope_parameters
     "fixed_values": {"use_qk_norm": True, "use_cla": False, "moe_layer_num_skipped": 0, "use_mixed_mlp_moe": True},
 }
 
@@ -290,7 +291,7 @@ FAMILIES = {
         mlp="feed_forward",
         mlp_size_key="intermediate_size_mlp",
         fixed_values={"num_experts_per_tok": 1},
-        reads=("no_rope_layers",),
+        reads=("no_rope_layers", "attn_temperature_tuning"),
         experts=Mixture(
             block="feed_forward",
             router="router",

@@ -104,4 +104,4 @@ def is_told(config: Any, told: bool | str) -> bool:
 
 def stated(config: Any, family: Family, key: str, default: Any = None) -> Any:
     """What a config says by a key that the family's code reads."""
-    return getattr(config, key) if key in family.reads else default
+    return getattr(config, key, default) if key in family.reads else default

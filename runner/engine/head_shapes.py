@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.engine.errors import UserError
-from runner.engine.family import Family, is_told
+from runner.engine.family import Family, is_told, stated
 from runner.engine.rope import HeadLayout
 
 FULL = "full_attention"
@@ -101,10 +101,10 @@ def _layout(config: Any, family: Family) -> HeadLayout:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # Proportional frequencies are of whole heads, and zero where nothing turns.
     is_partial = family.is_rope_partial and config.rope_parameters.get("rope_type") != "proportional"
-    factor = config.rope_parameters.get("partial_rotary_factor", 1.0) if is_partial else 1.0
-    stated = getattr(config, "rotary_dim", None) if "rotary_dim" in family.reads else None
+    factor = config.rope_parameters.get("partial_rotary_factor") if is_partial else 1.0
+    turned = stated(config, family, "rotary_dim") or head_dim  # transformers 5.17 does not make a factor of it
     return HeadLayout(
         head_dim=head_dim,
-        num_rotated=int(head_dim * factor) if stated is None else int(stated),
+        num_rotated=int(turned if factor is None else head_dim * factor),
         is_interleaved=is_told(config, family.is_rope_interleaved),
     )

@@ -1,7 +1,7 @@
 """What a family multiplies by numbers of its config: embeddings, what layers add, and logits.
 
 Granite multiplies what each layer adds to the residual stream. Here the stream is divided by that number instead, once,
-as embeddings enter it: norms with an accordingly smaller eps make the same of it, and no layer multiplies anything.
+as embeddings enter it: norms with an accordingly larger eps make the same of it, and no layer multiplies anything.
 """
 
 from __future__ import annotations

@@ -127,11 +127,20 @@ def head_logits(
     tile: int | None,
     softcap: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[num_rows, hidden] x [vocab, hidden] -> [num_rows, vocab] float32; num_rows a multiple of tile.
 
-    softcap [] float32, on the CPU: logits become softcap * tanh(logits / softcap). bias: [vocab].
+    softcap [] float32, on the CPU: logits become softcap * tanh(logits / softcap). bias: [vocab]. scale: as softcap, of
+    the logits last.
     """
+    logits = _head_logits(hidden, weight, tile, softcap, bias)
+    return logits if scale is None else scale_rows(logits, scale)
+
+
+def _head_logits(
+    hidden: torch.Tensor, weight: Weight, tile: int | None, softcap: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
     if isinstance(weight, Panels):
         from kernels.cpu.linear import linear as on_cpu
 
@@ -282,7 +291,7 @@ def gate(x: torch.Tensor, by: torch.Tensor, function: GateFunction) -> torch.Ten
 
 def gated_delta(
     mixed: torch.Tensor,  # [num_rows, convolved + values]
-    gates: torch.Tensor,  # [num_rows, 2 * num_value_heads]
+    gates: torch.Tensor,  # [num_rows, heads.gates * num_value_heads]
     segments: RecurrentSegments,
     states: DeltaStates,
     weights: DeltaWeights,

@@ -90,10 +90,13 @@ def read_scheme(stated: Mapping[str, Any], of: str, option: str) -> Scheme:
     return scheme
 
 
+FORMATS_OF_8_BITS = ("e4m3", "float8_e4m3fn")  # the latter is MiniMax's spelling
+
+
 def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
     """None: it is not read."""
     method = str(stated.get("quant_method"))
-    if method in ("fp8", "fbgemm_fp8") and str(stated.get("fmt", "e4m3")) == "e4m3":
+    if method in ("fp8", "fbgemm_fp8") and str(stated.get("fmt", "e4m3")) in FORMATS_OF_8_BITS:
         return _scaled(FLOAT8, _block(stated.get("weight_block_size")))
     if method == "modelopt" and str(stated.get("quant_algo")) == "FP8":
         return _scaled(FLOAT8, None)

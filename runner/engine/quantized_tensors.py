@@ -76,7 +76,7 @@ class QuantizedTensor:
 def unpack_tensors(slices: Mapping[str, Any], scheme: Scheme, of: str) -> Iterator[tuple[str, Any]]:
     """(name, slice) of every tensor: a quantized weight under the name that it would have dense, the rest as it is."""
     make, main, beside = {
-        "scaled": (_scaled, "weight", ("weight_scale", "weight_scale_inv", "weight_zero_point")),
+        "scaled": (scaled_tensor, "weight", ("weight_scale", "weight_scale_inv", "weight_zero_point")),
         "int32": (_int32, "weight_packed", ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")),
         "gptq": (_gptq, "qweight", ("scales", "qzeros", "g_idx")),
         "awq": (_awq, "qweight", ("scales", "qzeros")),
@@ -104,7 +104,8 @@ def require_plain(tensor: Any, name: str, of: str) -> Any:
     return tensor
 
 
-def _scaled(weight: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
+def scaled_tensor(weight: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
+    """Numbers of 8 bits [out_features, in_features] beside their scales, by these' kinds in checkpoints."""
     shape = (out_features, in_features) = tuple(weight.get_shape())
     scale = parts.get("weight_scale") or _required(parts, "weight_scale_inv", of)
     scale_shape, (rows, columns) = tuple(scale.get_shape()), scheme.block or (1, scheme.storage.group_size)

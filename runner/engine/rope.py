@@ -19,11 +19,11 @@ from torch import nn
 
 from kernels.reference.rope import RopeTable
 from runner.engine.errors import UserError
+from runner.engine.families import FAMILIES
 
 logger = logging.getLogger(__name__)
 
 ONE_ROPE = ""  # key of a config's rotations, where all its layers have the same
-STRETCHED = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # model types whose rotations an alpha stretches
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 
 
@@ -137,6 +137,12 @@ def warn_of_unread_rope(config: Any, model: str) -> None:
             model,
             scale,
         )
+    if config.model_type == "mistral4" and (config.rope_parameters or {}).get("mscale_all_dim"):
+        logger.warning(
+            "%s: logits of attention are scaled by mscale, as in transformers; engines that go by its makers' "
+            "params.json, which says apply_scale=false, do not scale them, so their logits differ",
+            model,
+        )
 
 
 def require_static_rope(config: Any) -> None:
@@ -187,9 +193,15 @@ def rope_tables(
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
+def _reads(config: Any, key: str) -> bool:
+    """Whether the key means something to a model of ours."""
+    family = FAMILIES.get(config.model_type)
+    return family is not None and key in family.reads
+
+
 def _stretched_theta(config: Any, parameters: Mapping[str, Any], num_rotated: int) -> float | None:
     """Of rotations that a fixed factor stretches, as in NTK-aware scaling, which Hunyuan's configs call dynamic."""
-    alpha = parameters.get("alpha") if config.model_type in STRETCHED else None
+    alpha = parameters.get("alpha") if _reads(config, "alpha") else None
     if alpha is None or parameters.get("rope_type") != "dynamic":
         return None
     return float(parameters["rope_theta"] * alpha ** (num_rotated / (num_rotated - 2)))
@@ -201,7 +213,7 @@ def query_factors(config: Any, key: str | None, max_model_len: int) -> torch.Ten
     None where it is 1 at all of them: up to the length that the model was trained with first, it is. key: as Rope's; of
     Llama 4 queries that do not turn are multiplied.
     """
-    if config.model_type == "llama4_text":
+    if _reads(config, "attn_temperature_tuning"):
         if key is not None or not config.attn_temperature_tuning or max_model_len < config.floor_scale:
             return None
         chunks = (torch.arange(max_model_len) + 1) // config.floor_scale
