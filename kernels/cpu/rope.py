@@ -13,6 +13,7 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu.compiled import inlined
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
@@ -34,6 +35,29 @@ Arguments = arguments_of(
 )
 
 
+@inlined
+def norm_head(own: Any, weights: Any, eps: Any) -> None:
+    """In place, as the next."""
+    squares = NOTHING
+    for column in range(len(own)):
+        number = widen(own[column])
+        squares += number * number
+    scale = ONE / np.sqrt(squares / np.float32(len(own)) + eps)
+    for column in range(len(own)):
+        own[column] = narrow(widen(own[column]) * (scale * widen(weights[column])), own[column])
+
+
+@inlined
+def turn_head(own: Any, turn: Any) -> None:
+    """turn: cosines, then sines."""
+    half = len(own) // 2
+    lows, highs, cosines, sines = own[:half], own[half:], turn[:half], turn[half:]
+    for column in range(half):
+        low, high, cos, sin = widen(lows[column]), widen(highs[column]), cosines[column], sines[column]
+        lows[column] = narrow(low * cos - high * sin, lows[column])
+        highs[column] = narrow(high * cos + low * sin, lows[column])
+
+
 @cache
 def rows_rotation(element: Any, weight_element: Any, turns_first: bool) -> Kernel:
     """Of tensors of these elements, and norms of those, which are of what is turned or come before it."""
@@ -41,7 +65,7 @@ def rows_rotation(element: Any, weight_element: Any, turns_first: bool) -> Kerne
     def rotate_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         num_rows, num_heads, head_dim = a.num_rows, a.num_heads, a.head_dim
-        fresh, half = 2 * a.num_kv_heads * head_dim, head_dim // 2
+        fresh = 2 * a.num_kv_heads * head_dim
         rows = elements(a.rows, num_rows, num_heads * head_dim + fresh, element)
         turns, places = floats(a.table, a.num_positions, head_dim), integers(a.positions, num_rows)
         kept, targets = elements(a.kv, a.num_slots, fresh, element), integers(a.slots, num_rows)
@@ -52,27 +76,13 @@ def rows_rotation(element: Any, weight_element: Any, turns_first: bool) -> Kerne
             for head in range(num_changed):
                 own = rows[row, head * head_dim : (head + 1) * head_dim]
                 weight = a.q_weight if head < num_heads else a.k_weight if head < num_turned else a.v_weight
-                for stage in range(2):
-                    is_norm = (stage == 1) == turns_first
-                    if is_norm and weight:
-                        squares, scales = NOTHING, elements(weight, 1, head_dim, weight_element)[0]
-                        for column in range(head_dim):
-                            number = widen(own[column])
-                            squares += number * number
-                        scale = ONE / np.sqrt(squares / np.float32(head_dim) + floats(a.eps, 1, 1)[0, 0])
-                        for column in range(head_dim):
-                            own[column] = narrow(widen(own[column]) * (scale * widen(scales[column])), own[column])
-                    elif not is_norm and head < num_turned:
-                        lows, highs, cosines, sines = own[:half], own[half:], turn[:half], turn[half:]
-                        for column in range(half):
-                            low, high, cos, sin = (
-                                widen(lows[column]),
-                                widen(highs[column]),
-                                cosines[column],
-                                sines[column],
-                            )
-                            lows[column] = narrow(low * cos - high * sin, lows[column])
-                            highs[column] = narrow(high * cos + low * sin, lows[column])
+                is_turned = head < num_turned
+                if turns_first and is_turned:
+                    turn_head(own, turn)
+                if weight:
+                    norm_head(own, elements(weight, 1, head_dim, weight_element)[0], floats(a.eps, 1, 1)[0, 0])
+                if not turns_first and is_turned:
+                    turn_head(own, turn)
             if a.slots:
                 target, source = kept[targets[row]], rows[row, num_heads * head_dim :]
                 for column in range(fresh):
