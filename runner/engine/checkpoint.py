@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -162,8 +162,8 @@ def _unread_family(file: Path, source: ModelSource, error: Exception) -> str | N
 
 
 def register_configs() -> None:
-    """Tell transformers the families of ours that it does not know: MiMo is Qwen2 with MTP modules."""
-    from transformers import CONFIG_MAPPING, AutoConfig, Qwen2Config
+    """Tell transformers the families of ours that it does not know: MiMo is Qwen2 with MTP modules, InternLM3 Llama."""
+    from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, Qwen2Config
 
     if "mimo" not in CONFIG_MAPPING:
 
@@ -171,6 +171,14 @@ def register_configs() -> None:
             model_type = "mimo"
 
         AutoConfig.register("mimo", MiMoConfig)
+
+    if "internlm3" not in CONFIG_MAPPING:  # before 5.24
+
+        class InternLM3Config(LlamaConfig):  # type: ignore[no-untyped-call]
+            model_type = "internlm3"
+            attribute_map: ClassVar[dict[str, str]] = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+
+        AutoConfig.register("internlm3", InternLM3Config)
 
 
 def checkpoint_files(source: ModelSource) -> list[Path]:
