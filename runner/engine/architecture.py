@@ -157,13 +157,13 @@ def read_architecture(config: Any) -> Architecture | None:
     if name not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
         return None
     family = FAMILIES[name]
-    is_ours = all(_stated(config, key, value) == value for key, value in family.fixed_values.items())
+    is_ours = all(_found(config, key, value) == value for key, value in family.fixed_values.items())
     if family.delta_nets is not None:
         others = set(config.layer_types) - set(IN_PLACE_OF_ATTENTION) - set(MLP_BLOCKS if family.has_blocks else ())
         is_ours = is_ours and set() < others <= {"attention", "full_attention"}
     if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
         return None
-    _requirestated(config)
+    _require_own(config)
     heads = read_head_shapes(config, family)
     return Architecture(
         family=name,
@@ -215,7 +215,8 @@ def _delta_shapes(config: Any, family: Family) -> DeltaShapes | None:
     return read_delta_shapes(config, family)
 
 
-def _stated(config: Any, key: str, default: Any) -> Any:
+def _found(config: Any, key: str, default: Any) -> Any:
+    """What a config says, of a list as a tuple."""
     found = getattr(config, key, default)
     return tuple(found) if isinstance(found, list) else found
 
@@ -237,7 +238,7 @@ def _intermediate_sizes(config: Any, family: Family, heads: Sequence[HeadShapes]
     return tuple(size * (2 if is_wider and own.kv_layer is not None else 1) for own in heads)
 
 
-def _requirestated(config: Any) -> None:
+def _require_own(config: Any) -> None:
     """Raises UserError for an option that our decoder does not have."""
     name = config.model_type
     of = f"of a {name} checkpoint{named(config)}"

@@ -93,7 +93,8 @@ class Family:
         """Llama's but for biases, norms, gates and rotations of heads, windows and experts: MTP modules' are such."""
         is_scaled = self.is_embedding_scaled or bool(self.is_input_scaled) or self.has_multipliers
         of_heads = self.has_sinks or self.has_chunks or self.is_qk_norm_whole or self.norms_turned
-        is_other = of_heads or self.is_rope_in_windows or self.has_blocks or self.activation != "silu"
+        of_mlp = self.activation != "silu" or not self.is_mlp_gated
+        is_other = of_heads or of_mlp or self.is_rope_in_windows or self.has_blocks
         return self.norms is PRE_NORMS and not (is_scaled or is_other or self.reads)
 
 
