@@ -257,7 +257,7 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
         dummy_source("deepseek_v32"),
         r"has layers of type (indexed|deepseek_sparse)_attention, whose state is no key-value cache",
     ),
-    "chunked attention": (dummy_source("llama4_text"), r"has layers of type chunked_attention"),
+    "chunked attention": (dummy_source("llama4_text", **OTHER_ACT), r"has layers of type chunked_attention"),
     "a rope that is not known": (
         dummy_source("llama", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0}),
         r"rope type must be one of default, .*, got 'spiral': its frequencies are not known here; use a checkpoint",
