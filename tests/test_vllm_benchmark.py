@@ -336,6 +336,31 @@ def test_weights_that_a_directory_holds_are_both_engines(tmp_path: Path) -> None
     assert offline_engine._weights(str(tmp_path)) == {"model": str(tmp_path)}
 
 
+def test_this_engine_reads_a_directory_that_holds_a_config_alone(tmp_path: Path) -> None:
+    """No tokenizer is asked for there, as vLLM is told to ask for none."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    engine = offline_engine.open_this_engine(
+        model=str(tmp_path),
+        max_model_len=16,
+        speculative_config=None,
+        dtype="float32",
+        num_threads=torch.get_num_threads(),
+        counts_drafts=False,
+    )
+    answer = engine.complete(Batch(prompts=[[3, 4, 5]], batch_size=1, output_len=4))
+    assert [len(text) for text in answer.texts] == [4]
+
+
 def test_another_model_is_compared_by_its_config_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

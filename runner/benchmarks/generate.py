@@ -2,22 +2,34 @@
 
 Same weights, threads, dtype, prompts and output lengths (eos ignored on both sides); the contestants take turns, so
 that a machine whose speed drifts is unfair to none, and ratios are taken round by round. Says first how many
-texts are transformers' own (float32 near-ties may fall either way). Prints a table, and writes JSON when asked.
+texts are transformers' own (near-ties may fall either way, in bfloat16 soon). --model compares plain decoding of
+another model, whose weights transformers draws once for both sides where it has none: both are held in memory then,
+and a copy in a temporary directory. Prints a table, and writes JSON when asked.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from runner.benchmarks.demo_prompts import demo_prompts
+from runner.benchmarks.compared_model import (
+    add_model_options,
+    check_model,
+    compared_prompts,
+    has_weights,
+    model_directory,
+)
 from runner.benchmarks.turns import ratios, take_turns, turns_parser
 from runner.cli.program import exit_status
+from runner.engine.errors import UserError
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.machine import describe_machine
@@ -26,38 +38,63 @@ from runner.metrics.rates import percentiles
 from runner.prompts import make_requests
 from runner.results import write_metrics
 from runner.target import hide_kernels_client
-from runner.tiny import TARGET_DIR
+from runner.tiny import DRAFT_DIR, TARGET_NAME
 
 SINGLE, BATCH = 1, 16
+CONDITIONS = ("dtype", "threads", "prompt_len", "output_len", "rounds")
 SPREAD = ("median", "p20", "p80")
+PLAIN = "none"
+METHODS: dict[str, dict[str, Any] | None] = {
+    PLAIN: None,
+    "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "draft_model": {"method": "draft_model", "model": str(DRAFT_DIR), "num_speculative_tokens": 4},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    options = _parse(argv)
     return exit_status(lambda: _compare(options))
 
 
 def _compare(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
-    rounds = take_turns(_contestants(options), options.rounds)
+    with ExitStack() as until_done:
+        rounds = take_turns(_contestants(options, _weights(options, until_done)), options.rounds)
     _print_table(rounds, options)
     if options.json is not None:
         write_metrics(options.json, _as_json(rounds, options))
 
 
-def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], float]]:
+def _weights(options: argparse.Namespace, until_done: ExitStack) -> Path:
+    """A directory with weights that both sides read; where the model has none, transformers draws them."""
+    directory = model_directory(options.model)
+    if has_weights(directory):
+        return directory
+    hide_kernels_client()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    drawn = Path(until_done.enter_context(tempfile.TemporaryDirectory()))
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))  # type: ignore[no-untyped-call]
+            model.save_pretrained(drawn)
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"--model must hold the config.json of a language model that transformers knows, got {directory}: {error}"
+        ) from error
+    return drawn
+
+
+def _contestants(options: argparse.Namespace, directory: Path) -> dict[str, Callable[[], float]]:
     """Name -> a function that generates and returns tokens/s. One prompt, or BATCH of them."""
     hide_kernels_client()
     from transformers import AutoModelForCausalLM
 
-    directory = TARGET_DIR
-    reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    engines = {
-        "none": _engine(None, options),
-        "ngram": _engine({"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}, options),
-        "draft_model": _engine({"method": "draft_model", "num_speculative_tokens": 4}, options),
-    }
-    prompts = demo_prompts(engines["none"].engine.tokenizer, BATCH, options.prompt_len)
+    reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, options.dtype))
+    engines = {name: _engine(METHODS[name], directory, options) for name in _methods(options)}
+    prompts = compared_prompts(options.model, BATCH, options.prompt_len)
 
     def transformers(batches: list[list[list[int]]]) -> list[list[int]]:
         texts: list[list[int]] = []
@@ -107,8 +144,22 @@ def _contestants(options: argparse.Namespace) -> dict[str, Callable[[], float]]:
     return contestants
 
 
-def _engine(method: dict[str, Any] | None, options: argparse.Namespace) -> LLM:
-    return LLM("tiny", speculative_config=method, device="cpu", dtype="float32", num_threads=options.threads)
+def _engine(method: dict[str, Any] | None, directory: Path, options: argparse.Namespace) -> LLM:
+    return LLM(
+        str(directory),
+        # Drawn weights come without one; prompts and answers are token ids, so that it is asked for nothing.
+        tokenizer=None if has_weights(model_directory(options.model)) else TARGET_NAME,
+        speculative_config=method,
+        device="cpu",
+        dtype=options.dtype,
+        num_threads=options.threads,
+        max_model_len=options.prompt_len + options.output_len,
+    )
+
+
+def _methods(options: argparse.Namespace) -> list[str]:
+    """Of another model plain decoding alone: what random tokens go on with cannot be guessed as texts can."""
+    return list(METHODS) if options.model is None else [PLAIN]
 
 
 _COMPARISONS = (
@@ -123,7 +174,7 @@ _COMPARISONS = (
 
 
 def _ratios(rounds: dict[str, list[float]]) -> dict[str, list[float]]:
-    return {f"{name} / {base}": ratios(rounds, name, base) for name, base in _COMPARISONS}
+    return {f"{name} / {base}": ratios(rounds, name, base) for name, base in _COMPARISONS if name in rounds}
 
 
 def _print_table(rounds: dict[str, list[float]], options: argparse.Namespace) -> None:
@@ -131,8 +182,8 @@ def _print_table(rounds: dict[str, list[float]], options: argparse.Namespace) ->
     from rich.table import Table
 
     title = (
-        f"tiny, float32, {options.threads} threads, prompt {options.prompt_len}, output {options.output_len}, "
-        f"{options.rounds} rounds"
+        f"{options.model or 'tiny'}, {options.dtype}, {options.threads} threads, prompt {options.prompt_len}, "
+        f"output {options.output_len}, {options.rounds} rounds"
     )
     table = Table("", *SPREAD, title=title)
     for name, values in rounds.items():
@@ -146,14 +197,18 @@ def _print_table(rounds: dict[str, list[float]], options: argparse.Namespace) ->
 def _as_json(rounds: dict[str, list[float]], options: argparse.Namespace) -> dict[str, Any]:
     return {
         **describe_machine("torch", "transformers"),
-        "conditions": {key: getattr(options, key) for key in ("threads", "prompt_len", "output_len", "rounds")},
+        "conditions": {"model": str(options.model or "tiny")} | {key: getattr(options, key) for key in CONDITIONS},
         "tokens_per_second": {name: percentiles(values) for name, values in rounds.items()},
         "ratios": {name: percentiles(values) for name, values in _ratios(rounds).items()},
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    return turns_parser("python -m runner.benchmarks.generate", __doc__.split("\n\n")[0])
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = turns_parser("python -m runner.benchmarks.generate", __doc__)
+    add_model_options(parser, "float32")
+    options = parser.parse_args(argv)
+    check_model(parser, options)
+    return options
 
 
 if __name__ == "__main__":

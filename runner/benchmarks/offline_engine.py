@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runner.tiny import TARGET_DIR
+from runner.benchmarks.compared_model import has_weights, model_directory, read_config
 
 CACHE_TOKENS = 16_384  # room for every request of a batch
 BLOCK_SIZE = 16  # tokens
@@ -113,8 +113,11 @@ def open_this_engine(
     """
     from runner.llm import LLM, SamplingParams
 
+    weights: dict[str, Any] = {**_weights(model)}
+    if "load_format" in weights:  # a config that is given needs no tokenizer beside it
+        weights["hf_config"] = read_config(Path(weights["model"]))
     llm = LLM(
-        **_weights(model),
+        **weights,
         max_model_len=max_model_len,
         speculative_config=speculative_config,
         dtype=dtype,
@@ -158,6 +161,5 @@ def open_vllm(
 
 def _weights(model: str | None) -> dict[str, str]:
     """None: the tiny target. Without files each engine draws its own, and the scale of vLLM's is a thousandth."""
-    directory = TARGET_DIR if model is None else Path(model)
-    is_dummy = not any(directory.glob("*.safetensors"))
-    return {"model": str(directory), **({"load_format": "dummy"} if is_dummy else {})}
+    directory = model_directory(None if model is None else Path(model))
+    return {"model": str(directory), **({} if has_weights(directory) else {"load_format": "dummy"})}

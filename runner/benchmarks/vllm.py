@@ -12,7 +12,6 @@ with its own weights or with random ones of each engine's drawing.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from runner.benchmarks.demo_prompts import demo_prompts
+from runner.benchmarks.compared_model import add_model_options, check_model, compared_prompts
 from runner.benchmarks.engine_process import EngineProcess, EngineRefusedError
 from runner.benchmarks.offline_engine import Answer, Batch, OfflineEngine, open_this_engine, open_vllm
 from runner.benchmarks.turns import take_turns, turns_parser
@@ -33,9 +32,8 @@ from runner.benchmarks.vllm_report import ENGINES, PLAIN, TEMPERATURES, THIS, VL
 from runner.cli.screen import show_error, show_interrupt
 from runner.engine.errors import UserError
 from runner.machine import describe_machine
-from runner.prompts import Tokenizer
 from runner.results import write_metrics
-from runner.tiny import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
+from runner.tiny import DRAFT_DIR, HEAD_DIRS
 
 BATCH_SIZES = SINGLE, BATCH = 1, 16
 NUM_SINGLE = 4  # prompts that are timed one at a time; all texts are compared
@@ -197,18 +195,9 @@ def _require_vllm() -> None:
 
 
 def _prompts(options: argparse.Namespace) -> list[list[int]]:
-    if options.model is None:
-        prompts = demo_prompts(Tokenizer(TARGET_DIR), BATCH, options.prompt_len)
-    else:
-        vocab_size, generator = _config(options.model)["vocab_size"], torch.Generator().manual_seed(0)
-        prompts = torch.randint(vocab_size, (BATCH, options.prompt_len), generator=generator).tolist()
+    prompts = compared_prompts(options.model, BATCH, options.prompt_len)
     shared = prompts[0][: options.prefix_len]
     return [[*shared, *prompt[len(shared) :]] for prompt in prompts]
-
-
-def _config(model: Path | None) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(((model or TARGET_DIR) / "config.json").read_text(encoding="utf-8"))
-    return config
 
 
 def _dtype() -> str:
@@ -226,14 +215,7 @@ def _title(options: argparse.Namespace, versions: Mapping[str, str | None]) -> s
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = turns_parser("python -m runner.benchmarks.vllm", __doc__)
-    parser.add_argument(
-        "--model",
-        type=Path,
-        help="a directory with a config.json: plain decoding of that model, of random weights where it holds none",
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default=_dtype(), help="of both sides (default here: %(default)s)"
-    )
+    add_model_options(parser, _dtype())
     parser.add_argument(
         "--prefix-len",
         type=int,
@@ -250,18 +232,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.model is not None and options.methods is not None:
         parser.error("--methods must be left out with --model: what random weights say cannot be guessed as texts can")
-    if options.model is not None and not (options.model / "config.json").is_file():
-        parser.error(f"--model must be a directory with a config.json, got {options.model}")
+    check_model(parser, options)
     if not 0 <= options.prefix_len < options.prompt_len:
         parser.error(f"--prefix-len must lie in [0, {options.prompt_len - 1}], got {options.prefix_len}")
     asked = METHODS if options.methods is None else options.methods
     options.methods = [method for method in METHODS if method == PLAIN or (method in asked and options.model is None)]
-    longest = _config(options.model)["max_position_embeddings"]
-    if options.prompt_len + options.output_len > longest:
-        parser.error(
-            f"--prompt-len and --output-len must be {longest} tokens together at most, the target's context, got "
-            f"{options.prompt_len} and {options.output_len}; lower one of them"
-        )
     return options
 
 
