@@ -1,6 +1,7 @@
 """A state space in place of a layer's attention: Mamba-2's (Dao and Gu, arXiv 2405.21060).
 
-Granite 4 H and Nemotron-H have it. A gated delta net that writes values as they are; norms span all heads that share their keys.
+Granite 4 H and Nemotron-H have it. A gated delta net that writes values as they are; norms span all heads that share
+their keys.
 """
 
 from __future__ import annotations
