@@ -147,8 +147,7 @@ def _contestants(options: argparse.Namespace, directory: Path) -> dict[str, Call
 def _engine(method: dict[str, Any] | None, directory: Path, options: argparse.Namespace) -> LLM:
     return LLM(
         str(directory),
-        # Drawn weights come without one; prompts and answers are token ids, so that it is asked for nothing.
-        tokenizer=None if has_weights(model_directory(options.model)) else TARGET_NAME,
+        tokenizer=TARGET_NAME,  # prompts and answers are token ids: another model needs none
         speculative_config=method,
         device="cpu",
         dtype=options.dtype,
