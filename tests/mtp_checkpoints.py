@@ -78,6 +78,13 @@ TARGETS: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
         "moe_layer_end_index": NUM_LAYERS - 1,
     },
+    "hy_v3": {
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "glm4_moe": {
         "head_dim": 16,
         "moe_intermediate_size": 32,
@@ -122,6 +129,15 @@ LAYOUTS = {
         final_norm="final_layernorm",
         hidden_first=True,
     ),
+    # vllm/model_executor/models/hy_v3_mtp.py: cat(enorm(embedding), hnorm(state)); the target's head
+    "hy": Names(
+        module=f"model.layers.{NUM_LAYERS}.",
+        block=f"model.layers.{NUM_LAYERS}.",
+        token_norm="enorm",
+        hidden_norm="hnorm",
+        projection="eh_proj",
+        final_norm="final_layernorm",
+    ),
     # vllm/model_executor/models/qwen3_next_mtp.py: cat(embedding, state)
     "qwen3_next": Names(
         module="mtp.",
@@ -157,6 +173,7 @@ PUBLISHED = (
     ("deepseek", "glm4_moe"),
     ("deepseek", "llama"),
     ("ernie", "ernie4_5_moe"),
+    ("hy", "hy_v3"),
     ("deepseek", "mistral"),
     ("mimo", "qwen2"),
     ("qwen3_next", "qwen3"),
@@ -255,7 +272,9 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
         values["layer_types"] = values["layer_types"][:NUM_LAYERS]
     if layout == "mimo":
         values |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
-    if layout in ("mimo", "deepseek", "ernie"):
+    if "mlp_layer_types" in values:
+        values["mlp_layer_types"] = values["mlp_layer_types"][:NUM_LAYERS]
+    if layout in ("mimo", "deepseek", "ernie", "hy"):
         values["num_nextn_predict_layers"] = 1
     values |= options
     (directory / "config.json").write_text(json.dumps(values))

@@ -370,6 +370,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "hunyuan_v1_dense",
         {"head_dim": 16, "attention_bias": True, "rope_parameters": STRETCHED},
     ),
+    "hy_v3": (
+        "hy_v3",
+        {**EXPERTS, "num_shared_experts": 2, "num_experts_per_tok": 3, "router_scaling_factor": 1.7},
+    ),
+    "hy_v3, experts in all layers, biased, tied": (
+        "hy_v3",
+        {**EXPERTS, "mlp_layer_types": ["sparse"] * 2, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "hunyuan_v1_moe": (
         "hunyuan_v1_moe",
         {"head_dim": 16, "num_experts": 6, "moe_topk": [3, 3], "rope_parameters": STRETCHED},

@@ -223,12 +223,21 @@ def test_copies_of_embedding_and_head_are_shared_and_others_are_used(model_type:
     assert f"of another shape: {LAST}embed_tokens.weight [3, 4] for [{VOCAB_SIZE}, {HIDDEN_SIZE}];" in refusal(tmp_path)
 
 
+def test_the_head_beside_hunyuans_module_is_not_read(tmp_path: Path) -> None:
+    """Its makers' code takes the target's, whatever lies there."""
+    write(tmp_path, "hy", "hy_v3")
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"{LAST}shared_head.weight": tensors["lm_head.weight"] * 2}))
+    head = head_of(start(tmp_path))
+    assert head.embed_tokens is None and head.lm_head is None
+
+
 @pytest.mark.parametrize(
     ("layout", "model_type", "prefixes"),
     [
         ("mimo", "qwen2", ("model.mtp_layers.0.", "model.mtp_layers.1.")),
         ("qwen3_next", "qwen3", ("mtp.layers.0.", "mtp.layers.1.")),
         ("deepseek", "llama", (LAST, f"model.layers.{NUM_LAYERS + 1}.")),
+        ("hy", "hy_v3", (LAST, f"model.layers.{NUM_LAYERS + 1}.")),
         ("deepseek", "deepseek_v3, run by transformers", (LAST, f"model.layers.{NUM_LAYERS + 1}.")),
     ],
 )

@@ -27,6 +27,7 @@ from runner.engine.loader import LoadedModel
 from runner.engine.mtp_layout import (
     DEEPSEEK,
     ERNIE,
+    HY,
     IN_TARGETS,
     MIMO,
     NUM_MODULES_KEYS,
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 # A target's own tensors; the number is a layer's.
 _OF_A_TARGET = re.compile(r"(?:lm_head|model\.embed_tokens|model\.norm|model\.layers\.(\d+))\.")
 _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "embed_tokens.weight"), ("lm_head.weight",)
-_STATED = {"mimo": MIMO, "ernie4_5_moe": ERNIE}  # by a config's model_type
+_STATED = {"mimo": MIMO, "ernie4_5_moe": ERNIE, "hy_v3": HY}  # by a config's model_type
 _REMEDY = (
     "choose a target that was trained with one, name the directory of a module made for this target "
     "(method.model=<directory>), or choose another method"
@@ -143,12 +144,15 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
     if count > 1:
         logger.info("%s: the first of %d MTP modules drafts every token", source.model, count)
 
+    prefix = layout.prefix_of(0, module.num_layers)
+    unread = {f"{prefix}{name}.weight" for name in layout.unread}
+
     def belongs(name: str) -> bool:
         """To the first module, or to nobody we know, which is refused with the rest."""
         if name.endswith("rotary_emb.inv_freq"):  # derived from the config
             return False
         if layout.holds(name, 0, module.num_layers, None):
-            return True
+            return name not in unread
         if is_targets or any(layout.holds(name, index, module.num_layers, None) for index in range(1, count)):
             return False  # what the target's loader let through is its own
         own = _OF_A_TARGET.match(name)
@@ -160,7 +164,6 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
         found = split_fused(split_stacks(found, module.arch.experts), module.arch.fused_tensors)
         found = in_our_order(found, module.arch.head_orders)
     tensors = {plain: tensor[:] for name, tensor in found if belongs(plain := _plain(name, module))}
-    prefix = layout.prefix_of(0, module.num_layers)
     copies = [f"{prefix}{name}.weight" for name in (layout.embedding, layout.head) if name is not None]
     return MtpTensors(
         layout=layout,
@@ -193,16 +196,21 @@ def _plain(name: str, module: MtpModule) -> str:
 
 
 def _layout_of(names: list[str], source: ModelSource, module: MtpModule) -> MtpLayout:
-    looked_for = []
-    for layout in module.layouts:
+    def own(layout: MtpLayout) -> set[str]:
         prefix = layout.prefix_of(0, module.num_layers)
-        if any(name.startswith(prefix) and name.removeprefix(prefix) in layout.own_names(0) for name in names):
-            return layout
-        looked_for.append(f"{prefix}{layout.projection.format(index=0)}.weight")
-    raise UserError(
-        f"{source.name}={source.model}: method=mtp needs a multi-token-prediction module, and the checkpoint holds "
-        f"none: looked for {', '.join(looked_for)}; {_REMEDY}"
-    )
+        return {f"{prefix}{name}" for name in layout.own_names(0)}
+
+    best = max(module.layouts, key=lambda layout: len(own(layout).intersection(names)))  # some share names
+    if not own(best).intersection(names):
+        looked_for = dict.fromkeys(
+            f"{layout.prefix_of(0, module.num_layers)}{layout.projection.format(index=0)}.weight"
+            for layout in module.layouts
+        )
+        raise UserError(
+            f"{source.name}={source.model}: method=mtp needs a multi-token-prediction module, and the checkpoint holds "
+            f"none: looked for {', '.join(looked_for)}; {_REMEDY}"
+        )
+    return best
 
 
 def _stated_layout(source: ModelSource, module: MtpModule) -> MtpLayout:

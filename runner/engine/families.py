@@ -126,6 +126,16 @@ _AFMOE_MIXTURE = replace(
     layers="behind_dense",
 )
 
+_HY_MIXTURE = replace(
+    _EXAONE_MIXTURE,
+    router="router.gate",
+    is_normalized=True,
+    scale_key="router_scaling_factor",
+    has_groups=False,
+    corrections="expert_bias",
+    shared="shared_mlp",
+)
+
 _LATENT: dict[str, Any] = {"output_bias": "attention_bias", "is_latent": True, "is_rope_interleaved": "rope_interleave"}
 
 # Qwen2-MoE's, whose shared expert is gated.
@@ -279,6 +289,7 @@ FAMILIES = {
             shared_size_key="intermediate_size",
         ),
     ),
+    "hy_v3": Family(output_bias="attention_bias", qk_norm=True, fixed_values={"mlp_bias": False}, experts=_HY_MIXTURE),
     "internlm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "llama4_text": Family(

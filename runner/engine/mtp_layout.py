@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Config keys that state how many modules there are, as DeepSeek, GLM, MiMo and ERNIE name it and as Qwen3.5 does.
+# Config keys that state how many modules there are, as DeepSeek, GLM, MiMo, ERNIE and Hunyuan name it, and Qwen3.5.
 NUM_MODULES_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # model_type of drafters that are no modules: layers over the target's keys and values, in checkpoints of their own.
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -34,14 +34,21 @@ class MtpLayout:
     has_mlp: bool = False  # the block has one, where layers of the target have experts
     embedding: str | None = None  # copies that a module may bring with it
     head: str | None = None
+    unread: tuple[str, ...] = ()  # tensors that lie with a module's, and that its makers' code does not read
     is_hidden_first: bool = False  # of the two halves that are projected
+
+    @property
+    def is_further_layer(self) -> bool:
+        """By its name a module may be one of the target's layers."""
+        return "{layer}" in self.prefix
 
     def prefix_of(self, index: int, num_layers: int) -> str:
         return self.prefix.format(index=index, layer=num_layers + index)
 
     def own_names(self, index: int) -> frozenset[str]:
         """Behind the prefix: every tensor of module `index` but the block's."""
-        names = (self.token_norm, self.hidden_norm, self.projection, self.final_norm, self.embedding, self.head)
+        copies = (self.embedding, self.head, *self.unread)
+        names = (self.token_norm, self.hidden_norm, self.projection, self.final_norm, *copies)
         return frozenset(f"{name.format(index=index)}.weight" for name in names if name is not None)
 
     def holds(self, name: str, index: int, num_layers: int, block_names: Collection[str] | None) -> bool:
@@ -66,6 +73,16 @@ DEEPSEEK = MtpLayout(
     final_norm="shared_head.norm",
     embedding="embed_tokens",
     head="shared_head.head",
+)
+# Hunyuan 3, as Tencent's code and vLLM run it: a head lies there that is not read, the target's takes its place.
+HY = MtpLayout(
+    title="Hunyuan 3's",
+    prefix="model.layers.{layer}.",
+    token_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    final_norm="final_layernorm",
+    unread=("embed_tokens", "shared_head", "shared_head.head"),
 )
 # arXiv 2505.07608.
 MIMO = MtpLayout(
@@ -108,7 +125,7 @@ SPECULATORS = MtpLayout(
     projection="input_proj",
     final_norm="final_layernorm",
 )
-IN_TARGETS = (QWEN3_NEXT, MIMO, ERNIE, DEEPSEEK)
+IN_TARGETS = (QWEN3_NEXT, MIMO, ERNIE, DEEPSEEK, HY)
 
 
 def num_modules(config: Any) -> int:
@@ -123,7 +140,7 @@ def modules_of(config: Any) -> Iterator[tuple[MtpLayout, int]]:
     """
     stated = num_modules(config)
     for layout in IN_TARGETS:
-        for index in range(stated if layout is DEEPSEEK else max(1, stated)):
+        for index in range(stated if layout.is_further_layer else max(1, stated)):
             yield layout, index
 
 
