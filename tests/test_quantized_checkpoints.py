@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig
 from transformers.models.mistral4 import Mistral4Config
 
 from kernels.cpu.panels import unpack
@@ -70,7 +71,6 @@ PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8]}, {"prompt_token_ids": [3]}]
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small dense checkpoint; do not change it."""
-    from transformers import AutoConfig
 
     directory = tmp_path_factory.mktemp("dense")
     save(random_model(AutoConfig.for_model("llama", **SHAPE)), directory)
@@ -131,7 +131,6 @@ def test_every_layout_gives_the_weights_that_it_stands_for(name: str, checkpoint
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_matrices_that_share_a_quantized_tensor_are_held_as_it_is(name: str, tmp_path: Path) -> None:
     """Phi-3's, each as it would be in a tensor of its own."""
-    from transformers import AutoConfig
 
     save(random_model(AutoConfig.for_model("phi3", **{**SHAPE, "pad_token_id": 0})), tmp_path)
     expected = quantize_checkpoint(tmp_path, LAYOUTS[name])
@@ -151,7 +150,6 @@ def test_what_a_delta_net_and_gated_attention_multiply_by_is_what_the_checkpoint
     name: str, family: str, tmp_path: Path
 ) -> None:
     """In every bit, also where a key head's parts and a head's gate take turns with others in one tensor."""
-    from transformers import AutoConfig
 
     experts = {"moe_intermediate_size": 32, "num_experts": 2, "shared_expert_intermediate_size": 32}
     options = {"model_type": family, **DELTA_NET, "num_experts_per_tok": 1}
@@ -179,10 +177,16 @@ def test_what_a_delta_net_and_gated_attention_multiply_by_is_what_the_checkpoint
 
 @holds_8_bits
 @pytest.mark.parametrize("rows", [None, 16], ids=["a scale an expert", "scales of blocks"])
-def test_stacks_of_experts_in_8_bits_are_what_each_of_them_holds(rows: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["mistral4", "llama4_text"], ids=["rows of outputs", "rows of inputs"])
+def test_stacks_of_experts_in_8_bits_are_what_each_of_them_holds(family: str, rows: int | None, tmp_path: Path) -> None:
     """As Mistral Small 4's are published, whose scales lie beside each stack, and those of activations with them."""
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 0}
-    config = Mistral4Config(**{**SHAPE, **LATENT, "q_lora_rank": 32, "v_head_dim": 16, **experts})
+    if family == "mistral4":
+        experts = {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 0}
+        latent = {**LATENT, "q_lora_rank": 32, "v_head_dim": 16}
+        config = Mistral4Config(**{**SHAPE, **latent, **experts, "num_experts_per_tok": 2})
+    else:
+        experts = {"num_local_experts": 4, "intermediate_size": 48, "intermediate_size_mlp": 96, "head_dim": 16}
+        config = AutoConfig.for_model(family, **{**SHAPE, **experts, "interleave_moe_layer_step": 1, "pad_token_id": 0})
     save(random_model(config), tmp_path)
     twin = Path(shutil.copytree(tmp_path, tmp_path / "twin"))
     block = rows or 1 << 20
@@ -215,8 +219,6 @@ def test_stacks_of_experts_in_8_bits_are_what_each_of_them_holds(rows: int | Non
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_queries_and_keys_in_another_order_are_expanded_with_their_values(name: str, tmp_path: Path) -> None:
     """ERNIE's, whose neighbours turn together; all other matrices are held as their checkpoint holds them."""
-    from transformers import AutoConfig
-
     save(random_model(AutoConfig.for_model("ernie4_5", **{**SHAPE, "head_dim": 16, "pad_token_id": 0})), tmp_path)
     expected = quantize_checkpoint(tmp_path, LAYOUTS[name])
     loaded = load(ModelSource(model=str(tmp_path)))
@@ -236,7 +238,6 @@ def test_what_latent_attention_multiplies_by_is_what_the_checkpoint_holds(
     name: str, is_interleaved: bool, tmp_path: Path
 ) -> None:
     """In every bit; what goes through latents is dense, and so are heads of another order and what is beside them."""
-    from transformers import AutoConfig
 
     options = {**SHAPE, **LATENT, "q_lora_rank": 32, "v_head_dim": 16, "rope_interleave": is_interleaved}
     save(random_model(AutoConfig.for_model("youtu", **options)), tmp_path)
@@ -264,7 +265,6 @@ def test_what_latent_attention_multiplies_by_is_what_the_checkpoint_holds(
 )
 def test_experts_are_held_as_their_checkpoint_holds_them(family: str, options: dict[str, int], tmp_path: Path) -> None:
     """The published FP8 checkpoints, whose routers stay dense."""
-    from transformers import AutoConfig
 
     shape = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts_per_tok": 2, **options}
     save(random_model(AutoConfig.for_model(family, **SHAPE, **shape)), tmp_path)

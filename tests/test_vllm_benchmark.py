@@ -359,12 +359,15 @@ def test_this_engine_reads_a_directory_that_holds_a_config_alone(tmp_path: Path)
     )
     answer = engine.complete(Batch(prompts=[[3, 4, 5]], batch_size=1, output_len=4))
     assert [len(text) for text in answer.texts] == [4]
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}', encoding="utf-8")
+    stated = offline_engine._config(str(tmp_path))["quantization_config"]
+    assert stated == {"quant_method": "modelopt", "quant_algo": "FP8"}
 
 
 def test_another_model_is_compared_by_its_config_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 50, "max_position_embeddings": 64}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 50, "max_position_embeddings": 64}')
     for arguments, message in (
         (["--model", str(tmp_path), "--methods", "ngram"], "--methods must be left out with --model"),
         (["--model", str(tmp_path / "none")], "--model must be a directory with a config.json"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from runner.benchmarks.demo_prompts import demo_prompts
+from runner.engine.checkpoint import ModelSource, load_config
+from runner.engine.errors import UserError
 from runner.prompts import Tokenizer
 from runner.tiny import TARGET_DIR
 
@@ -27,10 +28,13 @@ def add_model_options(parser: argparse.ArgumentParser, dtype: str) -> None:
 
 
 def check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends the program with the remedy where --model has no config, or texts are longer than its context."""
+    """Ends the program with the remedy where --model has no config that can be read, or a context that is too short."""
     if options.model is not None and not (options.model / "config.json").is_file():
         parser.error(f"--model must be a directory with a config.json, got {options.model}")
-    longest = _language_model(options.model).get("max_position_embeddings")
+    try:
+        longest = getattr(_language_model(options.model), "max_position_embeddings", None)
+    except UserError as error:
+        parser.error(str(error))
     if longest is not None and options.prompt_len + options.output_len > longest:
         parser.error(
             f"--prompt-len and --output-len must be {longest} tokens together at most, the target's context, got "
@@ -42,16 +46,8 @@ def model_directory(model: Path | None) -> Path:
     return TARGET_DIR if model is None else model
 
 
-def read_config(model: Path | None) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((model_directory(model) / "config.json").read_text(encoding="utf-8"))
-    return config
-
-
-def _language_model(model: Path | None) -> dict[str, Any]:
-    """The config of what says tokens, which a model that sees has inside its own."""
-    config = read_config(model)
-    nested: dict[str, Any] = config.get("text_config", config)
-    return nested
+def _language_model(model: Path | None) -> Any:
+    return load_config(ModelSource(model=str(model_directory(model)), load_format="dummy", name="--model"))
 
 
 def has_weights(directory: Path) -> bool:
@@ -62,6 +58,6 @@ def compared_prompts(model: Path | None, count: int, prompt_len: int) -> list[li
     """Demo prompts for the tiny target; another model has no tokenizer for certain, and gets random tokens."""
     if model is None:
         return demo_prompts(Tokenizer(TARGET_DIR), count, prompt_len)
-    vocab_size, generator = _language_model(model)["vocab_size"], torch.Generator().manual_seed(0)
+    vocab_size, generator = int(_language_model(model).vocab_size), torch.Generator().manual_seed(0)
     prompts: list[list[int]] = torch.randint(vocab_size, (count, prompt_len), generator=generator).tolist()
     return prompts

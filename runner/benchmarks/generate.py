@@ -3,8 +3,9 @@
 Same weights, threads, dtype, prompts and output lengths (eos ignored on both sides); the contestants take turns, so
 that a machine whose speed drifts is unfair to none, and ratios are taken round by round. Says first how many
 texts are transformers' own (near-ties may fall either way, in bfloat16 soon). --model compares plain decoding of
-another model, whose weights transformers draws once for both sides where it has none: both are held in memory then,
-and a copy in a temporary directory. Prints a table, and writes JSON when asked.
+another model that both run, whose weights transformers draws once for both where its directory has none: two copies
+in memory then, and one in a temporary directory. Weights in 8 bits are held so here, which is said, and transformers
+expands them. Prints a table, and writes JSON when asked.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from runner.benchmarks.compared_model import (
     has_weights,
     model_directory,
 )
+from runner.benchmarks.drawn_weights import draw_weights
 from runner.benchmarks.turns import ratios, take_turns, turns_parser
 from runner.cli.program import exit_status
 from runner.engine.errors import UserError
@@ -58,11 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
+    hide_kernels_client()
     with ExitStack() as until_done:
-        rounds = take_turns(_contestants(options, _weights(options, until_done)), options.rounds)
-    _print_table(rounds, options)
+        directory = _weights(options, until_done)
+        engines = {name: _engine(METHODS[name], directory, options) for name in _methods(options)}
+        rounds = take_turns(_contestants(options, directory, engines), options.rounds)
+    held = engines[PLAIN].engine.target_info.held or "dense"
+    _print_table(rounds, options, held)
     if options.json is not None:
-        write_metrics(options.json, _as_json(rounds, options))
+        write_metrics(options.json, _as_json(rounds, options, held))
 
 
 def _weights(options: argparse.Namespace, until_done: ExitStack) -> Path:
@@ -70,30 +76,20 @@ def _weights(options: argparse.Namespace, until_done: ExitStack) -> Path:
     directory = model_directory(options.model)
     if has_weights(directory):
         return directory
-    hide_kernels_client()
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     drawn = Path(until_done.enter_context(tempfile.TemporaryDirectory()))
-    try:
-        config = AutoConfig.from_pretrained(directory)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))  # type: ignore[no-untyped-call]
-            model.save_pretrained(drawn)
-    except (ValueError, OSError) as error:
-        raise UserError(
-            f"--model must hold the config.json of a language model that transformers knows, got {directory}: {error}"
-        ) from error
+    draw_weights(directory, getattr(torch, options.dtype), drawn)
     return drawn
 
 
-def _contestants(options: argparse.Namespace, directory: Path) -> dict[str, Callable[[], float]]:
+def _contestants(
+    options: argparse.Namespace, directory: Path, engines: Mapping[str, LLM]
+) -> dict[str, Callable[[], float]]:
     """Name -> a function that generates and returns tokens/s. One prompt, or BATCH of them."""
-    hide_kernels_client()
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, options.dtype))
-    engines = {name: _engine(METHODS[name], directory, options) for name in _methods(options)}
+    # No eos, and no penalties that a checkpoint states.
+    reference.generation_config = GenerationConfig(pad_token_id=0)  # type: ignore[no-untyped-call]
     prompts = compared_prompts(options.model, BATCH, options.prompt_len)
 
     def transformers(batches: list[list[list[int]]]) -> list[list[int]]:
@@ -103,9 +99,7 @@ def _contestants(options: argparse.Namespace, directory: Path) -> dict[str, Call
                 torch.tensor(batch),
                 attention_mask=torch.ones(len(batch), options.prompt_len, dtype=torch.int64),
                 max_new_tokens=options.output_len,
-                min_new_tokens=options.output_len,
                 do_sample=False,
-                pad_token_id=0,
             )
             texts += out[:, options.prompt_len :].tolist()
         return texts
@@ -145,15 +139,18 @@ def _contestants(options: argparse.Namespace, directory: Path) -> dict[str, Call
 
 
 def _engine(method: dict[str, Any] | None, directory: Path, options: argparse.Namespace) -> LLM:
-    return LLM(
-        str(directory),
-        tokenizer=TARGET_NAME,  # prompts and answers are token ids: another model needs none
-        speculative_config=method,
-        device="cpu",
-        dtype=options.dtype,
-        num_threads=options.threads,
-        max_model_len=options.prompt_len + options.output_len,
-    )
+    try:
+        return LLM(
+            str(directory),
+            tokenizer=TARGET_NAME,  # prompts and answers are token ids: another model needs none
+            speculative_config=method,
+            device="cpu",
+            dtype=options.dtype,
+            num_threads=options.threads,
+            max_model_len=options.prompt_len + options.output_len,
+        )
+    except UserError as error:  # which names what was drawn, where it lies
+        raise UserError(str(error).replace(str(directory), str(model_directory(options.model)))) from error
 
 
 def _methods(options: argparse.Namespace) -> list[str]:
@@ -176,13 +173,13 @@ def _ratios(rounds: dict[str, list[float]]) -> dict[str, list[float]]:
     return {f"{name} / {base}": ratios(rounds, name, base) for name, base in _COMPARISONS if name in rounds}
 
 
-def _print_table(rounds: dict[str, list[float]], options: argparse.Namespace) -> None:
+def _print_table(rounds: dict[str, list[float]], options: argparse.Namespace, held: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     title = (
-        f"{options.model or 'tiny'}, {options.dtype}, {options.threads} threads, prompt {options.prompt_len}, "
-        f"output {options.output_len}, {options.rounds} rounds"
+        f"{options.model or 'tiny'}, {options.dtype}, {held} weights, {options.threads} threads, "
+        f"prompt {options.prompt_len}, output {options.output_len}, {options.rounds} rounds"
     )
     table = Table("", *SPREAD, title=title)
     for name, values in rounds.items():
@@ -193,10 +190,11 @@ def _print_table(rounds: dict[str, list[float]], options: argparse.Namespace) ->
     Console(width=100).print(table)
 
 
-def _as_json(rounds: dict[str, list[float]], options: argparse.Namespace) -> dict[str, Any]:
+def _as_json(rounds: dict[str, list[float]], options: argparse.Namespace, held: str) -> dict[str, Any]:
+    conditions = {"model": str(options.model or "tiny"), "weights": held}
     return {
         **describe_machine("torch", "transformers"),
-        "conditions": {"model": str(options.model or "tiny")} | {key: getattr(options, key) for key in CONDITIONS},
+        "conditions": conditions | {key: getattr(options, key) for key in CONDITIONS},
         "tokens_per_second": {name: percentiles(values) for name, values in rounds.items()},
         "ratios": {name: percentiles(values) for name, values in _ratios(rounds).items()},
     }

@@ -7,6 +7,7 @@ their prompts.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 
-from runner.benchmarks.compared_model import has_weights, model_directory, read_config
+from runner.benchmarks.compared_model import has_weights, model_directory
+from runner.engine.checkpoint import ModelSource, stated_quantization
 
 CACHE_TOKENS = 16_384  # room for every request of a batch
 BLOCK_SIZE = 16  # tokens
@@ -115,7 +117,7 @@ def open_this_engine(
 
     weights: dict[str, Any] = {**_weights(model)}
     if "load_format" in weights:  # a config that is given needs no tokenizer beside it
-        weights["hf_config"] = read_config(Path(weights["model"]))
+        weights["hf_config"] = _config(weights["model"])
     llm = LLM(
         **weights,
         max_model_len=max_model_len,
@@ -157,6 +159,13 @@ def open_vllm(
         gpu_memory_utilization=VLLM_MEMORY_SHARE,
     )
     return OfflineEngine(llm, SamplingParams, current_platform.device_type, counts_drafts=counts_drafts)
+
+
+def _config(directory: str) -> dict[str, Any]:
+    """With what a file beside it may say of quantized weights, which vLLM reads there."""
+    config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    quantization = stated_quantization(ModelSource(model=directory, load_format="dummy"))
+    return config if quantization is None else {**config, "quantization_config": dict(quantization)}
 
 
 def _weights(model: str | None) -> dict[str, str]:

@@ -91,12 +91,13 @@ def split_stacks(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes | Non
                 yield f"{layer}{experts.prefix}{projection}.bias", BiasesOfExperts(tensor=tensor, outputs=outputs)
                 continue
             for expert in range(tensor.get_shape()[0]):
-                yield (
-                    f"{layer}{experts.prefix}{expert}.{projection}.weight",
-                    tensor.part(expert, outputs)
-                    if isinstance(tensor, Mxfp4Stack)
-                    else WeightOfExpert(tensor=tensor, expert=expert, outputs=outputs),
-                )
+                if isinstance(tensor, Mxfp4Stack):
+                    own: Any = tensor.part(expert, outputs)
+                elif isinstance(tensor, ScaledStack):
+                    own = tensor.part(expert, outputs, is_by_input=True)
+                else:
+                    own = WeightOfExpert(tensor=tensor, expert=expert, outputs=outputs)
+                yield f"{layer}{experts.prefix}{expert}.{projection}.weight", own
 
 
 def _layer_and_stack(name: str, experts: ExpertShapes) -> tuple[str, str | None]:
@@ -129,7 +130,7 @@ def _split_by_output(tensors: Iterable[tuple[str, Any]], experts: ExpertShapes) 
             for projection, first, num_rows in parts:
                 rows: Any = RowsOfExpert(tensor=tensor, expert=expert, first=first, num_rows=num_rows)
                 if isinstance(tensor, ScaledStack):
-                    rows = tensor.part(expert, slice(first, first + num_rows))
+                    rows = tensor.part(expert, slice(first, first + num_rows), is_by_input=False)
                 yield f"{layer}{experts.prefix}{expert}.{projection}.weight", rows
 
 
