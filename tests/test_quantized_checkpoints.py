@@ -129,6 +129,27 @@ def test_every_layout_gives_the_weights_that_it_stands_for(name: str, checkpoint
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+def test_a_language_model_inside_another_may_say_by_itself_how_it_is_quantized(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """In its own config, as Kimi K2.5's does."""
+    quantize_checkpoint(checkpoint, LAYOUTS[name])
+    inside = Path(shutil.copytree(checkpoint, tmp_path / "inside"))
+
+    def move(tensors: dict[str, Tensor]) -> None:
+        for own in list(tensors):
+            tensors[f"language_model.{own}"] = tensors.pop(own)
+
+    edit_tensors(inside, move)
+    values = json.loads((checkpoint / "config.json").read_text())
+    (inside / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": values}))
+    alone, found = (load(ModelSource(model=str(path))) for path in (checkpoint, inside))
+    assert found.held == alone.held == LAYOUTS[name].held
+    for part, weight in weights_of(alone).items():
+        assert torch.equal(weights_of(found)[part], weight), part
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_matrices_that_share_a_quantized_tensor_are_held_as_it_is(name: str, tmp_path: Path) -> None:
     """Phi-3's, each as it would be in a tensor of its own."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from runner.engine.errors import UserError
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.text_part import WITH_TEXT_PART, text_config, text_tensors
 from runner.llm import LLM
+from tests.edit_tensors import edit_tensors
 from tests.transformers_reference import (
     INITIALIZER_RANGE,
     assert_as_accurate,
@@ -62,6 +64,20 @@ HEADS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 EARS = {**EYES, "output_proj_dims": 32, "subsampling_conv_channels": [8, 4]}
 
 
@@ -72,6 +88,11 @@ def turning(sections: list[int]) -> dict[str, Any]:
 
 # model_type -> its language model, its encoder, and what else its config says
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "exaone4_5": (
+        {**TEXT, "model_type": "exaone4", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        {**BLOCKS, "fullatt_block_indexes": [0], "num_key_value_heads": 1},
+        {},
+    ),
     "gemma3": (
         {
             **TEXT,
@@ -95,6 +116,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"audio_config": {}},
     ),
     "internvl": (QWEN2, {**EYES, "image_size": [28, 28], "patch_size": [14, 14], "model_type": "internvl_vision"}, {}),
+    "kimi_k25": (
+        {**TEXT, **LATENT, "model_type": "deepseek_v3"},
+        {**EYES, "pos_emb_height": 4, "pos_emb_width": 4, "patch_size": 14},
+        {"projection_hidden_size": 32, "tie_word_embeddings": False},
+    ),
     "llama4": (
         {
             **TEXT,
@@ -170,6 +196,12 @@ def seeing_model(name: str) -> Any:
     return random_model(config, AutoModelForImageTextToText)
 
 
+def named_as_published(tensors: dict[str, torch.Tensor]) -> None:
+    """Of Kimi's language model transformers 5.24 saves layers as blocks, as its encoder's are named."""
+    for name in [name for name in tensors if ".blocks." in name and name.startswith("language_model.")]:
+        tensors[name.replace(".blocks.", ".layers.")] = tensors.pop(name)
+
+
 def test_every_one_that_is_read_is_tested() -> None:
     assert set(MODELS) == set(WITH_TEXT_PART)
 
@@ -178,13 +210,51 @@ def test_every_one_that_is_read_is_tested() -> None:
 def test_logits_of_text_are_as_accurate_as_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = seeing_model(name)
     sequences = random_sequences(VOCAB_SIZE, ((5, 5), (70, 4), (17, 4)))
-    loaded = load(save(model, tmp_path))
+    source = save(model, tmp_path)
+    if name == "kimi_k25":
+        edit_tensors(tmp_path, named_as_published)
+    loaded = load(source)
     assert isinstance(loaded.model, Decoder) and loaded.hf_config.model_type == MODELS[name][0]["model_type"]
     head = model.get_output_embeddings().weight
     assert loaded.model.is_tied == torch.equal(head, model.get_input_embeddings().weight)
     reads_text = model.language_model if name == "llama4" else model  # of 5.24 Llama 4 reads none without images
     assert_as_accurate(
         engine_logits(loaded, sequences), reference_logits(reads_text, sequences), float64_logits(reads_text, sequences)
+    )
+
+
+def test_exaones_mtp_module_is_left_alone(tmp_path: Path) -> None:
+    """Its layers norm behind what they add, which modules' here do not."""
+    source = save(seeing_model("exaone4_5"), tmp_path)
+    expected = load(source)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        layer = "model.language_model.layers.1."
+        block = {f"mtp.layers.0.{name.removeprefix(layer)}": tensors[name].clone() for name in tensors if layer in name}
+        norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        own = {f"mtp.{name}.weight": torch.ones(64) for name in norms} | {"mtp.fc.weight": torch.ones(64, 128)}
+        tensors.update(block | own)
+
+    edit_tensors(tmp_path, add)
+    found = load(source)
+    assert isinstance(found.model, Decoder) and isinstance(expected.model, Decoder)
+    assert all(map(torch.equal, found.model.parameters(), expected.model.parameters()))
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    text = {**TEXT, **LATENT, "tie_word_embeddings": False}
+    model = random_model(AutoConfig.for_model("deepseek_v3", **text))
+    source = save(model, tmp_path)
+    file = tmp_path / "config.json"
+    auto_map = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}  # code that is not run
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "kimi_k2", "auto_map": auto_map}))
+    loaded = load(source)
+    assert isinstance(loaded.model, Decoder) and loaded.hf_config.model_type == "kimi_k2"
+    sequences = random_sequences(VOCAB_SIZE, ((5, 5), (70, 4), (17, 4)))
+    assert_as_accurate(
+        engine_logits(loaded, sequences), reference_logits(model, sequences), float64_logits(model, sequences)
     )
 
 

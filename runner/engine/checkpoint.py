@@ -162,8 +162,11 @@ def _unread_family(file: Path, source: ModelSource, error: Exception) -> str | N
 
 
 def register_configs() -> None:
-    """Tell transformers the families of ours that it does not know: MiMo is Qwen2 with MTP modules, InternLM3 Llama."""
-    from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, Qwen2Config
+    """Tell transformers the families of ours that it does not know, or knows by another name.
+
+    MiMo is Qwen2 with MTP modules, Kimi K2 DeepSeek-V3, InternLM3 Llama.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, DeepseekV3Config, LlamaConfig, Qwen2Config
 
     if "mimo" not in CONFIG_MAPPING:
 
@@ -171,6 +174,13 @@ def register_configs() -> None:
             model_type = "mimo"
 
         AutoConfig.register("mimo", MiMoConfig)
+
+    if "kimi_k2" not in CONFIG_MAPPING:
+
+        class KimiK2Config(DeepseekV3Config):  # type: ignore[no-untyped-call]
+            model_type = "kimi_k2"
+
+        AutoConfig.register("kimi_k2", KimiK2Config)
 
     if "internlm3" not in CONFIG_MAPPING:  # before 5.24
 
@@ -249,15 +259,23 @@ def _slices(source: ModelSource) -> dict[str, Any]:
 
 
 def stated_quantization(source: ModelSource) -> Mapping[str, Any] | None:
-    """The quantization_config that comes with a checkpoint, ModelOpt's too; None: its tensors are what they seem."""
+    """The quantization_config that comes with a checkpoint, ModelOpt's too; None: its tensors are what they seem.
+
+    That of a language model inside another may stand in its own config, as Kimi K2.5's does.
+    """
     if source.is_dummy and source.hf_config is not None:
-        return _mapping(source.hf_config.get("quantization_config"))
+        return _quantization_in(source.hf_config)
     directory = resolve_directory(source, weights=not source.is_dummy)
-    own = read_json(directory / "config.json")
-    stated = own.get("quantization_config") or own.get("compression_config")
+    stated = _quantization_in(read_json(directory / "config.json"))
     if stated is None and (file := directory / "hf_quant_config.json").is_file():
         stated = {"quant_method": "modelopt", **(_mapping(read_json(file).get("quantization")) or {})}
-    return _mapping(stated)
+    return stated
+
+
+def _quantization_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    texts = _mapping(config.get("text_config")) or {}
+    stated = (part.get(key) for part in (config, texts) for key in ("quantization_config", "compression_config"))
+    return next((found for found in map(_mapping, stated) if found), None)
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:

@@ -291,6 +291,7 @@ FAMILIES = {
     ),
     "hy_v3": Family(output_bias="attention_bias", qk_norm=True, fixed_values={"mlp_bias": False}, experts=_HY_MIXTURE),
     "internlm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "kimi_k2": Family(**_LATENT, experts=_DEEPSEEK_MIXTURE),
     "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "llama4_text": Family(
         output_bias="attention_bias",

@@ -17,14 +17,14 @@ Tensor = TypeVar("Tensor")
 
 # model_type of those whose language model sees a prompt of text as it would alone (PaliGemma's sees all of it at once).
 WITH_TEXT_PART = (
-    *("gemma3", "gemma4", "gemma4_unified", "internvl", "llama4", "llava", "llava_next", "mistral3"),
-    *("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+    *("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "internvl", "kimi_k25", "llama4", "llava", "llava_next"),
+    *("mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
 )
 _TEXT_PART = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
 _HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?lm_head\.")
 _ENCODER = re.compile(r"^(?:model\.)?(?:vision_tower|vision_model|visual|audio_tower)\.")
 _BEHIND_IT = re.compile(
-    r"^(?:model\.)?(?:multi_modal_projector\.|connector\.|(?:embed_(?:vision|audio)|vision_embedder)\.|image_newline$)"
+    r"^(?:model\.)?(?:multi_modal_projector\.|mm_projector\.|connector\.|(?:embed_(?:vision|audio)|vision_embedder)\.|image_newline$)"
 )
 
 
