@@ -239,7 +239,7 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
     ),
     "more than text": (
         ModelSource(model="a-paligemma", load_format="dummy", hf_config={"model_type": "paligemma"}),
-        r"model_type 'paligemma' takes more than text, .* of gemma3, .*; its is 'gemma'; choose another checkpoint",
+        r"model_type 'paligemma' takes more than text, .* of .*gemma3, .*; its is 'gemma'; choose another checkpoint",
     ),
     "more than text around a language model that is not ours": (
         ModelSource(

@@ -24,7 +24,7 @@ _TEXT_PART = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.
 _HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?lm_head\.")
 _ENCODER = re.compile(r"^(?:model\.)?(?:vision_tower|vision_model|visual|audio_tower)\.")
 _BEHIND_IT = re.compile(
-    r"^(?:model\.)?(?:multi_modal_projector\.|mm_projector\.|connector\.|(?:embed_(?:vision|audio)|vision_embedder)\.|image_newline$)"
+    r"^(?:model\.)?(?:(?:multi_modal|mm)_projector\.|connector\.|(?:embed_(?:vision|audio)|vision_embedder)\.|image_newline$)"
 )
 
 
