@@ -823,6 +823,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "granitemoeshared",
         "granitemoehybrid, experts, heads in groups, biased",
         "hunyuan_v1_moe",
+        "hy_v3",
         "afmoe",
         "mistral4, texts longer than it was trained with first",
     ],
