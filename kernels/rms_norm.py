@@ -29,7 +29,7 @@ LINE: tl.constexpr = tl.constexpr(32)  # elements of a cache line, at least: flo
 
 
 @triton.jit
-def await_x(x_weight_ptr, weight_ptr, eps_ptr, sum_scale_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def await_x(x_weight_ptr, weight_ptr, eps_ptr, x_eps_ptr, sum_scale_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     """await_input; weights and eps, which have left the cache since the last step, come closer while it waits."""
     starts = tl.minimum(tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE, HIDDEN - 1)
     if x_weight_ptr is not None:
@@ -37,6 +37,8 @@ def await_x(x_weight_ptr, weight_ptr, eps_ptr, sum_scale_ptr, HIDDEN: tl.constex
     if weight_ptr is not None:
         prefetch(weight_ptr + starts)
     prefetch(eps_ptr)
+    if x_eps_ptr is not None:
+        prefetch(x_eps_ptr)
     if sum_scale_ptr is not None:
         prefetch(sum_scale_ptr)
     await_input()
@@ -61,6 +63,7 @@ def rms_norm_kernel(
     x_weight_ptr,  # [HIDDEN], of the norm of x before the sum; or None
     weight_ptr,  # [HIDDEN]; None: the sum is all
     eps_ptr,  # [] float32
+    x_eps_ptr,  # [] float32, of the norm of x; None: as the other
     sum_scale_ptr,  # [] float32, of the sum with the residual; or None
     normed_ptr,  # [num_rows, HIDDEN], rows out_stride apart, x itself perhaps; None without a weight
     sum_ptr,  # the same, or None
@@ -80,14 +83,17 @@ def rms_norm_kernel(
     is_column = columns < HIDDEN
     dtype: tl.constexpr = (sum_ptr if normed_ptr is None else normed_ptr).dtype.element_ty
     if OVERLAPS:
-        await_x(x_weight_ptr, weight_ptr, eps_ptr, sum_scale_ptr, HIDDEN, BLOCK)
+        await_x(x_weight_ptr, weight_ptr, eps_ptr, x_eps_ptr, sum_scale_ptr, HIDDEN, BLOCK)
     x = load_row(x_ptr + row * x_stride, columns, is_column, part_stride, scales_ptr, bias_ptr, NUM_PARTS, dtype)
     eps = tl.load(eps_ptr)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
     if x_weight_ptr is not None:
         x_weight = tl.load(x_weight_ptr + columns, mask=is_column, other=0.0)
-        x = norm_row(x, x_weight, eps, HIDDEN)
+        x_eps = eps
+        if x_eps_ptr is not None:
+            x_eps = tl.load(x_eps_ptr)
+        x = norm_row(x, x_weight, x_eps, HIDDEN)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=is_column, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -122,7 +128,7 @@ def rms_norm_pair_kernel(
     if half != STATE_HALF:
         weight_ptr = embedding_weight_ptr
     if OVERLAPS:
-        await_x(None, weight_ptr, eps_ptr, None, HIDDEN, BLOCK)
+        await_x(None, weight_ptr, eps_ptr, None, None, HIDDEN, BLOCK)
     x_ptr = states_ptr + row * states_stride
     if half != STATE_HALF:
         place = row
@@ -154,14 +160,15 @@ def add_rms_norm(
     eps: Tensor,
     x_weight: Tensor | None = None,
     scale: Tensor | None = None,
+    x_eps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual), both contiguous; residual is of x's shape and dtype, the rest as above.
 
     With x_weight, of weight's shape and dtype, x is normed by it before it is added (Gemma 2). scale: [] float32 on x's
-    device, by which the rounded sum is multiplied (Gemma 4).
+    device, by which the rounded sum is multiplied (Gemma 4). x_eps: as eps, of the norm of x; None: the same.
     """
     normed, total = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-    _launch(x, x_weight, residual, weight, eps, normed, total, scale)
+    _launch(x, x_weight, residual, weight, eps, normed, total, scale, x_eps)
     return normed, total
 
 
@@ -186,11 +193,12 @@ def sum_beside_rms_norm(
     eps: Tensor,
     x_weight: Tensor | None = None,
     scale: Tensor | None = None,
+    x_eps: Tensor | None = None,
 ) -> Tensor:
     """What add_rms_norm returns as one tensor [num_rows, 2 * hidden]: the sum, and behind it its norm."""
     out = torch.empty(len(residual), 2 * residual.shape[1], dtype=x.dtype, device=residual.device)
     total, normed = out.chunk(2, dim=1)
-    _launch(x, x_weight, residual, weight, eps, normed, total, scale)
+    _launch(x, x_weight, residual, weight, eps, normed, total, scale, x_eps)
     return out
 
 
@@ -239,6 +247,7 @@ def _launch(
     normed: Tensor | None,
     total: Tensor | None,
     scale: Tensor | None = None,  # of total
+    x_eps: Tensor | None = None,
 ) -> None:
     """normed and total, of which one may be missing, have equal strides."""
     num_rows, hidden = x.shape
@@ -247,9 +256,10 @@ def _launch(
     for own in (weight, x_weight):
         assert own is None or (own.shape == (hidden,) and own.is_contiguous() and own.dtype in (x.dtype, torch.float32))
     assert weight is None or x_weight is None or x_weight.dtype == weight.dtype
-    for number in (eps, *(() if scale is None else (scale,))):
+    for number in (eps, *(own for own in (scale, x_eps) if own is not None)):
         assert number.shape == () and number.dtype == torch.float32 and number.device == out.device
     assert scale is None or residual is not None
+    assert x_eps is None or x_weight is not None
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1 and residual.dtype == x.dtype)
     if out.numel() == 0:
         return
@@ -258,6 +268,7 @@ def _launch(
         x_weight_ptr=x_weight,
         weight_ptr=weight,
         eps_ptr=eps,
+        x_eps_ptr=x_eps,
         sum_scale_ptr=scale,
         normed_ptr=normed,
         sum_ptr=total,

@@ -226,7 +226,7 @@ ADDING_NORMS = {
         signature=f"*{'fp32' if num_parts else dtype}:16 *{dtype}:16 *{dtype}:16 *fp32:16 *{dtype}:16 *{dtype}:16"
         + " *fp32:16" * is_scaled
         + " i32:16" * 4,
-        constants={"x_weight_ptr": None, "sum_scale_ptr": None, "bias_ptr": None}
+        constants={"x_weight_ptr": None, "x_eps_ptr": None, "sum_scale_ptr": None, "bias_ptr": None}
         | {"HIDDEN": 4096, "BLOCK": 4096, "NUM_PARTS": num_parts}
         | ({} if is_scaled else {"scales_ptr": None}),
         options={"num_warps": 8, "maxnreg": 128},
@@ -646,6 +646,7 @@ TABLE = [
             **WHOLE_ROWS,
             "residual_ptr": None,
             "x_weight_ptr": None,
+            "x_eps_ptr": None,
             "sum_scale_ptr": None,
             "sum_ptr": None,
             "HIDDEN": 128,
@@ -657,7 +658,14 @@ TABLE = [
         module="kernels.rms_norm",
         name="rms_norm_kernel",
         signature="*bf16:16 *bf16:16 *bf16:16 *fp32:16 *bf16:16 *bf16:16 i32:16 i32:16 i32:16 i32:16",
-        constants={**WHOLE_ROWS, "x_weight_ptr": None, "sum_scale_ptr": None, "HIDDEN": 14000, "BLOCK": 16384},
+        constants={
+            **WHOLE_ROWS,
+            "x_weight_ptr": None,
+            "x_eps_ptr": None,
+            "sum_scale_ptr": None,
+            "HIDDEN": 14000,
+            "BLOCK": 16384,
+        },
         options={"num_warps": 16, "maxnreg": 128},
         max_shared=1024,
         compute_capabilities=(90,),
@@ -666,7 +674,7 @@ TABLE = [
         module="kernels.rms_norm",
         name="rms_norm_kernel",
         signature="*bf16:16 *bf16:16 *fp32:16 *fp32:16 *bf16:16 i32:16 i32:16 i32:16 i32:16",
-        constants={**WHOLE_ROWS, **dict.fromkeys(("weight_ptr", "normed_ptr", "sum_scale_ptr"))}
+        constants={**WHOLE_ROWS, **dict.fromkeys(("weight_ptr", "normed_ptr", "x_eps_ptr", "sum_scale_ptr"))}
         | {"HIDDEN": 4096, "BLOCK": 4096},
         options={"num_warps": 8, "maxnreg": 128},
         max_shared=1024,
@@ -676,7 +684,15 @@ TABLE = [
         module="kernels.rms_norm",
         name="rms_norm_kernel",
         signature="*bf16:16 *bf16:16 *fp32:16 *fp32:16 *fp32:16 *bf16:16 *bf16:16 i32:16 i32:16 i32:16 i32:16",
-        constants={**WHOLE_ROWS, "sum_scale_ptr": None, "HIDDEN": 5376, "BLOCK": 8192},
+        constants={**WHOLE_ROWS, "x_eps_ptr": None, "sum_scale_ptr": None, "HIDDEN": 5376, "BLOCK": 8192},
+        options={"num_warps": 16, "maxnreg": 128},
+        max_shared=1024,
+    ),
+    Kernel(  # likewise, and an eps for each of the norms (Muse Glimmer)
+        module="kernels.rms_norm",
+        name="rms_norm_kernel",
+        signature="*bf16:16 *bf16:16 *fp32:16 *fp32:16 *fp32:16 *fp32:16 *bf16:16 *bf16:16" + " i32:16" * 4,
+        constants={**WHOLE_ROWS, "sum_scale_ptr": None, "HIDDEN": 6656, "BLOCK": 8192},
         options={"num_warps": 16, "maxnreg": 128},
         max_shared=1024,
     ),
@@ -684,7 +700,7 @@ TABLE = [
         module="kernels.rms_norm",
         name="rms_norm_kernel",
         signature="*bf16:16 *bf16:16 *fp32:16 *fp32:16 *fp32:16 *fp32:16 *bf16:16 *bf16:16" + " i32:16" * 4,
-        constants={**WHOLE_ROWS, "HIDDEN": 2560, "BLOCK": 4096},
+        constants={**WHOLE_ROWS, "x_eps_ptr": None, "HIDDEN": 2560, "BLOCK": 4096},
         options={"num_warps": 8, "maxnreg": 128},
         max_shared=1024,
         compute_capabilities=(90,),

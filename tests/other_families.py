@@ -150,6 +150,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     # Norms behind attention and MLP alone, and over all heads together; layers see a window.
     "olmo3": {"model_type": "olmo3", "sliding_window": 12, "pad_token_id": 0},
+    # Embeddings are normed, and heads that do not turn, too; what layers add is normed by an eps of its own, attention
+    # gated, and logits are multiplied in front of their cap.
+    "muse_glimmer_text": {
+        "model_type": "muse_glimmer_text",
+        "sliding_window": 12,
+        "qk_scale_factor": 1.5,
+        "post_norm_eps": 1e-3,
+        "output_multiplier": 0.25,
+        "final_logit_softcapping": 8.0,
+        "pad_token_id": 0,
+    },
     # Sinks, biases everywhere, and a mixture of experts whose gates are cut off; the first layer sees a window.
     "gpt_oss": {
         "model_type": "gpt_oss",

@@ -384,10 +384,14 @@ def test_a_norm_of_what_another_made_of_the_added_rows_is_both(dtype: torch.dtyp
     x, residual = torch.randn(9, 200, generator=generator).to(dtype).chunk(2, dim=1)
     weight, x_weight = torch.randn(2, 100, generator=generator)
     eps = torch.tensor(1e-5)
-    normed, total = add_rms_norm_on_cpu(x, residual, weight, eps, x_weight)
-    assert torch.equal(total, residual + rms_norm_on_cpu(x, x_weight, eps))
-    assert torch.equal(normed, rms_norm_on_cpu(total, weight, eps))
-    assert torch.equal(add_normed(x, residual, x_weight, eps), total)
+    for x_eps in (None, torch.tensor(0.25)):
+        own_eps = eps if x_eps is None else x_eps
+        normed, total = add_rms_norm_on_cpu(x, residual, weight, eps, x_weight, x_eps=x_eps)
+        assert torch.equal(total, residual + rms_norm_on_cpu(x, x_weight, own_eps))
+        assert torch.equal(normed, rms_norm_on_cpu(total, weight, eps))
+        assert torch.equal(add_normed(x, residual, x_weight, own_eps), total)
+        both = sum_beside_rms_norm(x, residual, weight, eps, x_weight, x_eps=x_eps)
+        assert torch.equal(both, torch.cat((total, normed), dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)

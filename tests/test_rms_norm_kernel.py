@@ -56,10 +56,17 @@ def test_a_norm_is_as_near_as_its_definition(
     by_reference, wanted_residual = reference.add_rms_norm(x, added, weight, epsilon)
     assert torch.equal(residual.cpu(), wanted_residual)
     assert_error_is_the_definitions(normed, by_reference, exact(wanted_residual))
-    normed, residual = kernel.add_rms_norm(x_there, added_there, weight_there, eps_there, x_weight_there)
-    assert torch.equal(residual, added_there + kernel.rms_norm(x_there, x_weight_there, eps_there))
-    assert torch.equal(normed, kernel.rms_norm(residual, weight_there, eps_there))
-    assert torch.equal(kernel.add_normed(x_there, added_there, x_weight_there, eps_there), residual)
+    for x_eps in (None, torch.tensor(0.25, device=kernel_device)):
+        own_eps = eps_there if x_eps is None else x_eps
+        args = (x_there, added_there, weight_there, eps_there, x_weight_there)
+        normed, residual = kernel.add_rms_norm(*args, x_eps=x_eps)
+        assert torch.equal(residual, added_there + kernel.rms_norm(x_there, x_weight_there, own_eps))
+        assert torch.equal(normed, kernel.rms_norm(residual, weight_there, eps_there))
+        assert torch.equal(kernel.add_normed(x_there, added_there, x_weight_there, own_eps), residual)
+        assert torch.equal(kernel.sum_beside_rms_norm(*args, x_eps=x_eps), torch.cat((residual, normed), dim=1))
+        wanted = reference.add_rms_norm(x, added, weight, epsilon, x_weight, x_eps=own_eps.cpu())
+        for found, expected in zip((normed, residual), wanted, strict=True):
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -114,8 +114,8 @@ def test_a_bit_that_depends_on_who_adds_up_partial_sums_is_found(
     assert all(launch_shapes._products_agree(asked, torch.float32))
     launch = norms._launch
 
-    def another(x: Any, x_weight: Any, residual: Any, weight: Any, eps: Any, normed: Any, total: Any, _: Any) -> None:
-        launch(x, x_weight, residual, weight, eps, normed, total, None)
+    def another(x: Any, x_weight: Any, residual: Any, weight: Any, eps: Any, normed: Any, total: Any, *_: Any) -> None:
+        launch(x, x_weight, residual, weight, eps, normed, total)
         if isinstance(x, PartialSums):
             add_one_bit(normed)
 

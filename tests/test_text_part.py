@@ -141,6 +141,20 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**PATCHES, "model_type": "pixtral", "head_dim": 16},
         {"tie_word_embeddings": False},
     ),
+    "muse_glimmer": (
+        {
+            **TEXT,
+            "model_type": "muse_glimmer_text",
+            "head_dim": 16,
+            "sliding_window": 8,
+            "qk_scale_factor": 1.7,
+            "post_norm_eps": 0.1,
+            "output_multiplier": 0.3,
+            "final_logit_softcapping": 3.0,
+        },
+        {**EYES, "num_hidden_layers": 2, "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
+        {"out_hidden_size": 128, "projector_hidden_size": 32},
+    ),
     "qwen2_5_vl": (
         {**TEXT, "model_type": "qwen2_5_vl_text", **turning([2, 3, 3])},
         {**BLOCKS, "fullatt_block_indexes": [0]},

@@ -20,8 +20,8 @@ PART_NUMBERS = 1 << 13  # of rows, normed in some microseconds
 NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 Arguments = arguments_of(
     # Addresses; rows of x: 0, each its own; x_weight 0: rows are added as they are; normed 0: the sum is all;
-    # sum_scale 0: it stays as it is.
-    *("normed", "total", "x", "rows", "residual", "x_weight", "weight", "eps", "sum_scale"),
+    # sum_scale 0: it stays as it is. x_eps: of the norm of x before the sum.
+    *("normed", "total", "x", "rows", "residual", "x_weight", "weight", "eps", "x_eps", "sum_scale"),
     *("normed_stride", "total_stride", "x_stride", "residual_stride"),  # elements from row to row
     *("num_rows", "width", "x_rows"),
 )
@@ -51,7 +51,7 @@ def rows_norm(element: Any, weight_element: Any) -> Kernel:
                     for column in range(width):
                         number = widen(own[column])
                         squares += number * number
-                    scale = ONE / np.sqrt(squares / np.float32(width) + floats(a.eps, 1, 1)[0, 0])
+                    scale = ONE / np.sqrt(squares / np.float32(width) + floats(a.x_eps, 1, 1)[0, 0])
                     for column in range(width):
                         number = widen(own[column]) * scale * widen(x_scales[column])
                         target[column] = narrow(number, own[column])
@@ -88,6 +88,7 @@ def norm_into(
     total: Tensor | None = None,  # [num_rows, width]: gets the sum, where there is a residual
     x_weight: Tensor | None = None,  # [width]: of the norm of x before the sum
     scale: Tensor | None = None,  # [] float32: of the sum
+    x_eps: Tensor | None = None,  # [] float32: of the norm of x before the sum; None: eps
 ) -> None:
     """Rows may be strided."""
     out = total if normed is None else normed
@@ -100,6 +101,7 @@ def norm_into(
         assert own.dtype == weight.dtype in (x.dtype, torch.float32) and own.shape == (width,) and own.stride(0) == 1
     assert (x_weight is None and scale is None) or residual is not None
     assert scale is None or (scale.dtype == torch.float32 and scale.shape == ())
+    assert x_eps is None or (x_weight is not None and x_eps.dtype == torch.float32)
     assert eps.dtype == torch.float32 and (rows is not None or len(x) == num_rows)
     rows_norm(ELEMENTS[x.dtype], ELEMENTS[weight.dtype])(
         0 if normed is None else normed.data_ptr(),
@@ -110,6 +112,7 @@ def norm_into(
         0 if x_weight is None else x_weight.data_ptr(),
         weight.data_ptr(),
         eps.data_ptr(),
+        (eps if x_eps is None else x_eps).data_ptr(),
         0 if scale is None else scale.data_ptr(),
         out.stride(0),
         width if total is None else total.stride(0),
@@ -136,13 +139,14 @@ def add_rms_norm(
     eps: Tensor,
     x_weight: Tensor | None = None,
     scale: Tensor | None = None,
+    x_eps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first.
 
-    scale: [] float32, by which the rounded sum is multiplied.
+    scale: [] float32, by which the rounded sum is multiplied. x_eps: [] float32, of the norm of x; None: eps.
     """
     normed, total = empty(*x.shape, dtype=x.dtype), empty(*x.shape, dtype=x.dtype)
-    norm_into(normed, x, weight, eps, residual=residual, total=total, x_weight=x_weight, scale=scale)
+    norm_into(normed, x, weight, eps, residual=residual, total=total, x_weight=x_weight, scale=scale, x_eps=x_eps)
     return normed, total
 
 
@@ -165,11 +169,13 @@ def sum_beside_rms_norm(
     eps: Tensor,
     x_weight: Tensor | None = None,
     scale: Tensor | None = None,
+    x_eps: Tensor | None = None,
 ) -> Tensor:
-    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]; x_weight and scale as above."""
+    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]; the rest as above."""
     both, width = empty(len(x), 2 * x.shape[1], dtype=x.dtype), x.shape[1]
     total = both[:, :width]
-    norm_into(both[:, width:], x, weight, eps, residual=residual, total=total, x_weight=x_weight, scale=scale)
+    own = {"residual": residual, "total": total, "x_weight": x_weight, "scale": scale, "x_eps": x_eps}
+    norm_into(both[:, width:], x, weight, eps, **own)
     return both
 
 

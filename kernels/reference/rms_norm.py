@@ -30,12 +30,15 @@ def add_rms_norm(
     eps: torch.Tensor,
     x_weight: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    x_eps: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first.
 
     scale: [] float32, by which the sum is multiplied once it is rounded, before all else is done with it (Gemma 4).
+    x_eps: [] float32, of the norm of x (Muse Glimmer); None: eps.
     """
-    residual = _scaled(residual + (x if x_weight is None else rms_norm(x, x_weight, eps)), scale)
+    normed = x if x_weight is None else rms_norm(x, x_weight, eps if x_eps is None else x_eps)
+    residual = _scaled(residual + normed, scale)
     return rms_norm(residual, weight, eps), residual
 
 
@@ -61,9 +64,10 @@ def sum_beside_rms_norm(
     eps: torch.Tensor,
     x_weight: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    x_eps: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]; x_weight and scale as add_rms_norm's."""
-    normed, total = add_rms_norm(x, residual, weight, eps, x_weight, scale)
+    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]; the rest as add_rms_norm's."""
+    normed, total = add_rms_norm(x, residual, weight, eps, x_weight, scale, x_eps)
     return torch.cat((total, normed), dim=1)
 
 

@@ -3,8 +3,8 @@
 The block is the pending token and mask tokens behind it, in the target's embeddings. In every layer its keys and values
 stand behind those of the context, which no layer below computes: they are projected from hidden_norm(fc(states of the
 target)), the same for all layers, without the layer's input norm. The head keeps KV of the context only; that of a
-block is scratch. Layouts: z-lab's, speculators', whose heads may bring a draft vocabulary, and DeepSpec's, which bring
-embeddings and projection and, for Gemma 4, that target's layers.
+block is scratch. Layouts: z-lab's, Meta's for Muse Glimmer, speculators', whose heads may bring a draft vocabulary, and
+DeepSpec's, which bring embeddings and projection and, for Gemma 4, that target's layers.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from runner.engine.shard import Shard
 
 MASK_EMBEDDING = "mask_embedding.pt"
 OLDER_PREFIX = "logit_head."
+# Of Meta's assistants.
+RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
 
 class DFlashHead(LayeredHead):
@@ -137,7 +139,9 @@ def fill_block_head(
     if not source.is_dummy:
         _require_no_mask_embedding(source)
     # Some of SpecForge's keep what they have beside a block under a name of its own.
-    tensors = {name.removeprefix(OLDER_PREFIX): tensor for name, tensor in read_head_tensors(source).items()}
+    tensors = {
+        RENAMED.get(name, name.removeprefix(OLDER_PREFIX)): tensor for name, tensor in read_head_tensors(source).items()
+    }
     marks = tensors.pop(TARGET_TO_DRAFT, None)
     is_cut = config.draft_vocab_size != target.model.vocab_size
     needed = {LM_HEAD, DRAFT_TO_TARGET} if is_cut else set[str]()

@@ -1,8 +1,9 @@
-"""What a DFlash config says, in z-lab's, in speculators' and in DeepSpec's words.
+"""What a DFlash config says, in z-lab's, in Meta's, in speculators' and in DeepSpec's words.
 
 Hazard: z-lab's and DeepSpec's `target_layer_ids` number layers from 0 and mean the states after them, so 1 is added;
 speculators' `aux_hidden_state_layer_ids`, vLLM's `dflash_config.layer_ids` and our method's key number hidden states.
-DeepSpec's DFlash heads are its DSpark model without a sequential head: every row of a block guesses.
+Meta's assistants for Muse Glimmer name neither a vocabulary, which is the target's, nor who sees whom: all rows of a
+block see each other. DeepSpec's DFlash heads are its DSpark model without a sequential head: every row guesses.
 Heads of the family that are no DFlash ones (Domino, XPress, ...) are known by their keys; those of DSpark and DFlash 2
 are read with these and some of their own (proposers/heads/dspark_config.py, dflash2_config.py).
 """
@@ -24,6 +25,7 @@ from runner.engine.loader import LoadedModel
 
 GEMMA4_DEEPSPEC = "Gemma4DSparkModel"  # whose layers are the target's
 DEEPSPEC = ("Qwen3DSparkModel", GEMMA4_DEEPSPEC)  # classes of its heads, DFlash's and DSpark's
+ASSISTANT = "muse_glimmer_assistant"  # model_type of Meta's
 CAP = "final_logit_softcapping"
 DEFAULT_BLOCK_SIZE = 16  # z-lab's, where the config has none
 MIN_LAYERS_TO_SPREAD_OVER = 4  # of the target
@@ -98,6 +100,8 @@ def read_dflash_config(
     Raises:
         UserError: a head of another kind or for another target, or ids that the target does not have.
     """
+    if values.get("model_type") == ASSISTANT:
+        values = {**values, "vocab_size": target.model.vocab_size, "is_causal": False}
     nested = values.get("dflash_config") or {}
     is_speculators, listed = "transformer_layer_config" in values, values.get("architectures") or ()
     is_deepspec = any(name in DEEPSPEC for name in listed)

@@ -103,12 +103,12 @@ def require_plain_embeddings(draft: LoadedModel) -> Decoder:
     """The model of a draft whose first layer starts from its embeddings, to which features can be added.
 
     Raises:
-        UserError: it is of a family that scales them, in one place or another, or of transformers' own code.
+        UserError: it is of a family that scales or norms them, in one place or another, or of transformers' own code.
     """
     model, source = draft.model, draft.source
     if isinstance(model, Decoder):
-        scaling = (model.embedding_scale, model.input_scale, model.stream_scale, model.per_layer_inputs)
-        if all(own is None for own in scaling):
+        of_input = (model.embedding_scale, model.input_scale, model.input_norm, model.per_layer_inputs)
+        if all(own is None for own in (*of_input, model.stream_scale)):
             return model
     raise UserError(
         f"{source.name}={source.model} must be of a family whose layers start from the embeddings as they are, as "

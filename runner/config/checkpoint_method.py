@@ -179,7 +179,8 @@ def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:
 def _method_of_config(config: Mapping[str, Any]) -> str | None:
     architectures, family = _architectures(config), str(config.get("model_type"))
     marks = {
-        "dflash": "dflash_config" in config or "dflash" in architectures or "dspark" in architectures,
+        "dflash": "dflash_config" in config
+        or any(name in architectures for name in ("dflash", "dspark", "museglimmerassistant")),
         "eagle3": "eagle3" in architectures or not _EAGLE3_KEYS.isdisjoint(config),
         "medusa": "medusa_num_heads" in config or family == "medusa" or "medusa" in architectures,
         "mlp_speculator": family == "mlp_speculator" or any(name in architectures for name in _RECURRENT),

@@ -194,6 +194,7 @@ NAME_MARKS = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), (
 # Of heads that vLLM 0.33 lacks or knows by their configs: in names on the hub. A local directory's own files say it.
 HUB_MARKS = (
     ("-it-assistant", "mtp"),  # Gemma 4's
+    ("muse-glimmer-30b-assistant", "dflash"),
     ("medusa", "medusa"),
     ("accelerator", "mlp_speculator"),  # IBM's
     ("lstm-speculator", "mlp_speculator"),  # Arctic's

@@ -35,6 +35,7 @@ class Architecture:
     num_layers: int
     heads: tuple[HeadShapes, ...]  # per layer
     rms_norm_eps: float
+    added_norm_eps: float | None = None  # of norms of what layers add, where it is another
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool
@@ -54,6 +55,8 @@ class Architecture:
     attention_softcap: float | None = None  # logits of the attention become softcap * tanh(logits / softcap) (Gemma 2)
     logits_softcap: float | None = None
     embedding_scale: float | None = None
+    is_input_normed: bool = False  # Family.is_input_normed
+    is_last_norm_plain: bool = False  # Family.is_last_norm_plain
     multipliers: Multipliers = NO_MULTIPLIERS
     has_sinks: bool = False  # Family.has_sinks
     fused: tuple[str, ...] = ()  # Family.fused
@@ -173,6 +176,7 @@ def read_architecture(config: Any) -> Architecture | None:
         num_layers=config.num_hidden_layers,
         heads=heads,
         rms_norm_eps=getattr(config, family.eps_key),
+        added_norm_eps=stated(config, family, "post_norm_eps"),
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
         qkv_bias=is_told(config, family.qkv_bias),
@@ -190,8 +194,10 @@ def read_architecture(config: Any) -> Architecture | None:
         activation=family.activation,
         attention_scale=_attention_scale(config, family, heads[0].head_dim),
         attention_softcap=stated(config, family, "attn_logit_softcapping"),
-        logits_softcap=stated(config, family, "final_logit_softcapping"),
+        logits_softcap=_logits_softcap(config, family),
         embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
+        is_input_normed=family.is_input_normed,
+        is_last_norm_plain=family.is_last_norm_plain,
         multipliers=read_multipliers(config, family),
         has_sinks=family.has_sinks,
         fused=family.fused,
@@ -226,7 +232,17 @@ def _attention_scale(config: Any, family: Family, head_dim: int) -> float:
         return latent_scale(config)
     if family.has_multipliers:
         return float(config.attention_multiplier)
-    return 1.0 if family.norms_values else float(stated(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5
+    if family.norms_values:
+        return 1.0
+    factor = stated(config, family, "qk_scale_factor", 1.0)  # of queries
+    return float(factor * float(stated(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5)
+
+
+def _logits_softcap(config: Any, family: Family) -> float | None:
+    """In front of the multiplier of logits, which Muse Glimmer has in front of its cap: c tanh(m x / c) is m times the
+    logits x that are capped at c / m."""
+    cap, multiplier = stated(config, family, "final_logit_softcapping"), stated(config, family, "output_multiplier")
+    return cap if cap is None or multiplier is None else float(cap) / float(multiplier)
 
 
 def _intermediate_sizes(config: Any, family: Family, heads: Sequence[HeadShapes]) -> tuple[int, ...]:

@@ -51,7 +51,13 @@ class Decoder:
         self.layers = [
             DecoderLayer(arch, index, shard, dtype, quantization=held[index]) for index in range(arch.num_layers)
         ]
-        self.norm = RMSNorm.of(arch, dtype)
+        # What norms embeddings on their way into the first layer; heads see those of the table.
+        self.input_norm = RMSNorm.by_no_weights(arch.hidden_size, arch.rms_norm_eps) if arch.is_input_normed else None
+        self.norm = (
+            RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype, rounds_last=True)
+            if arch.is_last_norm_plain
+            else RMSNorm.of(arch, dtype)
+        )
         self.per_layer_inputs = (
             None
             if arch.per_layer is None
@@ -154,6 +160,8 @@ class Decoder:
         residual = self.embed(batch.token_ids)
         if self.input_scale is not None:
             residual = scale_rows(residual, self.input_scale)
+        if self.input_norm is not None:
+            residual = self.input_norm(residual)
         if added is not None:
             residual = add(residual, added)
         inputs: torch.Tensor | None = None

@@ -351,6 +351,23 @@ FAMILIES = {
             size_key="intermediate_size",
         ),
     ),
+    "muse_glimmer_text": Family(
+        output_bias="attention_bias",
+        qk_norm=True,
+        head_norms=None,
+        windows="by_layer",
+        norms=GEMMA_NORMS,
+        norms_add_one=True,
+        is_last_norm_plain=True,
+        is_input_normed=True,
+        activation_key="hidden_activation",
+        has_output_gate=True,
+        is_gate_apart=True,
+        reads=(
+            *("layer_rope_theta", "qk_scale_factor", "post_norm_eps"),
+            *("output_multiplier", "final_logit_softcapping"),
+        ),
+    ),
     "nemotron_h": Family(  # but with experts over a latent, as Nemotron 3 Super's
         output_bias="attention_bias",
         mlp_bias="mlp_bias",

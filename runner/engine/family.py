@@ -51,12 +51,14 @@ class Family:
     qk_norm: bool | str = False  # RMSNorm over each query and key head, before rope
     is_qk_norm_whole: bool = False  # over all query heads together, and over all key heads
     norms_turned: bool = False  # or behind rope
-    # Their names in the checkpoint, within the attention; None: they have no weights, and heads that do not turn none.
+    # Their names in the checkpoint, within the attention; None: they have no weights, and where they stand behind rope
+    # heads that do not turn have none.
     head_norms: tuple[str, str] | None = ("q_norm", "k_norm")
     windows: Literal["none", "one", "by_layer"] = "none"  # one: the config's for all layers
     has_chunks: bool = False  # layers of type chunked_attention see the config's attention_chunk_size at a time
     norms: NormNames = PRE_NORMS
     norms_add_one: bool = False  # to their weights
+    is_last_norm_plain: bool = False  # to the weight of the norm behind all layers nothing is added
     norms_round_last: bool = False  # their weights multiply what is not yet rounded
     activation: Activation = "silu"
     is_mlp_gated: bool = True  # else an MLP squares what of its first product is positive
@@ -66,6 +68,7 @@ class Family:
     fixed_values: Mapping[str, float | str | tuple[float, ...] | None] = field(default_factory=dict)
     is_embedding_scaled: bool = False  # by the root of the hidden size, rounded as embeddings are
     is_input_scaled: bool | str = False  # likewise, on its way from the table into the first layer, and not rounded
+    is_input_normed: bool = False  # likewise, by no weights
     has_multipliers: bool = False  # of what enters layers, of what they add, of logits (runner.engine.multipliers)
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool | str = False  # neighbours turn together, not the halves of what is rotated
@@ -91,7 +94,8 @@ class Family:
     @property
     def has_plain_layers(self) -> bool:
         """Llama's but for biases, norms, gates and rotations of heads, windows and experts: MTP modules' are such."""
-        is_scaled = self.is_embedding_scaled or bool(self.is_input_scaled) or self.has_multipliers
+        of_input = self.is_embedding_scaled or bool(self.is_input_scaled) or self.is_input_normed
+        is_scaled = of_input or self.has_multipliers
         of_heads = self.has_sinks or self.has_chunks or self.is_qk_norm_whole or self.norms_turned
         of_mlp = self.activation != "silu" or not self.is_mlp_gated
         is_other = of_heads or of_mlp or self.is_rope_in_windows or self.has_blocks

@@ -84,9 +84,10 @@ class GroupedQueryAttention(Attention):
             None if norm is None or self._is_norm_whole else (norm.weight, norm.eps)
             for norm in (self.q_norm, self.k_norm)
         ]
-        by_ones = (torch.ones(heads.head_dim, dtype=torch.float32), torch.tensor(arch.rms_norm_eps))  # by no weights
+        plain = RMSNorm.by_no_weights(heads.head_dim, arch.rms_norm_eps)
+        by_ones = (plain.weight, plain.eps)
         self._value_norm = by_ones if arch.norms_values and self.has_own_keys else None
-        if arch.qk_norm and not has_weights and self.rope_key is not None:
+        if arch.qk_norm and not has_weights and (self.rope_key is not None or not arch.norms_turned):
             self._norms = [by_ones, by_ones]
         self._turns_first = arch.norms_turned and self._norms[1] is not None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from runner.engine.errors import UserError
 from runner.engine.family import Family, stated
 from runner.engine.rope import ONE_ROPE
 
@@ -31,6 +32,13 @@ def ropes(config: Any, family: Family) -> tuple[str | None, ...]:
     if stated(config, family, "position_embedding_type", "rope") != "rope":
         return (None,) * int(config.num_hidden_layers)
     turned = stated(config, family, "no_rope_layers", [1] * int(config.num_hidden_layers))  # 0: does not turn
+    if (bases := stated(config, family, "layer_rope_theta")) is not None:
+        turned, own = bases, config.rope_parameters["rope_theta"]
+        if set(bases) > {0, own}:
+            raise UserError(
+                f"layer_rope_theta of a {config.model_type} checkpoint must be 0 or the rope_theta of its "
+                f"rope_parameters ({own}) in every layer, got {bases}; mend its config"
+            )
     return tuple(ONE_ROPE if is_turned else None for is_turned in turned)
 
 

@@ -56,13 +56,13 @@ class DecoderLayer:
         experts = arch.experts if arch.experts is not None and arch.experts.in_layers[layer] else None
         names_beside = None if experts is None else experts.mixture.norms
         self.input_norm, self.after_attention, self.before_mlp, self.after_mlp = (
-            None if name is None else RMSNorm.of(arch, dtype)
-            for name in (
-                names.before_attention if has_input_norm else None,
-                names.after_attention,
+            None if name is None else RMSNorm.of(arch, dtype, eps=eps)
+            for name, eps in (
+                (names.before_attention if has_input_norm else None, None),
+                (names.after_attention, arch.added_norm_eps),
                 # An MLP and experts beside each other norm what they read themselves.
-                names.before_mlp if names_beside is None else None,
-                names.after_mlp,
+                (names.before_mlp if names_beside is None else None, None),
+                (names.after_mlp, arch.added_norm_eps),
             )
         )
         self.mixer: Mixer

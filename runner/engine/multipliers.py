@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.engine.errors import UserError
-from runner.engine.family import Family, is_told
+from runner.engine.family import Family, is_told, stated
 
 _GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
@@ -33,17 +33,23 @@ NO_MULTIPLIERS = Multipliers()
 
 def read_multipliers(config: Any, family: Family) -> Multipliers:
     """From a transformers config; raises UserError for those that cannot be."""
+    if stated(config, family, "output_multiplier") is not None:
+        return Multipliers(logits=_positive(config, "output_multiplier"))
     if is_told(config, family.is_input_scaled):
         return Multipliers(inputs=float(config.hidden_size) ** 0.5)
     if not family.has_multipliers:
         return NO_MULTIPLIERS
-    for key in _GRANITE:
-        number = getattr(config, key)
-        if number is None or not number > 0:
-            raise UserError(f"{key} of a {config.model_type} checkpoint must be > 0, got {number}; mend its config")
-    inputs, stream = config.embedding_multiplier / config.residual_multiplier, float(config.residual_multiplier)
+    of_embeddings, stream, _, divisor = (_positive(config, key) for key in _GRANITE)
+    inputs = of_embeddings / stream
     return Multipliers(
         inputs=None if inputs == 1.0 else inputs,
         stream=None if stream == 1.0 else stream,
-        logits=None if config.logits_scaling == 1.0 else 1.0 / config.logits_scaling,
+        logits=None if divisor == 1.0 else 1.0 / divisor,
     )
+
+
+def _positive(config: Any, key: str) -> float:
+    number = getattr(config, key)
+    if number is None or not number > 0:
+        raise UserError(f"{key} of a {config.model_type} checkpoint must be > 0, got {number}; mend its config")
+    return float(number)

@@ -36,20 +36,22 @@ def add_rms_norm(
     eps: torch.Tensor,
     x_weight: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    x_eps: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), all [num_rows, hidden]; with x_weight [hidden] x is normed first.
 
-    scale: [] float32 on x's device, by which the rounded sum is multiplied.
+    scale: [] float32 on x's device, by which the rounded sum is multiplied. x_eps: [] float32, of the norm of x; None:
+    eps.
     """
     if isinstance(x, PartialSums) or runs_kernels(x):
         from kernels.rms_norm import add_rms_norm as kernel
 
-        return kernel(x, residual, weight, eps, x_weight, scale)
+        return kernel(x, residual, weight, eps, x_weight, scale, x_eps)
     if is_compiled(x):
         from kernels.cpu.rms_norm import add_rms_norm as on_cpu
 
-        return on_cpu(x, residual, weight, eps, x_weight, scale)
-    return add_rms_norm_in_torch(x, residual, weight, eps, x_weight, scale)
+        return on_cpu(x, residual, weight, eps, x_weight, scale, x_eps)
+    return add_rms_norm_in_torch(x, residual, weight, eps, x_weight, scale, x_eps)
 
 
 def add_normed(
@@ -92,17 +94,18 @@ def sum_beside_rms_norm(
     eps: torch.Tensor,
     x_weight: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    x_eps: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]; x_weight and scale as add_rms_norm's."""
+    """[x + residual, norm(x + residual)] side by side, [num_rows, 2 * hidden]; the rest as add_rms_norm's."""
     if isinstance(x, PartialSums) or runs_kernels(x):
         from kernels.rms_norm import sum_beside_rms_norm as kernel
 
-        return kernel(x, residual, weight, eps, x_weight, scale)
+        return kernel(x, residual, weight, eps, x_weight, scale, x_eps)
     if is_compiled(x):
         from kernels.cpu.rms_norm import sum_beside_rms_norm as on_cpu
 
-        return on_cpu(x, residual, weight, eps, x_weight, scale)
-    return sum_beside_rms_norm_in_torch(x, residual, weight, eps, x_weight, scale)
+        return on_cpu(x, residual, weight, eps, x_weight, scale, x_eps)
+    return sum_beside_rms_norm_in_torch(x, residual, weight, eps, x_weight, scale, x_eps)
 
 
 def rms_norm_pair(

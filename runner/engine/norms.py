@@ -27,21 +27,31 @@ class RMSNorm:
             rounds_last: the weight multiplies what is not yet rounded (OLMo 2).
             factor: of the checkpoint's weight; 16 bits do not hold what it makes of one.
         """
-        self.eps = torch.tensor(eps, dtype=torch.float32)
+        self._eps, self.eps = eps, torch.tensor(eps, dtype=torch.float32)
         is_float32 = adds_one or rounds_last or factor != 1.0
         self.weight = torch.empty(size, dtype=torch.float32 if is_float32 else dtype)
         self._factor, self._offset = factor, 1.0 if adds_one else 0.0
 
     @classmethod
-    def of(cls, arch: Architecture, dtype: torch.dtype, size: int | None = None) -> RMSNorm:
-        """As the family norms; size: of what is normed, None: the residual stream."""
+    def of(
+        cls, arch: Architecture, dtype: torch.dtype, size: int | None = None, *, eps: float | None = None
+    ) -> RMSNorm:
+        """As the family norms; size: of what is normed, None: the residual stream. eps: None, that of the family."""
+        eps = arch.rms_norm_eps if eps is None else eps
         return cls(
             arch.hidden_size if size is None else size,
-            arch.multipliers.eps(arch.rms_norm_eps) if size is None else arch.rms_norm_eps,
+            arch.multipliers.eps(eps) if size is None else eps,
             dtype,
             adds_one=arch.norms_add_one,
             rounds_last=arch.norms_round_last,
         )
+
+    @classmethod
+    def by_no_weights(cls, size: int, eps: float) -> RMSNorm:
+        """Which has no place in a checkpoint."""
+        norm = cls(size, eps, torch.float32)
+        norm.weight.fill_(1.0)
+        return norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -54,7 +64,7 @@ class RMSNorm:
         scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of the sum, the sum); of what x_norm makes of x, where there is one. scale: [] float32, of the sum."""
-        return add_rms_norm(x, residual, self.weight, self.eps, None if x_norm is None else x_norm.weight, scale)
+        return add_rms_norm(x, residual, self.weight, self.eps, *self._beside(x_norm, scale))
 
     def add_to(self, residual: torch.Tensor, x: Rows, scale: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of the residual stream and the norm of x, times scale, [] float32, where there is one."""
@@ -72,7 +82,15 @@ class RMSNorm:
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What `add` returns as one tensor, the sum, and behind it its norm: [num_rows, 2 * size]."""
-        return sum_beside_rms_norm(x, residual, self.weight, self.eps, None if x_norm is None else x_norm.weight, scale)
+        return sum_beside_rms_norm(x, residual, self.weight, self.eps, *self._beside(x_norm, scale))
+
+    def _beside(
+        self, x_norm: RMSNorm | None, scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """What the operations take of the norm of what is added."""
+        if x_norm is None:
+            return None, scale, None
+        return x_norm.weight, scale, None if x_norm._eps == self._eps else x_norm.eps
 
     @property
     def target(self) -> WeightTarget:

@@ -18,13 +18,14 @@ Tensor = TypeVar("Tensor")
 # model_type of those whose language model sees a prompt of text as it would alone (PaliGemma's sees all of it at once).
 WITH_TEXT_PART = (
     *("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "internvl", "kimi_k25", "llama4", "llava", "llava_next"),
-    *("mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+    *("mistral3", "muse_glimmer", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
 )
 _TEXT_PART = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
 _HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?lm_head\.")
 _ENCODER = re.compile(r"^(?:model\.)?(?:vision_tower|vision_model|visual|audio_tower)\.")
 _BEHIND_IT = re.compile(
-    r"^(?:model\.)?(?:(?:multi_modal|mm)_projector\.|connector\.|(?:embed_(?:vision|audio)|vision_embedder)\.|image_newline$)"
+    r"^(?:model\.)?(?:(?:(?:multi_modal|mm)_projector|connector|embed_(?:vision|audio))\."
+    r"|vision_(?:adapter|embedder|projection)\.|image_newline$)"
 )
 
 
@@ -45,7 +46,7 @@ def text_config(config: Any, read_names: Callable[[], Collection[str]] | None) -
     text.dtype = text.dtype or config.dtype
     ends = getattr(config, "eos_token_id", None)
     text.eos_token_id = getattr(text, "eos_token_id", None) if ends is None else ends
-    stated = getattr(text, "tie_word_embeddings", config.tie_word_embeddings)
+    stated = next(own.tie_word_embeddings for own in (text, config) if hasattr(own, "tie_word_embeddings"))
     text.tie_word_embeddings = stated if read_names is None else not any(map(_HEAD.match, read_names()))
     return text
 
