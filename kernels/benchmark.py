@@ -55,6 +55,7 @@ OPS = (  # modules of kernels.benchmarks
     "remember_candidates",
     "sum_of_ranks",
     "gated_delta",
+    "short_conv",
     "gate",
     "cluster_logits",
     "block_conv",

@@ -389,6 +389,31 @@ TABLE = [
         for constants in (HEADS_OF_DELTA_NET, HEADS_OF_STATE_SPACE)
         for dtype, counted in (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", True))
     ),
+    # LFM2.5-1.2B: in steps of equal rows, and as a launch of prompts counts them.
+    *(
+        Kernel(
+            module="kernels.short_conv",
+            name="short_conv_kernel",
+            signature=f"*{dtype}:16 *{dtype}:16{' *i64' * (4 if counted else 2)} *{dtype}:16 *{dtype}:16 "
+            f"{f'*{dtype}:16 ' if has_bias else ''}i32:16 i32 i32 i32",
+            constants={
+                **dict.fromkeys(() if counted else ("first_rows_ptr", "counts_ptr")),
+                **({} if has_bias else {"bias_ptr": None}),
+                "WIDTH": 2048,
+                "BLOCK": 64,
+                "ROWS": 16,
+                "TAPS": 3,
+                OVERLAPS: True,
+            },
+            max_shared=1024,
+        )
+        for dtype, counted, has_bias in (
+            ("bf16", False, False),
+            ("bf16", True, False),
+            ("fp16", True, True),
+            ("fp32", False, True),
+        )
+    ),
     *(
         Kernel(
             module="kernels.gate",

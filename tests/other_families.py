@@ -20,7 +20,7 @@ MULTIPLIERS: dict[str, Any] = {
     "logits_scaling": 6.0,
 }
 # A state follows one path of tokens, forwards: drafts are chains.
-WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "nemotron_h")
+WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "lfm2_moe", "nemotron_h")
 # Drafters attend in all layers, and have fewer of them than a config says of each.
 WITH_LLAMAS = (*WITH_STATES, "gemma4_text", "llama4_text")
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -112,6 +112,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "moe_topk": 2,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        "pad_token_id": 0,
+    },
+    # A short convolution between two gates below a layer that attends, and experts chosen by corrected scores.
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
         "pad_token_id": 0,
     },
     # Queries are scaled by how far into a text they stand.

@@ -52,7 +52,9 @@ class Branching(Proposer):
         )
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "granitemoehybrid"])  # of two layers, as heads are made for
+@pytest.fixture(
+    scope="module", params=["qwen3_5_text", "granitemoehybrid", "lfm2_moe"]
+)  # of two layers, as heads are made for
 def family(request: pytest.FixtureRequest) -> dict[str, Any]:
     return keys_of(request.param)
 

@@ -238,6 +238,7 @@ WRONG: list[tuple[str, str, str, Callable[[Any], Any] | None]] = [  # op, module
     ("remember_candidates", "remember_candidates", "remember_candidates", None),
     ("sum_of_ranks", "sum_of_ranks", "sum_of_ranks", _scaled),
     ("gated_delta", "gated_delta", "gated_delta", _scaled),
+    ("short_conv", "short_conv", "short_conv", _scaled),
     ("gate", "gate", "gate", _scaled),
     ("cluster_logits", "cluster_logits", "cluster_logits", _scaled),
     ("block_conv", "block_conv", "block_conv", _scaled),

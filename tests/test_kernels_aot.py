@@ -89,7 +89,7 @@ def test_what_overlaps_with_the_launch_before_awaits_it_before_it_touches_memory
     of_experts = {"choose_kernel", "place_kernel", "linear_of_experts_kernel", "sum_of_experts_kernel"}
     others = {"linear_kernel", "rope_kernel", "attend_kernel", "merge_kernel", "sum_of_ranks_kernel"}
     others |= {"gated_delta_kernel", "gate_kernel", "add_up_kernel", "block_conv_kernel"}
-    others |= {"linear_of_heads_kernel", "latent_rows_kernel"}
+    others |= {"linear_of_heads_kernel", "latent_rows_kernel", "short_conv_kernel"}
     assert found == norms | of_experts | others
 
 

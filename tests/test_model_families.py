@@ -113,6 +113,7 @@ DELTA_NET = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+SHORT_CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"], "pad_token_id": 0}
 LATENT = {
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
@@ -250,6 +251,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone_moe, experts below a dense layer, not normalized": (
         "exaone_moe",
         {**EXPERTS, **SLIDING_LAYER, "mlp_layer_types": ["sparse", "dense"], "norm_topk_prob": False},
+    ),
+    "lfm2": ("lfm2", {**SHORT_CONV, "block_multiple_of": 24}),
+    "lfm2, biased, two taps, untied, an MLP as large as stated": (
+        "lfm2",
+        {**SHORT_CONV, "conv_bias": True, "conv_L_cache": 2, "tie_word_embeddings": False}
+        | {"block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2, all attends, an MLP of its own size": (
+        "lfm2",
+        {"layer_types": ["full_attention"] * 2, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 32}
+        | {"pad_token_id": 0},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {**SHORT_CONV, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1}
+        | {"routed_scaling_factor": 2.5},
+    ),
+    "lfm2_moe, experts everywhere, not normalized": (
+        "lfm2_moe",
+        {**SHORT_CONV, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 0}
+        | {"norm_topk_prob": False, "layer_types": ["full_attention", "conv"], "conv_L_cache": 4},
     ),
     "flex_olmo": ("flex_olmo", {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0}),
     "gemma": ("gemma", {**GEMMA, "tie_word_embeddings": True}),
@@ -508,6 +530,7 @@ BFLOAT16 = (
     "granite",
     "granitemoehybrid",
     "hunyuan_v1_dense, stretched rope, biased",
+    "lfm2",
     "llama, attention bias",
     "minimax_m2",
     "mistral, sliding",

@@ -72,7 +72,7 @@ def random_model(config: Any, auto_class: Any = None) -> Any:
             if parameter.dim() == 1 or name.endswith("_bias"):  # of all experts
                 parameter.data.add_(0.2 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_()
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.reference.act_and_mul import Activation
+from runner.engine.conv_shapes import SHORT_CONV, ConvShapes, read_conv_shapes
 from runner.engine.delta_shapes import IN_PLACE_OF_ATTENTION, DeltaShapes, read_delta_shapes
 from runner.engine.errors import UserError
 from runner.engine.expert_shapes import ExpertShapes, read_expert_shapes
@@ -64,6 +65,7 @@ class Architecture:
     has_output_gate: bool = False  # Family.has_output_gate
     is_gate_apart: bool = False  # Family.is_gate_apart
     delta: DeltaShapes | None = None
+    convs: ConvShapes | None = None  # of those that stand in place of attention
     norms_values: bool = False  # Family.norms_values
     has_layer_scales: bool = False  # Family.has_layer_scales
     per_layer: PerLayerShapes | None = None  # of inputs that layers have of their own
@@ -126,7 +128,9 @@ class Architecture:
                 fused[f"{name}.k_proj"] = Fused(parts=both, is_repeated=True)
         if self.latent is not None:
             return {**fused, **self.latent.fused_tensors}
-        return fused if self.delta is None else {**fused, **self.delta.fused_tensors}
+        for recurrent in (self.delta, self.convs):
+            fused |= {} if recurrent is None else recurrent.fused_tensors
+        return fused
 
     @property
     def keys_of_values(self) -> dict[str, str]:
@@ -161,10 +165,12 @@ def read_architecture(config: Any) -> Architecture | None:
         return None
     family = FAMILIES[name]
     is_ours = all(_found(config, key, value) == value for key, value in family.fixed_values.items())
-    if family.delta_nets is not None:
-        others = set(config.layer_types) - set(IN_PLACE_OF_ATTENTION) - set(MLP_BLOCKS if family.has_blocks else ())
+    if family.delta_nets is not None or family.has_short_convs:
+        in_place = {SHORT_CONV} if family.has_short_convs else set(IN_PLACE_OF_ATTENTION)
+        others = set(config.layer_types) - in_place - set(MLP_BLOCKS if family.has_blocks else ())
         is_ours = is_ours and set() < others <= {"attention", "full_attention"}
-    if getattr(config, family.activation_key) not in family.activation_names or not is_ours:
+    activation = getattr(config, family.activation_key, family.activation_names[0])
+    if activation not in family.activation_names or not is_ours:
         return None
     _require_own(config)
     heads = read_head_shapes(config, family)
@@ -205,6 +211,7 @@ def read_architecture(config: Any) -> Architecture | None:
         has_output_gate=family.has_output_gate,
         is_gate_apart=family.is_gate_apart,
         delta=_delta_shapes(config, family),
+        convs=read_conv_shapes(config) if family.has_short_convs else None,
         norms_values=family.norms_values,
         has_layer_scales=family.has_layer_scales,
         per_layer=read_per_layer_shapes(config, family),
@@ -250,8 +257,16 @@ def _intermediate_sizes(config: Any, family: Family, heads: Sequence[HeadShapes]
     if family.experts is not None and not hasattr(config, family.mlp_size_key):
         return (int(getattr(config, family.experts.size_key)),) * len(heads)
     is_wider = stated(config, family, "use_double_wide_mlp", False)  # where layers see others' keys and values
-    size = int(getattr(config, family.mlp_size_key))
+    size = _cut_size(config, int(getattr(config, family.mlp_size_key)), family)
     return tuple(size * (2 if is_wider and own.kv_layer is not None else 1) for own in heads)
+
+
+def _cut_size(config: Any, size: int, family: Family) -> int:
+    """Of an MLP, of what a config says: LFM2 may mean two thirds of it, in whole blocks."""
+    if not stated(config, family, "block_auto_adjust_ff_dim", False):
+        return size
+    cut, block = int(config.block_ffn_dim_multiplier * int(2 * size / 3)), config.block_multiple_of
+    return int(-(-cut // block) * block)
 
 
 def _require_own(config: Any) -> None:

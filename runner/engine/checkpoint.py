@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from kernels.quantized_weight import FLOAT8
-from runner.engine.backbone_names import decoder_tensors
+from runner.engine.decoder_names import decoder_tensors
 from runner.engine.errors import UserError
 from runner.engine.json_object import read_json
 from runner.engine.mxfp4_tensors import stack_mxfp4
@@ -221,8 +221,8 @@ def checkpoint_files(source: ModelSource) -> list[Path]:
 def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
     """(name, safetensors slice) of every tensor; a slice is read only where it is indexed, but for small ones of GPTQ.
 
-    Of a checkpoint that takes more than text these are its language model's, named as one alone names them; those of a
-    backbone are named as a decoder's.
+    Of a checkpoint that takes more than text these are its language model's, named as one alone names them; those of
+    Nemotron-H and LFM2 are named as other decoders'.
     A quantized weight comes under the name that it would have dense, as a QuantizedTensor, which is dense where it is
     indexed, or with those of other experts as an Mxfp4Stack or a ScaledStack.
     """

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from kernels.cpu.panels import Change, Weight, unpack
-from kernels.reference.gated_delta import DeltaStates
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention, one_of_each_shape
-from runner.engine.delta_net import GatedDeltaNet
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.kv_cache import PagedKVCache
+from runner.engine.kv_cache import LayerStates, PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget, empty_weight, weight_target
+from runner.engine.mixer import RecurrentMixer
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, add, head_logits, scale_rows, take_rows
 from runner.engine.per_layer_inputs import PerLayerInputs
@@ -79,7 +78,7 @@ class Decoder:
             if self.is_tied and storage is None  # quantized it is a copy of what the embedding stays
             else empty_weight(num_rows, arch.hidden_size, dtype, storage)
         )
-        self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaNet) for layer in self.layers)
+        self.is_recurrent = any(isinstance(layer.mixer, RecurrentMixer) for layer in self.layers)
         # Behind the last layer that stores something; others, at the end, see keys of earlier ones (Gemma 4).
         self.late_from = 1 + max(
             (
@@ -134,11 +133,11 @@ class Decoder:
 
     def empty_states(
         self, num_slots: int, num_uncertain: int, dtype: torch.dtype, device: torch.device
-    ) -> list[DeltaStates | None]:
+    ) -> list[LayerStates | None]:
         """Of each layer that has some; num_uncertain: the most tokens of a launch that may be taken back."""
         return [
             layer.mixer.empty_states(num_slots, num_uncertain, dtype, device)
-            if isinstance(layer.mixer, GatedDeltaNet)
+            if isinstance(layer.mixer, RecurrentMixer)
             else None
             for layer in self.layers
         ]

@@ -14,16 +14,15 @@ from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
-from runner.engine.mixer import Mixer
-from runner.engine.operations import Rows, gated_delta
+from runner.engine.mixer import RecurrentMixer
+from runner.engine.operations import Rows
 from runner.engine.quantization import Quantization
+from runner.engine.recurrent_operations import gated_delta
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
 
 
-class GatedDeltaNet(Mixer):
-    kv_width = 0  # it keeps states in place of keys and values
-
+class GatedDeltaNet(RecurrentMixer):
     def __init__(
         self,
         arch: Architecture,
@@ -78,7 +77,9 @@ class GatedDeltaNet(Mixer):
 
     def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
         states, segments = cache.states[self.layer], batch.recurrent
-        assert states is not None and segments is not None, "a launch of a tree has no states to go on from"
+        assert isinstance(states, DeltaStates) and segments is not None, (
+            "a launch of a tree has no states to go on from"
+        )
         mixed, gates = self.in_proj(hidden, batch.linear_tile), self.gates_proj(hidden, batch.linear_tile)
         found = gated_delta(mixed, gates, segments, states, self.weights, self.heads)
         return self.out_proj.in_parts(self.normed(found), batch.linear_tile)
@@ -88,7 +89,6 @@ class GatedDeltaNet(Mixer):
         return found
 
     def empty_states(self, num_slots: int, num_uncertain: int, dtype: torch.dtype, device: torch.device) -> DeltaStates:
-        """As DeltaStates.empty."""
         return DeltaStates.empty(self.heads, num_slots, num_uncertain, dtype, device)
 
     @property

@@ -292,6 +292,28 @@ FAMILIES = {
     "hy_v3": Family(output_bias="attention_bias", qk_norm=True, fixed_values={"mlp_bias": False}, experts=_HY_MIXTURE),
     "internlm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "kimi_k2": Family(**_LATENT, experts=_DEEPSEEK_MIXTURE),
+    "lfm2": Family(
+        qkv_bias=False,
+        qk_norm=True,
+        eps_key="norm_eps",
+        has_short_convs=True,
+        reads=("block_auto_adjust_ff_dim",),
+    ),
+    "lfm2_moe": Family(
+        qkv_bias=False,
+        qk_norm=True,
+        eps_key="norm_eps",
+        has_short_convs=True,
+        fixed_values={"use_expert_bias": True},
+        experts=Mixture(
+            block="mlp",
+            scores="sigmoid",
+            is_normalized="norm_topk_prob",
+            scale_key="routed_scaling_factor",
+            corrections="expert_bias",
+            layers="behind_dense",
+        ),
+    ),
     "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "llama4_text": Family(
         output_bias="attention_bias",

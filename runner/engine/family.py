@@ -62,7 +62,7 @@ class Family:
     norms_round_last: bool = False  # their weights multiply what is not yet rounded
     activation: Activation = "silu"
     is_mlp_gated: bool = True  # else an MLP squares what of its first product is positive
-    activation_key: str = "hidden_act"  # of the config
+    activation_key: str = "hidden_act"  # of the config; one without it means the first of the next
     activation_names: tuple[str, ...] = ("silu",)  # as configs spell it; with another one layers are not ours
     # By keys of the config; with others layers are not ours.
     fixed_values: Mapping[str, float | str | tuple[float, ...] | None] = field(default_factory=dict)
@@ -86,6 +86,7 @@ class Family:
     has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
     has_output_gate: bool = False  # each head's attention is gated by the layer's input (arXiv 2505.06708)
     is_gate_apart: bool = False  # in a tensor of its own; else what gates a head stands beside its queries
+    has_short_convs: bool = False  # layers of type conv have one in place of attention
     delta_nets: DeltaLayout | None = None  # of layers that do not attend
     state_keys: StateKeys | None = None  # of the config, of those
     is_latent: bool = False  # keys and values of all heads are read from one latent of a token (arXiv 2405.04434)

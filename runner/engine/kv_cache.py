@@ -15,7 +15,10 @@ import torch
 
 from kernels.cpu.huge_pages import in_huge_pages
 from kernels.reference.gated_delta import DeltaStates
+from kernels.reference.short_conv import ConvStates
 from runner.engine.backend import runs_kernels
+
+LayerStates = DeltaStates | ConvStates  # of one layer, in place of keys and values
 
 
 class PagedKVCache:
@@ -32,7 +35,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        states: Sequence[DeltaStates | None] = (),
+        states: Sequence[LayerStates | None] = (),
     ) -> None:
         """states: of each layer that has one in place of keys and values, whose width is 0."""
         self.states = states

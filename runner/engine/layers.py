@@ -31,6 +31,7 @@ from runner.engine.per_layer_inputs import PerLayerInput
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
+from runner.engine.short_conv import ShortConv
 from runner.engine.state_space import StateSpace
 
 
@@ -71,6 +72,8 @@ class DecoderLayer:
         elif arch.delta is not None and arch.delta.in_layers[layer]:
             kind = StateSpace if arch.delta.heads.is_state_space else GatedDeltaNet
             self.mixer = kind(arch, layer, shard, dtype, quantization=quantization)
+        elif arch.convs is not None and arch.convs.in_layers[layer]:
+            self.mixer = ShortConv(arch, layer, shard, dtype, quantization=quantization)
         elif arch.latent is not None:
             self.mixer = LatentAttention(arch, layer, shard, dtype, quantization=quantization)
         else:

@@ -9,7 +9,7 @@ import torch
 from kernels.cpu.panels import Change, Weight
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_linear import HeadLinear
-from runner.engine.kv_cache import PagedKVCache
+from runner.engine.kv_cache import LayerStates, PagedKVCache
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
 from runner.engine.operations import Rows
 from runner.engine.rope import RopeRows
@@ -62,6 +62,16 @@ class Mixer(ABC):
 
     @abstractmethod
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]: ...
+
+
+class RecurrentMixer(Mixer):
+    """What knows of a request's past by a state of fixed size."""
+
+    kv_width = 0  # it keeps states in place of keys and values
+
+    @abstractmethod
+    def empty_states(self, num_slots: int, num_uncertain: int, dtype: torch.dtype, device: torch.device) -> LayerStates:
+        """num_uncertain: the most tokens of a launch that may be taken back."""
 
 
 class NoMixer(Mixer):

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from kernels.reference.gated_delta import DeltaStates
 from runner.engine.decoder import Decoder
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.hidden_states import NORMED
+from runner.engine.kv_cache import LayerStates
 from runner.engine.launch import Launch, Part, StepLaunches
 from runner.engine.launch_shapes import Shapes, row_invariant_shapes
 from runner.engine.operations import take_rows
@@ -94,7 +94,7 @@ class ModelRunner(PagedRunner):
         self._num_uncertain = num_uncertain
         super().allocate_cache(num_blocks, max_num_seqs=max_num_seqs, num_uncertain=num_uncertain)
 
-    def empty_states(self, max_num_seqs: int, num_uncertain: int, device: torch.device) -> Sequence[DeltaStates | None]:
+    def empty_states(self, max_num_seqs: int, num_uncertain: int, device: torch.device) -> Sequence[LayerStates | None]:
         if not (isinstance(self.model, Decoder) and self.is_recurrent):
             return ()
         return self.model.empty_states(max_num_seqs + 1, num_uncertain, self.dtype, device)

@@ -15,12 +15,9 @@ import torch
 
 from kernels.cpu.panels import Panels, Weight, unpack
 from kernels.quantized_weight import QuantizedWeight
-from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference.act_and_mul import Activation, act_and_mul
 from kernels.reference.gate import GateFunction
 from kernels.reference.gate import gate as gate_in_torch
-from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
-from kernels.reference.gated_delta import gated_delta as gated_delta_in_torch
 from kernels.reference.linear import linear as linear_in_tiles
 from kernels.reference.paged_attention import AttentionPlan
 from kernels.reference.paged_attention import paged_attention as attention_over_tiles
@@ -287,26 +284,6 @@ def gate(x: torch.Tensor, by: torch.Tensor, function: GateFunction) -> torch.Ten
     from kernels.gate import gate as kernel
 
     return kernel(x, by, function)
-
-
-def gated_delta(
-    mixed: torch.Tensor,  # [num_rows, convolved + values]
-    gates: torch.Tensor,  # [num_rows, heads.gates * num_value_heads]
-    segments: RecurrentSegments,
-    states: DeltaStates,
-    weights: DeltaWeights,
-    heads: DeltaHeads,
-) -> torch.Tensor:  # [num_rows, values]
-    """Compute rows of a gated delta net and move its states on (kernels/reference/gated_delta.py)."""
-    if is_compiled(mixed):
-        from kernels.cpu.gated_delta import gated_delta as on_cpu
-
-        return on_cpu(mixed, gates, segments, states, weights, heads)
-    if not runs_kernels(mixed):
-        return gated_delta_in_torch(mixed, gates, segments, states, weights, heads)
-    from kernels.gated_delta import gated_delta as kernel
-
-    return kernel(mixed, gates, segments, states, weights, heads)
 
 
 def paged_attention(

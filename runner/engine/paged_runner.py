@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.panels import Change, Weight, pack
-from kernels.reference.gated_delta import DeltaStates
 from runner.engine.attention import Attention
 from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.graphs import GraphStore
-from runner.engine.kv_cache import PagedKVCache
+from runner.engine.kv_cache import LayerStates, PagedKVCache
 from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes, require_shared_memory
 from runner.engine.paged_shape import PagedShape
 from runner.engine.programs import can_record, graph_store, step_graph_store
@@ -130,7 +129,7 @@ class PagedRunner:
         states = self.empty_states(max_num_seqs, num_uncertain, self.device)
         self.cache = PagedKVCache(self.kv_widths, num_blocks, self.block_size, self.dtype, self.device, states=states)
 
-    def empty_states(self, max_num_seqs: int, num_uncertain: int, device: torch.device) -> Sequence[DeltaStates | None]:
+    def empty_states(self, max_num_seqs: int, num_uncertain: int, device: torch.device) -> Sequence[LayerStates | None]:
         """Of each layer, where some are recurrent."""
         return ()
 

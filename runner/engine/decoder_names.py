@@ -1,4 +1,4 @@
-"""Names of the tensors of a backbone (Nemotron-H), whose layers are one thing each, as other decoders name theirs."""
+"""Names of the tensors of Nemotron-H's backbone, whose layers are one thing each, and of LFM2, as others have them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,31 @@ _MIXER = re.compile(r"^(layers\.\d+)\.mixer\.(\w+)")
 _OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_STATES = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 _NORM = re.compile(r"^(layers\.\d+)\.norm\.")
+_LFM2_NORM = "model.embedding_norm.weight"  # behind all layers, and in no other family
+_LFM2 = {
+    "model.embedding_norm.": "model.norm.",
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".q_layernorm.": ".q_norm.",
+    ".k_layernorm.": ".k_norm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".feed_forward.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+}
 
 
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Named tensors of a checkpoint; those of a backbone by the names of a decoder's."""
-    return {_name(name): tensor for name, tensor in tensors.items()}
+    """Named tensors of a checkpoint; those of a backbone and of LFM2 by the names of other decoders'."""
+    rename = _lfm2_name if _LFM2_NORM in tensors else _name
+    return {rename(name): tensor for name, tensor in tensors.items()}
+
+
+def _lfm2_name(name: str) -> str:
+    for theirs, own in _LFM2.items():
+        name = name.replace(theirs, own)
+    return name
 
 
 def _name(name: str) -> str:
