@@ -14,6 +14,8 @@ from pydantic import BaseModel
 
 from proposers.heads.dflash import DFlashHead
 from proposers.heads.dflash_config import read_dflash_config
+from proposers.heads.dspark import DSparkHead
+from proposers.heads.dspark_config import read_dspark_config
 from proposers.heads.mtp_assistant_config import read_assistant_config
 from runner.cli.compose import Composer
 from runner.config import (
@@ -47,9 +49,12 @@ MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_MTP}
 # Of language models alone, in billions; their drafters are checkpoints of their own.
 WITH_ASSISTANT = {"gemma4_e2b": 4, "gemma4_26b_a4b": 25}
 MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_ASSISTANT}
-WITH_DFLASH = {"muse_glimmer_30b": 27}
-MANDATORY |= {f"model/{preset}": ["method=dflash"] for preset in WITH_DFLASH}
+WITH_BLOCKS = {"muse_glimmer_30b": (27, "dflash"), "lfm2_5_1_2b": (1, "dspark")}
+MANDATORY |= {f"model/{preset}": [f"method={method}"] for preset, (_, method) in WITH_BLOCKS.items()}
 WITHOUT_DRAFTER = {"nemotron3_nano": 31}
+ALONE = (
+    WITH_MTP | WITH_ASSISTANT | WITHOUT_DRAFTER | {preset: billions for preset, (billions, _) in WITH_BLOCKS.items()}
+)
 MANDATORY |= {f"model/{preset}": ["method=suffix"] for preset in WITHOUT_DRAFTER}
 MANDATORY["workload/jsonl"] = ["workload.path=prompts.jsonl"]
 EXPERIMENT_POINTS = {"experiment/synthetic_acceptance": ["method.synthetic_acceptance_rate=0.5"]}
@@ -200,9 +205,7 @@ def test_a_preset_without_a_draft_has_the_published_number_of_parameters() -> No
     assert num_parameters(config.model.hf_config) == 20_914_757_184
 
 
-@pytest.mark.parametrize(
-    ("preset", "billions"), {**WITH_MTP, **WITH_ASSISTANT, **WITH_DFLASH, **WITHOUT_DRAFTER}.items()
-)
+@pytest.mark.parametrize(("preset", "billions"), ALONE.items())
 def test_other_presets_have_as_many_parameters_as_the_language_models_they_name(preset: str, billions: int) -> None:
     from transformers import AutoConfig
 
@@ -260,24 +263,42 @@ def test_the_drafter_of_a_preset_sees_keys_and_values_as_its_target_has_them(pre
     assert [own.kv_layer for own in read.arch.heads] == [last[kind] for kind in read.hf_config.layer_types]
 
 
-def test_muse_glimmers_assistant_has_the_tensors_of_the_published_one() -> None:
-    """5.11 GB in bfloat16, without embeddings and projection."""
+def head_of_preset(preset: str, method: str) -> DFlashHead:
+    """On no device."""
     from transformers import AutoConfig
 
     with Composer() as composer:
-        config = composer.config(["model=muse_glimmer_30b", "method=dflash", "model.load_format=dummy"])
+        config = composer.config([f"model={preset}", f"method={method}", "model.load_format=dummy"])
     head, values = config.draft_model_config(), config.model.hf_config
     assert head is not None and head.hf_config is not None and values is not None
-    hf_config, source = AutoConfig.for_model(**values), ModelSource(model="a-head")
+    hf_config = AutoConfig.for_model(**values)
+    source = ModelSource(model="a-head", load_format="dummy", hf_config=head.hf_config)
     arch = read_architecture(hf_config)
     assert arch is not None
     with torch.device("meta"):
         model = Decoder(arch, hf_config, max_model_len=64, dtype=torch.bfloat16)
         target = LoadedModel(source=source, model=model, hf_config=hf_config, max_model_len=64, num_weight_bytes=0)
-        read = read_dflash_config(source, head.hf_config, target, None)
-        own = DFlashHead(read, target, max_model_len=64, dtype=torch.bfloat16, own=()).weight_targets()
-    assert sum(target.view.numel() for target in own.values()) == 2_555_985_152
-    assert read.tap_layers == (2, 14, 26, 38, 50) and read.max_draft_tokens == 15 and not any(read.causal_layers)
+        options: dict[str, Any] = {"max_model_len": 64, "dtype": torch.bfloat16, "own": ()}
+        if method == "dspark":
+            return DSparkHead(read_dspark_config(source, target, None), target, **options)
+        return DFlashHead(read_dflash_config(source, head.hf_config, target, None), target, **options)
+
+
+@pytest.mark.parametrize(
+    ("preset", "count", "taps", "most"),
+    [
+        ("muse_glimmer_30b", 2_555_985_152, (2, 14, 26, 38, 50), 15),  # 5.11 GB are published
+        ("lfm2_5_1_2b", 295_725_953, (3, 6, 9, 12, 15), 9),  # and 591 MB
+    ],
+)
+def test_the_block_drafter_of_a_preset_has_as_many_parameters_as_the_published_one(
+    preset: str, count: int, taps: tuple[int, ...], most: int
+) -> None:
+    """Without embeddings and projection, which are the target's."""
+    head = head_of_preset(preset, WITH_BLOCKS[preset][1])
+    assert sum(target.view.numel() for target in head.weight_targets().values()) == count
+    assert head.config.tap_layers == taps and head.config.max_draft_tokens == most
+    assert not any(head.config.causal_layers) and not head.config.brings_ends
 
 
 def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
@@ -305,6 +326,7 @@ def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
         ("qwen3_5_27b", "default"),
         ("qwen3_5_35b_a3b", "default"),
         ("muse_glimmer_30b", "default"),
+        ("lfm2_5_1_2b", "default"),
     ],
 )
 def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) -> None:

@@ -140,6 +140,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
         tensors(),
     ),
     "z-lab, causal": ({**ZLAB, "is_causal": True}, tensors()),
+    "vLLM's key, neighbours turn together": (
+        {**ZLAB, "is_neox_style": False, "attention_bias": True},
+        tensors(has_bias=True),
+    ),
     "vLLM's key, causal": ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "causal": True}}, tensors()),
     "speculators": (SPECULATORS, tensors()),
     "speculators, older": (
@@ -183,8 +187,14 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt() * weight
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """x: [num_rows, heads, HEAD_DIM]; places i and i + HEAD_DIM / 2 turn by position * theta ** (-2 i / HEAD_DIM)."""
+def rotate(x: Tensor, positions: Tensor, *, neighbours: bool = False) -> Tensor:
+    """x: [num_rows, heads, HEAD_DIM]; places i and i + HEAD_DIM / 2 turn by position * theta ** (-2 i / HEAD_DIM).
+
+    neighbours: 2 i and 2 i + 1 do.
+    """
+    if neighbours:
+        apart = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+        return torch.stack(rotate(apart, positions).chunk(2, dim=-1), dim=-1).flatten(-2)
     frequencies = 1 / 5000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
     angles = (positions.float()[:, None] * frequencies)[:, None]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -250,6 +260,7 @@ def reference_rows(
     positions = torch.arange(num_context + num_rows)
     queries = positions[num_context:]
     told = config.get("transformer_layer_config", config)
+    turns_neighbours = not (config.get("rope_is_neox_style", True) and config.get("is_neox_style", True))
     for layer in range(NUM_HEAD_LAYERS):
         own = {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"layers.{layer}.")}
 
@@ -272,8 +283,8 @@ def reference_rows(
             q = project(normed, "q_proj").view(num_rows, NUM_HEADS, HEAD_DIM)
             k = project(both, "k_proj").view(-1, NUM_KV_HEADS, HEAD_DIM)
             v = project(both, "v_proj").view(-1, NUM_KV_HEADS, HEAD_DIM)
-            q = rotate(norm(q, own["self_attn.q_norm.weight"]), queries)
-            k = rotate(norm(k, own["self_attn.k_norm.weight"]), positions)
+            q = rotate(norm(q, own["self_attn.q_norm.weight"]), queries, neighbours=turns_neighbours)
+            k = rotate(norm(k, own["self_attn.k_norm.weight"]), positions, neighbours=turns_neighbours)
             k, v = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
             weight = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
@@ -378,6 +389,9 @@ def with_(**added: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda values: {**values, **{key.replace("__", "."): value for key, value in added.items()}}
 
 
+OTHERS = {"dflash_config": {"num_target_layers": 28}}
+
+
 def inside(**added: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda values: {**values, "dflash_config": {**values["dflash_config"], **added}}
 
@@ -387,11 +401,11 @@ def inside(**added: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     [
         ("z-lab", with_(hidden_size=64), "made for .*, got hidden_size 64 for 32"),
         ("z-lab", with_(vocab_size=50, num_target_layers=28), "vocabulary 50 for 48 and layers of the target 28 for 3"),
+        ("DeepSpec", lambda values: without("num_target_layers")(values) | OTHERS, "layers of the target 28 for 3"),
         ("speculators", with_(target_hidden_size=64), "got hidden_size 64 for 32"),
         ("z-lab", inside(target_layer_ids=[1, 3]), r"hidden states \[2, 4\], which must lie in \[0, 3\]"),
         ("z-lab", inside(target_layer_ids=None), "target_layer_ids must be a list of whole numbers, got None"),
         ("z-lab", with_(layer_types=["sliding_attention"] * 2), "sliding_window in its config must be a whole number"),
-        ("z-lab", with_(is_neox_style=False), r"is_neox_style=False \(interleaved rotations\)"),
         ("z-lab", with_(logit_scale=0.5), r"logit_scale=0.5 \(logits of another scale"),
         ("z-lab", inside(use_aux_hidden_state=False), r"use_aux_hidden_state=False \(a context of one"),
         ("speculators", without("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids must be a list of whole"),

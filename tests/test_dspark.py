@@ -51,6 +51,7 @@ DEEPSPEC = {
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
+PUT_INSIDE = ("mask_token_id", "target_layer_ids", "num_target_layers")
 OF_SPECULATORS = {
     **SPECULATORS,
     "architectures": ["DSparkSpeculator"],
@@ -112,6 +113,15 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
             },
         },
         tensors(**ENDS, **sequential(confidence=0)),
+    ),
+    "LiquidAI": (
+        {
+            **{key: value for key, value in DEEPSPEC.items() if key not in PUT_INSIDE},
+            "architectures": ["Lfm2DSparkDraftModel"],
+            "rope_is_neox_style": False,
+            "dflash_config": {key: DEEPSPEC[key] for key in PUT_INSIDE},
+        },
+        tensors(**sequential()),
     ),
     "speculators": (OF_SPECULATORS, tensors(**sequential())),
     "speculators, the pending token does not guess": (

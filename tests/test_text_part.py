@@ -121,6 +121,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**EYES, "pos_emb_height": 4, "pos_emb_width": 4, "patch_size": 14},
         {"projection_hidden_size": 32, "tie_word_embeddings": False},
     ),
+    "lfm2_vl": (
+        {**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        {**PATCHES, "model_type": "siglip2_vision_model"},
+        {"downsample_factor": 1, "projector_hidden_size": 32},
+    ),
     "llama4": (
         {
             **TEXT,

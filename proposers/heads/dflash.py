@@ -9,7 +9,7 @@ DeepSpec's, which bring embeddings and projection and, for Gemma 4, that target'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.grouped_query_attention import GroupedQueryAttention
 from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
+from runner.engine.head_order import reordered
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
@@ -159,9 +160,16 @@ def fill_block_head(
             dtype=context.dtype,
             own=own,
         )
+    tensors = {name: _in_our_order(tensor, name, config.arch.head_orders) for name, tensor in tensors.items()}
     fill_head(head.weight_targets(), tensors, source, what, config.arch.keys_of_values)
     head.find_known_tokens(marks, source)
     return head
+
+
+def _in_our_order(tensor: torch.Tensor, name: str, orders: Mapping[str, list[int]]) -> torch.Tensor:
+    """orders: Architecture.head_orders; a tensor of another shape is refused later, by its name."""
+    order = next((own for ending, own in orders.items() if name.endswith(f".{ending}")), None)
+    return tensor if order is None or len(tensor) % len(order) else reordered(tensor, order)
 
 
 def _require_no_mask_embedding(source: ModelSource) -> None:

@@ -27,6 +27,7 @@ GEMMA4_DEEPSPEC = "Gemma4DSparkModel"  # whose layers are the target's
 DEEPSPEC = ("Qwen3DSparkModel", GEMMA4_DEEPSPEC)  # classes of its heads, DFlash's and DSpark's
 ASSISTANT = "muse_glimmer_assistant"  # model_type of Meta's
 CAP = "final_logit_softcapping"
+HALVES_KEYS = ("rope_is_neox_style", "is_neox_style")  # SGLang's, vLLM's; false: neighbours turn together
 DEFAULT_BLOCK_SIZE = 16  # z-lab's, where the config has none
 MIN_LAYERS_TO_SPREAD_OVER = 4  # of the target
 # Keys of other kinds of heads, and the values with which a head is a plain one all the same.
@@ -48,7 +49,6 @@ FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "output_multiplier": ("logits of another scale than the target's", (None, 1.0)),
     CAP: ("capped logits", (None, 0)),
     "logit_scale": ("logits of another scale than the target's", (None, 1.0)),
-    "is_neox_style": ("interleaved rotations", (None, True)),
     "use_aux_hidden_state": ("a context of one hidden state without fc", (None, True)),
 }
 
@@ -113,11 +113,13 @@ def read_dflash_config(
     else:
         layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
         arch, hf_config = head_architecture(layer_values, source)
+    if any(part.get(key) is False for part in (values, nested) for key in HALVES_KEYS):
+        arch = with_neighbours_turned(arch)
     # As written: transformers' Qwen3 drops a window without use_sliding_window, which heads do not write.
     window = nested.get("swa_window_size", layer_values.get("sliding_window"))
     arch = replace(arch, sliding_windows=layer_windows(hf_config.layer_types, window, source))
     for hidden_size in (arch.hidden_size, values.get("target_hidden_size") or arch.hidden_size):
-        num_layers = values.get("num_target_layers")
+        num_layers = values.get("num_target_layers", nested.get("num_target_layers"))
         require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=arch.vocab_size, num_layers=num_layers)
     sizes = (nested.get("block_size"), values.get("block_size"), values.get("dspark_block_size"))
     block_size = next((size for size in sizes if size is not None), DEFAULT_BLOCK_SIZE if has_defaults else None)
@@ -150,6 +152,12 @@ def read_dflash_config(
         draft_vocab_size=values.get("draft_vocab_size") or arch.vocab_size,
         brings_ends=brings_ends or is_deepspec,
     )
+
+
+def with_neighbours_turned(arch: Architecture) -> Architecture:
+    """Heads whose elements turn together with the next one, as LiquidAI's for LFM2.5 do."""
+    heads = (replace(own, layout=replace(own.layout, is_interleaved=True)) for own in arch.heads)
+    return replace(arch, heads=tuple(heads))
 
 
 def with_nested(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,7 +2,8 @@
 
 Hazard: DeepSpec's `target_layer_ids` number layers from 0, as z-lab's do, and its heads say nothing of
 sample_from_anchor: every row of a block guesses, the pending token's too. Block size and ids have no default, and may
-be spelled `dspark_block_size` and `dspark_target_layer_ids` (vLLM's words).
+be spelled `dspark_block_size` and `dspark_target_layer_ids` (vLLM's words). LiquidAI's for LFM2.5 use the target's
+embeddings and projection, and neighbours turn together in their heads.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def read_dspark_config(
         kind_keys=kind_keys,
         samples_from_anchor=True,
         has_defaults=False,
-        brings_ends="transformer_layer_config" not in values,
+        brings_ends="transformer_layer_config" not in values and "dflash_config" not in values,
     )
     block = with_cap(block, values, source)
     is_speculators = "transformer_layer_config" in values

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReorderedHeads:
@@ -18,9 +20,12 @@ class ReorderedHeads:
         return list(self.tensor.get_shape())
 
     def __getitem__(self, index: Any) -> Any:
-        whole = self.tensor[...]
-        heads = whole.view(-1, len(self.order), *whole.shape[1:])
-        return heads[:, self.order].reshape(whole.shape)[index]
+        return reordered(self.tensor[...], self.order)[index]
+
+
+def reordered(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """[num_heads * head_dim, ...], those of each head in another order."""
+    return rows.view(-1, len(order), *rows.shape[1:])[:, order].reshape(rows.shape)
 
 
 def in_our_order(tensors: Iterable[tuple[str, Any]], orders: Mapping[str, list[int]]) -> Iterator[tuple[str, Any]]:
