@@ -236,7 +236,7 @@ def check_drafts(proposer: Proposer, schedule: Schedule, drafts: DraftTokens) ->
     if drafts.parent_indices is not None:
         _check_parents(drafts, refused)
     if context.has_states and drafts.has_branches:
-        rule = "draft chains, for the target's linear attention follows one path of tokens"
+        rule = "draft chains, for the states of the target's layers follow one path of tokens"
         raise UserError(f"{refused} {rule}, got {drafts.parent_indices}; mend the proposer")
     if not is_known:
         return

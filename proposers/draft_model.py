@@ -55,7 +55,7 @@ class DraftModelProposer(TokenByTokenProposer):
         if loaded.model.is_recurrent:
             raise UserError(
                 f"method.model={source.model} must have attention in all layers: it goes back over "
-                f"tokens that the linear attention of {loaded.hf_config.model_type} took in; choose another draft, "
+                f"tokens that states of layers of {loaded.hf_config.model_type} took in; choose another draft, "
                 "or method=mtp where the target has a module"
             )
         self._translation = None

@@ -93,8 +93,8 @@ def _exit_layer(asked: int | None, target: LoadedModel) -> int:
         )
     if model.is_recurrent:
         raise UserError(
-            f"method=early_exit must have attention in all layers of {name}: drafts would move on the states of the "
-            f"linear attention of {target.hf_config.model_type}; choose another method, or method=mtp where the target "
+            f"method=early_exit must have attention in all layers of {name}: drafts would move on states of layers "
+            f"of {target.hf_config.model_type}; choose another method, or method=mtp where the target "
             "has a module"
         )
     if asked is not None and asked > model.num_layers:

@@ -163,8 +163,8 @@ def _require_chains(config: SpeculativeConfig) -> None:
         return
     remedy = "set method.speculative_token_tree=null" if tree is not None else "choose method=suffix"
     raise UserError(
-        f"method={name} must draft chains for {config.model.model}, whose linear attention follows one path of tokens; "
-        f"{remedy}"
+        f"method={name} must draft chains for {config.model.model}, whose layers have states that follow one path of "
+        f"tokens; {remedy}"
     )
 
 

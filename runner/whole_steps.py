@@ -144,7 +144,7 @@ class WholeSteps:
             return InParts.HOST_DRAFTS
         if target.is_recurrent and drafter.drafts_trees:
             raise UserError(
-                f"{proposer.name}.captured_drafter must draft chains, for the target's linear attention follows "
+                f"{proposer.name}.captured_drafter must draft chains, for the states of the target's layers follow "
                 "one path of tokens; mend the proposer"
             )
         verifier = captured_verifier(

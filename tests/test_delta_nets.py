@@ -151,7 +151,7 @@ def test_drafts_by_the_layers_themselves_are_refused(engines: Engines) -> None:
 def test_a_class_of_ones_own_that_drafts_trees_is_told(engines: Engines) -> None:
     method = method_config("custom_class", 3, model="tests.test_delta_nets.Branching")
     llm = engines(method, **FAMILY, **ROOMY)
-    with pytest.raises(UserError, match=r"Branching.propose must draft chains, for the target's linear attention"):
+    with pytest.raises(UserError, match=r"Branching.propose must draft chains, for the states of the target's"):
         complete(llm, PROMPTS[:1], PARAMS[:1])
 
 

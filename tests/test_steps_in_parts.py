@@ -210,7 +210,7 @@ def test_an_engine_whose_steps_are_never_whole_says_why(
 
 
 def test_captured_trees_are_refused_where_states_follow_one_path() -> None:
-    with pytest.raises(UserError, match=r"Mine.captured_drafter must draft chains, for the target's linear attention"):
+    with pytest.raises(UserError, match=r"Mine.captured_drafter must draft chains, for the states of the target's"):
         WholeSteps.of(
             SimpleNamespace(captured_drafter=lambda _: Drafter(4, tree_depth=2), name="Mine"),  # type: ignore[arg-type]
             target=SimpleNamespace(graphs=object(), is_paged=True, is_recurrent=True),  # type: ignore[arg-type]

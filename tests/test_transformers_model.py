@@ -225,6 +225,10 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
         r"key-value cache and cannot roll back yet what rejected drafts, MTP's or any other's, left in it; "
         r"choose a model of attention layers only",
     ),
+    "short convolutions": (
+        dummy_source("lfm2_moe", use_expert_bias=False, layer_types=["conv", "full_attention"], num_dense_layers=1),
+        r"'lfm2_moe' has layers of type conv, .* cannot roll back yet .*; choose a model of attention layers only",
+    ),
     "a recurrent model": (
         ModelSource(model="a-mamba", load_format="dummy", hf_config={"model_type": "mamba", "num_hidden_layers": 2}),
         r"'mamba' has layers of type linear_attention, whose state is no key-value cache",

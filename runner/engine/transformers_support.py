@@ -40,7 +40,7 @@ def _refusal(config: Any, model_class: Any) -> str | None:
         return "is no causal language model of transformers; choose a decoder-only model"
     if kinds or model_class._is_stateful:
         which = f"of type {', '.join(kinds)}" if kinds else "of a recurrent kind"
-        is_recurrent = model_class._is_stateful or "linear_attention" in kinds
+        is_recurrent = model_class._is_stateful or not {"linear_attention", "conv"}.isdisjoint(kinds)
         why = " and cannot roll back yet what rejected drafts, MTP's or any other's, left in it" if is_recurrent else ""
         return f"has layers {which}, whose state is no key-value cache{why}; choose a model of attention layers only"
     if not model_class._supports_attention_backend:
