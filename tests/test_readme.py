@@ -14,6 +14,7 @@ import pytest
 from runner.cli.compose import Composer
 from runner.cli.sweep import hydra_node, read_sweep
 from runner.config import SpeculativeConfig
+from runner.engine.families import FAMILIES
 from runner.engine.sampling_params import SamplingParams
 from tests.command_line import CommandLine
 from tests.conftest import Engines, complete
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 METHODS = ROOT / "proposers" / "methods.md"
 REQUESTS = ROOT / "runner" / "engine" / "requests.md"
+MODELS = ROOT / "runner" / "engine" / "models.md"
 
 
 def text_of(document: Path) -> str:
@@ -147,3 +149,11 @@ def test_the_module_runs_as_written(tmp_path: Path) -> None:
     assert "identical to plain decoding" in done.stdout
     assert "2/2" in done.stdout
     assert len(list(tmp_path.rglob("metrics.json"))) == 1
+
+
+def test_the_table_of_models_names_every_family_of_our_own_decoder() -> None:
+    """By its model_type, and every preset of one."""
+    text = text_of(MODELS)
+    assert [family for family in FAMILIES if f"`{family}`" not in text] == []
+    presets = {path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")} - {"hf", "tiny"}
+    assert [preset for preset in sorted(presets) if preset not in text] == []
