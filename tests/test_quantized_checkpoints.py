@@ -28,8 +28,8 @@ from runner.engine.experts import Experts
 from runner.engine.latent_attention import LatentAttention
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.mlp import MLP
+from runner.engine.packed_tensors import unpack_tensors
 from runner.engine.quantization import read_scheme
-from runner.engine.quantized_tensors import unpack_tensors
 from runner.engine.shard import Shard
 from runner.llm import LLM
 from tests.edit_tensors import edit_tensors

@@ -19,8 +19,9 @@ from runner.engine.decoder_names import decoder_tensors
 from runner.engine.errors import UserError
 from runner.engine.json_object import read_json
 from runner.engine.mxfp4_tensors import stack_mxfp4
+from runner.engine.packed_tensors import unpack_tensors
 from runner.engine.quantization import read_scheme
-from runner.engine.quantized_tensors import EIGHT_BITS, WORDS, require_plain, unpack_tensors
+from runner.engine.quantized_tensors import EIGHT_BITS, WORDS, require_plain
 from runner.engine.scaled_stacks import take_scaled_stacks
 from runner.engine.text_part import text_config, text_tensors
 

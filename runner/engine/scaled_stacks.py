@@ -14,7 +14,8 @@ import torch
 
 from runner.engine.errors import UserError
 from runner.engine.quantization import Scheme
-from runner.engine.quantized_tensors import EIGHT_BITS, LEFT_ALONE, QuantizedTensor, scaled_tensor
+from runner.engine.quantized_tensors import EIGHT_BITS, LEFT_ALONE, QuantizedTensor
+from runner.engine.scaled_tensors import scaled_tensor
 
 SCALES = "_scale_inv"  # behind the name of a stack
 
