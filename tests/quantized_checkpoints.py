@@ -178,10 +178,29 @@ def awq(weight: Tensor, generator: torch.Generator) -> Packed:
     return tensors, own.dense
 
 
+def nvfp4(weight: Tensor, _generator: torch.Generator, *, is_modelopts: bool = True) -> Packed:
+    """A float8 scale of 16 inputs, times or by one of them all; the largest numbers are 6 and 448."""
+    groups = weight.unflatten(1, (-1, 16))
+    factor = weight.abs().max() / (6 * 448)
+    scales = (groups.abs().amax(dim=2) / 6 / factor).to(FLOAT8)
+    exact = scales.float() * factor if is_modelopts else scales.float() * (1 / (1 / factor))
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = (groups.abs().unsqueeze(3) / exact[:, :, None, None] - sizes).abs().argmin(dim=3)
+    codes = (nearest + 8 * (groups < 0)).to(torch.uint8).flatten(1)
+    dense = torch.where(groups < 0, -1.0, 1.0) * (2 * sizes[nearest]) * (exact / 2).unsqueeze(2)
+    octets = codes[:, ::2] | codes[:, 1::2] << 4
+    if is_modelopts:
+        beside = {"weight_scale": scales, "weight_scale_2": factor.clone(), "input_scale": torch.tensor(0.5)}
+        return {"weight": octets, **beside}, dense.flatten(1)
+    beside = {"weight_scale": scales, "weight_global_scale": (1 / factor).reshape(1)}
+    return {"weight_packed": octets, **beside, "input_global_scale": torch.ones(1)}, dense.flatten(1)
+
+
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 GROUPED = f"int8 in groups of {GROUP}"
 PACKED = f"int4 in groups of {GROUP}, {GROUPED}"  # those of 80 inputs, whose last are no whole span, in 8 bits
+SIXTEENS = "int8 in groups of 16"  # halves of spans
 LAYOUTS = {
     "AutoFP8": Layout(
         pack=per_tensor,
@@ -262,6 +281,16 @@ LAYOUTS = {
         pack=lambda weight, generator: gptq(weight, generator, in_order=False),
         config={**GPTQ, "desc_act": True},
         held=None,
+    ),
+    "ModelOpt's NVFP4": Layout(
+        pack=nvfp4, config={"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, held=SIXTEENS
+    ),
+    "nvfp4-pack-quantized": Layout(
+        pack=lambda weight, generator: nvfp4(weight, generator, is_modelopts=False),
+        config=compressed(
+            "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True
+        ),
+        held=SIXTEENS,
     ),
     "AWQ": Layout(
         pack=awq,

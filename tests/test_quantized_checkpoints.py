@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -504,7 +505,8 @@ def test_where_no_kernel_multiplies_by_8_bits_all_is_expanded(
 
 @holds_8_bits
 @pytest.mark.parametrize(
-    "name", ["float-quantized, outputs", "DeepSeek's and Qwen's FP8", "pack-quantized, 4 bits", "AWQ"]
+    "name",
+    ["float-quantized, outputs", "DeepSeek's and Qwen's FP8", "pack-quantized, 4 bits", "AWQ", "ModelOpt's NVFP4"],
 )
 def test_a_shard_is_its_part_of_numbers_and_scales(name: str, checkpoint: Path) -> None:
     """Outputs of q, k, v, gate and up, inputs of o and down; of groups the inputs' own."""
@@ -565,8 +567,9 @@ ROTATED = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["L
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "got {'quant_method': 'gptq', 'bits': 3}"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'version': 'gemv'}"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'fmt': 'e5m2'}"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'quant_algo': 'NVFP4'}"),
-        (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "'format': 'nvfp4-pack-quantized'}"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "'quant_algo': 'MIXED_PRECISION'}"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "'quant_algo': 'NVFP4'}"),
+        (compressed("mixed-precision", num_bits=4, type="float"), "'format': 'mixed-precision'}"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'format': 'pack-quantized'}"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "got {'quant_method': 'gptq', 'bits': 4}"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "got {'quant_method': 'fp8'}"),
@@ -593,6 +596,41 @@ def broken(checkpoint: Path, layout: str, change: Callable[[dict[str, torch.Tens
     quantize_checkpoint(checkpoint, LAYOUTS[layout])
     edit_tensors(checkpoint, change)
     return refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("ModelOpt's NVFP4", {"weight_scale_2": None}, "lacks its weight_scale_2"),
+        (
+            "ModelOpt's NVFP4",
+            {"weight_scale_2": torch.ones(4)},
+            r"must have one scale beside those of groups, got \[4\]",
+        ),
+        (
+            "ModelOpt's NVFP4",
+            {"weight_scale": torch.ones(64, 4)},
+            r"scales \(F8_E4M3\) of 16 inputs each, got U8 and F32",
+        ),
+        (
+            "ModelOpt's NVFP4",
+            {"weight": torch.ones(64, 32).to(torch.int8)},
+            r"must hold bytes \(U8\) .*, got I8 and F8",
+        ),
+        ("nvfp4-pack-quantized", {"weight_scale": torch.ones(64, 2).to(FLOAT8)}, r"must have shape \[64, 4\], .* got"),
+        ("nvfp4-pack-quantized", {"weight_global_scale": torch.zeros(1)}, "must have finite scales below 128"),
+    ],
+)
+def test_what_is_no_nvfp4_is_told(
+    layout: str, change: dict[str, Tensor | None], message: str, checkpoint: Path
+) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for part, tensor in change.items():
+            del tensors[f"{Q}.{part}"]
+            if tensor is not None:
+                tensors[f"{Q}.{part}"] = tensor
+
+    assert re.search(message, broken(checkpoint, layout, edit))
 
 
 @holds_8_bits

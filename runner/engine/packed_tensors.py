@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from runner.engine.nvfp4_tensors import INVERSE_OF_ALL, OF_ALL, nvfp4_tensor
 from runner.engine.quantization import Scheme
 from runner.engine.quantized_tensors import LEFT_ALONE, require_plain
 from runner.engine.scaled_tensors import scaled_tensor
@@ -18,6 +19,8 @@ def unpack_tensors(slices: Mapping[str, Any], scheme: Scheme, of: str) -> Iterat
         "int32": (int32_tensor, "weight_packed", ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")),
         "gptq": (gptq_tensor, "qweight", ("scales", "qzeros", "g_idx")),
         "awq": (awq_tensor, "qweight", ("scales", "qzeros")),
+        "nvfp4 of modelopt": (nvfp4_tensor, "weight", ("weight_scale", OF_ALL)),
+        "nvfp4 of compressed-tensors": (nvfp4_tensor, "weight_packed", ("weight_scale", INVERSE_OF_ALL)),
     }[scheme.packing]
     for name, tensor in slices.items():
         module, _, kind = name.rpartition(".")

@@ -14,9 +14,10 @@ from runner.engine.errors import UserError
 NUMBERS = {"fp8": FLOAT8, "int8": torch.int8}  # by the names that options have
 SMALLEST_GROUP = 16  # inputs: a step of a tensor core's
 READABLE = (
-    "fp8, compressed-tensors (float-quantized, int-quantized, pack-quantized), modelopt (FP8), gptq, awq and mxfp4"
+    "fp8, compressed-tensors (float-quantized, int-quantized, pack-quantized, nvfp4-pack-quantized), modelopt (FP8, "
+    "NVFP4), gptq, awq and mxfp4"
 )
-MXFP4_GROUP = 32  # inputs that share a scale in that format
+MXFP4_GROUP, NVFP4_GROUP = 32, 16  # inputs that share a scale in those formats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,8 @@ Quantization = Mapping[str, Storage]  # by module, such as model.layers.0.self_a
 class Scheme:
     """How a checkpoint's tensors are packed."""
 
-    # scaled: numbers of 8 bits beside scales; int32: compressed-tensors' words; gptq; awq; mxfp4: of experts alone.
+    # scaled: numbers of 8 bits beside scales; int32: compressed-tensors' words; gptq; awq; nvfp4 of modelopt or of
+    # compressed-tensors; mxfp4: of experts alone.
     packing: str
     storage: Storage  # of its weights, once unpacked
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale
@@ -100,6 +102,8 @@ def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
         return _scaled(FLOAT8, _block(stated.get("weight_block_size")))
     if method == "modelopt" and str(stated.get("quant_algo")) == "FP8":
         return _scaled(FLOAT8, None)
+    if method == "modelopt" and str(stated.get("quant_algo")) in ("NVFP4", "W4A16_NVFP4"):
+        return _nvfp4("nvfp4 of modelopt", stated.get("group_size"))
     if method == "compressed-tensors":
         return _compressed(stated)
     bits, size = stated.get("bits"), _size(stated.get("group_size"))
@@ -136,7 +140,17 @@ def _compressed(stated: Mapping[str, Any]) -> Scheme | None:
         case ("pack-quantized", "int", 4 | 8):
             storage = storage_of_bits(int(bits), size, has_zeros=weights.get("symmetric") is False)
             return Scheme(packing="int32", storage=storage, bits=int(bits))
+        case ("nvfp4-pack-quantized", "float", 4):
+            return _nvfp4("nvfp4 of compressed-tensors", size)
     return None
+
+
+def _nvfp4(packing: str, size: int | None) -> Scheme | None:
+    """size: what is stated of groups, which have one size in this format."""
+    if size not in (None, NVFP4_GROUP):
+        return None
+    storage = Storage(dtype=torch.uint8, group_size=NVFP4_GROUP, code="fp4")
+    return Scheme(packing=packing, storage=storage, bits=4)
 
 
 def storage_of_bits(bits: int, size: int | None, *, has_zeros: bool = False) -> Storage:

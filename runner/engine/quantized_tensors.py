@@ -19,7 +19,7 @@ from runner.engine.quantization import Storage
 LEFT_ALONE = (
     *("input_scale", "input_scale_ub", "input_zero_point", "act_scale", "activation_scale", "output_scale", "kv_scale"),
     *(f"{name}_{what}" for name in ("k", "v", "q") for what in ("scale", "zero_point")),
-    *("prob_output_scale", "bias_scale"),
+    *("prob_output_scale", "bias_scale", "input_global_scale"),
 )
 LARGEST_SCALE = 2.0**7  # of quantized weights: they are hundredths, and what is larger is a scale's reciprocal
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # types of quantized weights, as safetensors calls them; and of packed:
