@@ -18,6 +18,7 @@ from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference import gated_delta as reference
 from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
 from kernels.sizes import next_power_of_2
+from kernels.softplus import softplus
 
 LENGTH_EPS = tl.constexpr(reference.LENGTH_EPS)
 NUM_NUMBERS = 64  # of a memory, in registers of a thread: one of 128 by 128 takes 8 warps
@@ -137,8 +138,7 @@ def gated_delta_kernel(
         forgotten = tl.load(both + (GATES - 1) * NUM_VALUE_HEADS, mask=is_new, other=0.0)
         forgotten += tl.load(kept_both + (GATES - 1), mask=position < start, other=0.0)
         x = forgotten.to(tl.float32) + dt_bias
-        # log(1 + e^x) without losing what is small.
-        rate = tl.maximum(x, 0.0) + _log1p(exp(-tl.abs(x)))
+        rate = softplus(x, exp(-tl.abs(x)))
         memory *= exp(-forgets * rate)
         gate_row = mixed_ptr + new_row * mixed_stride + CONVOLVED + head * VALUE_DIM
         gate = tl.load(gate_row + value_columns, mask=is_value & is_new, other=0.0)
@@ -183,13 +183,6 @@ def _bias(bias_ptr, first, columns, is_column, BLOCK: tl.constexpr):
     else:
         bias = tl.load(bias_ptr + first + columns, mask=is_column, other=0.0).to(tl.float32)
     return bias
-
-
-@triton.jit
-def _log1p(x):
-    """Of 0 to 1; where 1 + x has lost digits of x, what they are lost from tells how many."""
-    rounded = 1.0 + x
-    return tl.where(rounded == 1.0, x, tl.log(rounded) * (x / (rounded - 1.0)))
 
 
 def gated_delta(

@@ -418,16 +418,17 @@ TABLE = [
         Kernel(
             module="kernels.gate",
             name="gate_kernel",
-            signature=f"*{dtype}:16 *{dtype}:16 *{dtype}:16 i32:16 i32{':16' if not is_one else ''}",
-            constants={"WIDTH": width, "FUNCTION": function, "IS_ONE": is_one, "BLOCK": 1024, OVERLAPS: True},
+            signature=f"*{dtype}:16 *{dtype}:16 *{dtype}:16 i32:16 i32{':16' if columns < width else ''}",
+            constants={"WIDTH": width, "FUNCTION": function, "COLUMNS": columns, "BLOCK": 1024, OVERLAPS: True},
         )
-        for dtype, width, function, is_one in (
-            ("bf16", 4096, "sigmoid", False),
-            ("bf16", 4096, "sigmoid", True),
-            ("fp16", 4096, "sigmoid", False),
-            ("fp32", 4096, "sigmoid", False),
-            ("bf16", 256, "gelu_tanh", False),
-            ("bf16", 1856, "relu", False),
+        for dtype, width, function, columns in (
+            ("bf16", 4096, "sigmoid", 1),
+            ("bf16", 4096, "sigmoid", 4096),
+            ("fp16", 4096, "sigmoid", 1),
+            ("fp32", 4096, "sigmoid", 1),
+            ("bf16", 256, "gelu_tanh", 1),
+            ("bf16", 1856, "relu", 1),
+            *((dtype, 64 * 128, "softplus", columns) for dtype in ("bf16", "fp16", "fp32") for columns in (1, 128)),
         )
     ),
     Kernel(

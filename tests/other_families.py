@@ -22,7 +22,7 @@ MULTIPLIERS: dict[str, Any] = {
 # A state follows one path of tokens, forwards: drafts are chains.
 WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "lfm2_moe", "nemotron_h")
 # Drafters attend in all layers, and have fewer of them than a config says of each.
-WITH_LLAMAS = (*WITH_STATES, "gemma4_text", "llama4_text")
+WITH_LLAMAS = (*WITH_STATES, "gemma4_text", "laguna", "llama4_text")
 FAMILIES: dict[str, dict[str, Any]] = {
     # One latent of a token for all heads, and experts in groups.
     "deepseek_v3": {
@@ -170,6 +170,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "output_multiplier": 0.25,
         "final_logit_softcapping": 8.0,
         "pad_token_id": 0,
+    },
+    # Heads have a gate each, of which the second layer, which sees a window, has twice as many; in the first half of a
+    # head turns. Behind a dense layer experts that are chosen by corrected scores, and one that all rows go to.
+    "laguna": {
+        "model_type": "laguna",
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [4, 8],
+        "sliding_window": 12,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+        "moe_routed_scaling_factor": 2.5,
     },
     # Sinks, biases everywhere, and a mixture of experts whose gates are cut off; the first layer sees a window.
     "gpt_oss": {

@@ -62,7 +62,7 @@ def test_an_interrupt_waits_for_nothing_and_what_it_left_is_compiled_later(found
     assert found["mended"]["held"] == found["first"]["held"]
 
 
-RULES = ("probabilistic", "strict", "block", "typical", "probabilistic", "block")
+RULES = ("probabilistic", "strict", "block", "typical", "probabilistic", "block", "strict")
 STARTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma": {"architecture": GEMMA},
@@ -76,6 +76,7 @@ STARTS: dict[str, dict[str, Any]] = {
             "quantization_config": {"quant_method": "mxfp4"},
         }
     },
+    "gates of heads": {"architecture": OTHER_FAMILIES["laguna"]},
 }
 
 

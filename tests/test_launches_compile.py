@@ -105,6 +105,7 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(
         {"architecture": experts, "quantization": "fp8"},
         {"architecture": mxfp4},
         {"architecture": OTHER_FAMILIES["deepseek_v3"]},
+        {"architecture": OTHER_FAMILIES["laguna"]},
     ):
         complete(Engines()(None, **{**GPU, **own}), PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
     with monkeypatch.context() as patch:  # products left in partial sums, which those of larger weights are

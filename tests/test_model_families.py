@@ -14,6 +14,7 @@ from runner.engine.architecture import read_architecture
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.experts import Experts
+from runner.engine.grouped_query_attention import GroupedQueryAttention
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear
 from runner.engine.loader import load_model
 from runner.engine.shard import Shard
@@ -176,6 +177,19 @@ LLAMA4 = {
     "attn_scale": 0.5,
     "pad_token_id": 0,
     "rope_parameters": LLAMA3,
+}
+LAGUNA = {
+    **EXPERTS,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "num_attention_heads_per_layer": [4, 8],
+    "sliding_window": 8,
+    "shared_expert_intermediate_size": 32,
+    "num_experts_per_tok": 3,
+    "moe_routed_scaling_factor": 2.5,
+    "rope_parameters": {
+        "full_attention": {**YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    },
 }
 MINIMAX = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8}
 LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
@@ -410,6 +424,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 24, "attention_bias": True, "mlp_bias": True}
         | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0}},
     ),
+    "laguna": ("laguna", LAGUNA),
+    "laguna, gates each element, biased, tied": (
+        "laguna",
+        {**LAGUNA, "gating": "per-element", "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "laguna, layers of one kind have other heads, no experts": (
+        "laguna",
+        {**LAGUNA, "num_hidden_layers": 4, "num_attention_heads_per_layer": [4, 8, 6, 4]}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2, "mlp_layer_types": ["dense"] * 4},
+    ),
+    "laguna, experts below a dense layer, sees all": (
+        "laguna",
+        {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_layer_types": ["sparse", "dense"]}
+        | {"num_attention_heads_per_layer": [4, 8], "gating": "per-head"},
+    ),
     "minimax_m2": ("minimax_m2", MINIMAX),
     "minimax_m2, all of a head turns, tied": (
         "minimax_m2",
@@ -530,6 +559,7 @@ BFLOAT16 = (
     "granite",
     "granitemoehybrid",
     "hunyuan_v1_dense, stretched rope, biased",
+    "laguna",
     "lfm2",
     "llama, attention bias",
     "minimax_m2",
@@ -568,6 +598,19 @@ def test_logits_are_accurate_without_fixed_tiles(variant: str, tmp_path: Path) -
     assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
 
 
+def test_layers_of_one_kind_turn_as_many_heads_as_each_has(tmp_path: Path) -> None:
+    """Kernels are told how many; plain torch, where gradients are asked for, looks them up in a table of whole rows."""
+    model = load(
+        save(random_model(make_config("laguna, layers of one kind have other heads, no experts")), tmp_path)
+    ).model
+    assert isinstance(model, Decoder)
+    for layer in model.layers:
+        attention = layer.attention
+        assert isinstance(attention, GroupedQueryAttention)
+        rope = model._ropes[attention.turns](torch.zeros(1, dtype=torch.int64), model.embed_tokens)
+        assert len(rope.table.partner) == attention.qkv_proj.weight.shape[0]
+
+
 @pytest.mark.parametrize("variant", BFLOAT16)
 def test_bfloat16_logits_are_as_accurate_as_those_of_transformers(variant: str, tmp_path: Path) -> None:
     source = save(random_model(make_config(variant)), tmp_path)
@@ -604,7 +647,7 @@ def longrope_config() -> Any:
     "variant",
     [
         *("llama, tied", "mistral, sliding", "olmo3", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
-        *("afmoe", "granite"),
+        *("afmoe", "granite", "laguna"),
         "qwen3_5_text",
     ],
 )
@@ -639,6 +682,7 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     assert read_architecture(AutoConfig.for_model("gpt_oss", swiglu_alpha=1.0)) is None
     assert read_architecture(AutoConfig.for_model("deepseek_v2", topk_method="group_limited_greedy")) is None
     assert read_architecture(AutoConfig.for_model("ernie4_5_moe", use_bias=True)) is None
+    assert read_architecture(AutoConfig.for_model("laguna", moe_router_logit_softcapping=30.0)) is None
     assert read_architecture(AutoConfig.for_model("qwen3", architectures=["Qwen3ForTokenClassification"])) is None
 
 
@@ -757,6 +801,11 @@ def test_a_router_keeps_its_digits_beside_16_bits(
             {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3},
             r"num_attention_heads of a gemma4_text checkpoint must be divisible by num_key_value_heads \(3\), got 4",
         ),
+        (
+            "laguna",
+            {**LAGUNA, "num_attention_heads_per_layer": [4, 5]},
+            r"num_attention_heads of a laguna checkpoint must be divisible by num_key_value_heads \(2\), got 5; mend",
+        ),
         ("youtu", {**LATENT, "kv_lora_rank": 0}, "kv_lora_rank of a youtu checkpoint must be >= 1, got 0; mend"),
         ("youtu", {**LATENT, "q_lora_rank": -1}, "q_lora_rank of a youtu checkpoint must be >= 1, got -1; mend"),
         (
@@ -848,6 +897,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "hunyuan_v1_moe",
         "hy_v3",
         "afmoe",
+        "laguna",
         "mistral4, texts longer than it was trained with first",
     ],
 )

@@ -78,6 +78,16 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_v3": {**OTHER_ACT, **DEEPSEEK},
+    "laguna": {
+        **ONE_SLIDING_LAYER,
+        "moe_router_logit_softcapping": 1.0,  # without one its layers are ours
+        "head_dim": 16,
+        "num_attention_heads_per_layer": [8, 4],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "olmo2": OTHER_ACT,
     "cohere2": {**ONE_SLIDING_LAYER, "logit_scale": 0.25},
     "granite": {**OTHER_ACT, "logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},

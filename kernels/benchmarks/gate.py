@@ -1,6 +1,6 @@
 """What gates a layer's attention (Qwen3.5-9B), all that an expert gave for a row (Qwen3.5-35B-A3B), or a layer's input.
 
-The last is Gemma 4's: numbers of a token that each layer has its own columns of.
+The last is Gemma 4's: numbers of a token that each layer has its own columns of. Laguna XS gates whole heads.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ NUM_LAYERS = 30  # of Gemma 4
 
 FUNCTIONS: Mapping[GateFunction, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": torch.relu,
     "identity": torch.clone,
@@ -59,6 +60,15 @@ def cases(setting: Setting) -> list[Case]:
             )
             for num_rows, width, _ in shapes[:1]
         ]
+        + [
+            Case(
+                op="gate",
+                label=f"{num_rows} rows of {width} by softplus, one gate a head",
+                dtype=name_of(setting.dtype),
+                prepare=partial(_prepare, setting, num_rows, width, gates, "softplus"),
+            )
+            for num_rows, width, gates in (((3, 70, 7),) if setting.is_small else ((8, 8192, 64), (512, 8192, 64)))
+        ]
     )
 
 
@@ -71,7 +81,7 @@ def _prepare(setting: Setting, num_rows: int, width: int, gates: int, function: 
 
     def check() -> list[str]:
         wide = by.double()
-        exact = x.double() * FUNCTIONS[function](wide)
+        exact = x.double() * FUNCTIONS[function](wide).repeat_interleave(width // gates, dim=1)
         return [check_error(kernel.gate(x, by, function), reference.gate(x, by, function), exact)]
 
     return Work(

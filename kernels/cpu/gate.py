@@ -16,12 +16,13 @@ from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import LOG2_E, exp2, gelu_power
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.recording import empty
+from kernels.cpu.softplus import softplus
 from kernels.cpu.threads import parts_of
 from kernels.reference.gate import GateFunction
 
 NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 PART_WORK = 1 << 12  # numbers, gated in some microseconds
-Arguments = arguments_of("out", "x", "by", "num_rows", "width", "x_stride", "by_stride", "is_one")
+Arguments = arguments_of("out", "x", "by", "num_rows", "width", "x_stride", "by_stride", "num_gates")
 
 
 @vectorized
@@ -46,6 +47,7 @@ def identity(x: Any) -> Any:
 
 FUNCTIONS: Mapping[GateFunction, Any] = {
     "sigmoid": sigmoid,
+    "softplus": softplus,
     "gelu_tanh": gelu_tanh,
     "relu": relu,
     "identity": identity,
@@ -63,25 +65,27 @@ def rows_gate(element: Any, factor_element: Any, function: GateFunction) -> Kern
         gates = elements(a.by, a.num_rows, a.by_stride, factor_element)
         for row in range(part, a.num_rows, num_parts):
             out, x, by = to[row], rows[row], gates[row]
-            if a.is_one:
-                scale = factor(widen(by[0]))
-                for column in range(a.width):
-                    out[column] = narrow(widen(x[column]) * scale, x[column])
-            else:
+            if a.num_gates == a.width:
                 for column in range(a.width):
                     out[column] = narrow(widen(x[column]) * factor(widen(by[column])), x[column])
+            else:
+                num_columns = a.width // a.num_gates
+                for own in range(a.num_gates):
+                    scale = factor(widen(by[own]))
+                    for column in range(own * num_columns, (own + 1) * num_columns):
+                        out[column] = narrow(widen(x[column]) * scale, x[column])
 
     return Kernel(gate_rows, Arguments)
 
 
 def gate(x: Tensor, by: Tensor, function: GateFunction) -> Tensor:
-    """x: [num_rows, width]; by: the same, or [num_rows, 1]; rows may be strided. by: of x's dtype, or float32."""
+    """x: [num_rows, width]; by: [num_rows, gates], of x's dtype or float32; rows may be strided."""
     num_rows, width = x.shape
-    assert by.shape in ((num_rows, width), (num_rows, 1)) and by.dtype in (x.dtype, torch.float32)
+    assert len(by) == num_rows and width % by.shape[1] == 0 and by.dtype in (x.dtype, torch.float32)
     assert x.stride(1) == 1 and (by.shape[1] == 1 or by.stride(1) == 1)
     out = empty(num_rows, width, dtype=x.dtype)
     parts = parts_of(num_rows * width, PART_WORK, num_rows)
-    strides, is_one = (x.stride(0), by.stride(0)), by.shape[1] == 1
+    strides, num_gates = (x.stride(0), by.stride(0)), by.shape[1]
     kernel = rows_gate(ELEMENTS[x.dtype], ELEMENTS[by.dtype], function)
-    kernel(out.data_ptr(), x.data_ptr(), by.data_ptr(), num_rows, width, *strides, is_one, parts=parts)
+    kernel(out.data_ptr(), x.data_ptr(), by.data_ptr(), num_rows, width, *strides, num_gates, parts=parts)
     return out

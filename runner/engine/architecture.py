@@ -64,6 +64,7 @@ class Architecture:
     experts: ExpertShapes | None = None
     has_output_gate: bool = False  # Family.has_output_gate
     is_gate_apart: bool = False  # Family.is_gate_apart
+    gates_heads: bool = False  # a head's gate is one number
     delta: DeltaShapes | None = None
     convs: ConvShapes | None = None  # of those that stand in place of attention
     norms_values: bool = False  # Family.norms_values
@@ -94,17 +95,24 @@ class Architecture:
     @property
     def head_orders(self) -> Mapping[str, list[int]]:
         """Of the elements of a head in our rotations (HeadLayout.order), by tensors' names within a layer."""
-        layout = self.heads[0].layout
         if self.latent is not None:
-            return self.latent.head_orders(layout)
-        order = layout.order
+            return self.latent.head_orders(self.heads[0].layout)
         parts = [f"{name}_{kind}" for name in "qk" for kind in ("proj.weight", "proj.bias", "norm.weight")]
-        return {} if order is None else {f"self_attn.{part}": order for part in parts}
+        return {f"{layer}self_attn.{part}": order for layer, order in self._reordered.items() for part in parts}
 
     @property
     def beside_heads(self) -> tuple[str, ...]:
         """Matrices of those whose heads are reordered, and what is multiplied with them."""
-        return tuple(self.heads[0].qkv_rows) if self.latent is None else self.latent.beside_heads
+        if self.latent is not None:
+            return self.latent.beside_heads
+        return tuple(f"{layer}{name}" for layer in self._reordered for name in self.heads[0].qkv_rows)
+
+    @property
+    def _reordered(self) -> Mapping[str, list[int]]:
+        """As head_orders, by what names within a layer begin with: nothing, where all layers have one layout."""
+        layouts = [own.layout for own in self.heads]
+        own = {"": layouts[0]} if len(set(layouts)) == 1 else {f"layers.{at}.": own for at, own in enumerate(layouts)}
+        return {layer: layout.order for layer, layout in own.items() if layout.order is not None}
 
     @property
     def fused_tensors(self) -> Mapping[str, Fused]:
@@ -210,6 +218,7 @@ def read_architecture(config: Any) -> Architecture | None:
         experts=read_expert_shapes(config, family.experts),
         has_output_gate=family.has_output_gate,
         is_gate_apart=family.is_gate_apart,
+        gates_heads=stated(config, family, "gating") in (True, "per-head"),
         delta=_delta_shapes(config, family),
         convs=read_conv_shapes(config) if family.has_short_convs else None,
         norms_values=family.norms_values,

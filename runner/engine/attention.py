@@ -55,8 +55,13 @@ class Attention(Mixer):
             sinks=self.sinks,
         )
 
+    @property
+    def turns(self) -> tuple[str | None, int]:
+        """What makes rotations differ: of which of the config's they are, and of how many heads."""
+        return self.rope_key, self.num_heads
+
     def rope(self, hf_config: Any, max_model_len: int) -> Rope:
-        """The rotations of this and of every layer of a model that has the same rope_key."""
+        """The rotations of this and of every layer of a model that has the same turns."""
         return Rope(
             hf_config,
             self.rope_key,

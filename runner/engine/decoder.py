@@ -89,7 +89,7 @@ class Decoder:
             default=-1,
         )
         attentions = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
-        kinds = {attention.rope_key: attention for attention in attentions}
+        kinds = {attention.turns: attention for attention in attentions}
         self._ropes = {key: attention.rope(hf_config, max_model_len) for key, attention in kinds.items()}
 
     @property
@@ -181,7 +181,7 @@ class Decoder:
                 batch = batch.late.batch
                 ropes, normed, residual = self._turns(batch), take_rows(normed, rows), take_rows(residual, rows)
                 inputs = None if inputs is None else take_rows(inputs.flatten(1), rows).view(-1, *inputs.shape[1:])
-            rope = ropes[layer.mixer.rope_key] if isinstance(layer.mixer, Attention) else None
+            rope = ropes[layer.mixer.turns] if isinstance(layer.mixer, Attention) else None
             own = None if inputs is None else inputs[:, index]
             hidden, residual = layer.after_input_norm(normed, residual, rope, batch, cache, own)
             below = layer
@@ -198,11 +198,11 @@ class Decoder:
         own = copy(self)
         own.num_layers, own.layers = num_layers, self.layers[:num_layers]
         own.late_from = min(self.late_from, num_layers)
-        turned = {layer.mixer.rope_key for layer in own.layers if isinstance(layer.mixer, Attention)}
+        turned = {layer.mixer.turns for layer in own.layers if isinstance(layer.mixer, Attention)}
         own._ropes = {key: rope for key, rope in self._ropes.items() if key in turned}
         return own
 
-    def _turns(self, batch: ForwardBatch) -> dict[str | None, RopeRows]:
+    def _turns(self, batch: ForwardBatch) -> dict[tuple[str | None, int], RopeRows]:
         """The rotations of a launch's rows, of each kind."""
         return {key: rope(batch.positions, self.embed_tokens) for key, rope in self._ropes.items()}
 

@@ -138,6 +138,17 @@ _HY_MIXTURE = replace(
 
 _LATENT: dict[str, Any] = {"output_bias": "attention_bias", "is_latent": True, "is_rope_interleaved": "rope_interleave"}
 
+_LAGUNA_MIXTURE = Mixture(
+    block="mlp",
+    is_there="num_experts",
+    scores="sigmoid",
+    scale_key="moe_routed_scaling_factor",
+    corrections="experts.e_score_correction_bias",
+    shared="shared_expert",
+    shared_size_key="shared_expert_intermediate_size",
+    layers="by_type",
+)
+
 # Qwen2-MoE's, whose shared expert is gated.
 _QWEN_MIXTURE: dict[str, Any] = {
     "block": "mlp",
@@ -292,6 +303,19 @@ FAMILIES = {
     "hy_v3": Family(output_bias="attention_bias", qk_norm=True, fixed_values={"mlp_bias": False}, experts=_HY_MIXTURE),
     "internlm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "kimi_k2": Family(**_LATENT, experts=_DEEPSEEK_MIXTURE),
+    "laguna": Family(
+        output_bias="attention_bias",
+        qk_norm=True,
+        windows="by_layer",
+        is_rope_partial=True,
+        has_output_gate=True,
+        is_gate_apart=True,
+        gate="g_proj",
+        gate_function="softplus",
+        reads=("gating", "num_attention_heads_per_layer"),
+        fixed_values={"moe_router_logit_softcapping": 0.0},
+        experts=_LAGUNA_MIXTURE,
+    ),
     "lfm2": Family(
         qkv_bias=False,
         qk_norm=True,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from kernels.reference.act_and_mul import Activation
+from kernels.reference.gate import GateFunction
 from runner.engine.mixture import Mixture
 
 # How tensors of gated delta nets hold projections together: matrix by matrix (Qwen3.5), or a key head and its value
@@ -86,6 +87,8 @@ class Family:
     has_sinks: bool = False  # each head has a logit that takes mass from its keys and yields nothing
     has_output_gate: bool = False  # each head's attention is gated by the layer's input (arXiv 2505.06708)
     is_gate_apart: bool = False  # in a tensor of its own; else what gates a head stands beside its queries
+    gate: str = "gate_proj"  # the name of that tensor's module in the checkpoint, within the attention
+    gate_function: GateFunction = "sigmoid"
     has_short_convs: bool = False  # layers of type conv have one in place of attention
     delta_nets: DeltaLayout | None = None  # of layers that do not attend
     state_keys: StateKeys | None = None  # of the config, of those

@@ -55,8 +55,9 @@ class GroupedQueryAttention(Attention):
             dtype=dtype,
             quantization=quantization,
         )
+        family = FAMILIES[arch.family]
         self._is_norm_whole = arch.qk_norm and arch.is_qk_norm_whole
-        self._norm_names = FAMILIES[arch.family].head_norms
+        self._norm_names = family.head_norms
         has_weights = arch.qk_norm and self._norm_names is not None
         # Of queries, and of keys where the layer has some.
         self.q_norm, self.k_norm = (
@@ -67,11 +68,12 @@ class GroupedQueryAttention(Attention):
             )
         )
         # Gates what each head finds, where a family does.
+        self._gate_function = family.gate_function
         self.gate_proj = (
             ColumnParallelLinear(
                 in_features,
-                {"self_attn.gate_proj": heads.num_heads * heads.head_dim},
-                bias=arch.qkv_bias,
+                {f"self_attn.{family.gate}": heads.num_heads * (1 if arch.gates_heads else heads.head_dim)},
+                bias=arch.qkv_bias and not family.is_gate_apart,
                 shard=shard,
                 dtype=dtype,
                 quantization=quantization,
@@ -117,7 +119,7 @@ class GroupedQueryAttention(Attention):
             query = rotate(qkv, rope, num_heads=self.num_heads, head_dim=self.head_dim, q_norm=self._norms[0])
         out = self.attend(query, cache.layers[self.kv_layer], batch.attention)
         if self.gate_proj is not None:
-            out = gate(out, self.gate_proj(hidden, batch.linear_tile), "sigmoid")
+            out = gate(out, self.gate_proj(hidden, batch.linear_tile), self._gate_function)
         return self.o_proj.in_parts(out, batch.linear_tile)
 
     def _normed_whole(self, qkv: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,7 @@ def read_head_shapes(config: Any, family: Family) -> tuple[HeadShapes, ...]:
     Raises:
         UserError: numbers of heads, or of layers that see others' keys and values, which cannot be.
     """
-    num_layers = config.num_hidden_layers
-    of_layers = [config.per_layer_config[layer] if family.heads_by_layer else config for layer in range(num_layers)]
+    of_layers = [_of_layer(config, family, layer) for layer in range(config.num_hidden_layers)]
     for own in of_layers:
         _require_heads(own, config)
     return tuple(
@@ -54,6 +54,19 @@ def read_head_shapes(config: Any, family: Family) -> tuple[HeadShapes, ...]:
         )
         for own, source, kind in zip(of_layers, _kv_layers(config, family), _kinds(config, family), strict=True)
     )
+
+
+def _of_layer(config: Any, family: Family, layer: int) -> Any:
+    """The config as the layer has it."""
+    if family.heads_by_layer:
+        return config.per_layer_config[layer]
+    counts = stated(config, family, "num_attention_heads_per_layer")
+    if counts is None:
+        return config
+    own = copy(config)
+    own.num_attention_heads = counts[layer]
+    own.rope_parameters = config.rope_parameters[config.layer_types[layer]]
+    return own
 
 
 def _kinds(config: Any, family: Family) -> list[str]:

@@ -274,7 +274,10 @@ def _rope_kernels(rows: Rows) -> ModuleType:
 
 
 def gate(x: torch.Tensor, by: torch.Tensor, function: GateFunction) -> torch.Tensor:
-    """x times a function of `by`: [num_rows, width], and [num_rows, width] or [num_rows, 1]; rows may be strided."""
+    """x times a function of `by`: [num_rows, width], and [num_rows, gates], each for columns side by side.
+
+    Rows may be strided.
+    """
     if is_compiled(x):
         from kernels.cpu.gate import gate as on_cpu
 
