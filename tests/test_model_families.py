@@ -282,6 +282,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**SHORT_CONV, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1}
         | {"routed_scaling_factor": 2.5},
     ),
+    "lfm3": (
+        "lfm3",
+        {"head_dim": 16, "sliding_window": 8, "layer_types": ["conv", "sliding_attention", "full_attention"]}
+        | {"num_hidden_layers": 3, "pad_token_id": 0},
+    ),
+    "lfm3, biased, untied, other rotations": (
+        "lfm3",
+        {"head_dim": 32, "layer_types": ["full_attention", "conv"], "conv_bias": True, "tie_word_embeddings": False}
+        | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}, "pad_token_id": 0},
+    ),
     "lfm2_moe, experts everywhere, not normalized": (
         "lfm2_moe",
         {**SHORT_CONV, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 0}

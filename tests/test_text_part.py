@@ -126,6 +126,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**PATCHES, "model_type": "siglip2_vision_model"},
         {"downsample_factor": 1, "projector_hidden_size": 32},
     ),
+    "lfm3_vl": (
+        {**TEXT, "model_type": "lfm3", "head_dim": 16, "sliding_window": 8}
+        | {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+        {**EYES, "patch_size": 4},
+        {"downsample_factor": 1, "projector_hidden_size": 32},
+    ),
     "llama4": (
         {
             **TEXT,

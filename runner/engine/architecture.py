@@ -176,7 +176,8 @@ def read_architecture(config: Any) -> Architecture | None:
     if family.delta_nets is not None or family.has_short_convs:
         in_place = {SHORT_CONV} if family.has_short_convs else set(IN_PLACE_OF_ATTENTION)
         others = set(config.layer_types) - in_place - set(MLP_BLOCKS if family.has_blocks else ())
-        is_ours = is_ours and set() < others <= {"attention", "full_attention"}
+        attending = {"attention", "full_attention", *(["sliding_attention"] if family.windows == "by_layer" else [])}
+        is_ours = is_ours and set() < others <= attending
     activation = getattr(config, family.activation_key, family.activation_names[0])
     if activation not in family.activation_names or not is_ours:
         return None
@@ -218,7 +219,7 @@ def read_architecture(config: Any) -> Architecture | None:
         experts=read_expert_shapes(config, family.experts),
         has_output_gate=family.has_output_gate,
         is_gate_apart=family.is_gate_apart,
-        gates_heads=stated(config, family, "gating") in (True, "per-head"),
+        gates_heads=family.gates_heads is not None and getattr(config, family.gates_heads) in (True, "per-head"),
         delta=_delta_shapes(config, family),
         convs=read_conv_shapes(config) if family.has_short_convs else None,
         norms_values=family.norms_values,

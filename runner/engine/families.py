@@ -43,6 +43,7 @@ OLMO_NORMS = NormNames(
 AFMOE_NORMS = NormNames(
     after_attention="post_attention_layernorm", before_mlp="pre_mlp_layernorm", after_mlp="post_mlp_layernorm"
 )
+LFM3_NORMS = NormNames(after_attention="post_operator_norm", after_mlp="post_ffn_norm")
 GLM_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
@@ -137,6 +138,8 @@ _HY_MIXTURE = replace(
 )
 
 _LATENT: dict[str, Any] = {"output_bias": "attention_bias", "is_latent": True, "is_rope_interleaved": "rope_interleave"}
+
+_LFM: dict[str, Any] = {"qkv_bias": False, "qk_norm": True, "eps_key": "norm_eps", "has_short_convs": True}
 
 _LAGUNA_MIXTURE = Mixture(
     block="mlp",
@@ -312,22 +315,14 @@ FAMILIES = {
         is_gate_apart=True,
         gate="g_proj",
         gate_function="softplus",
-        reads=("gating", "num_attention_heads_per_layer"),
+        gates_heads="gating",
+        reads=("num_attention_heads_per_layer",),
         fixed_values={"moe_router_logit_softcapping": 0.0},
         experts=_LAGUNA_MIXTURE,
     ),
-    "lfm2": Family(
-        qkv_bias=False,
-        qk_norm=True,
-        eps_key="norm_eps",
-        has_short_convs=True,
-        reads=("block_auto_adjust_ff_dim",),
-    ),
+    "lfm2": Family(**_LFM, reads=("block_auto_adjust_ff_dim",)),
     "lfm2_moe": Family(
-        qkv_bias=False,
-        qk_norm=True,
-        eps_key="norm_eps",
-        has_short_convs=True,
+        **_LFM,
         fixed_values={"use_expert_bias": True},
         experts=Mixture(
             block="mlp",
@@ -337,6 +332,15 @@ FAMILIES = {
             corrections="expert_bias",
             layers="behind_dense",
         ),
+    ),
+    "lfm3": Family(
+        **_LFM,
+        norms=LFM3_NORMS,
+        windows="by_layer",
+        has_output_gate=True,
+        is_gate_apart=True,
+        gates_heads="use_attention_gate",
+        fixed_values={"use_sandwich_norm": True, "use_attention_gate": True, "attention_bias": False},
     ),
     "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "llama4_text": Family(

@@ -89,6 +89,7 @@ class Family:
     is_gate_apart: bool = False  # in a tensor of its own; else what gates a head stands beside its queries
     gate: str = "gate_proj"  # the name of that tensor's module in the checkpoint, within the attention
     gate_function: GateFunction = "sigmoid"
+    gates_heads: str | None = None  # key of the config, which says whether a head's gate is one number
     has_short_convs: bool = False  # layers of type conv have one in place of attention
     delta_nets: DeltaLayout | None = None  # of layers that do not attend
     state_keys: StateKeys | None = None  # of the config, of those

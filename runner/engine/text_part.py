@@ -17,7 +17,7 @@ Tensor = TypeVar("Tensor")
 
 # model_type of those whose language model sees a prompt of text as it would alone (PaliGemma's sees all of it at once).
 WITH_TEXT_PART = (
-    *("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "internvl", "kimi_k25", "lfm2_vl", "llama4"),
+    *("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "llama4"),
     *(
         "llava",
         "llava_next",
