@@ -85,6 +85,22 @@ TARGETS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    # The module's block attends as the first layer does.
+    "exaone4": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "exaone_moe": {
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "mtp_layer_types": ["sliding_attention"],
+    },
     "glm4_moe": {
         "head_dim": 16,
         "moe_intermediate_size": 32,
@@ -138,7 +154,7 @@ LAYOUTS = {
         projection="eh_proj",
         final_norm="final_layernorm",
     ),
-    # vllm/model_executor/models/qwen3_next_mtp.py: cat(embedding, state)
+    # vllm/model_executor/models/qwen3_next_mtp.py and exaone_moe_mtp.py: cat(embedding, state)
     "qwen3_next": Names(
         module="mtp.",
         block="mtp.layers.0.",
@@ -176,6 +192,8 @@ PUBLISHED = (
     ("hy", "hy_v3"),
     ("deepseek", "mistral"),
     ("mimo", "qwen2"),
+    ("qwen3_next", "exaone4"),
+    ("qwen3_next", "exaone_moe"),
     ("qwen3_next", "qwen3"),
     ("qwen3_next", "qwen3_5_text"),
     ("qwen3_next", "qwen3_moe"),

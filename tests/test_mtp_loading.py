@@ -318,6 +318,29 @@ def test_ernies_module_is_refused_where_its_targets_norm_is_out_of_reach(tmp_pat
         assert "an MTP module in ERNIE 4.5's layout ends with the norm of its target, which must run on our" in message
 
 
+@pytest.mark.parametrize(
+    ("stated", "window", "turns"), [("sliding_attention", 8, True), ("full_attention", None, False)]
+)
+def test_a_k_exaone_module_attends_as_its_config_states(
+    stated: str, window: int | None, turns: bool, tmp_path: Path
+) -> None:
+    """Whether its weights are read or are dummies; without a word as the first layer does, with an MLP always."""
+    write(tmp_path, "qwen3_next", "exaone_moe", mtp_layer_types=[stated], num_nextn_predict_layers=1)
+    values = json.loads((tmp_path / "config.json").read_text())
+    silent = {**values, "layer_types": [stated, "sliding_attention"], "mtp_layer_types": None}
+    for llm in (start(tmp_path), *(start("dummy", load_format="dummy", hf_config=own) for own in (values, silent))):
+        block = head_of(llm).block
+        assert isinstance(block, OwnBlock) and isinstance(block.layer.mlp, MLP)
+        assert block.layer.attention.sliding_window == window
+        assert (block.layer.attention.rope_key is not None) is turns
+
+
+def test_a_k_exaone_module_of_no_kind_of_its_targets_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_next", "exaone_moe", mtp_layer_types=["chunked_attention"])
+    rule = "mtp_layer_types must be of the kinds of the target's layers (full_attention, sliding_attention), got 'chunk"
+    assert rule in refusal(tmp_path)
+
+
 def test_a_module_that_does_not_fit_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "deepseek", "glm4_moe")
     monkeypatch.setattr(mtp_block, "require_memory", lambda needed, *rest: require_memory(needed << 40, *rest))

@@ -248,8 +248,7 @@ def test_logits_of_text_are_as_accurate_as_those_of_transformers(name: str, tmp_
     )
 
 
-def test_exaones_mtp_module_is_left_alone(tmp_path: Path) -> None:
-    """Its layers norm behind what they add, which modules' here do not."""
+def test_exaones_mtp_module_is_its_drafter_and_nothing_of_the_target(tmp_path: Path) -> None:
     source = save(seeing_model("exaone4_5"), tmp_path)
     expected = load(source)
 
@@ -264,6 +263,14 @@ def test_exaones_mtp_module_is_left_alone(tmp_path: Path) -> None:
     found = load(source)
     assert isinstance(found.model, Decoder) and isinstance(expected.model, Decoder)
     assert all(map(torch.equal, found.model.parameters(), expected.model.parameters()))
+    save_tokenizer(tmp_path, VOCAB_SIZE)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    plain, drafted = (
+        LLM(str(tmp_path), speculative_config=config, **options).generate([{"prompt_token_ids": [1, 2, 3]}], params)[0]
+        for config in (None, {"method": "mtp", "num_speculative_tokens": 2})
+    )
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:

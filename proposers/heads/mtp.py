@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from proposers.vocabularies.partial import KnownTokens
 from runner.engine.attention import Attention
 from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
+from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head
 from runner.engine.hidden_states import NORMED
@@ -95,8 +97,7 @@ class MtpHead:
             eps=self.hidden_norm.eps,
             states_first=self.layout.is_hidden_first,
         )
-        output, residual = self.block(self.projection(both, batch.linear_tile), batch, cache)
-        return self.final_norm.add(output, residual)[0]
+        return self.block(self.projection(both, batch.linear_tile), batch, cache, self.final_norm)
 
     def logits(self, output: torch.Tensor, tile: int | None) -> torch.Tensor:
         if self.lm_head is None:
@@ -143,7 +144,13 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
     if module.arch is not None:
         arch = replace(module.arch, experts=None) if found.layout.has_mlp else module.arch
         block = OwnBlock(
-            arch, module.config, max_model_len=length, dtype=context.dtype, device=context.device, name=name
+            arch,
+            module.config,
+            max_model_len=length,
+            dtype=context.dtype,
+            device=context.device,
+            name=name,
+            like=_first_like(module.config, name) if found.layout.is_like_first else None,
         )
     else:
         assert isinstance(target.model, TransformersModel), "another target's block was refused"
@@ -162,3 +169,20 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
         )
     fill_head(head.weight_targets(), found.tensors, source, f"an MTP module in {found.layout.title} layout")
     return head
+
+
+def _first_like(config: Any, name: str) -> int:
+    """The first of a target's layers that is of its module's kind: that of the first layer, or what the config states.
+
+    Raises:
+        UserError: the target has no such layer.
+    """
+    kinds = list(config.layer_types)
+    kind = (getattr(config, "mtp_layer_types", None) or kinds)[0]
+    if kind not in kinds:
+        known = ", ".join(dict.fromkeys(kinds))
+        raise UserError(
+            f"{name}: mtp_layer_types must be of the kinds of the target's layers ({known}), got {kind!r}; "
+            "mend its config"
+        )
+    return kinds.index(kind)

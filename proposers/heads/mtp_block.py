@@ -1,7 +1,7 @@
 """The decoder block inside an MTP module: our own layer, or a copy of the layers that transformers runs the target by.
 
-Both take the residual stream and return it in two parts, keep their KV in layer 0 of the cache they are given, and say
-which checkpoint tensor fills what.
+Both take the residual stream and return it normed, keep their KV in layer 0 of the cache they are given, and say which
+checkpoint tensor fills what.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget
 from runner.engine.memory import require_memory
-from runner.engine.operations import Rows
+from runner.engine.norms import RMSNorm
 from runner.engine.shard import Shard
 from runner.engine.transformers_attention import Launch, Probe
 from runner.engine.transformers_model import PROBE_ROWS, TransformersModel
@@ -32,8 +32,10 @@ class MtpBlock(Protocol):
     kv_width: int  # elements a token takes in the cache
     attentions: Sequence[Attention]  # as PagedLayers.attentions
 
-    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> tuple[Rows, torch.Tensor]:
-        """(output not yet added, residual), all [num_rows, hidden]: the next norm adds them."""
+    def __call__(
+        self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache, final_norm: RMSNorm
+    ) -> torch.Tensor:
+        """The residual stream behind the block and the norm, as hidden [num_rows, hidden]."""
 
     def convert(self, change: Change) -> None:
         """As DecoderLayer.convert."""
@@ -53,20 +55,17 @@ class OwnBlock:
         dtype: torch.dtype,
         device: torch.device,
         name: str,
+        like: int | None = None,
     ) -> None:
-        """name: the module's, for errors.
+        """name: the module's, for errors; like: as of _alone.
 
         Raises:
             UserError: the layer does not fit memory.
         """
-        # Where layers differ, modules are trained with the kind that sees everything.
-        window = None if None in arch.sliding_windows else arch.sliding_windows[-1]
-        experts = None if arch.experts is None else replace(arch.experts, in_layers=arch.experts.in_layers[-1:])
-        heads = (replace(arch.heads[-1], kv_layer=None),)
-        alone = replace(arch, num_layers=1, heads=heads, sliding_windows=(window,), experts=experts, delta=None)
+        alone = _alone(arch, like)
         with torch.device("meta"):
-            like = DecoderLayer(alone, 0, Shard(), dtype)
-        needed = sum(target.view.nbytes for target in like.weight_targets("").values())
+            sizes = DecoderLayer(alone, 0, Shard(), dtype)
+        needed = sum(target.view.nbytes for target in sizes.weight_targets("").values())
         require_memory(needed, device, f"the MTP module of {name}", "choose a smaller model")
         with torch.device(device):
             self.layer = DecoderLayer(alone, 0, Shard(), dtype)
@@ -75,8 +74,11 @@ class OwnBlock:
         self.kv_width = self.layer.attention.kv_width
         self._rope = self.layer.attention.rope(hf_config, max_model_len)
 
-    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache) -> tuple[Rows, torch.Tensor]:
-        return self.layer(None, hidden, self._rope(batch.positions, hidden), batch, cache)
+    def __call__(
+        self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache, final_norm: RMSNorm
+    ) -> torch.Tensor:
+        output, residual = self.layer(None, hidden, self._rope(batch.positions, hidden), batch, cache)
+        return self.layer.add_output(output, residual, final_norm)[0]
 
     def convert(self, change: Change) -> None:
         self.layer.convert(change)
@@ -116,10 +118,9 @@ class TransformersBlock:
         self.kv_width = probe.kv_widths[0]
 
     def __call__(
-        self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = self._run(hidden, batch.positions, Launch(batch=batch, cache=cache))
-        return whole, torch.zeros_like(whole)  # transformers' layers add for themselves
+        self, hidden: torch.Tensor, batch: ForwardBatch, cache: PagedKVCache, final_norm: RMSNorm
+    ) -> torch.Tensor:
+        return final_norm(self._run(hidden, batch.positions, Launch(batch=batch, cache=cache)))
 
     @torch.inference_mode()
     def _run(self, hidden: torch.Tensor, positions: torch.Tensor, launch: Launch | Probe) -> torch.Tensor:
@@ -150,3 +151,24 @@ class TransformersBlock:
                 for part, view in parts if matrix == "gate_up_proj" else [(matrix, expert)]:
                     targets[f"{prefix}{root}.{index}.{part}.weight"] = WeightTarget(view=view)
         return targets
+
+
+def _alone(arch: Architecture, like: int | None) -> Architecture:
+    """The architecture of a block of its target's.
+
+    like: a layer of the target that the block attends as; None: where layers differ, as those that see everything.
+    """
+    if like is None:
+        window, rope = None if None in arch.sliding_windows else arch.sliding_windows[-1], arch.ropes[0]
+    else:
+        window, rope = arch.sliding_windows[like], arch.ropes[like]
+    experts = None if arch.experts is None else replace(arch.experts, in_layers=arch.experts.in_layers[-1:])
+    return replace(
+        arch,
+        num_layers=1,
+        heads=(replace(arch.heads[-1], kv_layer=None),),
+        sliding_windows=(window,),
+        ropes=(rope,),
+        experts=experts,
+        delta=None,
+    )

@@ -27,13 +27,15 @@ from runner.engine.loader import LoadedModel
 from runner.engine.mtp_layout import (
     DEEPSEEK,
     ERNIE,
+    EXAONE,
+    EXAONES,
     HY,
-    IN_TARGETS,
     MIMO,
     NUM_MODULES_KEYS,
     QWEN3_NEXT,
     SPECULATORS,
     MtpLayout,
+    layouts_of,
     num_modules,
 )
 from runner.engine.transformers_model import TransformersModel
@@ -43,7 +45,8 @@ logger = logging.getLogger(__name__)
 # A target's own tensors; the number is a layer's.
 _OF_A_TARGET = re.compile(r"(?:lm_head|model\.embed_tokens|model\.norm|model\.layers\.(\d+))\.")
 _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "embed_tokens.weight"), ("lm_head.weight",)
-_STATED = {"mimo": MIMO, "ernie4_5_moe": ERNIE, "hy_v3": HY}  # by a config's model_type
+# By a config's model_type.
+_STATED = {"mimo": MIMO, "ernie4_5_moe": ERNIE, "hy_v3": HY} | dict.fromkeys(EXAONES, EXAONE)
 _REMEDY = (
     "choose a target that was trained with one, name the directory of a module made for this target "
     "(method.model=<directory>), or choose another method"
@@ -82,7 +85,7 @@ def describe_module(source: ModelSource, target: LoadedModel) -> MtpModule:
     """
     if source.has_files_of(target.source):
         config = target.hf_config
-        return MtpModule(layouts=IN_TARGETS, arch=_layer(config, source), config=config)
+        return MtpModule(layouts=layouts_of(config), arch=_layer(config, source), config=config)
     values = read_head_config(source)
     kind = values.get("speculators_model_type")
     if kind is not None:
@@ -90,7 +93,7 @@ def describe_module(source: ModelSource, target: LoadedModel) -> MtpModule:
         module = MtpModule(layouts=(SPECULATORS,), arch=arch, config=config)
     else:
         config = load_config(source)
-        module = MtpModule(layouts=IN_TARGETS, arch=_layer(config, source), config=config)
+        module = MtpModule(layouts=layouts_of(config), arch=_layer(config, source), config=config)
         is_targets = config.model_type == target.hf_config.model_type
         if module.arch is None:
             fits = is_targets and isinstance(target.model, TransformersModel)
@@ -112,7 +115,7 @@ def _layer(config: Any, source: ModelSource) -> Architecture | None:
         UserError: one that modules are not built of here.
     """
     arch = read_architecture(config)
-    if arch is not None and not arch.has_plain_layers:
+    if arch is not None and not arch.has_plain_layers and config.model_type not in EXAONES:
         raise UserError(
             f"{source.name}={source.model}: an MTP module must have a layer like Llama's or Qwen3-MoE's, got "
             f"model_type {arch.family!r}; choose another method"

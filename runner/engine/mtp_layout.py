@@ -10,7 +10,7 @@ their layers, so the loader must know their tensors whatever the method.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Config keys that state how many modules there are, as DeepSeek, GLM, MiMo, ERNIE and Hunyuan name it, and Qwen3.5.
@@ -32,6 +32,7 @@ class MtpLayout:
     final_norm: str | None  # None: the target's own
     block: str = ""  # of the decoder block's tensors, behind the prefix
     has_mlp: bool = False  # the block has one, where layers of the target have experts
+    is_like_first: bool = False  # the block attends as the target's first layer, or as the config states
     embedding: str | None = None  # copies that a module may bring with it
     head: str | None = None
     unread: tuple[str, ...] = ()  # tensors that lie with a module's, and that its makers' code does not read
@@ -104,6 +105,8 @@ QWEN3_NEXT = MtpLayout(
     final_norm="norm",
     block="layers.{index}.",
 )
+# EXAONE 4.5 and K-EXAONE, as LG's code in vLLM runs them: Qwen3-Next's names.
+EXAONE = replace(QWEN3_NEXT, title="EXAONE's", has_mlp=True, is_like_first=True)
 # ERNIE 4.5, as Baidu's FastDeploy runs it: the norm of the target is its modules' too, and they take what is behind it.
 # vLLM norms nothing behind a module.
 ERNIE = MtpLayout(
@@ -125,7 +128,13 @@ SPECULATORS = MtpLayout(
     projection="input_proj",
     final_norm="final_layernorm",
 )
-IN_TARGETS = (QWEN3_NEXT, MIMO, ERNIE, DEEPSEEK, HY)
+_IN_TARGETS = (QWEN3_NEXT, MIMO, ERNIE, DEEPSEEK, HY)
+EXAONES = ("exaone4", "exaone_moe")  # model_type
+
+
+def layouts_of(config: Any) -> tuple[MtpLayout, ...]:
+    """That the modules of a target of this config may be in."""
+    return (EXAONE,) if config.model_type in EXAONES else _IN_TARGETS
 
 
 def num_modules(config: Any) -> int:
@@ -139,7 +148,7 @@ def modules_of(config: Any) -> Iterator[tuple[MtpLayout, int]]:
     A further layer is a module only where the config says so; the other layouts' names leave no doubt.
     """
     stated = num_modules(config)
-    for layout in IN_TARGETS:
+    for layout in layouts_of(config):
         for index in range(stated if layout.is_further_layer else max(1, stated)):
             yield layout, index
 
