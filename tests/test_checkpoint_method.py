@@ -46,6 +46,7 @@ def checkpoint(directory: Path, config: dict[str, Any] | None, *names: str, file
         ({"model_type": "eagle", "model": LLAMA}, (), "eagle"),
         (DFLASH, (), "dflash"),
         ({"dflash_config": {"mask_token_id": 1}}, (), "dflash"),
+        ({**DFLASH, "architectures": ["DFlashLagunaForCausalLM"], "draft_vocab_size": 9}, (), "dflash"),
         ({**DFLASH, "projector_type": None, "markov_rank": None, "selector_rank": 0, "xpress_rank": 0}, (), "dflash"),
         ({"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 8}}, (), "dflash"),
         ({"speculators_model_type": "dflash2"}, (), "dflash"),

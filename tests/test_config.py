@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from proposers.heads.dflash import DFlashHead
-from proposers.heads.dflash_config import read_dflash_config
+from proposers.heads.dflash_config import DFlashConfig, read_dflash_config
 from proposers.heads.dspark import DSparkHead
 from proposers.heads.dspark_config import read_dspark_config
+from proposers.heads.laguna_dflash import LagunaDFlashHead
+from proposers.heads.laguna_dflash_config import read_laguna_layers
 from proposers.heads.mtp_assistant_config import read_assistant_config
 from runner.cli.compose import Composer
 from runner.config import (
@@ -49,7 +52,7 @@ MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_MTP}
 # Of language models alone, in billions; their drafters are checkpoints of their own.
 WITH_ASSISTANT = {"gemma4_e2b": 4, "gemma4_26b_a4b": 25}
 MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_ASSISTANT}
-WITH_BLOCKS = {"muse_glimmer_30b": (27, "dflash"), "lfm2_5_1_2b": (1, "dspark")}
+WITH_BLOCKS = {"laguna_xs": (33, "dflash"), "muse_glimmer_30b": (27, "dflash"), "lfm2_5_1_2b": (1, "dspark")}
 MANDATORY |= {f"model/{preset}": [f"method={method}"] for preset, (_, method) in WITH_BLOCKS.items()}
 WITHOUT_DRAFTER = {"nemotron3_nano": 31}
 ALONE = (
@@ -263,42 +266,63 @@ def test_the_drafter_of_a_preset_sees_keys_and_values_as_its_target_has_them(pre
     assert [own.kv_layer for own in read.arch.heads] == [last[kind] for kind in read.hf_config.layer_types]
 
 
-def head_of_preset(preset: str, method: str) -> DFlashHead:
-    """On no device."""
+def target_and_head(preset: str, changes: Mapping[str, Any]) -> tuple[LoadedModel, dict[str, Any]]:
+    """A preset's target without memory, and what is said of its block drafter; changes: of the target's config."""
     from transformers import AutoConfig
 
     with Composer() as composer:
+        method = WITH_BLOCKS[preset][1]
         config = composer.config([f"model={preset}", f"method={method}", "model.load_format=dummy"])
     head, values = config.draft_model_config(), config.model.hf_config
     assert head is not None and head.hf_config is not None and values is not None
-    hf_config = AutoConfig.for_model(**values)
+    hf_config = AutoConfig.for_model(**{**values, **changes})
     source = ModelSource(model="a-head", load_format="dummy", hf_config=head.hf_config)
     arch = read_architecture(hf_config)
     assert arch is not None
     with torch.device("meta"):
         model = Decoder(arch, hf_config, max_model_len=64, dtype=torch.bfloat16)
-        target = LoadedModel(source=source, model=model, hf_config=hf_config, max_model_len=64, num_weight_bytes=0)
-        options: dict[str, Any] = {"max_model_len": 64, "dtype": torch.bfloat16, "own": ()}
-        if method == "dspark":
-            return DSparkHead(read_dspark_config(source, target, None), target, **options)
-        return DFlashHead(read_dflash_config(source, head.hf_config, target, None), target, **options)
+    target = LoadedModel(source=source, model=model, hf_config=hf_config, max_model_len=64, num_weight_bytes=0)
+    return target, dict(head.hf_config)
 
 
-@pytest.mark.parametrize(
-    ("preset", "count", "taps", "most"),
-    [
-        ("muse_glimmer_30b", 2_555_985_152, (2, 14, 26, 38, 50), 15),  # 5.11 GB are published
-        ("lfm2_5_1_2b", 295_725_953, (3, 6, 9, 12, 15), 9),  # and 591 MB
-    ],
-)
-def test_the_block_drafter_of_a_preset_has_as_many_parameters_as_the_published_one(
-    preset: str, count: int, taps: tuple[int, ...], most: int
-) -> None:
+def num_head_weights(head_class: Callable[..., DFlashHead], config: DFlashConfig, target: LoadedModel) -> int:
     """Without embeddings and projection, which are the target's."""
-    head = head_of_preset(preset, WITH_BLOCKS[preset][1])
-    assert sum(target.view.numel() for target in head.weight_targets().values()) == count
-    assert head.config.tap_layers == taps and head.config.max_draft_tokens == most
-    assert not any(head.config.causal_layers) and not head.config.brings_ends
+    with torch.device("meta"):
+        own = head_class(config, target, max_model_len=64, dtype=torch.bfloat16, own=()).weight_targets()
+    return sum(target.view.numel() for target in own.values())
+
+
+def test_muse_glimmers_drafter_has_as_many_parameters_as_the_published_one() -> None:
+    """5.11 GB in bfloat16."""
+    target, values = target_and_head("muse_glimmer_30b", {})
+    read = read_dflash_config(target.source, values, target, None)
+    assert num_head_weights(DFlashHead, read, target) == 2_555_985_152
+    assert read.tap_layers == (2, 14, 26, 38, 50) and read.max_draft_tokens == 15
+    assert not any(read.causal_layers) and not read.brings_ends
+
+
+def test_lfm2_5s_drafter_has_as_many_parameters_as_the_published_one() -> None:
+    """591 MB in bfloat16."""
+    target, _ = target_and_head("lfm2_5_1_2b", {})
+    read = read_dspark_config(target.source, target, None)
+    assert num_head_weights(DSparkHead, read, target) == 295_725_953
+    assert read.tap_layers == (3, 6, 9, 12, 15) and read.max_draft_tokens == 9
+    assert not any(read.causal_layers) and not read.brings_ends
+
+
+def test_lagunas_drafter_has_the_tensors_of_the_published_ones() -> None:
+    """Of that for XS by its config; that for S has 1,114,977,792 weights, 2.23 GB in bfloat16."""
+    target, values = target_and_head("laguna_xs", {})
+    read = read_dflash_config(target.source, values, target, None, read_layers=read_laguna_layers)
+    assert read.tap_layers == (2, 14, 26, 34, 40) and read.max_draft_tokens == 15 and all(read.causal_layers)
+    of_s: dict[str, Any] = {"hidden_size": 3072, "num_hidden_layers": 48, "num_attention_heads_per_layer": [48] * 48}
+    of_s |= {"layer_types": ["full_attention"] * 48, "mlp_layer_types": ["dense"] * 48}
+    target, _ = target_and_head("laguna_xs", of_s)
+    values |= {"hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 6, "num_attention_heads": 72}
+    values |= {"layer_types": ["sliding_attention"] * 6}
+    values["dflash_config"] |= {"num_target_layers": 48, "target_layer_ids": [1, 10, 19, 29, 38, 47]}
+    read = read_dflash_config(target.source, values, target, None, read_layers=read_laguna_layers)
+    assert num_head_weights(LagunaDFlashHead, read, target) == 1_114_977_792
 
 
 def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
@@ -327,6 +351,7 @@ def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:
         ("qwen3_5_35b_a3b", "default"),
         ("muse_glimmer_30b", "default"),
         ("lfm2_5_1_2b", "default"),
+        ("laguna_xs", "yarn"),
     ],
 )
 def test_transformers_reads_the_rope_of_a_preset(preset: str, rope_type: str) -> None:

@@ -4,7 +4,8 @@ The block is the pending token and mask tokens behind it, in the target's embedd
 stand behind those of the context, which no layer below computes: they are projected from hidden_norm(fc(states of the
 target)), the same for all layers, without the layer's input norm. The head keeps KV of the context only; that of a
 block is scratch. Layouts: z-lab's, Meta's for Muse Glimmer, speculators', whose heads may bring a draft vocabulary, and
-DeepSpec's, which bring embeddings and projection and, for Gemma 4, that target's layers.
+DeepSpec's, which bring embeddings and projection and, for Gemma 4, that target's layers. poolside's norm more of the
+context (proposers/heads/laguna_dflash.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from proposers.base import ProposerContext
 from proposers.heads.dflash_config import CAP, DFlashConfig, read_dflash_config, require_cap_of_target, with_cap
+from proposers.heads.fused_qkv import split_qkv
 from proposers.heads.head_sizes import longest_text
 from proposers.heads.layered_head import DRAFT_TO_TARGET, EMBEDDING, LM_HEAD, TARGET_TO_DRAFT, LayeredHead
 from runner.engine.checkpoint import ModelSource, resolve_directory
@@ -76,12 +78,20 @@ class DFlashHead(LayeredHead):
 
     def write_context(self, batch: ForwardBatch, states: torch.Tensor, cache: PagedKVCache) -> None:
         """states: the target's, [num_rows, num_taps * hidden], of the tokens at the launch's positions."""
-        context = self.hidden_norm(self.fc(states, batch.linear_tile))
+        context = self.context(states, batch.linear_tile)
         rope = self._rope(batch.positions, context)
         for layer in self.layers:
             attention = layer.attention
             assert isinstance(attention, GroupedQueryAttention), "of its families"
-            attention.write_context(context, rope, batch, cache)
+            attention.write_context(self.context_of(layer, context), rope, batch, cache)
+
+    def context(self, states: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """[num_rows, num_taps * hidden] of the target -> [num_rows, hidden], the same for all layers."""
+        return self.hidden_norm(self.fc(states, tile))
+
+    def context_of(self, layer: DecoderLayer, context: torch.Tensor) -> torch.Tensor:
+        """What the layer projects."""
+        return context
 
     def __call__(self, batch: ForwardBatch, hidden: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         """hidden: embeddings of blocks [num_rows, hidden] -> [num_rows, hidden], normed, as `logits` takes them."""
@@ -140,9 +150,10 @@ def fill_block_head(
     if not source.is_dummy:
         _require_no_mask_embedding(source)
     # Some of SpecForge's keep what they have beside a block under a name of its own.
-    tensors = {
+    renamed = {
         RENAMED.get(name, name.removeprefix(OLDER_PREFIX)): tensor for name, tensor in read_head_tensors(source).items()
     }
+    tensors = split_qkv(renamed, config.arch)
     marks = tensors.pop(TARGET_TO_DRAFT, None)
     is_cut = config.draft_vocab_size != target.model.vocab_size
     needed = {LM_HEAD, DRAFT_TO_TARGET} if is_cut else set[str]()

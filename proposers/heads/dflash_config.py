@@ -10,7 +10,7 @@ are read with these and some of their own (proposers/heads/dspark_config.py, dfl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,6 +86,7 @@ def read_dflash_config(
     samples_from_anchor: bool = False,
     has_defaults: bool = True,
     brings_ends: bool = False,
+    read_layers: Callable[[Mapping[str, Any], ModelSource], tuple[Architecture, Any]] | None = None,
 ) -> DFlashConfig:
     """The config of a head for this target.
 
@@ -96,6 +97,7 @@ def read_dflash_config(
         samples_from_anchor: what holds where neither the config nor its layout says it.
         has_defaults: whether a config without a block size, or without ids, means z-lab's.
         brings_ends: as DFlashConfig's.
+        read_layers: as head_architecture, of a kind whose layers are a family's of its own.
 
     Raises:
         UserError: a head of another kind or for another target, or ids that the target does not have.
@@ -108,7 +110,9 @@ def read_dflash_config(
     has_defaults = has_defaults and not is_deepspec
     _require_kind(source, values, nested, kind, kind_keys)
     layer_values = dict(values["transformer_layer_config"] if is_speculators else values)
-    if GEMMA4_DEEPSPEC in listed:
+    if read_layers is not None:
+        arch, hf_config = read_layers(layer_values, source)
+    elif GEMMA4_DEEPSPEC in listed:
         arch, hf_config = head_architecture(layer_values, source, GEMMA4_FAMILIES)
     else:
         layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
@@ -119,7 +123,7 @@ def read_dflash_config(
     window = nested.get("swa_window_size", layer_values.get("sliding_window"))
     arch = replace(arch, sliding_windows=layer_windows(hf_config.layer_types, window, source))
     for hidden_size in (arch.hidden_size, values.get("target_hidden_size") or arch.hidden_size):
-        num_layers = values.get("num_target_layers", nested.get("num_target_layers"))
+        num_layers = with_nested(values).get("num_target_layers")
         require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=arch.vocab_size, num_layers=num_layers)
     sizes = (nested.get("block_size"), values.get("block_size"), values.get("dspark_block_size"))
     block_size = next((size for size in sizes if size is not None), DEFAULT_BLOCK_SIZE if has_defaults else None)

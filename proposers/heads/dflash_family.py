@@ -8,6 +8,8 @@ from proposers.heads.dflash2 import load_dflash2_head
 from proposers.heads.dflash2_config import is_dflash2
 from proposers.heads.domino import load_domino_head
 from proposers.heads.domino_config import is_domino
+from proposers.heads.laguna_dflash import load_laguna_head
+from proposers.heads.laguna_dflash_config import is_laguna
 from runner.engine.checkpoint import ModelSource
 from runner.engine.head_checkpoint import read_head_config
 
@@ -27,4 +29,6 @@ def load_head_of_family(
     asked = source, context, max_model_len, aux_hidden_state_layer_ids
     if is_dflash2(values):
         return load_dflash2_head(*asked)
+    if is_laguna(values):
+        return load_laguna_head(*asked)
     return load_domino_head(*asked) if is_domino(values) else load_dflash_head(*asked)
