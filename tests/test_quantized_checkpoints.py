@@ -254,6 +254,24 @@ def test_queries_and_keys_in_another_order_are_expanded_with_their_values(name: 
         assert isinstance(layer.mlp, MLP) and torch.equal(unpack(layer.mlp.down_proj.weight), down)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layers_of_whose_heads_all_turns_are_held_as_their_checkpoint_holds_them(name: str, tmp_path: Path) -> None:
+    """Laguna's that see a window; of its others half a head turns. Gates of heads are products as others are."""
+    layers = {**FAMILIES["laguna"], "num_attention_heads_per_layer": [8, 16], "intermediate_size": 96, "head_dim": 16}
+    layers |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    save(random_model(AutoConfig.for_model(**{**SHAPE, **layers})), tmp_path)
+    twin = Path(shutil.copytree(tmp_path, tmp_path / "twin"))
+    save_file(quantize_checkpoint(tmp_path, LAYOUTS[name]), twin / "model.safetensors", metadata={"format": "pt"})
+    quantized, of_twin = load(ModelSource(model=str(tmp_path))), load(ModelSource(model=str(twin)))
+    assert isinstance(quantized.model, Decoder) and isinstance(of_twin.model, Decoder) and of_twin.held is None
+    for index, (layer, other) in enumerate(zip(quantized.model.layers, of_twin.model.layers, strict=True)):
+        for own, expected in zip(layer.mixer.products, other.mixer.products, strict=True):
+            assert torch.equal(unpack(own.weight), unpack(expected.weight))
+        if LAYOUTS[name].held is not None:
+            is_dense = [torch.is_tensor(product.weight) for product in layer.mixer.products]
+            assert is_dense == [index == 0, False, False]
+
+
 @pytest.mark.parametrize("is_interleaved", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_latent_attention_multiplies_by_is_what_the_checkpoint_holds(
