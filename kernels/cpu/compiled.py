@@ -56,7 +56,11 @@ VECTORIZED: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz"}, "error
 
 
 def vectorized(function: Function) -> Function:
-    """`compiled`, and free to use vector lanes."""
+    """`compiled`, and free to use vector lanes.
+
+    Loops go over slices from 0: of a place further on (`row[first + index]`) numba does not know that it is not
+    negative, and what it does about that leaves few lanes.
+    """
     return compiled(function, **VECTORIZED)
 
 

@@ -39,10 +39,20 @@ Arguments = arguments_of(
 
 
 @vectorized
+def begin_with(sums: Any, bias: Any, channel: Any) -> None:
+    size = len(sums)
+    bias = bias[channel : channel + size]
+    for index in range(size):
+        sums[index] = widen(bias[index])
+
+
+@vectorized
 def add_tap(sums: Any, row: Any, column: Any, tap: Any, channel: Any) -> None:
     """A token's part in what a convolution gives another one."""
-    for index in range(len(sums)):
-        sums[index] += widen(row[column + index]) * widen(tap[channel + index])
+    size = len(sums)
+    row, tap = row[column : column + size], tap[channel : channel + size]
+    for index in range(size):
+        sums[index] += widen(row[index]) * widen(tap[index])
 
 
 @vectorized
@@ -168,14 +178,13 @@ def heads_go_on(element: Any, is_state_space: bool) -> Kernel:
                         for index in range(key_dim):
                             own_memory[row, index] = memory[row, index]
                     current = own_memory
-                for index in range(own):
-                    room[index] = NOTHING
                 if a.bias:
-                    for index in range(key_dim):
-                        query[index] = widen(biases[of_query + index])
-                        key[index] = widen(biases[of_key + index])
-                    for index in range(value_dim):
-                        value[index] = widen(biases[of_value + index])
+                    begin_with(query, biases, of_query)
+                    begin_with(key, biases, of_key)
+                    begin_with(value, biases, of_value)
+                else:
+                    for index in range(own):
+                        room[index] = NOTHING
                 for tap in range(a.taps):
                     place = position - a.taps + 1 + tap
                     if place >= start:

@@ -15,47 +15,54 @@ from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
 from kernels.cpu.recording import empty
+from kernels.cpu.threads import parts_of
 from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference.short_conv import ConvStates, ConvWeights
 from kernels.sizes import cdiv
 
 NOTHING = np.float32(0.0)
 NUM_BYTES = 4  # of a float32
-CHUNK = 512  # columns that a thread computes together
+CHUNK = 512  # columns that a thread computes together, at most
+MIN_CHUNK = 64
+PART_WORK = 1 << 12  # numbers, each of all taps, computed in some microseconds
 Arguments = arguments_of(
     *("out", "mixed"),  # addresses, as those that follow: of a launch's rows
     *("starts", "slots", "first_rows", "counts"),  # of its segments; the last two 0: rows_each says it
     *("recent", "convolution", "bias"),  # bias 0: there is none
     "room",  # [num_threads, CHUNK] float32
     *("num_rows", "mixed_stride", "num_segments", "num_slots", "rows_each", "offset", "ring", "width", "taps"),
+    "chunk",
 )
 
 
 @vectorized
 def keep_product(kept: Any, row: Any, first: Any, width: Any, count: Any) -> None:
     """Of gates and values, which lie two widths further on."""
+    kept, gate = kept[first : first + count], row[first : first + count]
+    value = row[2 * width + first : 2 * width + first + count]
     for index in range(count):
-        column = first + index
-        kept[column] = narrow(widen(row[column]) * widen(row[2 * width + column]), row[column])
+        kept[index] = narrow(widen(gate[index]) * widen(value[index]), gate[index])
 
 
 @vectorized
 def begin_with(sums: Any, bias: Any, first: Any, count: Any) -> None:
+    bias = bias[first : first + count]
     for index in range(count):
-        sums[index] = widen(bias[first + index])
+        sums[index] = widen(bias[index])
 
 
 @vectorized
 def add_tap(sums: Any, kept: Any, tap: Any, first: Any, count: Any) -> None:
+    kept, tap = kept[first : first + count], tap[first : first + count]
     for index in range(count):
-        sums[index] += widen(kept[first + index]) * widen(tap[first + index])
+        sums[index] += widen(kept[index]) * widen(tap[index])
 
 
 @vectorized
 def write_gated(to: Any, sums: Any, row: Any, first: Any, width: Any, count: Any) -> None:
+    to, gate = to[first : first + count], row[width + first : width + first + count]
     for index in range(count):
-        column = first + index
-        to[column] = narrow(sums[index] * widen(row[width + column]), row[column])
+        to[index] = narrow(sums[index] * widen(gate[index]), gate[index])
 
 
 @cache
@@ -74,10 +81,10 @@ def columns_convolving(element: Any) -> Kernel:
         first_rows = integers(a.first_rows if a.first_rows else a.starts, a.num_segments)
         counts = integers(a.counts if a.counts else a.starts, a.num_segments)
         sums = floats(a.room + NUM_BYTES * CHUNK * thread, 1, CHUNK)[0]
-        num_chunks = (width + CHUNK - 1) // CHUNK
+        num_chunks = (width + a.chunk - 1) // a.chunk
         for unit in range(part, a.num_segments * num_chunks, num_parts):
-            segment, column = unit // num_chunks, unit % num_chunks * CHUNK
-            size = min(CHUNK, width - column)
+            segment, column = unit // num_chunks, unit % num_chunks * a.chunk
+            size = min(a.chunk, width - column)
             first, count = segment * a.rows_each, a.rows_each
             if a.counts:
                 first, count = first_rows[segment], counts[segment]
@@ -115,7 +122,8 @@ def short_conv(mixed: Tensor, segments: RecurrentSegments, states: ConvStates, w
     for own in (states.recent, weights.convolution, *(() if weights.bias is None else (weights.bias,))):
         assert own.dtype == mixed.dtype and own.is_contiguous()
     out, room = empty(num_rows, width, dtype=mixed.dtype), empty(threads, CHUNK)
-    units = num_segments * cdiv(width, CHUNK)
+    parts = parts_of(num_rows * width, PART_WORK, num_segments * cdiv(width, MIN_CHUNK))
+    chunk = min(cdiv(num_segments * width, parts * MIN_CHUNK) * MIN_CHUNK, CHUNK)  # each part has one
     columns_convolving(ELEMENTS[mixed.dtype])(
         *(own.data_ptr() for own in (out, mixed, segments.starts, segments.slots)),
         *(0 if own is None else own.data_ptr() for own in rows),
@@ -123,7 +131,7 @@ def short_conv(mixed: Tensor, segments: RecurrentSegments, states: ConvStates, w
         0 if weights.bias is None else weights.bias.data_ptr(),
         room.data_ptr(),
         *(num_rows, mixed.stride(0), num_segments, num_slots, segments.num_rows or 0, segments.offset),
-        *(ring, width, taps),
-        parts=max(1, min(4 * threads, units)) if threads > 1 else 1,
+        *(ring, width, taps, chunk),
+        parts=parts,
     )
     return out
