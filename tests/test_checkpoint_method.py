@@ -68,6 +68,7 @@ def checkpoint(directory: Path, config: dict[str, Any] | None, *names: str, file
         ({**LLAMA, "spd_type": "pard2", "pard2_scale": 0.02}, (), "pard"),
         ({"model_type": "deepseek_mtp"}, (), "mtp"),
         ({"model_type": "gemma4_assistant"}, (), "mtp"),
+        ({"model_type": "muse_glimmer_assistant"}, (), "dflash"),
         ({"model_type": "gemma4_unified_assistant"}, (), "mtp"),
         ({"model_type": "mimo", "num_nextn_predict_layers": 1}, (), "mtp"),
         (LLAMA, ("model.layers.0.mlp.up_proj.weight",), "draft_model"),

@@ -407,6 +407,7 @@ def inside(**added: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         ("z-lab", inside(target_layer_ids=None), "target_layer_ids must be a list of whole numbers, got None"),
         ("z-lab", with_(layer_types=["sliding_attention"] * 2), "sliding_window in its config must be a whole number"),
         ("z-lab", with_(logit_scale=0.5), r"logit_scale=0.5 \(logits of another scale"),
+        ("z-lab", with_(is_neox_style="false"), "is_neox_style must be true or false, got 'false'; mend its config"),
         ("z-lab", inside(use_aux_hidden_state=False), r"use_aux_hidden_state=False \(a context of one"),
         ("speculators", without("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids must be a list of whole"),
         ("z-lab", inside(mask_token_id=None), "must name the mask token"),

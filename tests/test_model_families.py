@@ -828,6 +828,16 @@ def test_a_router_keeps_its_digits_beside_16_bits(
             {**GRANITE, "residual_multiplier": 0.0},
             "residual_multiplier of a granite checkpoint must be > 0, got 0.0; mend its config",
         ),
+        (
+            "muse_glimmer_text",
+            {"output_multiplier": 0.0},
+            "output_multiplier of a muse_glimmer_text checkpoint must be > 0, got 0.0; mend its config",
+        ),
+        (
+            "lfm2_moe",
+            {"layer_types": None},
+            "layer_types of a lfm2_moe checkpoint must list its layers, got None; mend",
+        ),
         ("youtu", {**LATENT, "head_dim": 16}, r"head_dim of a youtu .* its qk_rope_head_dim \(8\), got 16; leave"),
     ],
     ids=repr,

@@ -103,7 +103,7 @@ def block_logits(drafter: Any, target: Any, token_ids: list[int], num_tokens: in
     embedded = torch.nn.functional.embedding(block, text.embed_tokens.weight)  # not normed
     cache = DFlashCache(config=drafter.config)
     cache.set_previous_accepted_tokens(known.shape[1])
-    rows = drafter(noise_embeds=embedded, context_hidden_states=context, cache=cache).last_hidden_state[0, 1:]
+    rows = drafter(noise_embeds=embedded, context_hidden_states=context, past_key_values=cache).last_hidden_state[0, 1:]
     capped: torch.Tensor = torch.tanh(target.lm_head(rows) * (0.3 / 6.0)) * 6.0
     return capped
 
@@ -189,8 +189,8 @@ def test_features_cannot_be_added_to_embeddings_that_are_normed() -> None:
         require_plain_embeddings(draft)
 
 
-def test_layers_turn_by_one_base_or_by_none() -> None:
-    bases = [5e5, 0, 1e4, 0]
+@pytest.mark.parametrize("bases", [[5e5, 0, 1e4, 0], [5e5, 0, 5e5, 0], [5e5] * 4, [1e4, 0]])
+def test_layers_turn_by_one_base_or_by_none(bases: list[float]) -> None:
     source = ModelSource(model="a-target", load_format="dummy", hf_config={**TEXT, "layer_rope_theta": bases})
     with pytest.raises(UserError, match=r"layer_rope_theta .* must be 0 or the rope_theta .* \(10000\.0\) .*; mend"):
         load(source)

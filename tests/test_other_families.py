@@ -35,7 +35,7 @@ def test_neither_methods_nor_schedules_change_a_token(engines: Engines, family: 
         assert 0 < counts(metrics)[1] < counts(metrics)[0]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite"])
+@pytest.mark.parametrize("family", ["gemma2", "granite", "muse_glimmer_text"])
 def test_heads_go_through_projections_that_do_more(
     engines: Engines, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,9 +133,9 @@ def test_a_selecting_heads_copy_of_the_targets_projection_scales_nothing(engines
     assert 0 < (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite"])
+@pytest.mark.parametrize("family", ["gemma2", "granite", "muse_glimmer_text"])
 def test_a_copy_of_the_targets_projection_gives_logits_as_the_target_does(engines: Engines, family: str) -> None:
-    """With its soft cap, and its scale."""
+    """With its soft cap, its scale, or both."""
     llm = engines(method_config("eagle", 2, quantization="int8"), architecture=FAMILIES[family])
     assert isinstance(llm.engine.proposer, HeadProposer)
     head, target = llm.engine.proposer.head, decoder_of(llm)

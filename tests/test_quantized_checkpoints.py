@@ -166,9 +166,9 @@ def test_matrices_that_share_a_quantized_tensor_are_held_as_it_is(name: str, tmp
             assert torch.equal(unpack(weight), expected[f"model.layers.{index}.{fused}.weight"]), fused
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h", "lfm2_moe"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_a_delta_net_and_gated_attention_multiply_by_is_what_the_checkpoint_holds(
+def test_what_layers_with_states_and_gated_attention_multiply_by_is_what_the_checkpoint_holds(
     name: str, family: str, tmp_path: Path
 ) -> None:
     """In every bit, also where a key head's parts and a head's gate take turns with others in one tensor."""

@@ -38,6 +38,7 @@ from runner.ranks.ranks import Ranks
 from runner.run import execute
 from runner.tiny import DRAFTER_KEYS
 from tests.conftest import TARGET_CONFIG
+from tests.other_families import FAMILIES
 from tests.rank_threads import in_ranks
 from tests.test_online_budget import make_restless
 from tests.transformers_reference import random_model, save, save_tokenizer
@@ -135,9 +136,17 @@ def test_neither_batch_nor_chunks_nor_preemptions_leave_a_trace_in_two_ranks(
     assert run_in_ranks(METHODS["draft_model"], **engine_args)[0] == plain_texts
 
 
-def test_norms_over_all_heads_keep_the_promise_in_two_ranks(tmp_path: Path) -> None:
-    """Each rank norms the heads of both, which takes one exchange more than other layers."""
-    save(random_model(AutoConfig.for_model(**{**TARGET_CONFIG, "model_type": "olmo2", "pad_token_id": 0})), tmp_path)
+@pytest.mark.parametrize(
+    "options",
+    [
+        # Each rank norms the heads of both, which takes one exchange more than other layers.
+        {"model_type": "olmo2", "pad_token_id": 0},
+        FAMILIES["lfm2_moe"],
+    ],
+    ids=lambda options: options["model_type"],
+)
+def test_layers_of_other_families_keep_the_promise_in_two_ranks(options: dict[str, Any], tmp_path: Path) -> None:
+    save(random_model(AutoConfig.for_model(**{**TARGET_CONFIG, **options})), tmp_path)
     save_tokenizer(tmp_path, TARGET_CONFIG["vocab_size"])
     keys: dict[str, Any] = {"num_threads": 1, "device": "cpu", "tensor_parallel_size": 2}
     prompts = [[5, 9, 7, 5, 9, 7, 5], [11, 3, 40], list(range(3, 40))]

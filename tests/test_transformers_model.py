@@ -237,7 +237,7 @@ REFUSALS: dict[str, tuple[ModelSource, str]] = {
     ),
     "short convolutions": (
         dummy_source("lfm2_moe", use_expert_bias=False, layer_types=["conv", "full_attention"], num_dense_layers=1),
-        r"'lfm2_moe' has layers of type conv, .* cannot roll back yet .*; choose a model of attention layers only",
+        r"'lfm2_moe' has layers of type conv, .* cannot roll back yet .*; our own decoder runs this family as it is",
     ),
     "a recurrent model": (
         ModelSource(model="a-mamba", load_format="dummy", hf_config={"model_type": "mamba", "num_hidden_layers": 2}),

@@ -117,7 +117,7 @@ def read_dflash_config(
     else:
         layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
         arch, hf_config = head_architecture(layer_values, source)
-    if any(part.get(key) is False for part in (values, nested) for key in HALVES_KEYS):
+    if _turns_neighbours(source, values, nested):
         arch = with_neighbours_turned(arch)
     # As written: transformers' Qwen3 drops a window without use_sliding_window, which heads do not write.
     window = nested.get("swa_window_size", layer_values.get("sliding_window"))
@@ -156,6 +156,16 @@ def read_dflash_config(
         draft_vocab_size=values.get("draft_vocab_size") or arch.vocab_size,
         brings_ends=brings_ends or is_deepspec,
     )
+
+
+def _turns_neighbours(source: ModelSource, values: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
+    told = {key: part[key] for part in (values, nested) for key in HALVES_KEYS if part.get(key) is not None}
+    for key, are_halves in told.items():
+        if not isinstance(are_halves, bool):
+            raise UserError(
+                f"{source.name}={source.model}: {key} must be true or false, got {are_halves!r}; mend its config"
+            )
+    return False in told.values()
 
 
 def with_neighbours_turned(arch: Architecture) -> Architecture:

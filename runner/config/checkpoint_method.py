@@ -180,6 +180,7 @@ def _method_of_config(config: Mapping[str, Any]) -> str | None:
     architectures, family = _architectures(config), str(config.get("model_type"))
     marks = {
         "dflash": "dflash_config" in config
+        or family == "muse_glimmer_assistant"
         or any(name in architectures for name in ("dflash", "dspark", "museglimmerassistant")),
         "eagle3": "eagle3" in architectures or not _EAGLE3_KEYS.isdisjoint(config),
         "medusa": "medusa_num_heads" in config or family == "medusa" or "medusa" in architectures,

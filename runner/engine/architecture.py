@@ -174,6 +174,8 @@ def read_architecture(config: Any) -> Architecture | None:
     family = FAMILIES[name]
     is_ours = all(_found(config, key, value) == value for key, value in family.fixed_values.items())
     if family.delta_nets is not None or family.has_short_convs:
+        if config.layer_types is None:
+            raise UserError(f"layer_types of a {name} checkpoint must list its layers, got None; mend its config")
         in_place = {SHORT_CONV} if family.has_short_convs else set(IN_PLACE_OF_ATTENTION)
         others = set(config.layer_types) - in_place - set(MLP_BLOCKS if family.has_blocks else ())
         attending = {"attention", "full_attention", *(["sliding_attention"] if family.windows == "by_layer" else [])}
@@ -182,7 +184,7 @@ def read_architecture(config: Any) -> Architecture | None:
     if activation not in family.activation_names or not is_ours:
         return None
     _require_own(config)
-    heads = read_head_shapes(config, family)
+    heads, multipliers = read_head_shapes(config, family), read_multipliers(config, family)
     return Architecture(
         family=name,
         vocab_size=config.vocab_size,
@@ -209,11 +211,11 @@ def read_architecture(config: Any) -> Architecture | None:
         activation=family.activation,
         attention_scale=_attention_scale(config, family, heads[0].head_dim),
         attention_softcap=stated(config, family, "attn_logit_softcapping"),
-        logits_softcap=_logits_softcap(config, family),
+        logits_softcap=_logits_softcap(config, family, multipliers),
         embedding_scale=float(config.hidden_size) ** 0.5 if family.is_embedding_scaled else None,
         is_input_normed=family.is_input_normed,
         is_last_norm_plain=family.is_last_norm_plain,
-        multipliers=read_multipliers(config, family),
+        multipliers=multipliers,
         has_sinks=family.has_sinks,
         fused=family.fused,
         experts=read_expert_shapes(config, family.experts),
@@ -255,11 +257,11 @@ def _attention_scale(config: Any, family: Family, head_dim: int) -> float:
     return float(factor * float(stated(config, family, "query_pre_attn_scalar") or head_dim) ** -0.5)
 
 
-def _logits_softcap(config: Any, family: Family) -> float | None:
-    """In front of the multiplier of logits, which Muse Glimmer has in front of its cap: c tanh(m x / c) is m times the
-    logits x that are capped at c / m."""
-    cap, multiplier = stated(config, family, "final_logit_softcapping"), stated(config, family, "output_multiplier")
-    return cap if cap is None or multiplier is None else float(cap) / float(multiplier)
+def _logits_softcap(config: Any, family: Family, multipliers: Multipliers) -> float | None:
+    """In front of the multiplier of logits: with one m that a config has in front of its cap c, as Muse Glimmer's,
+    c tanh(m x / c) is m times the logits x capped at c / m."""
+    cap = stated(config, family, "final_logit_softcapping")
+    return cap if cap is None or multipliers.logits is None else float(cap) / multipliers.logits
 
 
 def _intermediate_sizes(config: Any, family: Family, heads: Sequence[HeadShapes]) -> tuple[int, ...]:

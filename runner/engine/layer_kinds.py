@@ -34,10 +34,11 @@ def ropes(config: Any, family: Family) -> tuple[str | None, ...]:
     turned = stated(config, family, "no_rope_layers", [1] * int(config.num_hidden_layers))  # 0: does not turn
     if (bases := stated(config, family, "layer_rope_theta")) is not None:
         turned, own = bases, config.rope_parameters["rope_theta"]
-        if set(bases) > {0, own}:
+        if len(bases) != config.num_hidden_layers or not set(bases) <= {0, own}:
             raise UserError(
                 f"layer_rope_theta of a {config.model_type} checkpoint must be 0 or the rope_theta of its "
-                f"rope_parameters ({own}) in every layer, got {bases}; mend its config"
+                f"rope_parameters ({own}) in every layer, of which there are {config.num_hidden_layers}, got {bases}; "
+                "mend its config"
             )
     return tuple(ONE_ROPE if is_turned else None for is_turned in turned)
 

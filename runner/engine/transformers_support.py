@@ -9,6 +9,7 @@ from typing import Any
 
 from runner.engine.checkpoint import ModelSource, resolve_directory, stated_quantization
 from runner.engine.errors import UserError
+from runner.engine.families import FAMILIES
 from runner.engine.rope import require_static_rope
 from runner.engine.text_part import WITH_TEXT_PART
 
@@ -42,7 +43,12 @@ def _refusal(config: Any, model_class: Any) -> str | None:
         which = f"of type {', '.join(kinds)}" if kinds else "of a recurrent kind"
         is_recurrent = model_class._is_stateful or not {"linear_attention", "conv"}.isdisjoint(kinds)
         why = " and cannot roll back yet what rejected drafts, MTP's or any other's, left in it" if is_recurrent else ""
-        return f"has layers {which}, whose state is no key-value cache{why}; choose a model of attention layers only"
+        remedy = (
+            "our own decoder runs this family as it is published, which its config.json is not: mend it"
+            if config.model_type in FAMILIES
+            else "choose a model of attention layers only"
+        )
+        return f"has layers {which}, whose state is no key-value cache{why}; {remedy}"
     if not model_class._supports_attention_backend:
         return (
             "does not let its attention be replaced "
