@@ -10,7 +10,7 @@ context (proposers/heads/laguna_dflash.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.grouped_query_attention import GroupedQueryAttention
 from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
-from runner.engine.head_order import reordered
+from runner.engine.head_order import order_of, reordered
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
@@ -171,16 +171,12 @@ def fill_block_head(
             dtype=context.dtype,
             own=own,
         )
-    tensors = {name: _in_our_order(tensor, name, config.arch.head_orders) for name, tensor in tensors.items()}
+    for name in tensors:
+        if (order := order_of(name, len(tensors[name]), config.arch.head_orders)) is not None:
+            tensors[name] = reordered(tensors[name], order)
     fill_head(head.weight_targets(), tensors, source, what, config.arch.keys_of_values)
     head.find_known_tokens(marks, source)
     return head
-
-
-def _in_our_order(tensor: torch.Tensor, name: str, orders: Mapping[str, list[int]]) -> torch.Tensor:
-    """orders: Architecture.head_orders; a tensor of another shape is refused later, by its name."""
-    order = next((own for ending, own in orders.items() if name.endswith(f".{ending}")), None)
-    return tensor if order is None or len(tensor) % len(order) else reordered(tensor, order)
 
 
 def _require_no_mask_embedding(source: ModelSource) -> None:

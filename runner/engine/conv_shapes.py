@@ -21,7 +21,7 @@ class ConvShapes:
 
     @property
     def projected_rows(self) -> dict[str, int]:
-        """Rows of the matrices that give what gates values, what gates results, and values, by name."""
+        """Rows of the matrices b, c and x, in the paper's letters: what gates values, what gates results, values."""
         return {f"{SHORT_CONV}.in_proj_{name}": self.width for name in "bcx"}
 
     @property

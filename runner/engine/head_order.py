@@ -28,13 +28,17 @@ def reordered(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
     return rows.view(-1, len(order), *rows.shape[1:])[:, order].reshape(rows.shape)
 
 
+def order_of(name: str, num_rows: int, orders: Mapping[str, list[int]]) -> list[int] | None:
+    """As in_our_order reorders a tensor; None: it stays as it is, or is of another shape and refused later, by name."""
+    order = next((own for ending, own in orders.items() if name.endswith(f".{ending}")), None)
+    return None if order is None or num_rows % len(order) else order
+
+
 def in_our_order(tensors: Iterable[tuple[str, Any]], orders: Mapping[str, list[int]]) -> Iterator[tuple[str, Any]]:
     """Named tensors, those of queries and keys with their heads' elements as our rotations pair them.
 
     orders: of a head, by names within a layer (Architecture.head_orders).
     """
     for name, tensor in tensors:
-        order = next((own for ending, own in orders.items() if name.endswith(f".{ending}")), None)
-        # One of another shape is refused later, by its name.
-        is_ours = order is not None and tensor.get_shape()[0] % len(order) == 0
-        yield name, ReorderedHeads(tensor=tensor, order=order) if is_ours and order is not None else tensor
+        order = order_of(name, tensor.get_shape()[0], orders)
+        yield name, tensor if order is None else ReorderedHeads(tensor=tensor, order=order)

@@ -18,18 +18,8 @@ Tensor = TypeVar("Tensor")
 # model_type of those whose language model sees a prompt of text as it would alone (PaliGemma's sees all of it at once).
 WITH_TEXT_PART = (
     *("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "llama4"),
-    *(
-        "llava",
-        "llava_next",
-        "mistral3",
-        "muse_glimmer",
-        "qwen2_5_vl",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "smolvlm",
-    ),
+    *("llava", "llava_next", "mistral3", "muse_glimmer", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+    *("qwen3_vl_moe", "smolvlm"),
 )
 _TEXT_PART = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
 _HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?lm_head\.")
