@@ -101,6 +101,19 @@ TARGETS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "dense"],
         "mtp_layer_types": ["sliding_attention"],
     },
+    "mellum": {
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mtp_layer_types": ["sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+        },
+    },
     "glm4_moe": {
         "head_dim": 16,
         "moe_intermediate_size": 32,
@@ -194,6 +207,7 @@ PUBLISHED = (
     ("mimo", "qwen2"),
     ("qwen3_next", "exaone4"),
     ("qwen3_next", "exaone_moe"),
+    ("qwen3_next", "mellum"),
     ("qwen3_next", "qwen3"),
     ("qwen3_next", "qwen3_5_text"),
     ("qwen3_next", "qwen3_moe"),
@@ -229,6 +243,8 @@ class Reference:
         self.embedding, self.head = decoder.embed_tokens.weight, self.target.lm_head.weight
         self.tensors = {name: tensor.to(dtype) for name, tensor in written.tensors.items()}
         self.added = _added_to_norms(decoder.config.model_type)
+        # Of the block, where rotations differ by kind.
+        self.kind = ("sliding_attention",) if decoder.config.model_type == "mellum" else ()
         if self.names.final_norm is None:
             self.tensors[OF_TARGET] = decoder.norm.weight
 
@@ -265,7 +281,7 @@ class Reference:
             rows,
             attention_mask=mask[None, None],
             position_ids=positions[None],
-            position_embeddings=self.rotary(rows, positions[None]),
+            position_embeddings=self.rotary(rows, positions[None], *self.kind),
         )
         output = (output[0] if isinstance(output, tuple) else output)[0]
         normed = self._norm(output, names.final_norm or OF_TARGET)

@@ -142,6 +142,27 @@ GRANITE = {
     "logits_scaling": 6.0,
     "pad_token_id": 0,
 }
+GRANITE_OF_WINDOWS = {
+    **GRANITE,
+    "sliding_window": 8,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "layer_rope_theta": [0, 10000.0],
+}
+MELLUM = {
+    **EXPERTS,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 5e5,
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "attention_factor": 1.3,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 GRANITE_EXPERTS = {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}
 GRANITE_HYBRID = {
     **GRANITE,
@@ -411,6 +432,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granitemoehybrid, no convolution bias": ("granitemoehybrid", {**GRANITE_HYBRID, "mamba_conv_bias": False}),
     "granitemoeshared": ("granitemoeshared", {**GRANITE_EXPERTS, "shared_intermediate_size": 48}),
+    "granite_swa": ("granite_swa", GRANITE_OF_WINDOWS),
+    "granite_swa, all turn, biased": (
+        "granite_swa",
+        {**GRANITE_OF_WINDOWS, "layer_rope_theta": None, "attention_bias": True, "mlp_bias": True},
+    ),
+    "granitemoe_swa": ("granitemoe_swa", {**GRANITE_EXPERTS, **GRANITE_OF_WINDOWS, "shared_intermediate_size": 48}),
+    "granitemoe_swa, no shared expert": ("granitemoe_swa", {**GRANITE_EXPERTS, **GRANITE_OF_WINDOWS}),
+    "iquestcoder": ("iquestcoder", {"head_dim": 24, "attention_bias": True, "mlp_bias": True}),
+    "mellum": ("mellum", MELLUM),
+    "mellum, a dense layer, biased": (
+        "mellum",
+        {**MELLUM, "mlp_layer_types": ["dense", "sparse"], "attention_bias": True, "norm_topk_prob": False},
+    ),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 24, "tie_word_embeddings": True}),
     "hunyuan_v1_dense, stretched rope, biased": (
         "hunyuan_v1_dense",

@@ -341,6 +341,15 @@ def test_a_k_exaone_module_of_no_kind_of_its_targets_is_refused(tmp_path: Path) 
     assert rule in refusal(tmp_path)
 
 
+@pytest.mark.parametrize(("stated", "kind"), [("sparse", Experts), ("dense", MLP)])
+def test_a_mellum_module_has_experts_unless_its_config_states_an_mlp(stated: str, kind: type, tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_next", "mellum")
+    values = json.loads((tmp_path / "config.json").read_text())
+    values |= {"num_nextn_predict_layers": 1, "mtp_mlp_layer_types": [stated]}
+    block = head_of(start("dummy", load_format="dummy", hf_config=values)).block
+    assert isinstance(block, OwnBlock) and isinstance(block.layer.mlp, kind)
+
+
 def test_a_module_that_does_not_fit_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "deepseek", "glm4_moe")
     monkeypatch.setattr(mtp_block, "require_memory", lambda needed, *rest: require_memory(needed << 40, *rest))

@@ -142,7 +142,8 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
     name = f"{source.name}={source.model}"
     block: MtpBlock
     if module.arch is not None:
-        arch = replace(module.arch, experts=None) if found.layout.has_mlp else module.arch
+        has_mlp = found.layout.has_mlp or getattr(module.config, "mtp_mlp_layer_types", None) == ["dense"]
+        arch = replace(module.arch, experts=None) if has_mlp else module.arch
         block = OwnBlock(
             arch,
             module.config,

@@ -27,11 +27,10 @@ from runner.engine.loader import LoadedModel
 from runner.engine.mtp_layout import (
     DEEPSEEK,
     ERNIE,
-    EXAONE,
-    EXAONES,
     HY,
     MIMO,
     NUM_MODULES_KEYS,
+    OF_FAMILIES,
     QWEN3_NEXT,
     SPECULATORS,
     MtpLayout,
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 _OF_A_TARGET = re.compile(r"(?:lm_head|model\.embed_tokens|model\.norm|model\.layers\.(\d+))\.")
 _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "embed_tokens.weight"), ("lm_head.weight",)
 # By a config's model_type.
-_STATED = {"mimo": MIMO, "ernie4_5_moe": ERNIE, "hy_v3": HY} | dict.fromkeys(EXAONES, EXAONE)
+_STATED = {"mimo": MIMO, "ernie4_5_moe": ERNIE, "hy_v3": HY} | OF_FAMILIES
 _REMEDY = (
     "choose a target that was trained with one, name the directory of a module made for this target "
     "(method.model=<directory>), or choose another method"
@@ -115,7 +114,7 @@ def _layer(config: Any, source: ModelSource) -> Architecture | None:
         UserError: one that modules are not built of here.
     """
     arch = read_architecture(config)
-    if arch is not None and not arch.has_plain_layers and config.model_type not in EXAONES:
+    if arch is not None and not arch.has_plain_layers and config.model_type not in OF_FAMILIES:
         raise UserError(
             f"{source.name}={source.model}: an MTP module must have a layer like Llama's or Qwen3-MoE's, got "
             f"model_type {arch.family!r}; choose another method"

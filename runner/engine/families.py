@@ -171,12 +171,18 @@ _HUNYUAN: dict[str, Any] = {
 }
 
 _GRANITE: dict[str, Any] = {"output_bias": "attention_bias", "has_multipliers": True}
-_SHARED_GRANITE: dict[str, Any] = {
+_GRANITE_OF_WINDOWS: dict[str, Any] = {
     **_GRANITE,
+    "windows": "by_layer",
+    "has_sinks": True,
+    "reads": ("layer_rope_theta",),
+}
+_SHARED_GRANITE_MLP: dict[str, Any] = {
     "mlp": "shared_mlp",
     "mlp_size_key": "shared_intermediate_size",
     "fused": ("linears",),
 }
+_SHARED_GRANITE: dict[str, Any] = {**_GRANITE, **_SHARED_GRANITE_MLP}
 _GRANITE_MIXTURE = Mixture(
     block="",
     router="block_sparse_moe.router.layer",
@@ -277,7 +283,17 @@ FAMILIES = {
         ),
     ),
     "granite": Family(**_GRANITE, mlp_bias="mlp_bias"),
+    "granite_swa": Family(**_GRANITE_OF_WINDOWS, mlp_bias="mlp_bias"),
     "granitemoe": Family(**_GRANITE, experts=_GRANITE_MIXTURE),
+    "granitemoe_swa": Family(
+        **_GRANITE_OF_WINDOWS,
+        **_SHARED_GRANITE_MLP,
+        experts=replace(
+            _SHARED_GRANITE_MIXTURE,
+            router="block_sparse_moe.router",
+            stack_names=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+        ),
+    ),
     "granitemoehybrid": Family(
         **_SHARED_GRANITE,
         fixed_values={"time_step_limit": (0.0, math.inf)},
@@ -306,6 +322,7 @@ FAMILIES = {
     "hy_v3": Family(output_bias="attention_bias", qk_norm=True, fixed_values={"mlp_bias": False}, experts=_HY_MIXTURE),
     "internlm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "kimi_k2": Family(**_LATENT, experts=_DEEPSEEK_MIXTURE),
+    "iquestcoder": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
     "laguna": Family(
         output_bias="attention_bias",
         qk_norm=True,
@@ -367,6 +384,12 @@ FAMILIES = {
         ),
     ),
     "mimo": Family(qkv_bias=True, windows="by_layer"),
+    "mellum": Family(
+        output_bias="attention_bias",
+        qk_norm=True,
+        windows="by_layer",
+        experts=Mixture(block="mlp", is_normalized="norm_topk_prob", layers="by_type"),
+    ),
     "minimax_m2": Family(
         qkv_bias=False,
         qk_norm=True,

@@ -107,6 +107,8 @@ QWEN3_NEXT = MtpLayout(
 )
 # EXAONE 4.5 and K-EXAONE, as LG's code in vLLM runs them: Qwen3-Next's names.
 EXAONE = replace(QWEN3_NEXT, title="EXAONE's", has_mlp=True, is_like_first=True)
+# Mellum 2, as transformers runs it: Qwen3-Next's names, too.
+MELLUM = replace(QWEN3_NEXT, title="Mellum's", is_like_first=True)
 # ERNIE 4.5, as Baidu's FastDeploy runs it: the norm of the target is its modules' too, and they take what is behind it.
 # vLLM norms nothing behind a module.
 ERNIE = MtpLayout(
@@ -129,12 +131,14 @@ SPECULATORS = MtpLayout(
     final_norm="final_layernorm",
 )
 _IN_TARGETS = (QWEN3_NEXT, MIMO, ERNIE, DEEPSEEK, HY)
-EXAONES = ("exaone4", "exaone_moe")  # model_type
+# By the model_type of targets whose modules have a layout to themselves.
+OF_FAMILIES = {"exaone4": EXAONE, "exaone_moe": EXAONE, "mellum": MELLUM}
 
 
 def layouts_of(config: Any) -> tuple[MtpLayout, ...]:
     """That the modules of a target of this config may be in."""
-    return (EXAONE,) if config.model_type in EXAONES else _IN_TARGETS
+    own = OF_FAMILIES.get(config.model_type)
+    return _IN_TARGETS if own is None else (own,)
 
 
 def num_modules(config: Any) -> int:
