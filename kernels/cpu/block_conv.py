@@ -10,19 +10,28 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu.compiled import vectorized
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.native import integers
+from kernels.cpu.native import floats, integers
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
 from kernels.recurrent_segments import RecurrentSegments
 
 Arguments = arguments_of(
     *("out", "x", "deltas", "base", "first_rows"),  # first_rows 0: rows_each says it
+    "room",  # [num_threads, columns of a group] float32
     *("num_rows", "width", "taps", "num_groups", "x_stride", "deltas_stride", "num_segments", "rows_each"),
 )
 NOTHING = np.float32(0.0)
+NUM_BYTES = 4  # of a float32
 PART_WORK = 1 << 12  # numbers, each of all taps, computed in some microseconds
+
+
+@vectorized
+def add_tap(sums: Any, x: Any, base: Any, delta: Any) -> None:
+    for index in range(len(sums)):
+        sums[index] += (widen(base[index]) + delta) * widen(x[index])
 
 
 @cache
@@ -38,6 +47,7 @@ def rows_convolving(element: Any) -> Kernel:
         )
         first_rows = integers(a.first_rows if a.first_rows else a.x, a.num_segments)
         size = a.width // a.num_groups
+        sums = floats(a.room + NUM_BYTES * size * thread, 1, size)[0]
         for row in range(part, a.num_rows, num_parts):
             if a.first_rows:
                 first = 0
@@ -49,12 +59,15 @@ def rows_convolving(element: Any) -> Kernel:
                 place = row % a.rows_each
             taps = min(a.taps, place + 1)
             for group in range(a.num_groups):
-                for column in range(group * size, (group + 1) * size):
-                    total = NOTHING
-                    for tap in range(taps):
-                        weight = widen(base[tap, column]) + widen(deltas[row, tap * a.num_groups + group])
-                        total += weight * widen(x[row - tap, column])
-                    out[row, column] = narrow(total, x[row, column])
+                begin, end = group * size, (group + 1) * size
+                for index in range(size):
+                    sums[index] = NOTHING
+                for tap in range(taps):
+                    delta = widen(deltas[row, tap * a.num_groups + group])
+                    add_tap(sums, x[row - tap, begin:end], base[tap, begin:end], delta)
+                to = out[row, begin:end]
+                for index in range(size):
+                    to[index] = narrow(sums[index], to[index])
 
     return Kernel(convolve, Arguments)
 
@@ -65,10 +78,10 @@ def block_conv(x: Tensor, deltas: Tensor, base: Tensor, segments: RecurrentSegme
     assert x.stride(1) == deltas.stride(1) == 1 and base.is_contiguous() and deltas.dtype == base.dtype == x.dtype
     assert base.shape[1] == width and width * taps % deltas.shape[1] == 0
     assert first_rows is None or (first_rows.is_contiguous() and first_rows.dtype == torch.int64)
-    out = empty(num_rows, width, dtype=x.dtype)
+    out, room = empty(num_rows, width, dtype=x.dtype), empty(torch.get_num_threads(), width * taps // deltas.shape[1])
     rows_convolving(ELEMENTS[x.dtype])(
         *(tensor.data_ptr() for tensor in (out, x, deltas, base)),
-        *((0, num_rows) if first_rows is None else (first_rows.data_ptr(), num_rows)),
+        *(0 if first_rows is None else first_rows.data_ptr(), room.data_ptr(), num_rows),
         *(width, taps, deltas.shape[1] // taps, x.stride(0), deltas.stride(0)),
         *(0 if first_rows is None else len(first_rows), segments.num_rows or 0),
         parts=parts_of(num_rows * width, PART_WORK, num_rows),

@@ -72,8 +72,9 @@ def rows_gate(element: Any, factor_element: Any, function: GateFunction) -> Kern
                 num_columns = a.width // a.num_gates
                 for own in range(a.num_gates):
                     scale = factor(widen(by[own]))
-                    for column in range(own * num_columns, (own + 1) * num_columns):
-                        out[column] = narrow(widen(x[column]) * scale, x[column])
+                    scaled, own_x = out[own * num_columns :], x[own * num_columns :]
+                    for column in range(num_columns):
+                        scaled[column] = narrow(widen(own_x[column]) * scale, own_x[column])
 
     return Kernel(gate_rows, Arguments)
 

@@ -21,9 +21,9 @@ Arguments = arguments_of("sums", "parts", "num_ranks", "count")
 @exact
 def add_in_order(sums: Any, of_ranks: Any, first: Any, end: Any) -> None:
     if len(of_ranks) == 2:  # in vector lanes
-        one, other = of_ranks[0], of_ranks[1]
-        for index in range(first, end):
-            sums[index] = narrow(widen(one[index]) + widen(other[index]), one[index])
+        own, one, other = sums[first:end], of_ranks[0, first:end], of_ranks[1, first:end]
+        for index in range(end - first):
+            own[index] = narrow(widen(one[index]) + widen(other[index]), one[index])
     else:
         for index in range(first, end):
             total = widen(of_ranks[0, index])
