@@ -210,3 +210,12 @@ def test_nobody_has_no_tokens_and_a_recording_draws_what_a_call_draws() -> None:
         logits.copy_(random_rows(5, 500, seed)[0])
         program()
         assert torch.equal(drawn, sample(truncate(logits, top_k=top_k), seeds, positions, stream=0))
+
+
+def test_rows_that_are_all_one_are_drawn_from_as_copies_of_it() -> None:
+    """Which lie no distance apart."""
+    row, seeds, positions = random_rows(3, 2 * SPLIT + 5)
+    shared, copies = row[:1].expand(3, -1), row[:1].repeat(3, 1)
+    assert torch.equal(greedy(shared, positions), greedy(copies, positions))
+    for draw in (sample, perturb):
+        assert torch.equal(draw(shared, seeds, positions, stream=1), draw(copies, seeds, positions, stream=1))

@@ -27,7 +27,7 @@ def perturbing() -> Kernel:
     def add(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         num_chunks = (a.vocab_size + CHUNK - 1) // CHUNK
-        perturbed, logits = floats(a.perturbed, a.num_rows, a.vocab_size), floats(a.logits, a.num_rows, a.row_stride)
+        perturbed = floats(a.perturbed, a.num_rows, a.vocab_size)
         seeds, positions = integers(a.seeds, a.num_owners), integers(a.positions, a.num_owners)
         draft_steps, token_ids = integers(a.draft_steps, a.num_owners), integers(a.token_ids, a.vocab_size)
         is_greedy = carray(pointer(a.is_greedy), (a.num_owners,), np.uint8)
@@ -37,8 +37,12 @@ def perturbing() -> Kernel:
             row, first = own // num_chunks, own % num_chunks * CHUNK
             owner = row // (a.num_rows // a.num_owners)
             count = min(CHUNK, a.vocab_size - first)
+            to, own_logits = (
+                perturbed[row, first : first + count],
+                floats(a.logits + 4 * (row * a.row_stride + first), 1, count)[0],
+            )
             for place in range(count):
-                scores[place] = logits[row, first + place]
+                scores[place] = own_logits[place]
             seed, position, stream = np.uint64(seeds[owner]), np.uint64(positions[owner]), np.uint64(a.stream)
             draft_step = np.uint64(draft_steps[owner] if a.draft_steps else 0)
             is_drawn = not (a.is_greedy != 0 and is_greedy[owner] != 0)
@@ -47,7 +51,7 @@ def perturbing() -> Kernel:
             elif is_drawn:
                 add_noise(scores, words, first, count, position, stream, draft_step, seed)
             for place in range(count):
-                perturbed[row, first + place] = scores[place]
+                to[place] = scores[place]
 
     return Kernel(add, Arguments)
 

@@ -105,7 +105,7 @@ def drawing() -> Kernel:
         num_splits = (a.vocab_size + SPLIT - 1) // SPLIT
         images = integers(a.images, a.num_rows * num_splits)
         tokens, positions = integers(a.tokens, a.num_rows * num_splits), integers(a.positions, a.num_rows)
-        logits, room = floats(a.logits, a.num_rows, a.row_stride), floats(a.room + thread * 4 * CHUNK, 1, CHUNK)[0]
+        room = floats(a.room + thread * 4 * CHUNK, 1, CHUNK)[0]
         words = carray(pointer(a.words + thread * 8 * CHUNK), (CHUNK,), np.uint64)
         # What there is none of is never read.
         seeds, draft_steps = integers(a.seeds, a.num_rows), integers(a.draft_steps, a.num_rows)
@@ -118,12 +118,14 @@ def drawing() -> Kernel:
             draws = a.seeds != 0 and not (a.is_greedy != 0 and is_greedy[row] != 0)
             for first in range(start, min(start + SPLIT, a.vocab_size) if positions[row] >= 0 else start, CHUNK):
                 count = min(CHUNK, a.vocab_size - first)
+                # By its address: a slice of rows that are all one, no distance apart, would be empty.
+                own_logits = floats(a.logits + 4 * (row * a.row_stride + first), 1, count)[0]
                 if not draws:
-                    scores = logits[row, first : first + count]
+                    scores = own_logits
                 else:
                     scores, temperature = room, temperatures[row] if a.temperatures else UNCHANGED
                     for place in range(count):
-                        scores[place] = logits[row, first + place] / temperature
+                        scores[place] = own_logits[place] / temperature
                     position, stream = np.uint64(positions[row]), np.uint64(a.stream)
                     seed, draft_step = np.uint64(seeds[row]), np.uint64(draft_steps[row] if a.draft_steps else 0)
                     if a.token_ids:
