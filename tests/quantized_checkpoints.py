@@ -183,7 +183,7 @@ def nvfp4(weight: Tensor, _generator: torch.Generator, *, is_modelopts: bool = T
     groups = weight.unflatten(1, (-1, 16))
     factor = weight.abs().max() / (6 * 448)
     scales = (groups.abs().amax(dim=2) / 6 / factor).to(FLOAT8)
-    exact = scales.float() * factor if is_modelopts else scales.float() * (1 / (1 / factor))
+    exact = scales.float() * factor if is_modelopts else scales.float() / (1 / factor)
     sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     nearest = (groups.abs().unsqueeze(3) / exact[:, :, None, None] - sizes).abs().argmin(dim=3)
     codes = (nearest + 8 * (groups < 0)).to(torch.uint8).flatten(1)

@@ -437,6 +437,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granite_swa",
         {**GRANITE_OF_WINDOWS, "layer_rope_theta": None, "attention_bias": True, "mlp_bias": True},
     ),
+    "granite_swa, turns by two bases": (
+        "granite_swa",
+        {**GRANITE_OF_WINDOWS, "layer_rope_theta": [5e5, 1e2], "rope_parameters": {**LLAMA3, "rope_theta": 1e4}},
+    ),
     "granitemoe_swa": ("granitemoe_swa", {**GRANITE_EXPERTS, **GRANITE_OF_WINDOWS, "shared_intermediate_size": 48}),
     "granitemoe_swa, no shared expert": ("granitemoe_swa", {**GRANITE_EXPERTS, **GRANITE_OF_WINDOWS}),
     "iquestcoder": ("iquestcoder", {"head_dim": 24, "attention_bias": True, "mlp_bias": True}),
@@ -727,6 +731,8 @@ def test_families_that_are_not_ours_are_left_to_transformers() -> None:
     assert read_architecture(AutoConfig.for_model("deepseek_v2", topk_method="group_limited_greedy")) is None
     assert read_architecture(AutoConfig.for_model("ernie4_5_moe", use_bias=True)) is None
     assert read_architecture(AutoConfig.for_model("laguna", moe_router_logit_softcapping=30.0)) is None
+    for other in ({"use_sandwich_norm": False}, {"use_attention_gate": False}, {"attention_bias": True}):
+        assert read_architecture(AutoConfig.for_model("lfm3", **other)) is None
     assert read_architecture(AutoConfig.for_model("qwen3", architectures=["Qwen3ForTokenClassification"])) is None
 
 
@@ -849,6 +855,16 @@ def test_a_router_keeps_its_digits_beside_16_bits(
             "laguna",
             {**LAGUNA, "num_attention_heads_per_layer": [4, 5]},
             r"num_attention_heads of a laguna checkpoint must be divisible by num_key_value_heads \(2\), got 5; mend",
+        ),
+        (
+            "laguna",
+            {**LAGUNA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "rope_parameters of a laguna checkpoint must have those of each of its layer_types, got none of full_att",
+        ),
+        (
+            "granite_swa",
+            {**GRANITE_OF_WINDOWS, "layer_rope_theta": [1e4]},
+            r"layer_rope_theta of a granite_swa checkpoint must be a number in every layer, .* 2, got .*; mend",
         ),
         ("youtu", {**LATENT, "kv_lora_rank": 0}, "kv_lora_rank of a youtu checkpoint must be >= 1, got 0; mend"),
         ("youtu", {**LATENT, "q_lora_rank": -1}, "q_lora_rank of a youtu checkpoint must be >= 1, got -1; mend"),

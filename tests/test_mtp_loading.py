@@ -335,10 +335,17 @@ def test_a_k_exaone_module_attends_as_its_config_states(
         assert (block.layer.attention.rope_key is not None) is turns
 
 
-def test_a_k_exaone_module_of_no_kind_of_its_targets_is_refused(tmp_path: Path) -> None:
+def test_a_module_that_attends_to_nothing_known_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_next", "exaone_moe", mtp_layer_types=["chunked_attention"])
-    rule = "mtp_layer_types must be of the kinds of the target's layers (full_attention, sliding_attention), got 'chunk"
+    rule = "mtp_layer_types must be a list of sliding_attention and full_attention, got ['chunked_attention']; mend"
     assert rule in refusal(tmp_path)
+
+
+def test_a_mellum_module_attends_to_a_window_unless_its_config_says_otherwise(tmp_path: Path) -> None:
+    """Whatever its target's layers do."""
+    write(tmp_path, "qwen3_next", "mellum", layer_types=["full_attention"] * NUM_LAYERS, mtp_layer_types=None)
+    attention = head_of(start(tmp_path)).attentions[0]
+    assert attention.sliding_window == 8 and attention.rope_key == "sliding_attention"
 
 
 @pytest.mark.parametrize(("stated", "kind"), [("sparse", Experts), ("dense", MLP)])

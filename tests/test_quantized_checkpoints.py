@@ -435,6 +435,13 @@ def test_a_head_may_repeat_what_its_target_says(checkpoint: Path) -> None:
     assert all(tensor[...].dtype == torch.float32 for _, tensor in read_tensors(ModelSource(model=str(checkpoint))))
 
 
+def test_activations_that_were_not_to_be_rounded_change_nothing(checkpoint: Path) -> None:
+    """ModelOpt has a name of its own for that."""
+    quantize_checkpoint(checkpoint, LAYOUTS["ModelOpt's NVFP4"])
+    state_config(checkpoint, {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"})
+    assert load(ModelSource(model=str(checkpoint))).held == LAYOUTS["ModelOpt's NVFP4"].held
+
+
 @holds_8_bits
 def test_what_no_kernel_takes_may_be_quantized_anew(checkpoint: Path) -> None:
     expected = quantize_checkpoint(checkpoint, LAYOUTS["GPTQ, inputs in any order"])

@@ -17,7 +17,7 @@ S8, S6, S4, S2 = np.float32(1 / 9), np.float32(1 / 7), np.float32(1 / 5), np.flo
 
 @vectorized
 def softplus(x: Any) -> Any:
-    """max(x, 0) + log(1 + p), p = e^-|x|, whose log is 2 atanh(p / (2 + p)): no digit of a small p is lost."""
+    """max(x, 0) + log(1 + p), p = e^-|x|, whose log is 2 atanh(p / (2 + p)): as exact for a small p as p is."""
     power = exp2(-abs(x) * LOG2_E)
     s = power / (TWO + power)
     z = s * s

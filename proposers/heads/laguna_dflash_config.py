@@ -19,6 +19,11 @@ from runner.engine.rope import warn_of_unread_rope
 CLASS = "DFlashLagunaForCausalLM"
 # Keys of what its layers may not have, and the values with which they have none of it.
 _ABSENT: dict[str, tuple[Any, ...]] = {"num_experts": (None, 0), "swa_attention_sink_enabled": (None, False)}
+_KINDS: dict[str, tuple[type, str]] = {
+    "layer_types": (list, "a list"),
+    "rope_parameters": (dict, "a mapping"),
+    "rope_scaling": (dict, "a mapping"),
+}
 # What rows see is up to the method, and transformers would make other rotations of keys beside those by type.
 _READ_HERE = ("auto_map", "is_causal", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
@@ -34,6 +39,12 @@ def read_laguna_layers(values: Mapping[str, Any], source: ModelSource) -> tuple[
     Raises:
         UserError: layers that are none of Laguna's, or that differ from each other, or no base of rotations.
     """
+    for key, (wanted, name) in _KINDS.items():
+        if values.get(key) is not None and not isinstance(values[key], wanted):
+            raise UserError(
+                f"{source.name}={source.model}: {key} in its config must be {name}, got {values[key]!r}; mend it or "
+                "download the head again"
+            )
     number = head_size(values, "num_hidden_layers", 0, source)
     kinds = values.get("layer_types") or ["full_attention"] * number
     told = {key: value for key, value in values.items() if value is not None and key not in _READ_HERE}
@@ -65,15 +76,17 @@ def _rope_parameters(values: Mapping[str, Any], kind: str, source: ModelSource) 
     is_by_type = any(isinstance(own, Mapping) for own in parameters.values())
     own = (parameters.get(kind) or {}) if is_by_type else parameters
     found = {
-        "rope_type": scaling.get("type", "default"),
+        "rope_type": own.get("type", scaling.get("type", "default")),
         "rope_theta": values.get("rope_theta"),
         "partial_rotary_factor": values.get("partial_rotary_factor") or 1.0,
         **scaling,
         **own,
     }
-    if not isinstance(found["rope_theta"], int | float):
-        raise UserError(
-            f"{source.name}={source.model}: rope_theta in its config must be the base of its rotations, got "
-            f"{found['rope_theta']!r}; mend it or download the head again"
-        )
+    for key in ("rope_theta", "partial_rotary_factor"):
+        number = found[key]
+        if not isinstance(number, int | float) or isinstance(number, bool) or number <= 0:
+            raise UserError(
+                f"{source.name}={source.model}: {key} in its config must be a number > 0, got {number!r}; mend it or "
+                "download the head again"
+            )
     return found

@@ -38,6 +38,8 @@ from runner.engine.operations import head_logits
 from runner.engine.shard import Shard
 from runner.engine.transformers_model import TransformersModel
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # in layer_types
+
 
 class MtpHead:
     tap_layers = (NORMED,)
@@ -151,7 +153,7 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
             dtype=context.dtype,
             device=context.device,
             name=name,
-            like=_first_like(module.config, name) if found.layout.is_like_first else None,
+            kind=_kind(module.config, found.layout.attends, name),
         )
     else:
         assert isinstance(target.model, TransformersModel), "another target's block was refused"
@@ -172,18 +174,18 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
     return head
 
 
-def _first_like(config: Any, name: str) -> int:
-    """The first of a target's layers that is of its module's kind: that of the first layer, or what the config states.
+def _kind(config: Any, attends: str, name: str) -> str | None:
+    """Of layer_types, what a module attends to; None: where layers of the target differ, to all.
 
     Raises:
-        UserError: the target has no such layer.
+        UserError: the config states a kind that there is not.
     """
-    kinds = list(config.layer_types)
-    kind = (getattr(config, "mtp_layer_types", None) or kinds)[0]
-    if kind not in kinds:
-        known = ", ".join(dict.fromkeys(kinds))
+    if attends == "to all":
+        return None
+    stated = getattr(config, "mtp_layer_types", None)
+    kinds = stated or ([SLIDING] if attends == "to a window" else config.layer_types)
+    if not isinstance(kinds, list) or kinds[0] not in (SLIDING, FULL):
         raise UserError(
-            f"{name}: mtp_layer_types must be of the kinds of the target's layers ({known}), got {kind!r}; "
-            "mend its config"
+            f"{name}: mtp_layer_types must be a list of {SLIDING} and {FULL}, got {stated!r}; mend its config"
         )
-    return kinds.index(kind)
+    return str(kinds[0])

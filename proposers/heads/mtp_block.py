@@ -7,6 +7,7 @@ checkpoint tensor fills what.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,8 +17,10 @@ from kernels.cpu.panels import Change
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
 from runner.engine.errors import UserError
+from runner.engine.families import FAMILIES
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
+from runner.engine.layer_kinds import ropes, sliding_windows
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget
 from runner.engine.memory import require_memory
@@ -55,14 +58,14 @@ class OwnBlock:
         dtype: torch.dtype,
         device: torch.device,
         name: str,
-        like: int | None = None,
+        kind: str | None = None,
     ) -> None:
-        """name: the module's, for errors; like: as of _alone.
+        """name: the module's, for errors; kind: of layer_types, what it attends to; None: where layers differ, to all.
 
         Raises:
             UserError: the layer does not fit memory.
         """
-        alone = _alone(arch, like)
+        alone = _alone(arch, hf_config, kind)
         with torch.device("meta"):
             sizes = DecoderLayer(alone, 0, Shard(), dtype)
         needed = sum(target.view.nbytes for target in sizes.weight_targets("").values())
@@ -153,15 +156,14 @@ class TransformersBlock:
         return targets
 
 
-def _alone(arch: Architecture, like: int | None) -> Architecture:
-    """The architecture of a block of its target's.
-
-    like: a layer of the target that the block attends as; None: where layers differ, as those that see everything.
-    """
-    if like is None:
+def _alone(arch: Architecture, hf_config: Any, kind: str | None) -> Architecture:
+    """The architecture of a block of its target's."""
+    if kind is None:
         window, rope = None if None in arch.sliding_windows else arch.sliding_windows[-1], arch.ropes[0]
     else:
-        window, rope = arch.sliding_windows[like], arch.ropes[like]
+        one, family = copy(hf_config), FAMILIES[arch.family]
+        one.layer_types, one.num_hidden_layers = [kind], 1
+        (window,), (rope,) = sliding_windows(one, family), ropes(one, family)
     experts = None if arch.experts is None else replace(arch.experts, in_layers=arch.experts.in_layers[-1:])
     return replace(
         arch,

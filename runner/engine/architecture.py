@@ -23,6 +23,7 @@ from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_
 from runner.engine.layer_kinds import MLP_BLOCKS, attention_chunks, has_mlp, mixes, ropes, sliding_windows
 from runner.engine.multipliers import NO_MULTIPLIERS, Multipliers, read_multipliers
 from runner.engine.per_layer_shapes import PerLayerShapes, read_per_layer_shapes
+from runner.engine.rope import RopeKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Architecture:
     norms_turned: bool  # Family.norms_turned
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
     attention_chunks: tuple[int | None, ...]  # per layer: of how many tokens; None: it is not cut
-    ropes: tuple[str | None, ...]  # per layer: which of the config's rotations, None = none (SmolLM3)
+    ropes: tuple[RopeKey | None, ...]  # per layer: which of the config's rotations, None = none (SmolLM3)
     norms: NormNames
     norms_add_one: bool  # to their weights (Gemma)
     norms_round_last: bool  # Family.norms_round_last

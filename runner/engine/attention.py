@@ -10,7 +10,7 @@ import torch
 from runner.engine.linear import RowParallelLinear
 from runner.engine.mixer import Mixer
 from runner.engine.operations import paged_attention
-from runner.engine.rope import HeadLayout, Rope
+from runner.engine.rope import HeadLayout, Rope, RopeKey
 
 
 class Attention(Mixer):
@@ -28,7 +28,7 @@ class Attention(Mixer):
     sliding_window: int | None = None
     attention_chunk: int | None = None
     is_causal = True  # False: rows see all of their segment, in launches built for that (DFlash's blocks)
-    rope_key: str | None
+    rope_key: RopeKey | None
     head_layout: HeadLayout
     o_proj: RowParallelLinear
 
@@ -56,7 +56,7 @@ class Attention(Mixer):
         )
 
     @property
-    def turns(self) -> tuple[str | None, int]:
+    def turns(self) -> tuple[RopeKey | None, int]:
         """What makes rotations differ: of which of the config's they are, and of how many heads."""
         return self.rope_key, self.num_heads
 

@@ -110,7 +110,10 @@ def load_config(source: ModelSource) -> Any:
     from transformers import AutoConfig
 
     register_configs()
-    unreadable = (ValueError, OSError, KeyError, ZeroDivisionError, StrictDataclassError)
+    unreadable = (
+        *(ValueError, TypeError, OSError, KeyError, ZeroDivisionError, NotImplementedError),
+        StrictDataclassError,
+    )
     if source.is_dummy and source.hf_config is not None:
         values = dict(source.hf_config)
         name = source.name.replace(".model", ".hf_config")

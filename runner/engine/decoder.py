@@ -24,7 +24,7 @@ from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, add, head_logits, scale_rows, take_rows
 from runner.engine.per_layer_inputs import PerLayerInputs
 from runner.engine.quantization import Quantization
-from runner.engine.rope import RopeRows
+from runner.engine.rope import RopeKey, RopeRows
 from runner.engine.shard import Shard
 
 
@@ -202,7 +202,7 @@ class Decoder:
         own._ropes = {key: rope for key, rope in self._ropes.items() if key in turned}
         return own
 
-    def _turns(self, batch: ForwardBatch) -> dict[tuple[str | None, int], RopeRows]:
+    def _turns(self, batch: ForwardBatch) -> dict[tuple[RopeKey | None, int], RopeRows]:
         """The rotations of a launch's rows, of each kind."""
         return {key: rope(batch.positions, self.embed_tokens) for key, rope in self._ropes.items()}
 

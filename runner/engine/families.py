@@ -175,6 +175,7 @@ _GRANITE_OF_WINDOWS: dict[str, Any] = {
     **_GRANITE,
     "windows": "by_layer",
     "has_sinks": True,
+    "has_bases_by_layer": True,
     "reads": ("layer_rope_theta",),
 }
 _SHARED_GRANITE_MLP: dict[str, Any] = {

@@ -73,6 +73,7 @@ class Family:
     has_multipliers: bool = False  # of what enters layers, of what they add, of logits (runner.engine.multipliers)
     is_rope_partial: bool = False  # the config's partial_rotary_factor says how much of a head turns
     is_rope_interleaved: bool | str = False  # neighbours turn together, not the halves of what is rotated
+    has_bases_by_layer: bool = False  # where it reads layer_rope_theta; else that says who turns
     is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
     has_rope: bool = True
     has_blocks: bool = False  # a layer is an attention, what stands in its place, an MLP or experts, as layer_types say

@@ -136,7 +136,7 @@ def read_own_config(model_type: str, values: Mapping[str, Any], source: ModelSou
     own = {key: value for key, value in values.items() if key != "model_type"}
     try:
         return AutoConfig.for_model(model_type, **own)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except (ValueError, TypeError, KeyError, NotImplementedError, StrictDataclassError) as error:
         raise UserError(
             f"{source.name}={source.model}: its config.json cannot be read as a {model_type} config: "
             f"{' '.join(str(error).split())}; mend it or download the head again"

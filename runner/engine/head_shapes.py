@@ -63,9 +63,13 @@ def _of_layer(config: Any, family: Family, layer: int) -> Any:
     counts = stated(config, family, "num_attention_heads_per_layer")
     if counts is None:
         return config
-    own = copy(config)
-    own.num_attention_heads = counts[layer]
-    own.rope_parameters = config.rope_parameters[config.layer_types[layer]]
+    own, kind = copy(config), config.layer_types[layer]
+    own.num_attention_heads, own.rope_parameters = counts[layer], config.rope_parameters.get(kind)
+    if not isinstance(own.rope_parameters, dict):
+        raise UserError(
+            f"rope_parameters of a {config.model_type} checkpoint must have those of each of its layer_types, got none "
+            f"of {kind}; mend its config"
+        )
     return own
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from runner.engine.errors import UserError
 from runner.engine.family import Family, stated
-from runner.engine.rope import ONE_ROPE
+from runner.engine.rope import ONE_ROPE, RopeKey
 
 # layer_types where a layer is one thing.
 MLP_BLOCKS, MIXING_BLOCKS = ("mlp", "moe"), ("full_attention", "linear_attention")
@@ -22,7 +22,7 @@ def sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
-def ropes(config: Any, family: Family) -> tuple[str | None, ...]:
+def ropes(config: Any, family: Family) -> tuple[RopeKey | None, ...]:
     if not family.has_rope:
         return (None,) * int(config.num_hidden_layers)
     if any(isinstance(value, dict) for value in config.rope_parameters.values()):
@@ -34,12 +34,15 @@ def ropes(config: Any, family: Family) -> tuple[str | None, ...]:
     turned = stated(config, family, "no_rope_layers", [1] * int(config.num_hidden_layers))  # 0: does not turn
     if (bases := stated(config, family, "layer_rope_theta")) is not None:
         turned, own = bases, config.rope_parameters["rope_theta"]
-        if len(bases) != config.num_hidden_layers or not set(bases) <= {0, own}:
+        others = set(bases) - {0, own}
+        if len(bases) != config.num_hidden_layers or (others and not family.has_bases_by_layer):
+            rule = "a number" if family.has_bases_by_layer else f"0 or the rope_theta of its rope_parameters ({own})"
             raise UserError(
-                f"layer_rope_theta of a {config.model_type} checkpoint must be 0 or the rope_theta of its "
-                f"rope_parameters ({own}) in every layer, of which there are {config.num_hidden_layers}, got {bases}; "
-                "mend its config"
+                f"layer_rope_theta of a {config.model_type} checkpoint must be {rule} in every layer, of which there "
+                f"are {config.num_hidden_layers}, got {bases}; mend its config"
             )
+        if others:
+            return tuple(float(base) or None for base in bases)
     return tuple(ONE_ROPE if is_turned else None for is_turned in turned)
 
 

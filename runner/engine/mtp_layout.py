@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 # Config keys that state how many modules there are, as DeepSeek, GLM, MiMo, ERNIE and Hunyuan name it, and Qwen3.5.
 NUM_MODULES_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -32,7 +32,8 @@ class MtpLayout:
     final_norm: str | None  # None: the target's own
     block: str = ""  # of the decoder block's tensors, behind the prefix
     has_mlp: bool = False  # the block has one, where layers of the target have experts
-    is_like_first: bool = False  # the block attends as the target's first layer, or as the config states
+    # The block attends as the config's mtp_layer_types says, or without a word so, or as layers that see all.
+    attends: Literal["to all", "as the first layer", "to a window"] = "to all"
     embedding: str | None = None  # copies that a module may bring with it
     head: str | None = None
     unread: tuple[str, ...] = ()  # tensors that lie with a module's, and that its makers' code does not read
@@ -106,9 +107,9 @@ QWEN3_NEXT = MtpLayout(
     block="layers.{index}.",
 )
 # EXAONE 4.5 and K-EXAONE, as LG's code in vLLM runs them: Qwen3-Next's names.
-EXAONE = replace(QWEN3_NEXT, title="EXAONE's", has_mlp=True, is_like_first=True)
+EXAONE = replace(QWEN3_NEXT, title="EXAONE's", has_mlp=True, attends="as the first layer")
 # Mellum 2, as transformers runs it: Qwen3-Next's names, too.
-MELLUM = replace(QWEN3_NEXT, title="Mellum's", is_like_first=True)
+MELLUM = replace(QWEN3_NEXT, title="Mellum's", attends="to a window")
 # ERNIE 4.5, as Baidu's FastDeploy runs it: the norm of the target is its modules' too, and they take what is behind it.
 # vLLM norms nothing behind a module.
 ERNIE = MtpLayout(

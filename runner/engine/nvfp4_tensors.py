@@ -34,11 +34,9 @@ def nvfp4_tensor(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str)
         factor = whole[...].float()
         if factor.numel() != 1:
             raise UserError(f"{of} must have one scale beside those of groups, got {list(factor.shape)}; {AGAIN}")
-        factor = (1 / factor if INVERSE_OF_ALL in parts else factor).reshape(())
-        scales = require_scales(scale[...].float() * factor / 2, of)
+        factor, scales = factor.reshape(()), scale[...].float()
+        scales = require_scales((scales / factor if INVERSE_OF_ALL in parts else scales * factor) / 2, of)
         codes = codes_side_by_side(packed[...])
-        if storage.code is not None:
-            return Numbers(numbers=codes, scales=scales)
         numbers = Numbers(numbers=codes, scales=scales).in_8_bits(scheme.storage)
         return Numbers(numbers=numbers, scales=scales)
 

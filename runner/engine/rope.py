@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,8 @@ from runner.engine.families import FAMILIES
 
 logger = logging.getLogger(__name__)
 
-ONE_ROPE = ""  # key of a config's rotations, where all its layers have the same
+RopeKey = str | float  # of a config's rotations: a kind of layers, the base of some, or
+ONE_ROPE = ""  # where all its layers have the same
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 
 
@@ -81,7 +83,7 @@ class Rope:
     def __init__(
         self,
         hf_config: Any,
-        key: str | None,  # ONE_ROPE, a kind of layers, or None: they do not turn
+        key: RopeKey | None,  # None: layers do not turn
         layout: HeadLayout,
         *,
         num_heads: int,
@@ -164,7 +166,7 @@ def require_static_rope(config: Any) -> None:
 
 
 def rope_tables(
-    config: Any, key: str | None, layout: HeadLayout, max_model_len: int
+    config: Any, key: RopeKey | None, layout: HeadLayout, max_model_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, signed_sin), each [max_model_len, head_dim] float32; see kernels.reference.rope for the sign."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -174,6 +176,9 @@ def rope_tables(
     if key is None:
         inv_freq = torch.zeros(0)
     else:
+        if isinstance(key, float):
+            own_base, config, key = {**config.rope_parameters, "rope_theta": key}, copy(config), ONE_ROPE
+            config.rope_parameters = own_base
         parameters = config.rope_parameters[key] if key else config.rope_parameters
         kind = parameters.get("rope_type", "default")
         stretched = _stretched_theta(config, parameters, layout.num_rotated)
@@ -207,7 +212,7 @@ def _stretched_theta(config: Any, parameters: Mapping[str, Any], num_rotated: in
     return float(parameters["rope_theta"] * alpha ** (num_rotated / (num_rotated - 2)))
 
 
-def query_factors(config: Any, key: str | None, max_model_len: int) -> torch.Tensor | None:
+def query_factors(config: Any, key: RopeKey | None, max_model_len: int) -> torch.Tensor | None:
     """What queries are multiplied by at each position [max_model_len, 1] float32 (Ministral 3, Llama 4).
 
     None where it is 1 at all of them: up to the length that the model was trained with first, it is. key: as Rope's; of

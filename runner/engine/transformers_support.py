@@ -44,7 +44,7 @@ def _refusal(config: Any, model_class: Any) -> str | None:
         is_recurrent = model_class._is_stateful or not {"linear_attention", "conv"}.isdisjoint(kinds)
         why = " and cannot roll back yet what rejected drafts, MTP's or any other's, left in it" if is_recurrent else ""
         remedy = (
-            "our own decoder runs this family as it is published, which its config.json is not: mend it"
+            "our own decoder runs this family as it is published, and its config.json is another: choose such a one"
             if config.model_type in FAMILIES
             else "choose a model of attention layers only"
         )
