@@ -14,6 +14,7 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.compiled import vectorized
+from kernels.cpu.convolution import add_tap, begin_with
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import LOG2_E, exp2
 from kernels.cpu.kernel import Kernel, arguments_of
@@ -36,23 +37,6 @@ Arguments = arguments_of(
     *("num_segments", "rows_each", "offset", "ring", "element_size"),
     *("num_key_heads", "num_value_heads", "key_dim", "value_dim", "taps", "row", "room_size"),
 )
-
-
-@vectorized
-def begin_with(sums: Any, bias: Any, channel: Any) -> None:
-    size = len(sums)
-    bias = bias[channel : channel + size]
-    for index in range(size):
-        sums[index] = widen(bias[index])
-
-
-@vectorized
-def add_tap(sums: Any, row: Any, column: Any, tap: Any, channel: Any) -> None:
-    """A token's part in what a convolution gives another one."""
-    size = len(sums)
-    row, tap = row[column : column + size], tap[channel : channel + size]
-    for index in range(size):
-        sums[index] += widen(row[index]) * widen(tap[index])
 
 
 @vectorized

@@ -37,10 +37,8 @@ def perturbing() -> Kernel:
             row, first = own // num_chunks, own % num_chunks * CHUNK
             owner = row // (a.num_rows // a.num_owners)
             count = min(CHUNK, a.vocab_size - first)
-            to, own_logits = (
-                perturbed[row, first : first + count],
-                floats(a.logits + 4 * (row * a.row_stride + first), 1, count)[0],
-            )
+            own_logits = floats(a.logits + 4 * (row * a.row_stride + first), 1, count)[0]  # as in sampling.py
+            to = perturbed[row, first : first + count]
             for place in range(count):
                 scores[place] = own_logits[place]
             seed, position, stream = np.uint64(seeds[owner]), np.uint64(positions[owner]), np.uint64(a.stream)

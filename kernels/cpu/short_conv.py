@@ -11,6 +11,7 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from kernels.cpu.compiled import vectorized
+from kernels.cpu.convolution import add_tap, begin_with
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
@@ -45,20 +46,6 @@ def keep_product(kept: Any, row: Any, first: Any, width: Any, count: Any) -> Non
 
 
 @vectorized
-def begin_with(sums: Any, bias: Any, first: Any, count: Any) -> None:
-    bias = bias[first : first + count]
-    for index in range(count):
-        sums[index] = widen(bias[index])
-
-
-@vectorized
-def add_tap(sums: Any, kept: Any, tap: Any, first: Any, count: Any) -> None:
-    kept, tap = kept[first : first + count], tap[first : first + count]
-    for index in range(count):
-        sums[index] += widen(kept[index]) * widen(tap[index])
-
-
-@vectorized
 def write_gated(to: Any, sums: Any, row: Any, first: Any, width: Any, count: Any) -> None:
     to, gate = to[first : first + count], row[width + first : width + first + count]
     for index in range(count):
@@ -80,11 +67,12 @@ def columns_convolving(element: Any) -> Kernel:
         starts, slots = integers(a.starts, a.num_segments), integers(a.slots, a.num_segments)
         first_rows = integers(a.first_rows if a.first_rows else a.starts, a.num_segments)
         counts = integers(a.counts if a.counts else a.starts, a.num_segments)
-        sums = floats(a.room + NUM_BYTES * CHUNK * thread, 1, CHUNK)[0]
+        room = floats(a.room + NUM_BYTES * CHUNK * thread, 1, CHUNK)[0]
         num_chunks = (width + a.chunk - 1) // a.chunk
         for unit in range(part, a.num_segments * num_chunks, num_parts):
             segment, column = unit // num_chunks, unit % num_chunks * a.chunk
             size = min(a.chunk, width - column)
+            sums = room[:size]
             first, count = segment * a.rows_each, a.rows_each
             if a.counts:
                 first, count = first_rows[segment], counts[segment]
@@ -99,13 +87,13 @@ def columns_convolving(element: Any) -> Kernel:
                 row = mixed[place]
                 keep_product(recent[slot * ring + position % ring], row, column, width, size)
                 if a.bias:
-                    begin_with(sums, bias, column, size)
+                    begin_with(sums, bias, column)
                 else:
                     for index in range(size):
                         sums[index] = NOTHING
                 for tap in range(max(a.taps - 1 - position, 0), a.taps):
                     seen = position - a.taps + 1 + tap
-                    add_tap(sums, recent[slot * ring + seen % ring], taps[tap], column, size)
+                    add_tap(sums, recent[slot * ring + seen % ring], column, taps[tap], column)
                 write_gated(to[place], sums, row, column, width, size)
 
     return Kernel(go_on, Arguments)

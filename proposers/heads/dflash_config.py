@@ -118,7 +118,7 @@ def read_dflash_config(
         layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
         arch, hf_config = head_architecture(layer_values, source)
     if _turns_neighbours(source, values, nested):
-        arch = with_neighbours_turned(arch)
+        arch = _with_neighbours_turned(arch)
     # As written: transformers' Qwen3 drops a window without use_sliding_window, which heads do not write.
     window = nested.get("swa_window_size", layer_values.get("sliding_window"))
     arch = replace(arch, sliding_windows=layer_windows(hf_config.layer_types, window, source))
@@ -168,7 +168,7 @@ def _turns_neighbours(source: ModelSource, values: Mapping[str, Any], nested: Ma
     return False in told.values()
 
 
-def with_neighbours_turned(arch: Architecture) -> Architecture:
+def _with_neighbours_turned(arch: Architecture) -> Architecture:
     """Heads whose elements turn together with the next one, as LiquidAI's for LFM2.5 do."""
     heads = (replace(own, layout=replace(own.layout, is_interleaved=True)) for own in arch.heads)
     return replace(arch, heads=tuple(heads))

@@ -27,6 +27,7 @@ from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head
+from runner.engine.head_shapes import FULL
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
@@ -38,7 +39,7 @@ from runner.engine.operations import head_logits
 from runner.engine.shard import Shard
 from runner.engine.transformers_model import TransformersModel
 
-SLIDING, FULL = "sliding_attention", "full_attention"  # in layer_types
+SLIDING = "sliding_attention"  # in layer_types, as FULL
 
 
 class MtpHead:

@@ -32,7 +32,7 @@ class MtpLayout:
     final_norm: str | None  # None: the target's own
     block: str = ""  # of the decoder block's tensors, behind the prefix
     has_mlp: bool = False  # the block has one, where layers of the target have experts
-    # The block attends as the config's mtp_layer_types says, or without a word so, or as layers that see all.
+    # What the block attends to: to all, or what the config's mtp_layer_types says, and this where it says nothing.
     attends: Literal["to all", "as the first layer", "to a window"] = "to all"
     embedding: str | None = None  # copies that a module may bring with it
     head: str | None = None
