@@ -22,6 +22,7 @@ VOCAB_SIZE = 96
 HIDDEN_SIZE = 64
 NUM_LAYERS = 2
 OF_TARGET = "the target's norm"
+BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types")
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
@@ -114,6 +115,23 @@ TARGETS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
         },
     },
+    # The module's block is two layers, each of one thing; neither turns.
+    "nemotron_h": {
+        "head_dim": 16,
+        "layers_block_type": ["mamba", "moe", "attention", "attention", "moe"],
+        "layer_norm_epsilon": 1e-5,
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "moe_intermediate_size": 32,
+        "moe_latent_size": 24,
+        "moe_shared_expert_intermediate_size": 48,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 2.5,
+        "time_step_min": 1e-30,  # as in tests/test_model_families.py
+    },
     "glm4_moe": {
         "head_dim": 16,
         "moe_intermediate_size": 32,
@@ -176,6 +194,15 @@ LAYOUTS = {
         projection="fc",
         final_norm="norm",
     ),
+    # vllm/model_executor/models/nemotron_h_mtp.py: cat(enorm(embedding), hnorm(state)), an attention, experts
+    "nemotron": Names(
+        module="mtp.",
+        block="mtp.layers.",
+        token_norm="layers.0.enorm",
+        hidden_norm="layers.0.hnorm",
+        projection="layers.0.eh_proj",
+        final_norm="layers.1.final_layernorm",
+    ),
     # PaddlePaddle/ERNIE modeling of ernie4_5_moe: cat(embedding, state), and the model's own norm behind every depth
     "ernie": Names(
         module="model.",
@@ -205,6 +232,7 @@ PUBLISHED = (
     ("hy", "hy_v3"),
     ("deepseek", "mistral"),
     ("mimo", "qwen2"),
+    ("nemotron", "nemotron_h"),
     ("qwen3_next", "exaone4"),
     ("qwen3_next", "exaone_moe"),
     ("qwen3_next", "mellum"),
@@ -222,7 +250,8 @@ class Written:
     directory: Path  # of the target
     head: Path | None  # of the module, where it has a directory of its own
     names: Names
-    model: Any  # transformers', of NUM_LAYERS + 1 layers, in float32
+    model: Any  # transformers', of the target's layers and the block's, in float32
+    num_layers: int  # of the target
     tensors: dict[str, torch.Tensor]  # the module's, but for its block's
 
     def reference(self, dtype: torch.dtype) -> Reference:
@@ -236,11 +265,12 @@ class Reference:
         self.names, self.dtype = written.names, dtype
         self.target = in_float64(written.model) if dtype is torch.float64 else copy.deepcopy(written.model)
         decoder = self.target.model
-        self.block = decoder.layers[NUM_LAYERS]
-        decoder.layers = decoder.layers[:NUM_LAYERS]
-        decoder.config.num_hidden_layers = NUM_LAYERS
-        self.rotary, self.eps = decoder.rotary_emb, decoder.config.rms_norm_eps
-        self.embedding, self.head = decoder.embed_tokens.weight, self.target.lm_head.weight
+        self.block = decoder.layers[written.num_layers :]
+        decoder.layers = decoder.layers[: written.num_layers]
+        decoder.config.num_hidden_layers = written.num_layers
+        self.rotary = getattr(decoder, "rotary_emb", None)
+        self.eps = getattr(decoder.config, "rms_norm_eps" if self.rotary else "layer_norm_epsilon")
+        self.embedding, self.head = decoder.get_input_embeddings().weight, self.target.lm_head.weight
         self.tensors = {name: tensor.to(dtype) for name, tensor in written.tensors.items()}
         self.added = _added_to_norms(decoder.config.model_type)
         # Of the block, where rotations differ by kind.
@@ -277,15 +307,11 @@ class Reference:
         window = getattr(self.target.config, "sliding_window", None) or num_rows
         mask = torch.zeros(num_rows, num_rows, dtype=self.dtype)
         mask = mask.masked_fill((distance < 0) | (distance >= window), torch.finfo(self.dtype).min)
-        output = self.block(
-            rows,
-            attention_mask=mask[None, None],
-            position_ids=positions[None],
-            position_embeddings=self.rotary(rows, positions[None], *self.kind),
-        )
-        output = (output[0] if isinstance(output, tuple) else output)[0]
-        normed = self._norm(output, names.final_norm or OF_TARGET)
-        return normed
+        turned = {"position_embeddings": self.rotary(rows, positions[None], *self.kind)} if self.rotary else {}
+        for layer in self.block:
+            output = layer(rows, attention_mask=mask[None, None], position_ids=positions[None], **turned)
+            rows = output[0] if isinstance(output, tuple) else output
+        return self._norm(rows[0], names.final_norm or OF_TARGET)
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.tensors[name] + self.added)
@@ -301,23 +327,27 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
     model.save_pretrained(directory)
     save_tokenizer(directory, VOCAB_SIZE)
     values = json.loads((directory / "config.json").read_text())
-    values["num_hidden_layers"] = NUM_LAYERS
-    if "layer_types" in values:
-        values["layer_types"] = values["layer_types"][:NUM_LAYERS]
+    num_layers = NUM_LAYERS if layout != "nemotron" else len(model.model.layers) - 2
+    values["num_hidden_layers"] = num_layers
+    values |= {key: values[key][:num_layers] for key in BY_LAYER if key in values}
     if layout == "mimo":
         values |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
-    if "mlp_layer_types" in values:
-        values["mlp_layer_types"] = values["mlp_layer_types"][:NUM_LAYERS]
-    if layout in ("mimo", "deepseek", "ernie", "hy"):
+    if layout in ("mimo", "deepseek", "ernie", "hy", "nemotron"):
         values["num_nextn_predict_layers"] = 1
     values |= options
     (directory / "config.json").write_text(json.dumps(values))
 
     saved = load_file(directory / "model.safetensors")
-    last = f"model.layers.{NUM_LAYERS}."
-    block = {names.block + name.removeprefix(last): saved.pop(name) for name in list(saved) if name.startswith(last)}
-    own = _random_tensors(names, _added_to_norms(model_type))
-    module = block | {f"{names.module}{name}.weight": tensor for name, tensor in own.items()}
+    block: dict[str, torch.Tensor] = {}
+    for at, layer in enumerate(range(num_layers, len(model.model.layers))):
+        last, own = (
+            (f"backbone.layers.{layer}.", f"{names.block}{at}.")
+            if layout == "nemotron"
+            else (f"model.layers.{layer}.", names.block)
+        )
+        block |= {own + name.removeprefix(last): saved.pop(name) for name in list(saved) if name.startswith(last)}
+    beside = _random_tensors(names, _added_to_norms(model_type))
+    module = block | {f"{names.module}{name}.weight": tensor for name, tensor in beside.items()}
     head = None
     if layout == "speculators":
         head = directory / "head"
@@ -333,7 +363,7 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
     else:
         saved |= module
     save_file(saved, directory / "model.safetensors", metadata={"format": "pt"})
-    return Written(directory=directory, head=head, names=names, model=model, tensors=own)
+    return Written(directory=directory, head=head, names=names, model=model, num_layers=num_layers, tensors=beside)
 
 
 def _added_to_norms(model_type: str) -> float:

@@ -48,6 +48,7 @@ MANDATORY["model/qwen3_0_6b"] = ["method=ngram"]  # no draft is smaller
 MANDATORY["model/gpt_oss_20b"] = ["method=eagle3"]  # nor of this vocabulary
 # Billions of weights.
 WITH_MTP = {"glm4_5_air": 106, "glm4_7_flash": 29, "ernie4_5_21b_a3b": 21, "qwen3_5_27b": 26, "qwen3_5_35b_a3b": 34}
+WITH_MTP |= {"nemotron3_5_lightning": 31, "nemotron3_super": 120}
 MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_MTP}
 # Of language models alone, in billions; their drafters are checkpoints of their own.
 WITH_ASSISTANT = {"gemma4_e2b": 4, "gemma4_26b_a4b": 25}
@@ -266,12 +267,14 @@ def test_the_drafter_of_a_preset_sees_keys_and_values_as_its_target_has_them(pre
     assert [own.kv_layer for own in read.arch.heads] == [last[kind] for kind in read.hf_config.layer_types]
 
 
-def target_and_head(preset: str, changes: Mapping[str, Any]) -> tuple[LoadedModel, dict[str, Any]]:
+def target_and_head(
+    preset: str, changes: Mapping[str, Any], method: str | None = None
+) -> tuple[LoadedModel, dict[str, Any]]:
     """A preset's target without memory, and what is said of its block drafter; changes: of the target's config."""
     from transformers import AutoConfig
 
     with Composer() as composer:
-        method = WITH_BLOCKS[preset][1]
+        method = method or WITH_BLOCKS[preset][1]
         config = composer.config([f"model={preset}", f"method={method}", "model.load_format=dummy"])
     head, values = config.draft_model_config(), config.model.hf_config
     assert head is not None and head.hf_config is not None and values is not None
@@ -298,7 +301,7 @@ def test_muse_glimmers_drafter_has_as_many_parameters_as_the_published_one() -> 
     read = read_dflash_config(target.source, values, target, None)
     assert num_head_weights(DFlashHead, read, target) == 2_555_985_152
     assert read.tap_layers == (2, 14, 26, 38, 50) and read.max_draft_tokens == 15
-    assert not any(read.causal_layers) and not read.brings_ends
+    assert not any(read.causal_layers) and not (read.brings_embedding or read.brings_projection)
 
 
 def test_lfm2_5s_drafter_has_as_many_parameters_as_the_published_one() -> None:
@@ -307,7 +310,7 @@ def test_lfm2_5s_drafter_has_as_many_parameters_as_the_published_one() -> None:
     read = read_dspark_config(target.source, target, None)
     assert num_head_weights(DSparkHead, read, target) == 295_725_953
     assert read.tap_layers == (3, 6, 9, 12, 15) and read.max_draft_tokens == 9
-    assert not any(read.causal_layers) and not read.brings_ends
+    assert not any(read.causal_layers) and not (read.brings_embedding or read.brings_projection)
 
 
 def test_lagunas_drafter_has_the_tensors_of_the_published_ones() -> None:
@@ -323,6 +326,25 @@ def test_lagunas_drafter_has_the_tensors_of_the_published_ones() -> None:
     values["dflash_config"] |= {"num_target_layers": 48, "target_layer_ids": [1, 10, 19, 29, 38, 47]}
     read = read_dflash_config(target.source, values, target, None, read_layers=read_laguna_layers)
     assert num_head_weights(LagunaDFlashHead, read, target) == 1_114_977_792
+
+
+def test_nemotrons_drafters_have_the_tensors_of_the_published_ones() -> None:
+    """NVIDIA's DSpark head has 118, twenty of them in NVFP4 with two scales each, and takes 1.35 GB."""
+    target, _ = target_and_head("nemotron3_5_lightning", {}, "dspark")
+    read = read_dspark_config(target.source, target, None)
+    with torch.device("meta"):
+        own = DSparkHead(read, target, max_model_len=64, dtype=torch.bfloat16, own=("embed_tokens.weight",))
+    sizes = {name: target.view.numel() for name, target in own.weight_targets().items()}
+    packed = [name for name in sizes if name.startswith("fc.") or ".mlp." in name or ".markov_w2." in name]
+    num_bytes = sum(size / 2 + size / 16 if name in packed else 2 * size for name, size in sizes.items())
+    assert len(sizes) + 2 * len(packed) == 118 and round(num_bytes / 1e9, 2) == 1.35
+    assert read.tap_layers == (2, 6, 20, 30, 42, 52) and read.max_draft_tokens == 7 and all(read.causal_layers)
+    assert set(read.arch.sliding_windows) == {1024} and read.arch.has_sinks
+    assert read.brings_embedding and not read.brings_projection
+    target, values = target_and_head("nemotron3_5_lightning", {}, "dflash")
+    block = read_dflash_config(target.source, values, target, None)
+    assert block.tap_layers == read.tap_layers and not any(block.causal_layers) and not block.arch.has_sinks
+    assert set(block.arch.sliding_windows) == {None} and block.hf_config.rope_parameters["rope_type"] == "yarn"
 
 
 def test_the_tiny_preset_and_the_python_api_name_the_same_drafters() -> None:

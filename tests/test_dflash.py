@@ -66,6 +66,24 @@ DEEPSPEC = {  # its DSpark model without a sequential head
     "enable_confidence_head": False,
     "markov_rank": 0,
 }
+NVIDIA = {  # ModelOpt's words
+    **{key: value for key, value in ZLAB.items() if key not in ("auto_map", "block_size", "num_target_layers")},
+    "attention_sink_bias": False,
+    "dflash_config": {
+        "attention_sink_bias": False,
+        "causal": False,
+        "mask_token_id": MASK,
+        "target_layer_ids": [0, 1],
+        "use_swa": False,
+        "sample_from_anchor": False,
+    },
+    "dflash_query_causal": False,
+    "draft_vocab_size": None,
+    "dspark_fixup_head_type": None,
+    "has_embed_tokens": True,
+    "has_lm_head": False,
+}
+OF_WINDOWS = {**NVIDIA["dflash_config"], "attention_sink_bias": True, "swa_window_size": WINDOW, "use_swa": True}
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 FIELDS_OF_DOMINO = {  # written with every head
     "projector_type": "dflash",
@@ -120,6 +138,7 @@ def tensors(*, has_bias: bool = False, **shapes: tuple[int, ...]) -> Tensors:
     return {name: tensor + 1 if "norm" in name else tensor for name, tensor in random.items()}
 
 
+SINKS = {f"layers__{layer}__self_attn__attention_sink_bias": (NUM_HEADS,) for layer in range(NUM_HEAD_LAYERS)}
 CUT = {**tensors(lm_head__weight=(NUM_DRAFTED, HIDDEN_SIZE)), **VOCABULARY}
 LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
     "z-lab": (ZLAB, tensors()),
@@ -145,6 +164,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
         tensors(has_bias=True),
     ),
     "vLLM's key, causal": ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "causal": True}}, tensors()),
+    "NVIDIA": (NVIDIA, tensors(embed_tokens__weight=(VOCAB_SIZE, HIDDEN_SIZE))),
+    "vLLM's word for windows of all layers, sinks": ({**NVIDIA, "dflash_config": OF_WINDOWS}, tensors(**SINKS)),
     "speculators": (SPECULATORS, tensors()),
     "speculators, older": (
         {key: value for key, value in SPECULATORS.items() if key not in FIELDS_OF_DOMINO},
@@ -270,6 +291,7 @@ def reference_rows(
 
         distance = queries[:, None] - positions
         has_window = told.get("layer_types", ["full_attention"] * 2)[layer] == "sliding_attention"
+        has_window = has_window or config.get("dflash_config", {}).get("use_swa", False)
         sees_ahead = config.get("is_causal", config.get("dflash_config", {}).get("causal"))
         sees_ahead = not has_window if sees_ahead is None else not sees_ahead
         if "sliding_window_non_causal" in config:
@@ -287,7 +309,10 @@ def reference_rows(
             k = rotate(norm(k, own["self_attn.k_norm.weight"]), positions, neighbours=turns_neighbours)
             k, v = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
-            weight = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if (sinks := own.get("self_attn.attention_sink_bias")) is not None:  # a key that yields nothing
+                scores = torch.cat((scores, sinks[:, None, None].expand(-1, num_rows, 1)), dim=-1)
+            weight = scores.softmax(dim=-1)[..., : len(positions)]
             attended: Tensor = project(torch.einsum("hqk,khd->qhd", weight, v).flatten(1), "o_proj")
             return attended
 

@@ -24,8 +24,10 @@ from tests.one_pass_reference import save_target as save
 from tests.test_dflash import (
     LAYERS,
     NUM_DRAFTED,
+    SINKS,
     SPECULATORS,
     VOCABULARY,
+    WINDOW,
     Tensors,
     over_all_tokens,
     reference_rows,
@@ -51,6 +53,30 @@ DEEPSPEC = {
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
+# For Nemotron 3.5: causal blocks with windows and sinks, whose first row guesses nothing.
+NVIDIA = {
+    **{key: value for key, value in DEEPSPEC.items() if not key.startswith(("num_", "enable", "confidence"))},
+    "num_hidden_layers": LAYERS["num_hidden_layers"],
+    "num_attention_heads": LAYERS["num_attention_heads"],
+    "num_key_value_heads": LAYERS["num_key_value_heads"],
+    "attention_sink_bias": True,
+    "dflash_config": {
+        "attention_sink_bias": True,
+        "causal": True,
+        "mask_token_id": MASK,
+        "swa_window_size": WINDOW,
+        "target_layer_ids": [0, 1],
+        "use_swa": True,
+        "sample_from_anchor": False,
+    },
+    "dspark_bonus_anchor": True,
+    "dspark_fixup_head_type": "markov",
+    "has_embed_tokens": True,
+    "has_lm_head": False,
+    "layer_types": ["sliding_attention"] * LAYERS["num_hidden_layers"],
+    "sliding_window": WINDOW,
+}
+OF_NVIDIA = tensors(embed_tokens__weight=ENDS["embed_tokens__weight"], **SINKS)
 PUT_INSIDE = ("mask_token_id", "target_layer_ids", "num_target_layers")
 OF_SPECULATORS = {
     **SPECULATORS,
@@ -123,6 +149,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
         },
         tensors(**sequential()),
     ),
+    "NVIDIA": (NVIDIA, {**OF_NVIDIA, **tensors(**sequential(confidence=0))}),
+    "NVIDIA, vLLM's word alone": (
+        {**NVIDIA, "dflash_config": {k: v for k, v in NVIDIA["dflash_config"].items() if "anchor" not in k}},
+        {**OF_NVIDIA, **tensors(**sequential(confidence=0))},
+    ),
     "speculators": (OF_SPECULATORS, tensors(**sequential())),
     "speculators, the pending token does not guess": (
         {**OF_SPECULATORS, "sample_from_anchor": False},
@@ -148,14 +179,16 @@ class Reference:
     @torch.inference_mode()
     def __init__(self, layout: str, target: Any, token_ids: list[int], num_tokens: int) -> None:
         config, weights = LAYOUTS[layout]
-        self.num_silent = 0 if config.get("sample_from_anchor", True) else 1
+        nested = config.get("dflash_config", {})
+        told = {"sample_from_anchor": not config.get("dspark_bonus_anchor", False)} | config | nested
+        self.num_silent = 0 if told["sample_from_anchor"] else 1
         self.rows = reference_rows(
             config, weights, target, token_ids, num_tokens + self.num_silent, [1, 2], num_silent=0
         )
         dtype = self.rows.dtype
         self.weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
         self.base = self.rows @ self.weights.get("lm_head.weight", target.lm_head.weight).T
-        self.kind = {**config, **config.get("dflash_config", {})}["markov_head_type"]
+        self.kind = told["markov_head_type"]
 
     @torch.inference_mode()
     def logits(self, path: list[int]) -> Tensor:

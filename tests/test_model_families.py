@@ -503,6 +503,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, sliding": ("mistral", {"sliding_window": 8, "head_dim": 24}),
     "nemotron_h": ("nemotron_h", NEMOTRON),
+    "nemotron_h, experts over a latent": (
+        "nemotron_h",
+        {**NEMOTRON, "moe_latent_size": 40, "num_key_value_heads": 2, "n_group": 2, "topk_group": 1},
+    ),
     "nemotron_h, no experts, biased, tied": (
         "nemotron_h",
         {**NEMOTRON, "layers_block_type": ["mlp", "attention", "mamba"], "mlp_bias": True, "use_bias": True}
@@ -613,6 +617,7 @@ BFLOAT16 = (
     "minimax_m2",
     "mistral, sliding",
     "nemotron_h",
+    "nemotron_h, experts over a latent",
     "olmo3",
     "phi3",
     "qwen2, tied",
@@ -962,6 +967,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "minimax_m2",
         "llama4_text",
         "nemotron_h",
+        "nemotron_h, experts over a latent",
         "granitemoeshared",
         "granitemoehybrid, experts, heads in groups, biased",
         "hunyuan_v1_moe",

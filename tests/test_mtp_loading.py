@@ -77,6 +77,7 @@ def test_other_methods_load_the_target_and_leave_its_module_alone(layout: str, m
         ("qwen3_next", "qwen3", "mtp.layers.1.input_layernorm.weight"),
         ("mimo", "qwen2", "model.mtp_layers.1.input_proj.weight"),
         ("deepseek", "llama", f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight"),
+        ("nemotron", "nemotron_h", "mtp.layers.2.norm.weight"),
         ("deepseek", "deepseek_v3, run by transformers", f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight"),
     ],
 )
@@ -100,6 +101,12 @@ def test_a_module_of_layers_that_none_is_built_of_here_is_refused(tmp_path: Path
     """Taken for Llama's its drafts would be poor, and nobody would see why."""
     write(tmp_path, "deepseek", "glm4")
     rule = "must have a layer like Llama's or Qwen3-MoE's, got model_type 'glm4'; choose another method"
+    assert rule in refusal(tmp_path)
+
+
+def test_a_nemotron_module_of_other_layers_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "nemotron", "nemotron_h", mtp_layers_block_type=["mamba", "moe"])
+    rule = "mtp_layers_block_type must be ['full_attention', 'moe'], which a module is built of here, got"
     assert rule in refusal(tmp_path)
 
 

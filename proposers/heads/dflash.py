@@ -4,8 +4,8 @@ The block is the pending token and mask tokens behind it, in the target's embedd
 stand behind those of the context, which no layer below computes: they are projected from hidden_norm(fc(states of the
 target)), the same for all layers, without the layer's input norm. The head keeps KV of the context only; that of a
 block is scratch. Layouts: z-lab's, Meta's for Muse Glimmer, speculators', whose heads may bring a draft vocabulary, and
-DeepSpec's, which bring embeddings and projection and, for Gemma 4, that target's layers. poolside's norm more of the
-context (proposers/heads/laguna_dflash.py).
+DeepSpec's, which bring embeddings and projection and, for Gemma 4, that target's layers; NVIDIA's for Nemotron 3.5,
+which bring embeddings. poolside's norm more of the context (proposers/heads/laguna_dflash.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from runner.engine.operations import Rows
 from runner.engine.shard import Shard
 
 MASK_EMBEDDING = "mask_embedding.pt"
-OLDER_PREFIX = "logit_head."
+OLDER_PREFIX = "logit_head."  # of what some of SpecForge's have beside a block
+SINKS = "attention_sink_bias"
 # Of Meta's assistants.
 RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
@@ -149,16 +150,13 @@ def fill_block_head(
     assert target is not None, "heads need the target"
     if not source.is_dummy:
         _require_no_mask_embedding(source)
-    # Some of SpecForge's keep what they have beside a block under a name of its own.
-    renamed = {
-        RENAMED.get(name, name.removeprefix(OLDER_PREFIX)): tensor for name, tensor in read_head_tensors(source).items()
-    }
-    tensors = split_qkv(renamed, config.arch)
+    tensors = split_qkv({_plain(name): own for name, own in read_head_tensors(source).items()}, config.arch)
     marks = tensors.pop(TARGET_TO_DRAFT, None)
     is_cut = config.draft_vocab_size != target.model.vocab_size
     needed = {LM_HEAD, DRAFT_TO_TARGET} if is_cut else set[str]()
     if source.is_dummy:
-        own = needed | ({EMBEDDING, LM_HEAD} if config.brings_ends else set())
+        brought = ((EMBEDDING, config.brings_embedding), (LM_HEAD, config.brings_projection))
+        own = needed | {name for name, is_brought in brought if is_brought}
     else:
         own = needed | ({EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys())
     if LM_HEAD not in own:
@@ -177,6 +175,10 @@ def fill_block_head(
     fill_head(head.weight_targets(), tensors, source, what, config.arch.keys_of_values)
     head.find_known_tokens(marks, source)
     return head
+
+
+def _plain(name: str) -> str:
+    return RENAMED.get(name, name.removeprefix(OLDER_PREFIX)).replace(SINKS, "sinks")
 
 
 def _require_no_mask_embedding(source: ModelSource) -> None:

@@ -4,13 +4,15 @@ Hazard: z-lab's and DeepSpec's `target_layer_ids` number layers from 0 and mean 
 speculators' `aux_hidden_state_layer_ids`, vLLM's `dflash_config.layer_ids` and our method's key number hidden states.
 Meta's assistants for Muse Glimmer name neither a vocabulary, which is the target's, nor who sees whom: all rows of a
 block see each other. DeepSpec's DFlash heads are its DSpark model without a sequential head: every row guesses.
+NVIDIA's for Nemotron 3.5 are of DeepSpec's class too, and say what differs: no row but the pending token's is silent,
+heads have sinks, embeddings alone lie beside the layers (ModelOpt's words).
 Heads of the family that are no DFlash ones (Domino, XPress, ...) are known by their keys; those of DSpark and DFlash 2
 are read with these and some of their own (proposers/heads/dspark_config.py, dflash2_config.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +23,14 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.families import GEMMA4_FAMILIES
 from runner.engine.head_checkpoint import head_architecture
+from runner.engine.layer_kinds import SLIDING
 from runner.engine.loader import LoadedModel
 
 GEMMA4_DEEPSPEC = "Gemma4DSparkModel"  # whose layers are the target's
 DEEPSPEC = ("Qwen3DSparkModel", GEMMA4_DEEPSPEC)  # classes of its heads, DFlash's and DSpark's
 ASSISTANT = "muse_glimmer_assistant"  # model_type of Meta's
 CAP = "final_logit_softcapping"
+SINK_KEYS = ("attention_sink_bias", "add_swa_attention_sink_bias")  # ModelOpt's, vLLM's
 HALVES_KEYS = ("rope_is_neox_style", "is_neox_style")  # SGLang's, vLLM's; false: neighbours turn together
 DEFAULT_BLOCK_SIZE = 16  # z-lab's, where the config has none
 MIN_LAYERS_TO_SPREAD_OVER = 4  # of the target
@@ -42,9 +46,8 @@ FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "xpress_rank": ("XPress", (None, 0)),
     "projector_type": ("another projector (Domino, DSpark, LiLiCorr, XPress)", (None, "dflash")),
     "shift_label": ("Domino", (None, False)),
-    "attention_sink_bias": ("attention sinks", (None, False)),
-    "add_swa_attention_sink_bias": ("attention sinks", (None, False)),
-    "use_swa": ("windows without layer_types", (None, False)),
+    "dspark_fixup_head_type": ("another sequential head", (None, "markov")),
+    "attention_value_scale": ("values of another scale", (None, 1.0)),
     "input_embedding_scale": ("embeddings of another scale than the target's", (None, 1.0)),
     "output_multiplier": ("logits of another scale than the target's", (None, 1.0)),
     CAP: ("capped logits", (None, 0)),
@@ -63,7 +66,9 @@ class DFlashConfig:
     samples_from_anchor: bool  # the pending token's row guesses too, and every row the token behind its own place
     causal_layers: tuple[bool, ...]  # of each layer: a row of a block sees no row behind it
     draft_vocab_size: int
-    brings_ends: bool  # embeddings and projection of its own, where no checkpoint tells it (dummy weights)
+    # Ends of its own, where no checkpoint tells it (dummy weights).
+    brings_embedding: bool
+    brings_projection: bool
 
     @property
     def num_silent(self) -> int:
@@ -96,7 +101,7 @@ def read_dflash_config(
         kind_keys: those of FOREIGN_KEYS that such a head has all the same, and are read elsewhere.
         samples_from_anchor: what holds where neither the config nor its layout says it.
         has_defaults: whether a config without a block size, or without ids, means z-lab's.
-        brings_ends: as DFlashConfig's.
+        brings_ends: embeddings and projection of its own, where neither a checkpoint nor the config tells it.
         read_layers: as head_architecture, of a kind whose layers are a family's of its own.
 
     Raises:
@@ -117,17 +122,22 @@ def read_dflash_config(
     else:
         layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
         arch, hf_config = head_architecture(layer_values, source)
+    own = with_nested(values)
     if _turns_neighbours(source, values, nested):
         arch = _with_neighbours_turned(arch)
     # As written: transformers' Qwen3 drops a window without use_sliding_window, which heads do not write.
     window = nested.get("swa_window_size", layer_values.get("sliding_window"))
-    arch = replace(arch, sliding_windows=layer_windows(hf_config.layer_types, window, source))
+    kinds = hf_config.layer_types
+    if own.get("use_swa") and SLIDING not in kinds:  # vLLM's word for all of them
+        kinds = [SLIDING] * arch.num_layers
+    has_sinks = any(own.get(key) for key in SINK_KEYS)
+    arch = replace(arch, sliding_windows=layer_windows(kinds, window, source), has_sinks=has_sinks)
     for hidden_size in (arch.hidden_size, values.get("target_hidden_size") or arch.hidden_size):
-        num_layers = with_nested(values).get("num_target_layers")
+        num_layers = own.get("num_target_layers")
         require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=arch.vocab_size, num_layers=num_layers)
     sizes = (nested.get("block_size"), values.get("block_size"), values.get("dspark_block_size"))
     block_size = next((size for size in sizes if size is not None), DEFAULT_BLOCK_SIZE if has_defaults else None)
-    from_anchor = bool(values.get("sample_from_anchor", samples_from_anchor or is_deepspec))
+    from_anchor = _samples_from_anchor(own, samples_from_anchor or is_deepspec)
     fewest = 1 if from_anchor else 2  # rows of which one guesses
     if not isinstance(block_size, int) or block_size < fewest:
         raise UserError(
@@ -152,10 +162,19 @@ def read_dflash_config(
         mask_token_id=mask_token_id(values, source, target.model.vocab_size),
         block_size=block_size,
         samples_from_anchor=from_anchor,
-        causal_layers=_causal_layers(arch, values, nested, is_speculators),
+        causal_layers=_causal_layers(hf_config.layer_types, values, nested, is_speculators),
         draft_vocab_size=values.get("draft_vocab_size") or arch.vocab_size,
-        brings_ends=brings_ends or is_deepspec,
+        brings_embedding=bool(own.get("has_embed_tokens", brings_ends or is_deepspec)),
+        brings_projection=bool(own.get("has_lm_head", brings_ends or is_deepspec)),
     )
+
+
+def _samples_from_anchor(own: Mapping[str, Any], default: bool) -> bool:
+    """Whether the pending token's row guesses; dspark_bonus_anchor says the contrary, in vLLM's words."""
+    told = own.get("sample_from_anchor")
+    if told is None and own.get("dspark_bonus_anchor") is not None:
+        told = not own["dspark_bonus_anchor"]
+    return default if told is None else bool(told)
 
 
 def _turns_neighbours(source: ModelSource, values: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
@@ -268,11 +287,12 @@ def spread_layer_ids(num_target_layers: int, num_layers: int) -> list[int] | Non
 
 
 def _causal_layers(
-    arch: Architecture, values: Mapping[str, Any], nested: Mapping[str, Any], is_speculators: bool
+    layer_types: Sequence[str], values: Mapping[str, Any], nested: Mapping[str, Any], is_speculators: bool
 ) -> tuple[bool, ...]:
-    """Layers with a window are causal unless the config says otherwise, and the others not (z-lab, speculators)."""
-    has_window = [window is not None for window in arch.sliding_windows]
+    """Layers that are sliding ones by their types are causal unless the config says otherwise, and the others not
+    (z-lab, speculators)."""
+    slides = [kind == SLIDING for kind in layer_types]
     if is_speculators:
-        return tuple(own and not values.get("sliding_window_non_causal", False) for own in has_window)
+        return tuple(own and not values.get("sliding_window_non_causal", False) for own in slides)
     told = values.get("is_causal", nested.get("causal"))  # z-lab's key, vLLM's
-    return tuple(has_window if told is None else [bool(told)] * len(has_window))
+    return tuple(slides if told is None else [bool(told)] * len(slides))

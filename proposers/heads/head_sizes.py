@@ -9,6 +9,7 @@ from typing import Any
 
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
+from runner.engine.layer_kinds import SLIDING
 from runner.engine.loader import LoadedModel
 from runner.engine.rope import num_positions
 
@@ -74,7 +75,7 @@ def layer_windows(layer_types: Sequence[str], window: Any, source: ModelSource) 
     Raises:
         UserError: a layer is a sliding one, and the window is no whole number >= 1.
     """
-    is_sliding = [kind == "sliding_attention" for kind in layer_types]
+    is_sliding = [kind == SLIDING for kind in layer_types]
     if any(is_sliding) and (type(window) is not int or window < 1):
         raise UserError(
             f"{source.name}={source.model}: sliding_window in its config must be a whole number >= 1 where layer_types "

@@ -27,9 +27,9 @@ from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head
-from runner.engine.head_shapes import FULL
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
+from runner.engine.layer_kinds import FULL, SLIDING
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
@@ -38,8 +38,6 @@ from runner.engine.norms import RMSNorm
 from runner.engine.operations import head_logits
 from runner.engine.shard import Shard
 from runner.engine.transformers_model import TransformersModel
-
-SLIDING = "sliding_attention"  # in layer_types, as FULL
 
 
 class MtpHead:
@@ -161,7 +159,7 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
         with torch.device(context.device):
             block = TransformersBlock(target.model, name)
     with torch.device(context.device):
-        eps = float(module.config.rms_norm_eps)
+        eps = float(module.config.rms_norm_eps) if module.arch is None else module.arch.rms_norm_eps
         head = MtpHead(
             found,
             block,

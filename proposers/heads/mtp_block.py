@@ -18,6 +18,7 @@ from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
 from runner.engine.errors import UserError
 from runner.engine.families import FAMILIES
+from runner.engine.family import PRE_NORMS
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layer_kinds import ropes, sliding_windows
@@ -158,19 +159,29 @@ class TransformersBlock:
 
 def _alone(arch: Architecture, hf_config: Any, kind: str | None) -> Architecture:
     """The architecture of a block of its target's."""
+    family = FAMILIES[arch.family]
     if kind is None:
         window, rope = None if None in arch.sliding_windows else arch.sliding_windows[-1], arch.ropes[0]
     else:
-        one, family = copy(hf_config), FAMILIES[arch.family]
+        one = copy(hf_config)
         one.layer_types, one.num_hidden_layers = [kind], 1
         (window,), (rope,) = sliding_windows(one, family), ropes(one, family)
-    experts = None if arch.experts is None else replace(arch.experts, in_layers=arch.experts.in_layers[-1:])
+    # One thing each are layers of some targets, of which a block has two.
+    norms = arch.norms
+    if family.has_blocks:
+        norms = replace(norms, before_mlp=PRE_NORMS.before_mlp)
+    experts = arch.experts
+    if experts is not None:
+        experts = replace(experts, in_layers=(True,) if family.has_blocks else experts.in_layers[-1:])
     return replace(
         arch,
         num_layers=1,
         heads=(replace(arch.heads[-1], kv_layer=None),),
         sliding_windows=(window,),
         ropes=(rope,),
+        norms=norms,
         experts=experts,
         delta=None,
+        mixes=(True,),
+        has_mlp=(True,),
     )

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 # A target's own tensors; the number is a layer's.
 _OF_A_TARGET = re.compile(r"(?:lm_head|model\.embed_tokens|model\.norm|model\.layers\.(\d+))\.")
 _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "embed_tokens.weight"), ("lm_head.weight",)
+_BLOCKS = ["full_attention", "moe"]
 # By a config's model_type.
 _STATED = {"mimo": MIMO, "ernie4_5_moe": ERNIE, "hy_v3": HY} | OF_FAMILIES
 _REMEDY = (
@@ -118,6 +119,12 @@ def _layer(config: Any, source: ModelSource) -> Architecture | None:
         raise UserError(
             f"{source.name}={source.model}: an MTP module must have a layer like Llama's or Qwen3-MoE's, got "
             f"model_type {arch.family!r}; choose another method"
+        )
+    blocks = getattr(config, "mtp_layers_block_type", None)  # of Nemotron's
+    if blocks not in (None, _BLOCKS):
+        raise UserError(
+            f"{source.name}={source.model}: mtp_layers_block_type must be {_BLOCKS}, which a module is built of here, "
+            f"got {blocks}; choose another method"
         )
     return arch
 

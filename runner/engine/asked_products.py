@@ -24,8 +24,10 @@ NO_NORMS: Norms = (None, None, None)
 
 @dataclass(frozen=True, kw_only=True)
 class AskedProduct:
-    multiply: Callable[[torch.Tensor], Rows]  # [num_rows, in_features of the first weight] -> [num_rows, ...]
-    weights: Sequence[Weight]  # in the order in which rows meet them; of two the first is gated
+    multiply: Callable[[torch.Tensor], Rows]  # [num_rows, in_features] -> [num_rows, ...]
+    weights: Sequence[Weight]  # in the order in which rows meet them
+    is_gated: bool = True  # of two weights the first
+    in_features: int | None = None  # of rows; None: of the first weight
     rows_for_one: int = 1  # a weight meets one of so many rows
     of_experts: bool = False  # in tiles as plan_linear has them for experts; heads have such, too
     norms: Norms = NO_NORMS  # behind it, which add up what it leaves in parts
@@ -60,7 +62,9 @@ def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
 
 
 def _of_dense(mlp: MLP, norms: Norms, tile: int | None) -> AskedProduct:
-    return AskedProduct(multiply=partial(mlp, tile=tile), weights=mlp.product_weights, norms=norms)
+    return AskedProduct(
+        multiply=partial(mlp, tile=tile), weights=mlp.product_weights, is_gated=mlp.is_gated, norms=norms
+    )
 
 
 def _of_experts(experts: Experts, tile: int | None) -> list[AskedProduct]:
@@ -69,13 +73,20 @@ def _of_experts(experts: Experts, tile: int | None) -> list[AskedProduct]:
         AskedProduct(
             multiply=partial(experts, tile=tile),
             weights=experts.product_weights,
+            is_gated=experts.is_gated,
+            in_features=experts.router.shape[1],
             rows_for_one=experts.rows_for_one,
             of_experts=True,
         ),
         AskedProduct(multiply=partial(experts.router_logits, tile=tile), weights=[experts.router]),
+        *(AskedProduct(multiply=partial(own, tile=tile), weights=[own.weight]) for own in experts.latent_projections),
     ]
     if shared is not None:
-        asked.append(AskedProduct(multiply=partial(shared.own_part, tile=tile), weights=shared.product_weights))
+        asked.append(
+            AskedProduct(
+                multiply=partial(shared.own_part, tile=tile), weights=shared.product_weights, is_gated=shared.is_gated
+            )
+        )
     if gate is not None:
         asked.append(AskedProduct(multiply=partial(linear, weight=gate, bias=None, tile=tile), weights=[gate]))
     return asked

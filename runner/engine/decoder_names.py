@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import TypeVar
 
 Tensor = TypeVar("Tensor")
@@ -13,6 +14,14 @@ _MIXER = re.compile(r"^(layers\.\d+)\.mixer\.(\w+)")
 _OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_STATES = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 _NORM = re.compile(r"^(layers\.\d+)\.norm\.")
+# Of a multi-token-prediction module, whose two layers are what another's one block is.
+_MTP_PROJECTION = "mtp.layers.0.eh_proj.weight"  # in no other layout
+_MTP_BLOCK = {
+    "mtp.layers.0.norm.": "mtp.block.input_layernorm.",
+    "mtp.layers.0.mixer.": "mtp.block.self_attn.",
+    "mtp.layers.1.norm.": "mtp.block.post_attention_layernorm.",
+    "mtp.layers.1.mixer.": "mtp.block.mlp.",
+}
 _LFM2_NORM = "model.embedding_norm.weight"  # behind all layers, and in no other family
 _LFM2 = {
     "model.embedding_norm.": "model.norm.",
@@ -30,12 +39,13 @@ _LFM2 = {
 
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Named tensors of a checkpoint; those of a backbone and of LFM2 by the names of other decoders'."""
-    rename = _lfm2_name if _LFM2_NORM in tensors else _name
-    return {rename(name): tensor for name, tensor in tensors.items()}
+    rename = partial(_replaced, _LFM2) if _LFM2_NORM in tensors else _name
+    found = {rename(name): tensor for name, tensor in tensors.items()}
+    return {_replaced(_MTP_BLOCK, name): own for name, own in found.items()} if _MTP_PROJECTION in found else found
 
 
-def _lfm2_name(name: str) -> str:
-    for theirs, own in _LFM2.items():
+def _replaced(parts: Mapping[str, str], name: str) -> str:
+    for theirs, own in parts.items():
         name = name.replace(theirs, own)
     return name
 

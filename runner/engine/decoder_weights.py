@@ -15,6 +15,7 @@ from runner.engine.checkpoint import ModelSource, read_tensors, require_finite
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.errors import UserError, first_of
 from runner.engine.expert_stacks import split_stacks
+from runner.engine.family import PRE_NORMS
 from runner.engine.fused_tensors import split_fused
 from runner.engine.head_order import in_our_order
 from runner.engine.linear import WeightTarget
@@ -29,9 +30,10 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
     targets = decoder.weight_targets()
     names = frozenset(targets)
     tied_head = targets.pop(f"{HEAD}.weight", None) if decoder.is_tied else None
-    # A module's block is like one of the layers, or has an MLP where all of these have experts.
+    # A module's block is like one of the layers, or has an MLP where all of these have experts, and both norms.
     block_names = {name for layer in decoder.sample_layers for name in layer.weight_targets("")}
-    block_names |= {f"{name}.weight" for name in (*gate_up_rows("mlp", arch.intermediate_sizes[0]), "mlp.down_proj")}
+    own = (*gate_up_rows("mlp", arch.intermediate_sizes[0]), "mlp.down_proj", PRE_NORMS.before_mlp)
+    block_names |= {f"{name}.weight" for name in own}
     unknown, unread = [], arch.unread
     whole_matrices = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
     for name, tensor in in_our_order(whole_matrices, arch.head_orders):

@@ -20,6 +20,7 @@ class ExpertShapes:
     rule: RoutingRule
     is_router_float32: bool  # whatever dtype rows have
     intermediate_size: int  # of an expert
+    latent_size: int | None  # of what experts read and leave; None: the hidden size
     shared_size: int  # intermediate, of the MLP beside them; 0: there is none
     in_layers: tuple[bool, ...]  # of each layer; the others have an MLP alone
 
@@ -38,6 +39,12 @@ class ExpertShapes:
         """Of the tensors that hold all experts' gate and up, and down, within a layer, where there are such."""
         first, last = map(self.mixture.named, self.mixture.stack_names)
         return first, last
+
+    @property
+    def latent_names(self) -> tuple[str, str]:
+        """Of the projections to what experts read and from what they leave, within a layer."""
+        to_latent, from_latent = map(self.mixture.named, self.mixture.latent_names)
+        return to_latent, from_latent
 
     @property
     def corrections_name(self) -> str | None:
@@ -97,6 +104,7 @@ def read_expert_shapes(config: Any, mixture: Mixture | None) -> ExpertShapes | N
         ),
         is_router_float32=mixture.router_digits == "float32",
         intermediate_size=size,
+        latent_size=_latent_size(config, mixture),
         shared_size=_shared_size(config, mixture, size),
         in_layers=tuple(_has_experts(config, mixture, layer) for layer in range(config.num_hidden_layers)),
     )
@@ -135,6 +143,15 @@ def _groups(config: Any, mixture: Mixture, num_experts: int, choices: int) -> tu
             f"goes to, got {kept}; mend its config"
         )
     return num_groups, kept
+
+
+def _latent_size(config: Any, mixture: Mixture) -> int | None:
+    size = None if mixture.latent_key is None else getattr(config, mixture.latent_key)
+    if size is not None and size < 1:
+        raise UserError(
+            f"{mixture.latent_key} of a {config.model_type} checkpoint must be >= 1, got {size}; mend its config"
+        )
+    return None if size is None else int(size)
 
 
 def _shared_size(config: Any, mixture: Mixture, size: int) -> int:

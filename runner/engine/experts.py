@@ -2,6 +2,8 @@
 
 Every rank has a part of every expert, as of an MLP, and the whole router: all of them send a row to the same experts.
 Some families have an MLP beside the experts, which all rows go to: shared experts (DeepSeekMoE, arXiv 2401.06066).
+Nemotron 3 Super's experts read a latent of a row, and what they leave together is projected back (LatentMoE, arXiv
+2604.12374); router and shared experts read the row.
 """
 
 from __future__ import annotations
@@ -24,9 +26,16 @@ from runner.engine.expert_operations import (
     sum_of_experts,
 )
 from runner.engine.expert_shapes import ExpertShapes
-from runner.engine.linear import WeightTarget, empty_weight, shared_storage, split_inputs, weight_target
+from runner.engine.linear import (
+    ColumnParallelLinear,
+    WeightTarget,
+    empty_weight,
+    shared_storage,
+    split_inputs,
+    weight_target,
+)
 from runner.engine.mlp import MLP
-from runner.engine.operations import gate, linear, take_rows
+from runner.engine.operations import add, gate, linear, take_rows
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -61,9 +70,9 @@ class Experts:
         down_storage = shared_storage(down_names, quantization)
         self._num_parts = shard.split(shapes.intermediate_size, gated_names[0])
         columns, down_held = split_inputs(shapes.intermediate_size, down_names[0], down_storage, shard)
-        inner = self._num_inner * self._num_parts
-        gated = empty_weight(shapes.num_experts * inner, hidden_size, dtype, gated_storage)
-        down = empty_weight(shapes.num_experts * hidden_size, columns, dtype, down_held)
+        inner, width = self._num_inner * self._num_parts, shapes.latent_size or hidden_size
+        gated = empty_weight(shapes.num_experts * inner, width, dtype, gated_storage)
+        down = empty_weight(shapes.num_experts * width, columns, dtype, down_held)
         # Of each expert. Kernels of a GPU find one behind another in one piece of memory.
         self.gate_up_projs, self.down_projs = (
             ExpertWeights(split_rows(weight, shapes.num_experts)) for weight in (gated, down)
@@ -73,8 +82,21 @@ class Experts:
             for size in (
                 (shapes.num_experts,),
                 (shapes.num_experts, inner),
-                (shapes.num_experts, hidden_size),
+                (shapes.num_experts, width),
             )
+        )
+        # Whole in every rank, as the router is: to what experts read, and from what they leave.
+        self.latent_projections = (
+            []
+            if shapes.latent_size is None
+            else [
+                ColumnParallelLinear(
+                    inputs, {name: outputs}, bias=False, shard=Shard(), dtype=dtype, quantization=quantization
+                )
+                for name, inputs, outputs in zip(
+                    shapes.latent_names, (hidden_size, width), (width, hidden_size), strict=True
+                )
+            ]
         )
         self.shared = (  # beside the experts
             MLP(
@@ -84,7 +106,7 @@ class Experts:
                 dtype,
                 name=shapes.shared_name,
                 bias=False,
-                is_gated=self._num_inner == 2,
+                is_gated=self.is_gated,
                 activation=activation,
                 quantization=quantization,
             )
@@ -109,14 +131,19 @@ class Experts:
         if self.shapes.mixture.scales_inputs:
             hidden = gate(hidden, route(logits, SCORE_OF_ONE).weights, "identity")
         routing = route(logits, self.shapes.rule, self.corrections, self.factors)
-        inner = self._inner(hidden, routing, tile)
         down_biases = self._down_biases if self.shard.rank == 0 else None  # which are added once
+        if not self.latent_projections:
+            results = linear_of_experts(self._inner(hidden, routing, tile), self.down_projs, routing, tile, down_biases)
+            return sum_of_experts(results, routing, shared)
+        to_latent, from_latent = self.latent_projections
+        inner = self._inner(to_latent(hidden, tile), routing, tile)
         results = linear_of_experts(inner, self.down_projs, routing, tile, down_biases)
-        return sum_of_experts(results, routing, shared)
+        part = from_latent(sum_of_experts(results, routing), tile)
+        return part if shared is None else add(part, shared)
 
     def _inner(self, hidden: torch.Tensor, routing: Routing, tile: int | None) -> torch.Tensor:
         """What is multiplied by the down projections [num_places, intermediate]."""
-        if self._num_inner == 2:
+        if self.is_gated:
             return gated_linear_of_experts(
                 hidden, self.gate_up_projs, routing, tile, self._gate_up_biases, self._activation
             )
@@ -136,6 +163,11 @@ class Experts:
         return router_logits(hidden, self.router, tile, self._router_bias)
 
     @property
+    def is_gated(self) -> bool:
+        """As MLP.is_gated, of each expert."""
+        return self._num_inner == 2
+
+    @property
     def rows_for_one(self) -> int:
         """Of a launch, of which an expert has one on average."""
         return -(-self.shapes.num_experts // self.shapes.rule.choices)
@@ -144,7 +176,8 @@ class Experts:
     def products_per_row(self) -> int:
         own = self.gate_up_projs[0].shape.numel() + self.down_projs[0].shape.numel()
         shared = 0 if self.shared is None else self.shared.products_per_row
-        return self.router.shape.numel() + self.shapes.rule.choices * own + shared
+        of_latent = sum(product.weight.shape.numel() for product in self.latent_projections)
+        return self.router.shape.numel() + self.shapes.rule.choices * own + shared + of_latent
 
     @property
     def product_weights(self) -> list[Weight]:
@@ -154,6 +187,7 @@ class Experts:
     @property
     def product_names(self) -> list[str]:
         names = [name for expert in range(self.shapes.num_experts) for name in self.shapes.names_of(expert)]
+        names += [name for product in self.latent_projections for name in product.part_rows]
         return [*(f"{name}.weight" for name in names), *([] if self.shared is None else self.shared.product_names)]
 
     def convert(self, change: Change) -> None:
@@ -166,8 +200,9 @@ class Experts:
         self.gate_up_projs, self.down_projs = (
             converted(weights, change) for weights in (self.gate_up_projs, self.down_projs)
         )
-        if self.shared is not None:
-            self.shared.convert(change)
+        for part in (*self.latent_projections, self.shared):
+            if part is not None:
+                part.convert(change)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets = {f"{prefix}{self.shapes.router_name}.weight": WeightTarget(view=unpacked(self.router))}
@@ -183,8 +218,8 @@ class Experts:
             targets[f"{prefix}{self.shapes.corrections_name}"] = WeightTarget(view=view)
         if self.factors is not None:
             targets[f"{prefix}{self.shapes.factors_name}"] = WeightTarget(view=self.factors)
-        if self.shared is not None:
-            targets |= self.shared.weight_targets(prefix)
+        for part in (*self.latent_projections, self.shared):
+            targets |= {} if part is None else part.weight_targets(prefix)
         if self.shared_gate is not None:
             targets[f"{prefix}{self.shapes.shared_gate_name}"] = WeightTarget(view=unpacked(self.shared_gate))
         if self._router_bias is not None and self._gate_up_biases is not None and self._down_biases is not None:

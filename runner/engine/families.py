@@ -442,7 +442,7 @@ FAMILIES = {
             *("output_multiplier", "final_logit_softcapping"),
         ),
     ),
-    "nemotron_h": Family(  # but with experts over a latent, as Nemotron 3 Super's
+    "nemotron_h": Family(
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
         norms=NormNames(before_mlp=None),
@@ -460,11 +460,11 @@ FAMILIES = {
             "time_step_limit": (0.0, math.inf),
             "sliding_window": None,
             "residual_in_fp32": False,
-            "moe_latent_size": None,
         },
         experts=replace(
             _DEEPSEEK_MIXTURE,
             projections=("up_proj", "down_proj"),
+            latent_key="moe_latent_size",
             shared_size_key="moe_shared_expert_intermediate_size",
             layers="by_block",
         ),

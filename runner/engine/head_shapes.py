@@ -8,9 +8,8 @@ from typing import Any
 
 from runner.engine.errors import UserError
 from runner.engine.family import Family, is_told, stated
+from runner.engine.layer_kinds import FULL
 from runner.engine.rope import HeadLayout
-
-FULL = "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,8 +224,8 @@ def _panels_keep_bits(weight: Panels) -> bool:
 
 def _experts_keep_bits(experts: Experts, tile: int) -> bool:
     """Rows among others against fewer of them: which others go to their experts moves them about."""
-    weight = experts.product_weights[0]
-    rows = torch.randn(32 * tile, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    width, dtype = experts.router.shape[1], experts.product_weights[0].dtype
+    rows = torch.randn(32 * tile, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     together = experts.own_part(rows, tile)
     some = (slice(tile), slice(4 * tile, 9 * tile), slice(25 * tile, 32 * tile))
     return all(torch.equal(experts.own_part(rows[own], tile), together[own]) for own in some)
@@ -258,7 +258,10 @@ def compile_products(layers: Sequence[DecoderLayer], dtype: torch.dtype, tile: i
 
 
 def _products_agree(asked: Sequence[AskedProduct], dtype: torch.dtype) -> list[bool]:
-    return [_rows_agree(own.compute, own.weights, own.rows_for_one, dtype, own.of_experts) for own in asked]
+    return [
+        _rows_agree(own.compute, own.weights, own.rows_for_one, dtype, own.of_experts, own.is_gated, own.in_features)
+        for own in asked
+    ]
 
 
 def _rows_agree(
@@ -267,18 +270,19 @@ def _rows_agree(
     of_rows: int = 1,
     dtype: torch.dtype | None = None,
     of_experts: bool = False,
+    is_gated: bool = True,
+    in_features: int | None = None,
 ) -> bool:
     """In every kind of program that may compute the product, of experts' as far as there are rows for it.
 
     Args:
-        weights: as rows meet them; of two the first is gated.
+        weights: as AskedProduct.weights, as the last three.
         of_rows: a weight meets one of so many rows.
         dtype: of the rows; None: of the weights.
-        of_experts: as AskedProduct.of_experts.
     """
     counts = set[int]()
     for index, weight in enumerate(weights):
-        gated = index < len(weights) - 1
+        gated = is_gated and index < len(weights) - 1
         counts |= rows_of_each_kind(
             weight.shape[0] // (1 + gated),
             weight.shape[1],
@@ -291,7 +295,8 @@ def _rows_agree(
     counts = {min(count * of_rows, max(count, MOST_ROWS_OF_EXPERTS)) for count in counts}
     first = weights[0]
     generator = torch.Generator(first.device).manual_seed(0)
-    rows = torch.randn(max(counts), first.shape[1], generator=generator, device=first.device).to(dtype or first.dtype)
+    width = in_features or first.shape[1]
+    rows = torch.randn(max(counts), width, generator=generator, device=first.device).to(dtype or first.dtype)
     alone = product(rows[-1:].contiguous())
     agree = [torch.equal(product(rows[-count:])[-1:], alone) for count in sorted(counts)]
     return all(agree)

@@ -9,8 +9,9 @@ from runner.engine.errors import UserError
 from runner.engine.family import Family, stated
 from runner.engine.rope import ONE_ROPE, RopeKey
 
-# layer_types where a layer is one thing.
-MLP_BLOCKS, MIXING_BLOCKS = ("mlp", "moe"), ("full_attention", "linear_attention")
+FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types: layers that see all, or a window
+# Where a layer is one thing.
+MLP_BLOCKS, MIXING_BLOCKS = ("mlp", "moe"), (FULL, "linear_attention")
 
 
 def sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
@@ -19,7 +20,7 @@ def sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
     window: int | None = config.sliding_window if stated(config, family, "use_sliding_window", True) else None
     if family.windows == "one":
         return (window,) * int(config.num_hidden_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+    return tuple(window if kind == SLIDING else None for kind in config.layer_types)
 
 
 def ropes(config: Any, family: Family) -> tuple[RopeKey | None, ...]:
@@ -28,7 +29,7 @@ def ropes(config: Any, family: Family) -> tuple[RopeKey | None, ...]:
     if any(isinstance(value, dict) for value in config.rope_parameters.values()):
         return tuple(config.layer_types)  # Gemma 3: each kind of layers has its own
     if family.is_rope_in_windows and config.sliding_window is not None:
-        return tuple(ONE_ROPE if kind == "sliding_attention" else None for kind in config.layer_types)
+        return tuple(ONE_ROPE if kind == SLIDING else None for kind in config.layer_types)
     if stated(config, family, "position_embedding_type", "rope") != "rope":
         return (None,) * int(config.num_hidden_layers)
     turned = stated(config, family, "no_rope_layers", [1] * int(config.num_hidden_layers))  # 0: does not turn

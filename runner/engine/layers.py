@@ -200,6 +200,7 @@ class DecoderLayer:
         """[out_features, in_features] each; of experts those of one."""
         weights = [*self.mixer.product_weights, *self.mlp.product_weights]
         weights += [] if self.mlp.shared is None else self.mlp.shared.product_weights
+        weights += [] if self.experts is None else [product.weight for product in self.experts.latent_projections]
         return [*weights, *(product.weight for product in self._products_of_input)]
 
     @property

@@ -32,6 +32,8 @@ class Mixture:
     count_key: str = "num_experts"
     choices_key: str = "num_experts_per_tok"  # experts that a row goes to
     size_key: str = "moe_intermediate_size"  # of an expert
+    latent_key: str | None = None  # of the config, where experts may read a latent of a row (arXiv 2604.12374)
+    latent_names: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")  # within the block: to it, and from it
     scores: Scores = "softmax"
     is_normalized: bool | str = True  # the weights of a row's experts add up to 1, or: the config's key says so
     scale_key: str | None = None  # of those weights; None: they are not scaled

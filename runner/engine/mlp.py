@@ -32,7 +32,7 @@ class MLP:
         is_gated: bool = True,
         quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
-        self._activation, self._is_gated = activation, is_gated
+        self._activation, self.is_gated = activation, is_gated  # the latter: the first product is two side by side
         rows = gate_up_rows(name, intermediate_size) if is_gated else {f"{name}.up_proj": intermediate_size}
         self.gate_up_proj = ColumnParallelLinear(
             hidden_size, rows, bias=bias, shard=shard, dtype=dtype, quantization=quantization
@@ -56,7 +56,7 @@ class MLP:
 
     def _inner(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor:
         fused = self.gate_up_proj
-        if not self._is_gated:
+        if not self.is_gated:
             up = fused(hidden, tile)
             return gate(up, up, "relu")
         return gated_linear(hidden, fused.weight, fused.bias, tile, self._activation)

@@ -110,6 +110,17 @@ QWEN3_NEXT = MtpLayout(
 EXAONE = replace(QWEN3_NEXT, title="EXAONE's", has_mlp=True, attends="as the first layer")
 # Mellum 2, as transformers runs it: Qwen3-Next's names, too.
 MELLUM = replace(QWEN3_NEXT, title="Mellum's", attends="to a window")
+# Nemotron 3, as NVIDIA's code in vLLM runs it; what follows the projection are two layers there, and a block here
+# (runner/engine/decoder_names.py).
+NEMOTRON = MtpLayout(
+    title="Nemotron's",
+    prefix="mtp.",
+    token_norm="layers.0.enorm",
+    hidden_norm="layers.0.hnorm",
+    projection="layers.0.eh_proj",
+    final_norm="layers.1.final_layernorm",
+    block="block.",
+)
 # ERNIE 4.5, as Baidu's FastDeploy runs it: the norm of the target is its modules' too, and they take what is behind it.
 # vLLM norms nothing behind a module.
 ERNIE = MtpLayout(
@@ -133,7 +144,7 @@ SPECULATORS = MtpLayout(
 )
 _IN_TARGETS = (QWEN3_NEXT, MIMO, ERNIE, DEEPSEEK, HY)
 # By the model_type of targets whose modules have a layout to themselves.
-OF_FAMILIES = {"exaone4": EXAONE, "exaone_moe": EXAONE, "mellum": MELLUM}
+OF_FAMILIES = {"exaone4": EXAONE, "exaone_moe": EXAONE, "mellum": MELLUM, "nemotron_h": NEMOTRON}
 
 
 def layouts_of(config: Any) -> tuple[MtpLayout, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runner.engine.nvfp4_tensors import INVERSE_OF_ALL, OF_ALL, nvfp4_tensor
-from runner.engine.quantization import Scheme
-from runner.engine.quantized_tensors import LEFT_ALONE, require_plain
+from runner.engine.quantization import SCALED_FP8, Scheme
+from runner.engine.quantized_tensors import LEFT_ALONE, QuantizedTensor, require_plain
 from runner.engine.scaled_tensors import scaled_tensor
 from runner.engine.word_tensors import awq_tensor, gptq_tensor, int32_tensor
 
@@ -20,6 +20,7 @@ def unpack_tensors(slices: Mapping[str, Any], scheme: Scheme, of: str) -> Iterat
         "gptq": (gptq_tensor, "qweight", ("scales", "qzeros", "g_idx")),
         "awq": (awq_tensor, "qweight", ("scales", "qzeros")),
         "nvfp4 of modelopt": (nvfp4_tensor, "weight", ("weight_scale", OF_ALL)),
+        "mixed": (_mixed_tensor, "weight", ("weight_scale", OF_ALL)),
         "nvfp4 of compressed-tensors": (nvfp4_tensor, "weight_packed", ("weight_scale", INVERSE_OF_ALL)),
     }[scheme.packing]
     for name, tensor in slices.items():
@@ -33,3 +34,10 @@ def unpack_tensors(slices: Mapping[str, Any], scheme: Scheme, of: str) -> Iterat
             yield f"{module}.weight", make(tensor, parts, scheme, f"{of}: {module}")
         else:
             yield name, require_plain(tensor, name, of)
+
+
+def _mixed_tensor(weight: Any, parts: Mapping[str, Any], scheme: Scheme, of: str) -> QuantizedTensor:
+    """Which of the two a module has its tensors say: the names that a config lists them by are of other loaders'."""
+    if weight.get_dtype() == "F8_E4M3":
+        return scaled_tensor(weight, parts, SCALED_FP8, of)
+    return nvfp4_tensor(weight, parts, scheme, of)

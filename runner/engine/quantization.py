@@ -15,7 +15,7 @@ NUMBERS = {"fp8": FLOAT8, "int8": torch.int8}  # by the names that options have
 SMALLEST_GROUP = 16  # inputs: a step of a tensor core's
 READABLE = (
     "fp8, compressed-tensors (float-quantized, int-quantized, pack-quantized, nvfp4-pack-quantized), modelopt (FP8, "
-    "NVFP4), gptq, awq and mxfp4"
+    "NVFP4, MIXED_PRECISION), gptq, awq and mxfp4"
 )
 MXFP4_GROUP, NVFP4_GROUP = 32, 16  # inputs that share a scale in those formats
 
@@ -61,12 +61,15 @@ class Scheme:
     """How a checkpoint's tensors are packed."""
 
     # scaled: numbers of 8 bits beside scales; int32: compressed-tensors' words; gptq; awq; nvfp4 of modelopt or of
-    # compressed-tensors; mxfp4: of experts alone.
+    # compressed-tensors; mixed: modelopt's nvfp4, and scaled where a module has 8 bits; mxfp4: of experts alone.
     packing: str
     storage: Storage  # of its weights, once unpacked
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale
     bits: int = 8  # of a number that is packed into words
     zero_offset: int = 0  # what is to be added to packed zero points
+
+
+SCALED_FP8 = Scheme(packing="scaled", storage=Storage(dtype=FLOAT8))
 
 
 def read_scheme(stated: Mapping[str, Any], of: str, option: str) -> Scheme:
@@ -97,13 +100,15 @@ FORMATS_OF_8_BITS = ("e4m3", "float8_e4m3fn")  # the latter is MiniMax's spellin
 
 def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
     """None: it is not read."""
-    method = str(stated.get("quant_method"))
+    method = str(stated.get("quant_method", "modelopt" if "quant_algo" in stated else None))
     if method in ("fp8", "fbgemm_fp8") and str(stated.get("fmt", "e4m3")) in FORMATS_OF_8_BITS:
         return _scaled(FLOAT8, _block(stated.get("weight_block_size")))
     if method == "modelopt" and str(stated.get("quant_algo")) == "FP8":
-        return _scaled(FLOAT8, None)
+        return SCALED_FP8
     if method == "modelopt" and str(stated.get("quant_algo")) in ("NVFP4", "W4A16_NVFP4"):
         return _nvfp4("nvfp4 of modelopt", stated.get("group_size"))
+    if method == "modelopt" and str(stated.get("quant_algo")) == "MIXED_PRECISION":
+        return _nvfp4("mixed", None)
     if method == "compressed-tensors":
         return _compressed(stated)
     bits, size = stated.get("bits"), _size(stated.get("group_size"))
