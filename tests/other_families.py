@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 8.0,
         "pad_token_id": 0,
     },
-    # Layers of one thing each, products that nothing gates, and none turned.
+    # Layers of one thing each, products that nothing gates, none turned, and experts that read a latent.
     "nemotron_h": {
         "model_type": "nemotron_h",
         "layers_block_type": ["mamba", "moe", "attention", "mlp"],
@@ -73,6 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 48,
+        "moe_latent_size": 48,
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 2.5,

@@ -32,6 +32,7 @@ class Layout:
     pack: Callable[[Tensor, torch.Generator], Packed]  # of a dense weight [out_features, in_features]
     config: dict[str, Any]  # its quantization_config
     held: str | None  # what an engine says that it holds; None: it expands all of it
+    pack_mlp: Callable[[Tensor, torch.Generator], Packed] | None = None  # where MLPs are packed otherwise
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -285,6 +286,12 @@ LAYOUTS = {
     "ModelOpt's NVFP4": Layout(
         pack=nvfp4, config={"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, held=SIXTEENS
     ),
+    "ModelOpt's mixture": Layout(
+        pack=per_tensor,
+        pack_mlp=nvfp4,
+        config={"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+        held=f"fp8, {SIXTEENS}",
+    ),
     "nvfp4-pack-quantized": Layout(
         pack=lambda weight, generator: nvfp4(weight, generator, is_modelopts=False),
         config=compressed(
@@ -309,7 +316,8 @@ def quantize_checkpoint(directory: Path, layout: Layout) -> dict[str, Tensor]:
         if kind != "weight" or not re.search(r"_proj(_qkvz?|_z|_with_mqa)?$", module):
             tensors[name] = tensor
             continue
-        packed, dense[name] = layout.pack(tensor.float(), generator)
+        pack = layout.pack_mlp if layout.pack_mlp is not None and ".mlp." in module else layout.pack
+        packed, dense[name] = pack(tensor.float(), generator)
         tensors |= {f"{module}.{part}": value for part, value in packed.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     state_config(directory, layout.config)

@@ -21,6 +21,7 @@ from runner.llm import LLM, SamplingParams, StructuredOutputsParams
 from tests import test_dflash_trees
 from tests.one_pass_reference import HIDDEN_SIZE, MASK, NUM_LAYERS, VOCAB_SIZE, Target, context_of, passes_of_a_run
 from tests.one_pass_reference import save_target as save
+from tests.quantized_checkpoints import nvfp4
 from tests.test_dflash import (
     LAYERS,
     NUM_DRAFTED,
@@ -238,6 +239,23 @@ def test_every_guess_has_the_logits_of_a_rewrite_behind_the_guess_before(
     ours, is_drafted = torch.cat([one.logits for one in passes]), torch.cat(exact).isfinite()
     assert_as_accurate(ours[is_drafted], torch.cat(theirs)[is_drafted], torch.cat(exact)[is_drafted])
     assert [one.drafted for one in passes] == [rows.argmax(dim=-1).tolist() for rows in exact]
+
+
+def test_a_head_in_nvfp4_is_the_dense_one_that_it_stands_for(target: Target, tmp_path: Path) -> None:
+    """NVIDIA's projection of states and MLPs; ModelOpt writes the config of a quantization in few words, too."""
+    config, given = LAYOUTS["NVIDIA"]
+    dense, packed, generator = dict(given), dict(given), torch.Generator()
+    for name in [name for name in dense if name == "fc.weight" or ".mlp." in name]:
+        parts, dense[name] = nvfp4(packed.pop(name), generator)
+        packed |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+    quantized = {**config, "quantization_config": {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None}}
+    sources = (
+        ModelSource(model=save_head(tmp_path / name, *own), name="method.model")
+        for name, own in (("packed", (quantized, packed)), ("dense", (config, dense)))
+    )
+    found, expected = (load_dspark_head(own, context_of(target), None, None).weight_targets() for own in sources)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].view, own.view) for name, own in expected.items())
 
 
 @pytest.mark.parametrize(

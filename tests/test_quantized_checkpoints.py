@@ -592,7 +592,7 @@ ROTATED = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["L
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "got {'quant_method': 'gptq', 'bits': 3}"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'version': 'gemv'}"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'fmt': 'e5m2'}"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "'quant_algo': 'MIXED_PRECISION'}"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'quant_algo': 'W4A8_AWQ'}"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "'quant_algo': 'NVFP4'}"),
         (compressed("mixed-precision", num_bits=4, type="float"), "'format': 'mixed-precision'}"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'format': 'pack-quantized'}"),
