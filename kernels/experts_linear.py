@@ -49,7 +49,7 @@ def linear_of_experts_kernel(
     weight_distance,  # from one expert's weight to the next one's
     scales_distance,  # and of zero points
     split_width,  # columns of a partial sum, a multiple of BLOCK_K
-    group_size,  # columns that share a scale, a multiple of BLOCK_K if HAS_GROUPS
+    group_size,  # columns that share a scale, a multiple of BLOCK_K, or its half, if STEP_GROUPS
     num_groups,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,  # >= NUM_EXPERTS
@@ -60,7 +60,7 @@ def linear_of_experts_kernel(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    HAS_GROUPS: tl.constexpr,  # a weight row has several scales
+    STEP_GROUPS: tl.constexpr,  # whose scales a step takes; 0: a weight row has one
     READING: tl.constexpr,  # as Elements.reading
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
@@ -99,7 +99,7 @@ def linear_of_experts_kernel(
     row_scales, up_scales, end_scales = scales_ptr, scales_ptr, scales_ptr
     row_zeros, up_zeros = zeros_ptr, zeros_ptr
     up_groups = tl.cast(out_features, tl.int64) * num_groups
-    if HAS_GROUPS:
+    if STEP_GROUPS:
         row_scales = scales_ptr + weight_rows * num_groups
         up_scales = row_scales + up_groups
         end_scales = None
@@ -123,7 +123,7 @@ def linear_of_experts_kernel(
         group_size,
         GATED,
         EVEN_K,
-        HAS_GROUPS,
+        STEP_GROUPS,
         READING,
         BLOCK_K,
     )
@@ -260,7 +260,7 @@ def _launch(
         TOKENS=plan.tokens,
         FEATURES=plan.features,
         BLOCK_K=plan.block_k,
-        HAS_GROUPS=group_size is not None,
+        STEP_GROUPS=plan.step_groups,
         READING=reading,
         OVERLAPS=overlaps,
         num_warps=plan.num_warps,

@@ -72,7 +72,7 @@ def linear_of_heads_kernel(
         group_size=in_features,
         GATED=False,
         EVEN_K=EVEN_K,
-        HAS_GROUPS=False,
+        STEP_GROUPS=0,
         READING="numbers",
         BLOCK_K=BLOCK_K,
     )

@@ -57,7 +57,7 @@ def linear_kernel(
     x_stride,
     weight_stride,  # in_features; of codes half of them
     split_width,  # columns of a partial sum, a multiple of BLOCK_K
-    group_size,  # columns that share a scale, a multiple of BLOCK_K if HAS_GROUPS
+    group_size,  # columns that share a scale, a multiple of BLOCK_K, or its half, if STEP_GROUPS
     num_groups,
     SPLITS: tl.constexpr,
     IS_SPREAD: tl.constexpr,  # each partial sum of a tile has a program; else one finds them all
@@ -69,7 +69,7 @@ def linear_kernel(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    HAS_GROUPS: tl.constexpr,  # a weight row has several scales
+    STEP_GROUPS: tl.constexpr,  # whose scales a step takes; 0: a weight row has one
     READING: tl.constexpr,  # as Elements.reading
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
@@ -89,7 +89,7 @@ def linear_kernel(
     row_ptrs = weight_ptr + rows[:, None] * weight_stride
     row_scales, up_scales, row_zeros, up_zeros = scales_ptr, scales_ptr, zeros_ptr, zeros_ptr
     up_groups = tl.cast(out_features, tl.int64) * num_groups
-    if HAS_GROUPS:
+    if STEP_GROUPS:
         row_scales = scales_ptr + rows * num_groups
         up_scales = row_scales + up_groups
     if zeros_ptr is not None:
@@ -116,7 +116,7 @@ def linear_kernel(
         group_size,
         GATED,
         EVEN_K,
-        HAS_GROUPS,
+        STEP_GROUPS,
         READING,
         BLOCK_K,
     )
@@ -135,7 +135,7 @@ def linear_kernel(
             if IS_SPREAD:
                 total = sum_of_partials(partial_ptrs, SPLITS, FEATURES, TOKENS)
             end_scales = scales_ptr
-            if HAS_GROUPS:
+            if STEP_GROUPS:
                 end_scales = None
             results = results_of_tile(
                 total, up_total, end_scales, bias_ptr, features, out_features, GATED, ACTIVATION, SOFTCAP
@@ -258,7 +258,7 @@ def _launch(
         TOKENS=plan.tokens,
         FEATURES=plan.features,
         BLOCK_K=plan.block_k,
-        HAS_GROUPS=group_size is not None,
+        STEP_GROUPS=plan.step_groups,
         READING=reading,
         OVERLAPS=overlaps,
         num_warps=plan.num_warps,

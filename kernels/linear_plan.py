@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.quantized_weight import SPAN
 from kernels.shared_memory import HOPPERS
 
 LINE = 128  # bytes of a row of tokens that a step reads, a cache line; of a weight in fewer bits it reads less
@@ -31,9 +32,10 @@ MOST_ROWS = 8192  # of a launch, so far as rows_of_each_kind looks
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
-    """The first three decide the bits of a product; the others only who computes what."""
+    """The first four decide the bits of a product; the others only who computes what."""
 
     block_k: int  # columns of a step
+    step_groups: int  # whose scales it takes; 0: all columns share one
     splits: int  # partial sums
     split_width: int  # columns of a partial sum
     is_spread: bool  # each partial sum of a tile has a program
@@ -58,6 +60,8 @@ def plan_linear(
 ) -> LinearPlan:
     """For [num_rows, in_features] by [out_features, in_features], or twice as many weight rows if gated."""
     block_k = min(LINE // element_size, group_size or LINE)
+    if number_bits == 4:  # those of a span lie in the same bytes
+        block_k = max(block_k, SPAN)
     steps, splits = -(-in_features // block_k), 1
     while not gated and -(-out_features // FEATURES) * splits < PROGRAMS and steps >= 2 * splits * MIN_STEPS:
         splits *= 2
@@ -77,6 +81,7 @@ def plan_linear(
     step_bytes = block_k * (features * (1 + gated) * (number_bits or row_bits) + tokens * row_bits) // 8
     return LinearPlan(
         block_k=block_k,
+        step_groups=0 if group_size is None else -(-block_k // group_size),
         splits=splits,
         split_width=-(-steps // splits) * block_k,
         is_spread=splits > 1 and num_tiles < (WIDE_PROGRAMS if is_wide else PROGRAMS),

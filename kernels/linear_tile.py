@@ -44,14 +44,14 @@ def add_step(
     numbers,  # [FEATURES, n]
     x,  # [TOKENS, n]
     high_x,  # [TOKENS, n], of codes in the higher bits
-    scale_ptrs,  # [FEATURES], of the first group if HAS_GROUPS
+    scale_ptrs,  # [FEATURES], of the first group if STEP_GROUPS
     zero_ptrs,  # [FEATURES], of the first group, or None
-    group,  # of the step
-    HAS_GROUPS: tl.constexpr,
+    group,  # of the step, its first
+    STEP_GROUPS: tl.constexpr,
     READING: tl.constexpr,
 ):
     own = sums
-    if HAS_GROUPS:
+    if STEP_GROUPS:
         own = tl.zeros_like(sums)
     if numbers_per_element(READING) > 1:
         zeros = tl.full((1, 1), ZERO, tl.int8)
@@ -59,11 +59,17 @@ def add_step(
             zeros = tl.load(zero_ptrs + group)[:, None]
         low = codes_as_factors(numbers & 15, zeros, x.dtype, READING)
         own = tl.dot(low, tl.trans(x), own, input_precision="ieee")
+        if STEP_GROUPS == 2:  # the second of the codes in higher bits
+            sums += own * tl.load(scale_ptrs + group)[:, None]
+            own = tl.zeros_like(sums)
+            group += 1
+            if zero_ptrs is not None:
+                zeros = tl.load(zero_ptrs + group)[:, None]
         high = codes_as_factors(numbers >> 4, zeros, x.dtype, READING)
         own = tl.dot(high, tl.trans(high_x), own, input_precision="ieee")
     else:
         own = tl.dot(as_factors(numbers, x.dtype, READING), tl.trans(x), own, input_precision="ieee")
-    if HAS_GROUPS:
+    if STEP_GROUPS:
         own = sums + own * tl.load(scale_ptrs + group)[:, None]
     return own
 
@@ -75,7 +81,7 @@ def sum_tile(
     is_token,  # [TOKENS, 1]
     row_ptrs,  # [FEATURES, 1], of weight rows at column 0
     up_distance,  # from each to its up row, if GATED
-    row_scales,  # [FEATURES], of the first group if HAS_GROUPS
+    row_scales,  # [FEATURES], of the first group if STEP_GROUPS
     up_scales,  # of the up rows, if GATED
     row_zeros,  # [FEATURES], of the first group, or None
     up_zeros,  # of the up rows, if GATED
@@ -86,7 +92,7 @@ def sum_tile(
     group_size,
     GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
-    HAS_GROUPS: tl.constexpr,
+    STEP_GROUPS: tl.constexpr,
     READING: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -110,10 +116,10 @@ def sum_tile(
                 place = tl.multiple_of(start // PER_ELEMENT, HALF_SPAN)
             group = start // group_size
             weight = load_columns(row_ptrs + places, place, in_features // PER_ELEMENT, EVEN_K)
-            sums = add_step(sums, weight, x, high_x, row_scales, row_zeros, group, HAS_GROUPS, READING)
+            sums = add_step(sums, weight, x, high_x, row_scales, row_zeros, group, STEP_GROUPS, READING)
             if GATED:
                 up = load_columns(row_ptrs + up_distance + places, place, in_features // PER_ELEMENT, EVEN_K)
-                up_sums = add_step(up_sums, up, x, high_x, up_scales, up_zeros, group, HAS_GROUPS, READING)
+                up_sums = add_step(up_sums, up, x, high_x, up_scales, up_zeros, group, STEP_GROUPS, READING)
         total += sums
         up_total += up_sums
     return total, up_total

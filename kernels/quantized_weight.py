@@ -107,8 +107,8 @@ def codes_side_by_side(octets: Tensor) -> Tensor:
 
 
 def fits_codes(in_features: int, group_size: int) -> bool:
-    """Whether a weight's codes can be held in 4 bits: no span is of two groups, or has an end."""
-    return in_features % SPAN == 0 and (group_size % SPAN == 0 or group_size >= in_features)
+    """Whether a weight's codes can be held in 4 bits: no span has an end, and none or just its halves are of groups."""
+    return in_features % SPAN == 0 and (group_size % SPAN == 0 or group_size == SPAN // 2 or group_size >= in_features)
 
 
 def expand(numbers: Tensor, scales: Tensor, group_size: int) -> Tensor:

@@ -98,7 +98,7 @@ def linear_kernel(
             "TOKENS": plan.tokens,
             "FEATURES": plan.features,
             "BLOCK_K": plan.block_k,
-            "HAS_GROUPS": group_size is not None,
+            "STEP_GROUPS": plan.step_groups,
             "READING": held if is_code else "float8 bits" if takes_bits else "numbers",
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
@@ -155,7 +155,7 @@ def linear_of_experts_kernel(
             "TOKENS": plan.tokens,
             "FEATURES": plan.features,
             "BLOCK_K": plan.block_k,
-            "HAS_GROUPS": group_size is not None,
+            "STEP_GROUPS": plan.step_groups,
             "READING": held if is_code else "float8 bits" if takes_bits else "numbers",
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
@@ -557,6 +557,11 @@ TABLE = [
         for capability, has_zeros in ((80, True), (90, True), (90, False))
     ),
     linear_kernel(64, 4096, 14336, gated=False, out="bf16", capability=90, held="int4", group_size=128, leaves=True),
+    *(  # of groups that are halves of spans, as NVFP4's
+        linear_kernel(num_rows, *shape, gated=gated, out="bf16", capability=capability, held="fp4", group_size=16)
+        for num_rows, shape, gated in ((1, (4096, 14336), False), (1088, (14336, 4096), True))
+        for capability in (80, 90)
+    ),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="fp8e4nv"),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="i8", group_size=128),
     Kernel(
@@ -564,7 +569,7 @@ TABLE = [
         name="linear_kernel",
         signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32",
         constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "partials_ptr", "arrivals_ptr"])
-        | {"SPLITS": 1, "IS_SPREAD": False, "LEAVES": False, "GATED": False, "EVEN_K": False, "HAS_GROUPS": False}
+        | {"SPLITS": 1, "IS_SPREAD": False, "LEAVES": False, "GATED": False, "EVEN_K": False, "STEP_GROUPS": 0}
         | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "READING": "numbers"}
         | {"ACTIVATION": "silu", "SOFTCAP": 0.0},
         max_shared=96 * 1024,
@@ -614,12 +619,17 @@ TABLE = [
         for gated in (False, True)
         for held, group_size in (("fp4", 32), ("bf16", None))
     ),
+    *(  # Nemotron 3.5 Lightning's in NVFP4
+        linear_of_experts_kernel(6 * num_rows, *shape, gated=False, capability=90, held="fp4", group_size=16)
+        for num_rows in (1, 4096)
+        for shape in ((1856, 2688), (2688, 1856))
+    ),
     # Gemma 4 26B-A4B's, whose gates are by gelu.
     *(
         linear_of_experts_kernel(8, 704, 2816, gated=True, capability=capability, activation="gelu_tanh")
         for capability in (80, 90)
     ),
-    linear_of_experts_kernel(  # of four ranks, which halve its groups: in 8 bits
+    linear_of_experts_kernel(  # of four ranks, which halve its groups and cut spans: in 8 bits
         4, 2880, 720, gated=False, capability=90, held="i8", group_size=16, num_experts=32, has_bias=True
     ),
     # What turns queries into latents and latents into values, GLM-4.7-Flash's in every tile; and DeepSeek-V3's.

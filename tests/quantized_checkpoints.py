@@ -201,7 +201,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 GROUPED = f"int8 in groups of {GROUP}"
 PACKED = f"int4 in groups of {GROUP}, {GROUPED}"  # those of 80 inputs, whose last are no whole span, in 8 bits
-SIXTEENS = "int8 in groups of 16"  # halves of spans
+SIXTEENS = "fp4 in groups of 16, int8 in groups of 16"  # as PACKED
 LAYOUTS = {
     "AutoFP8": Layout(
         pack=per_tensor,
@@ -290,7 +290,7 @@ LAYOUTS = {
         pack=per_tensor,
         pack_mlp=nvfp4,
         config={"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
-        held=f"fp8, {SIXTEENS}",
+        held="fp4 in groups of 16, fp8, int8 in groups of 16",
     ),
     "nvfp4-pack-quantized": Layout(
         pack=lambda weight, generator: nvfp4(weight, generator, is_modelopts=False),

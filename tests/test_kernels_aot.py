@@ -140,7 +140,7 @@ def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: s
         of_a_step = kernel.constants["BLOCK_K"] // 16
         assert products == [instruction] * of_a_step * (2 if kernel.constants.get("GATED") else 1), str(kernel)
         assert opcodes[0] == "griddepcontrol.wait" and opcodes[1].startswith("cp.async.c"), str(kernel)
-        assert of_a_step == 4 or (of_a_step in (1, 2) and kernel.constants["HAS_GROUPS"])
+        assert of_a_step == 4 or (of_a_step in (1, 2) and kernel.constants["STEP_GROUPS"])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -76,9 +76,9 @@ def test_a_byte_holds_codes_of_inputs_that_are_half_a_span_apart() -> None:
     assert torch.equal(pack_codes(codes[:, 32:64]), packed[:, 16:32]), "a span is packed by itself"
 
 
-def test_spans_lie_in_one_group() -> None:
+def test_spans_or_their_halves_lie_in_one_group() -> None:
     assert fits_codes(96, 32) and fits_codes(96, 96) and fits_codes(96, 128) and fits_codes(256, 64)
-    assert not fits_codes(80, 32) and not fits_codes(96, 16) and not fits_codes(96, 48)
+    assert fits_codes(96, 16) and not fits_codes(80, 32) and not fits_codes(80, 16) and not fits_codes(96, 48)
 
 
 # --- CPU ------------------------------------------------------------------------------------------------------------
@@ -89,7 +89,10 @@ def test_spans_lie_in_one_group() -> None:
 def test_a_cpu_gives_the_bits_of_the_numbers_in_8(dtype: torch.dtype, code: Code, has_zeros: bool) -> None:
     from kernels.cpu.linear import linear
 
-    for out_features, in_features, group_size in ((130, 96, None), (64, 192, 64), (33, 1056, None), (48, 320, 128)):
+    for out_features, in_features, group_size in (
+        *((130, 96, None), (64, 192, 64), (33, 1056, None), (48, 320, 128)),
+        (40, 352, 16),
+    ):
         weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
         if not can_pack(weight):
             pytest.skip("this machine has no panels")
@@ -116,8 +119,9 @@ def test_scales_that_times_a_zero_point_would_be_rounded_take_their_numbers_in_8
 
 @of_every_kind
 def test_panels_of_every_width_give_the_same_bits(code: Code, has_zeros: bool) -> None:
-    weight, x = random_codes(200, 96, code, has_zeros=has_zeros, group_size=32), randn(9, 96, dtype=torch.float32)
-    assert_panels_of_every_width_agree(weight, x)
+    for size in (16, 32):
+        weight = random_codes(200, 96, code, has_zeros=has_zeros, group_size=size)
+        assert_panels_of_every_width_agree(weight, randn(9, 96, dtype=torch.float32))
 
 
 @of_every_kind
@@ -141,7 +145,7 @@ def test_experts_on_a_cpu_give_the_bits_of_the_numbers_in_8(dtype: torch.dtype, 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
 
-CASES = [(1, 70, 96, None), (17, 130, 352, None), (5, 64, 256, 128), (3, 66, 224, 32)]
+CASES = [(1, 70, 96, None), (17, 130, 352, None), (5, 64, 256, 128), (3, 66, 224, 32), (4, 66, 288, 16)]
 
 
 @pytest.fixture
@@ -177,11 +181,12 @@ def test_every_code_is_exact(
 
 
 @of_every_kind
+@pytest.mark.parametrize("group_size", [16, 32])
 def test_a_row_keeps_its_bits_in_company(
-    code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device, small_cuts: None
+    group_size: int, code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device, small_cuts: None
 ) -> None:
     """Of rows whose products are exact within a step, so that the interpreter's BLAS hides no order."""
-    weight = random_codes(64, 96, code, has_zeros=has_zeros, group_size=32)
+    weight = random_codes(64, 96, code, has_zeros=has_zeros, group_size=group_size)
     powers = 2.0 ** torch.randint(-22, -16, weight.scales.shape, generator=torch.Generator().manual_seed(0))
     weight = on(kernel_device, replace(weight, scales=powers))
     sizes = torch.tensor([2.0**10, 2.0**-10]).repeat_interleave(32).repeat(2)[:96]
@@ -192,7 +197,7 @@ def test_a_row_keeps_its_bits_in_company(
 
 
 @of_every_kind
-@pytest.mark.parametrize("group_size", [None, 32])
+@pytest.mark.parametrize("group_size", [None, 16, 32])
 def test_experts_are_multiplied_by(
     group_size: int | None, code: Code, has_zeros: bool, kernel_device: torch.device, small_cuts: None
 ) -> None:
@@ -209,9 +214,9 @@ def test_experts_are_multiplied_by(
         assert_is_references(found, op, rows, torch.stack(list(whole.exact().chunk(5))), routing)
 
 
-@pytest.mark.parametrize("group_size", [None, 32, 128])
+@pytest.mark.parametrize("group_size", [None, 16, 32, 128])
 def test_the_order_of_a_sum_is_a_matter_of_the_weight(group_size: int | None) -> None:
-    """And a step is of whole spans, which lie in one group."""
+    """And a step is of whole spans, which lie in one group, or is one of two."""
     for element_size in (2, 4):
         plans = [
             linear_plan.plan_linear(
@@ -220,14 +225,15 @@ def test_the_order_of_a_sum_is_a_matter_of_the_weight(group_size: int | None) ->
             for rows in (*range(1, 1200), 8192)
         ]
         assert len({(plan.block_k, plan.splits, plan.split_width) for plan in plans}) == 1
-        assert all(plan.block_k % 32 == 0 == (group_size or plan.block_k) % plan.block_k for plan in plans)
+        assert all(plan.block_k % 32 == 0 == (2 * (group_size or plan.block_k)) % plan.block_k for plan in plans)
+        assert {plan.step_groups for plan in plans} == {{None: 0, 16: 2}.get(group_size, 1)}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @of_every_kind
-@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize("group_size", [None, 16, 128])
 @pytest.mark.parametrize(
     ("op", "out_features", "in_features"),
     [("linear", 6144, 4096), ("linear", 4096, 14336), ("gated_linear", 28672, 4096)],

@@ -1,7 +1,7 @@
 """Weights in NVIDIA's FP4, of ModelOpt and compressed-tensors: a float8 scale for 16 inputs, and one more of them all.
 
 Each input is one of 16 numbers (OCP's E2M1), of which kernels take twice as much: whole numbers, so that scales are
-halved, and 8 bits hold what was published exactly. What activations were to be rounded to is left alone.
+halved, and 4 bits, or 8, hold what was published exactly. What activations were to be rounded to is left alone.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def nvfp4_tensor(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str)
             raise UserError(f"{of} must have one scale beside those of groups, got {list(factor.shape)}; {AGAIN}")
         factor, scales = factor.reshape(()), scale[...].float()
         scales = require_scales((scales / factor if INVERSE_OF_ALL in parts else scales * factor) / 2, of)
-        codes = codes_side_by_side(packed[...])
-        numbers = Numbers(numbers=codes, scales=scales).in_8_bits(scheme.storage)
-        return Numbers(numbers=numbers, scales=scales)
+        found = Numbers(numbers=codes_side_by_side(packed[...]), scales=scales)
+        if storage.code is None:
+            found = Numbers(numbers=found.in_8_bits(scheme.storage), scales=scales)
+        return found
 
     storage = scheme.storage.of_inputs(in_features)
     return QuantizedTensor(shape=(out_features, in_features), storage=storage, read=read)
