@@ -6,15 +6,45 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MOST_GROWTH = 50_000  # objects that may have come before all are looked at again; CPython's own rule is near it
+
+_growth = 0  # since that was done last
+
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Only what is made while the block runs is looked at for cycles; what was there before comes afterwards again."""
+    """Only what is made while the block runs is looked at for cycles; what was there before comes afterwards again.
+
+    Freezing and thawing make everything old and count from nothing, so that a program of many short blocks would never
+    be rid of its own cycles: young ones are looked for in front of a block, and all when enough has come.
+    """
     if gc.get_freeze_count() > 0:  # somebody has frozen what is theirs, and would find it thawed
         yield
         return
+    _collect()
     gc.freeze()
     try:
         yield
     finally:
+        _count()
         gc.unfreeze()
+
+
+def _collect() -> None:
+    global _growth
+    _count()
+    if not gc.isenabled():
+        return
+    if _growth > MOST_GROWTH:
+        gc.collect()
+        _growth = 0
+    else:
+        gc.collect(1)
+
+
+def _count() -> None:
+    """What the interpreter has counted since its counters were set to nothing, at most."""
+    global _growth
+    young, older, oldest = gc.get_count()
+    of_young, of_older, _ = gc.get_threshold()
+    _growth += young + of_young * (older + of_older * oldest)

@@ -299,6 +299,7 @@ class LLM:
                 eos_token_ids=frozenset(engine.eos_token_ids),
                 max_model_len=engine.target_info.max_model_len,
                 decode=engine.tokenizer.decode if engine.tokenizer.is_available else None,
+                special_token_ids=engine.tokenizer.special_token_ids,
             ),
             vocab_size=engine.target.model.vocab_size,
             max_num_seqs=hardware.max_num_seqs,

@@ -10,7 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from kernels.reference.philox import fold_seed
+from kernels.reference.philox import seeds_of
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
@@ -31,6 +31,7 @@ class Tokenizer:
     ) -> None:
         """name: the option to name in errors."""
         self._tokenizer: Any = None
+        self._printed: dict[int, str] = {}  # what tokens print by themselves: logprobs ask for twenty at a time
         if directory is not None:
             logging.getLogger("transformers").setLevel(logging.ERROR)
             from transformers import AutoTokenizer
@@ -55,6 +56,14 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         return None if self._tokenizer is None else self._tokenizer.eos_token_id
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Of tokens that `decode` may leave out."""
+        if self._tokenizer is None:
+            return frozenset()
+        added = {number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        return frozenset(added | set(self._tokenizer.all_special_ids))
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, if it has one, and its token ids.
@@ -120,7 +129,11 @@ class Tokenizer:
 
     def decode_token(self, token_id: int) -> str | None:
         """What one token prints by itself, special ones included; None without a tokenizer."""
-        return None if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+        if self._tokenizer is None:
+            return None
+        if token_id not in self._printed:
+            self._printed[token_id] = str(self._tokenizer.decode([token_id]))
+        return self._printed[token_id]
 
     def spell_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences to forbid for words: as the text's first word, and behind a space (as vLLM)."""
@@ -129,6 +142,8 @@ class Tokenizer:
             bare, spaced = (
                 tuple(self._encode_text(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
             )
+            if not bare:  # a tokenizer may drop what it does not know
+                continue
             spelled.append(bare)
             # Another length means a token for the space alone, and then the word as it is spelled above.
             if len(spaced) == len(bare) and spaced[0] != bare[0]:
@@ -199,6 +214,7 @@ def make_requests(
         origins: what errors say of each prompt beside its number: " (prompts.jsonl:3)"; empty: nothing.
     """
     requests = []
+    seeds = seeds_of(run_seed, len(prompts))
     spelled: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}  # one list for all requests that forbid the same
     for index, (prompt, parameters) in enumerate(zip(prompts, params, strict=True)):
         try:
@@ -217,8 +233,9 @@ def make_requests(
         of_child = parameters
         if parameters.prompt_logprobs is not None:  # siblings share their prompt, and the first one tells
             of_child = replace(parameters, prompt_logprobs=None)
-        seed = fold_seed(run_seed, index) if parameters.seed is None else parameters.seed
-        for child in range(parameters.n):
+        seed = seeds[index] if parameters.seed is None else parameters.seed
+        own_seeds = [seed, *seeds_of(seed, parameters.n)[1:]] if parameters.n > 1 else [seed]
+        for child, own_seed in enumerate(own_seeds):
             requests.append(
                 Request(
                     request_id=f"{index}-{child}" if parameters.n > 1 else str(index),
@@ -227,7 +244,7 @@ def make_requests(
                     prompt_token_ids=token_ids,
                     bad_words_token_ids=spelled[parameters.bad_words],
                     sampling_params=of_child if child else parameters,
-                    seed=fold_seed(seed, child) if child else seed,
+                    seed=own_seed,
                 )
             )
     return requests

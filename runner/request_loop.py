@@ -102,9 +102,9 @@ class RequestLoop:
 
 @contextmanager
 def released_in_the_end(steps: StepLoop, requests: Sequence[Request]) -> Iterator[None]:
-    """Also where the release of one of them raises."""
+    """Also where the release of one of them raises. The first are released first: they wait in front."""
     with ExitStack() as ending:
-        for request in requests:
+        for request in reversed(requests):
             ending.callback(_end, request, steps.scheduler)
             ending.callback(steps.engine.grammars.close, request.request_id)
             ending.callback(steps.proposer.release, request.request_id)

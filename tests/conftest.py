@@ -6,7 +6,6 @@ import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated: before any of them is imported
 
-import runner.prompts
 from kernels import linear_plan
 from proposers.drafting import blocks, from_hidden_states
 from proposers.heads.quantized import quantize_head_of_target
@@ -250,12 +248,4 @@ def _small_caches() -> Iterator[None]:
     """Zeros for 256 requests of a KV cache that few fill took a fifth of the tests' time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_size, "CPU_CACHE_BYTES", 16 << 20)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _a_seed_is_folded_once() -> Iterator[None]:
-    """Tests of many distributions sample the same thousand siblings; a fold costs as much as a step of one of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner.prompts, "fold_seed", cache(runner.prompts.fold_seed))
         yield

@@ -6,6 +6,7 @@ The tiny family's tokenizer (2048 tokens) with a vocabulary of 2050 rows, as che
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -127,6 +128,22 @@ def test_when_the_text_is_complete_only_its_end_may_follow_and_again() -> None:
         grammar.commit(TOKENIZER.encode(text) if text else [EOS])
         assert allowed(grammar) == [after]
     assert grammar.error is None
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"choice": ["a SPELLED b"]}, {"json": {"enum": ["a SPELLED b"]}}, {"regex": "a SPELLED b"}],
+    ids=lambda form: next(iter(form)),
+)
+def test_a_text_does_not_end_where_its_form_spells_the_end_of_texts(form: dict[str, Any]) -> None:
+    """Half of a form passed for a whole one."""
+    spelled = TOKENIZER.decode([EOS])
+    own = {"regex": re.escape(spelled)}.get(next(iter(form)), spelled)
+    written = json.loads(json.dumps(form).replace("SPELLED", json.dumps(own)[1:-1]))
+    grammar = COMPILER.compile(StructuredOutputsParams(**written))
+    grammar.commit(TOKENIZER.encode('"a ' if "json" in form else "a "))
+    assert allowed(grammar) == [{EOS}]
+    assert grammar.error is not None and "it spells an end-of-text token, with which a text ends" in grammar.error
 
 
 @pytest.mark.parametrize("form", [StructuredOutputsParams(regex="[0-9]+"), StructuredOutputsParams(choice=["12"])])

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from kernels.reference.philox import (
     Stream,
-    fold_seed,
     fold_seeds,
     gumbel,
     philox4x32,
     random_words,
     seed_to_int64,
+    seeds_of,
     uniform,
     words_to_gumbel,
     words_to_uniform,
@@ -159,14 +159,14 @@ def test_no_two_keys_share_noise() -> None:
     assert len({word for row in rows for word in row}) == 8 * len(keys)
 
 
-def test_fold_seed_names_a_path() -> None:
-    assert fold_seed(3) == 3
-    assert fold_seed(3, 1, 2) == fold_seed(fold_seed(3, 1), 2)
+def test_seeds_of_a_run_and_of_siblings_are_all_different() -> None:
     low, high, _, _ = philox_in_integers((7, 0, Stream.FOLD, 0), (3, 0))
-    assert fold_seed(3, 7) == high << 32 | low
+    assert seeds_of(3, 8)[7] == high << 32 | low and seeds_of(3, 2) == seeds_of(3, 8)[:2] and seeds_of(3, 0) == []
     batch = fold_seeds(torch.tensor([[3], [-1]]), torch.arange(5))
-    assert batch.tolist() == [[seed_to_int64(fold_seed(seed, i)) for i in range(5)] for seed in (3, 2**64 - 1)]
-    seeds = {fold_seed(seed, i, j) for seed in (0, 1, 2**64 - 1) for i in range(12) for j in range(12)}
-    seeds |= {fold_seed(seed, i) for seed in (0, 1, 2**64 - 1) for i in (*range(12), 2**32, 2**40)}
-    assert len(seeds) == 3 * 144 + 3 * 14
-    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert batch.tolist() == [[seed_to_int64(own) for own in seeds_of(seed, 5)] for seed in (3, 2**64 - 1)]
+    runs = {seed: seeds_of(seed, 12) for seed in (0, 1, 2**64 - 1)}
+    found = [own for seeds in runs.values() for own in seeds]
+    found += [own for seeds in runs.values() for seed in seeds for own in seeds_of(seed, 12)]
+    far = fold_seeds(torch.tensor([0, 1, -1])[:, None], torch.tensor([2**32, 2**40])) % 2**62  # of their own, too
+    assert len(set(found)) == len(found) == 3 * 12 + 3 * 144 and len(set(far.flatten().tolist())) == 6
+    assert all(0 <= seed < 2**64 for seed in found)

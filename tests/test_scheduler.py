@@ -402,7 +402,8 @@ def test_a_step_of_chunks_alone_commits_no_token() -> None:
 REFUSALS: dict[str, tuple[Request, str]] = {
     "empty": (make_request(0), "at least one token"),
     "as long as the context": (make_request(64, max_tokens=1), r"shorter than max_model_len \(64 tokens\), got 64"),
-    "too many for the cache": (make_request(20, max_tokens=21), r"fit the KV cache \(40 tokens\), got 41"),
+    "too many for the cache": (make_request(20, max_tokens=21), r"\(40 tokens\), got 41; lower max_tokens"),
+    "a prompt too long for the cache": (make_request(45, max_tokens=1), r"\(40 tokens\), got 46; shorten the prompt"),
     "a token behind the vocabulary": (
         Request(request_id="0", prompt_token_ids=[1, 32], sampling_params=SamplingParams(), seed=0),
         r"prompt_token_ids must lie in \[0, 31\], the vocabulary, got 32; use",

@@ -33,7 +33,10 @@ def make_request(num_prompt_tokens: int = 3, **params: Any) -> Request:
 
 
 def make_rules(max_model_len: int = 1000, decode: Any = decode_pieces) -> StopRules:
-    return StopRules(eos_token_ids=frozenset({EOS}), max_model_len=max_model_len, decode=decode)
+    special = frozenset({EOS}) if decode is not None else frozenset[int]()
+    return StopRules(
+        eos_token_ids=frozenset({EOS}), max_model_len=max_model_len, decode=decode, special_token_ids=special
+    )
 
 
 def run(rules: StopRules, request: Request, steps: Sequence[list[int]]) -> Stop:
@@ -138,6 +141,18 @@ def test_a_stop_string_is_found_in_text_of_any_script(
         assert (stop.finish_reason, stop.stop_reason) == ("stop", wanted)
         assert text_of(request, tokenizer.decode) == text[: text.index(wanted)]
         assert wanted not in tokenizer.decode(request.output_token_ids[:-1]), "not a token more than it takes"
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@settings(max_examples=50)
+@given(sizes=SIZES, num_silent=st.integers(0, 30))
+def test_special_tokens_that_are_left_out_hide_no_stop_string(skips: bool, sizes: list[int], num_silent: int) -> None:
+    """They print nothing, and took the room of those that do."""
+    token_ids = [3, 1, *[EOS] * num_silent, 2, 3]
+    for steps in (one_by_one(token_ids), in_steps(token_ids, sizes)):
+        request = make_request(max_tokens=99, stop="ab", ignore_eos=True, skip_special_tokens=skips)
+        stop = run(make_rules(), request, steps)
+        assert stop.stop_reason == ("ab" if num_silent == 0 or skips else None)
 
 
 def test_eos_ends_a_request_unless_it_is_ignored() -> None:

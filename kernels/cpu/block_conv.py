@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cpu.compiled import vectorized
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.native import floats, integers
+from kernels.cpu.native import NUM_BYTES, floats, integers
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
 from kernels.recurrent_segments import RecurrentSegments
@@ -24,7 +24,6 @@ Arguments = arguments_of(
     *("num_rows", "width", "taps", "num_groups", "x_stride", "deltas_stride", "num_segments", "rows_each"),
 )
 NOTHING = np.float32(0.0)
-NUM_BYTES = 4  # of a float32
 PART_WORK = 1 << 12  # numbers, each of all taps, computed in some microseconds
 
 

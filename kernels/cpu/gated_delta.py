@@ -18,7 +18,7 @@ from kernels.cpu.convolution import add_tap, begin_with
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import LOG2_E, exp2
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.native import floats, integers
+from kernels.cpu.native import NUM_BYTES, floats, integers
 from kernels.cpu.recording import empty
 from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference import gated_delta as reference
@@ -26,7 +26,6 @@ from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
 
 NOTHING, ONE, MUCH = np.float32(0.0), np.float32(1.0), np.float32(20.0)  # the last: softplus is its argument
 LENGTH_EPS = np.float32(reference.LENGTH_EPS)
-NUM_BYTES = 4  # of a float32
 Arguments = arguments_of(
     *("out", "mixed", "gates"),  # addresses, as those that follow: of a launch's rows
     *("starts", "ends", "slots", "first_rows", "counts"),  # of its segments; the last two 0: rows_each says it

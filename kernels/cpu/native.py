@@ -13,6 +13,7 @@ from kernels.cpu.compiled import compiled
 
 BYTE = ir.IntType(8)
 CACHE_LINE = 64  # bytes
+NUM_BYTES = 4  # of a float32
 FIRST_CACHE, SECOND_CACHE = 3, 2  # of a core, in LLVM's numbers
 
 

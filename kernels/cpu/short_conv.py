@@ -14,7 +14,7 @@ from kernels.cpu.compiled import vectorized
 from kernels.cpu.convolution import add_tap, begin_with
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.native import floats, integers
+from kernels.cpu.native import NUM_BYTES, floats, integers
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
 from kernels.recurrent_segments import RecurrentSegments
@@ -22,7 +22,6 @@ from kernels.reference.short_conv import ConvStates, ConvWeights
 from kernels.sizes import cdiv
 
 NOTHING = np.float32(0.0)
-NUM_BYTES = 4  # of a float32
 CHUNK = 512  # columns that a thread computes together, at most
 MIN_CHUNK = 64
 PART_WORK = 1 << 12  # numbers, each of all taps, computed in some microseconds

@@ -133,11 +133,7 @@ def fold_seeds(seeds: Tensor, indices: Tensor) -> Tensor:
     return high << 32 | low
 
 
-def fold_seed(seed: int, *indices: int) -> int:
-    """A new seed in [0, 2**64) for each path of indices, e.g. (run seed, request index, child index).
-
-    Folds one index after another: fold_seed(s, i, j) == fold_seed(fold_seed(s, i), j), and fold_seed(s) == s.
-    """
-    for index in indices:
-        seed = int(fold_seeds(torch.tensor(seed_to_int64(seed)), torch.tensor(index))) % (1 << 64)
-    return seed
+def seeds_of(seed: int, count: int) -> list[int]:
+    """New seeds in [0, 2**64), one for each index below count: of the requests of a run, of a request's siblings."""
+    folded = fold_seeds(torch.tensor(seed_to_int64(seed)), torch.arange(count))
+    return [own % (1 << 64) for own in folded.tolist()]

@@ -47,6 +47,7 @@ LFM3_NORMS = NormNames(after_attention="post_operator_norm", after_mlp="post_ffn
 GLM_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
+_LLAMA: dict[str, Any] = {"output_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 _GEMMA: dict[str, Any] = {
     "output_bias": "attention_bias",
     "norms_add_one": True,
@@ -321,9 +322,9 @@ FAMILIES = {
         ),
     ),
     "hy_v3": Family(output_bias="attention_bias", qk_norm=True, fixed_values={"mlp_bias": False}, experts=_HY_MIXTURE),
-    "internlm3": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "internlm3": Family(**_LLAMA),
     "kimi_k2": Family(**_LATENT, experts=_DEEPSEEK_MIXTURE),
-    "iquestcoder": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "iquestcoder": Family(**_LLAMA),
     "laguna": Family(
         output_bias="attention_bias",
         qk_norm=True,
@@ -360,7 +361,7 @@ FAMILIES = {
         gates_heads="use_attention_gate",
         fixed_values={"use_sandwich_norm": True, "use_attention_gate": True, "attention_bias": False},
     ),
-    "llama": Family(output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "llama": Family(**_LLAMA),
     "llama4_text": Family(
         output_bias="attention_bias",
         qk_norm="use_qk_norm",

@@ -115,7 +115,7 @@ class GrammarCompiler:
         """Which tokens may come next in each grammar, [len(grammars), num_words] int32 on the host.
 
         Bit v % 32 of word v // 32 is token v. A row is never empty: a grammar that no token can carry on fails, and
-        its row ends the text.
+        its row ends the text. llguidance also allows an end of text where the form's own text spells it, in the middle.
         """
         bitmask = torch.empty(len(grammars), self.num_words, dtype=torch.int32)
         jobs = []
@@ -130,9 +130,15 @@ class GrammarCompiler:
             [(matcher, row) for _, matcher, row in jobs], bitmask.data_ptr(), self.num_words * 4, len(bitmask)
         )
         is_empty = bitmask.any(dim=1).logical_not_().tolist()
+        has_end = (bitmask & self._end_row).any(dim=1).tolist()
         for grammar, matcher, row in jobs:
+            reason = "no token carries the text on"
+            if has_end[row] and not matcher.is_error() and not matcher.is_accepting():
+                bitmask[row] &= ~self._end_row
+                is_empty[row] = not bitmask[row].any()
+                reason = "it spells an end-of-text token, with which a text ends"
             if is_empty[row] or matcher.is_error():
-                grammar.fail(_reason(matcher) if matcher.is_error() else "no token carries the text on")
+                grammar.fail(_reason(matcher) if matcher.is_error() else reason)
                 bitmask[row] = self._end_row
         return bitmask
 

@@ -32,7 +32,8 @@ def refusal(request: Request, *, stop_rules: StopRules, vocab_size: int, blocks:
     longest = min(limit, num_prompt + request.sampling_params.max_tokens)
     if blocks.num_blocks_for(longest) > blocks.num_usable_blocks:
         room = blocks.num_usable_blocks * blocks.block_size
-        return f"prompt and max_tokens must fit the KV cache ({room} tokens), got {longest}; lower max_tokens"
+        remedy = "lower max_tokens" if num_prompt < room else "shorten the prompt"
+        return f"prompt and max_tokens must fit the KV cache ({room} tokens), got {longest}; {remedy}"
     return None
 
 
