@@ -31,7 +31,8 @@ class Rule(ABC):
 
     reads_draft_probs: ClassVar[bool] = False
     # A rule whose decision looks at drafts and noise beyond the place where it cuts must not meet them again in the
-    # next step: its noise, and that of the drafts, is keyed by the step too.
+    # next step: its noise, and that of the drafts, is keyed by the step too. What is drawn below two nodes of a tree is
+    # independent.
     keys_by_draft_step: ClassVar[bool] = False
     # Whether it looks for the target's own token among candidates of trees that were not drawn. So does Strict, and it
     # keeps plain decoding's distribution, and even its tokens.

@@ -96,7 +96,7 @@ class ChosenNodes(CapturedGrownTrees):
         """most_requests: of a batch."""
         tree = static_tree(choices)
         super().__init__(tree_depth=max(tree.depths), **common)
-        growth, device = StaticGrowth([tree], in_order=False), self.steps.device
+        growth, device = StaticGrowth([tree], in_order=[False]), self.steps.device
         places = torch.arange(most_requests, device=device).unsqueeze(1)
         self._widths, self._going, self._rows = list[int](), list[Tensor](), list[Tensor]()
         self.firsts = list[int]()  # of each level: how many nodes went on before it

@@ -8,6 +8,7 @@ token by token. A request that follows a grammar has a chain in any case, which 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,6 +28,7 @@ from runner.engine.sampling_rows import BitmaskRows
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
 
+MAX_LEN_BITS = 24  # of the 32 of a key: the longest sequence's tokens; the others count up to 256 nodes of a level
 TREE_DEPTH, TREE_TOP_K = 5, 4  # of a dynamic tree, where nobody says otherwise
 
 
@@ -149,7 +151,8 @@ class LevelByLevelProposer(TokenByTokenProposer):
         trees = [
             static_tree(line if chain else self.choices, count) for chain, count in zip(is_chain, counts, strict=True)
         ]
-        return StaticGrowth(trees, in_order=need_probs)
+        in_order = [need_probs and not request.sampling_params.is_greedy for request in requests]
+        return StaticGrowth(trees, in_order=in_order)
 
     def _grow(self, growth: Growth, requests: Sequence[Request], *, need_probs: bool) -> list[_Level]:
         walk = self.context.grammars.walk([request.request_id for request in requests])
@@ -212,6 +215,19 @@ class LevelByLevelProposer(TokenByTokenProposer):
             self.draft_sample_method,
             width,
             need_probs=need_probs,
-            draft_step=self.draft_step(rows, depth),
+            draft_step=self._level_step(rows, owners, depth),
         )
         return _Level(token_ids, probs, None)
+
+    def _level_step(self, rows: SamplingRows, owners: Sequence[int], depth: int) -> int | torch.Tensor:
+        """The key of a level's draws. A rule that looks at several branches takes what is drawn below them for
+        independent, so that it holds the row's place in its request's level, too."""
+        step = self.draft_step(rows, depth)
+        if isinstance(step, int):
+            return step
+        seen = Counter[int]()
+        places = []
+        for owner in owners:
+            places.append(seen[owner] << MAX_LEN_BITS)
+            seen[owner] += 1
+        return step + to_device(places, torch.int64, self.context.device)

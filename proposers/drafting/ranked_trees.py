@@ -3,11 +3,13 @@
 A depth has one distribution whatever the tokens before it are, so its candidates serve all nodes above. Their
 processors (penalties, bad words, a grammar) see the tree's first path, and treat other branches as if they held the
 same tokens, which changes what is accepted and never the text. Candidates are drawn as draft_sample_method says;
-siblings without replacement, with their probs where the rule reads them.
+siblings without replacement, with their probs where the rule reads them. A rule that looks beyond its cut (block) takes
+the draws below two nodes for independent, which one list for both is not: it gets the likeliest candidates.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -29,6 +31,8 @@ from runner.engine.sampling import SamplingRows
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
 
+logger = logging.getLogger(__name__)
+
 
 class RankedTrees:
     """What speculative_token_tree asks of a drafter; `max_draft_tokens` of that one is how deep a tree may be."""
@@ -49,6 +53,14 @@ class RankedTrees:
         else:
             check_depth(self.choices, max_depth=max_depth)
             check_ranks(self.choices, proposer.context.vocab_size)
+            is_drawn = proposer.context.needs_draft_probs and proposer.draft_sample_method != "greedy"
+            if is_drawn and proposer.context.keys_by_draft_step and _has_cousins(self.choices):
+                logger.warning(
+                    "speculative_token_tree: candidates of one depth serve several nodes, which "
+                    "rejection_sample_method=block cannot judge as draws: the likeliest ones are drafted, as by "
+                    "draft_sample_method=greedy"
+                )
+                proposer.draft_sample_method = "greedy"
         self.max_depth = max_depth
 
     def captured(self, num_nodes: int, chains: Callable[[int], CapturedChains]) -> CapturedDrafter:
@@ -169,6 +181,12 @@ class RankedTrees:
 
         proposer.walk(requests, depths, draw)
         return best_first_paths(log_probs, num_nodes), token_ids
+
+
+def _has_cousins(choices: Choices) -> bool:
+    """Whether two nodes of one depth have children."""
+    parents = {path[:-1] for path in choices}
+    return len(parents) > len({len(path) for path in parents})
 
 
 def _by_depth(counts: Sequence[Sequence[int]]) -> list[list[int]]:

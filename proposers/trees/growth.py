@@ -70,8 +70,9 @@ class StaticGrowth(Growth):
 
     needs_scores = False
 
-    def __init__(self, trees: Sequence[RankTree], *, in_order: bool) -> None:
-        """in_order: children are the first candidates whatever their ranks, as probs of drawn candidates require."""
+    def __init__(self, trees: Sequence[RankTree], *, in_order: Sequence[bool]) -> None:
+        """in_order: of each tree, whether its children are the first candidates whatever their ranks, as probs of drawn
+        candidates require."""
         super().__init__(len(trees))
         self._trees = trees
         self._in_order = in_order
@@ -107,7 +108,9 @@ class StaticGrowth(Growth):
         """(node, rank among the candidates) of a node's children."""
         tree = self._trees[request]
         children = tree_shape(tree.parents).children[node + 1]
-        return [(child, place if self._in_order else tree.ranks[child]) for place, child in enumerate(children)]
+        return [
+            (child, place if self._in_order[request] else tree.ranks[child]) for place, child in enumerate(children)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,164 @@
+"""Trees of drawn candidates, drafted by the real tree builders and judged by the real rules: the tokens' distribution.
+
+tests/test_tree_rules.py enumerates the rules over independent draws. Whether the builders draw independently, only
+their own draws tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from proposers.base import Proposer, ProposerContext
+from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
+from proposers.drafting.ranked_trees import RankedTrees
+from proposers.drafting.token_by_token import TokenByTokenProposer
+from proposers.trees.static import Choices
+from runner.engine.request import DraftTokens, Request
+from runner.engine.sampling import SamplingRows
+from runner.engine.sampling_params import SamplingParams
+from runner.engine.scheduler import Schedule, ScheduledRequest
+from tests.sampling_for_tests import ALPHA, p_value
+from verifier.rejection_sampler import RejectionSampler
+
+VOCAB_SIZE, NUM_REQUESTS = 3, 6_000
+TWO_CHAINS: Choices = ((0,), (0, 0), (1,), (1, 0))
+BROOM: Choices = ((0,), (0, 0), (0, 1), (1,))  # one node of each depth has children
+generator = torch.Generator().manual_seed(5)
+# The next token's logits given the last: sharp ones that disagree, so that draws which hang together show at once.
+TARGET, DRAFT = (2 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator) for _ in range(2))
+
+
+class LevelDrafter(LevelByLevelProposer):
+    """Knows a Markov chain."""
+
+    def first_logits(self, requests: Sequence[Request]) -> Tensor:
+        return DRAFT[0].expand(len(requests), -1)
+
+    def level_logits(
+        self, requests: Sequence[Request], owners: Sequence[int], nodes: Sequence[TreeNode], token_ids: Tensor
+    ) -> Tensor:
+        return DRAFT[token_ids]
+
+    def next_logits(self, requests: Sequence[Request], step: int, token_ids: Tensor, row_idx: Tensor | None) -> Tensor:
+        return DRAFT[token_ids]
+
+
+class RankedDrafter(TokenByTokenProposer):
+    """Guesses the second token without the first."""
+
+    def __init__(self, choices: Choices, **common: Any) -> None:
+        super().__init__(**common)
+        self.trees = RankedTrees(self, choices, max_depth=2)
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        return self.trees.propose(schedule)
+
+    def first_logits(self, requests: Sequence[Request]) -> Tensor:
+        return DRAFT[0].expand(len(requests), -1)
+
+    def next_logits(self, requests: Sequence[Request], step: int, token_ids: Tensor, row_idx: Tensor | None) -> Tensor:
+        return DRAFT[1].expand(len(requests), -1)
+
+
+def make_drafter(kind: str, choices: Choices, sampler: RejectionSampler, method: str = "probabilistic") -> Proposer:
+    context = ProposerContext(
+        vocab_size=VOCAB_SIZE,
+        max_model_len=16,
+        max_num_seqs=NUM_REQUESTS,
+        eos_token_ids=(),
+        block_size=16,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        batch_invariant=True,
+        needs_draft_probs=sampler.rule.reads_draft_probs,
+        keys_by_draft_step=sampler.rule.keys_by_draft_step,
+    )
+    common: dict[str, Any] = {
+        "num_speculative_tokens": len(choices),
+        "context": context,
+        "draft_sample_method": method,
+    }
+    if kind == "ranked":
+        return RankedDrafter(choices, **common)
+    return LevelDrafter(**common, speculative_token_tree=choices, tree_depth=2, tree_top_k=2)
+
+
+def schedule_of(params: Sequence[SamplingParams], num_nodes: int) -> Schedule:
+    requests = [
+        Request(request_id=str(seed), prompt_token_ids=[0], sampling_params=own, seed=seed)
+        for seed, own in enumerate(params)
+    ]
+    return Schedule(
+        scheduled=[
+            ScheduledRequest(
+                request=request,
+                start=0,
+                num_new_tokens=1,
+                max_draft_tokens=num_nodes,
+                yields_token=True,
+                is_decoding=True,
+            )
+            for request in requests
+        ]
+    )
+
+
+def verified(sampler: RejectionSampler, drafts: DraftTokens, schedule: Schedule) -> Tensor:
+    """The first two tokens of each request, as numbers below VOCAB_SIZE**2; a second one not there yet is drawn."""
+    requests = [item.request for item in schedule.decoding]
+    shape = drafts.shapes[0]
+    assert all(other == shape for other in drafts.shapes), "the tree is a static one"
+    tokens = drafts.token_ids.view(len(requests), -1)  # [num_requests, num_nodes]
+    contexts = torch.cat((torch.zeros_like(tokens[:, :1]), tokens), dim=1)
+    depths = torch.tensor((0, *shape.depths))
+    rows = SamplingRows(
+        vocab_size=VOCAB_SIZE,
+        is_greedy=(False,) * contexts.numel(),
+        seeds=torch.tensor([request.seed for request in requests]).repeat_interleave(len(depths)),
+        positions=(1 + depths).repeat(len(requests)),
+        random_row_idx=None,
+    )
+    token_ids = sampler(TARGET[contexts.flatten()], drafts, rows).token_ids
+    second = torch.multinomial(TARGET.softmax(-1)[token_ids[:, 0]], 1, generator=generator).squeeze(1)
+    return token_ids[:, 0] * VOCAB_SIZE + torch.where(token_ids[:, 1] >= 0, token_ids[:, 1], second)
+
+
+@pytest.mark.parametrize("choices", [TWO_CHAINS, BROOM], ids=["two_chains", "broom"])
+@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
+@pytest.mark.parametrize("kind", ["level_by_level", "ranked"])
+def test_trees_of_drawn_candidates_keep_the_distribution(kind: str, rule: str, choices: Choices) -> None:
+    sampler = RejectionSampler(rejection_sample_method=rule)
+    schedule = schedule_of([SamplingParams()] * NUM_REQUESTS, len(choices))
+    drafts = make_drafter(kind, choices, sampler).propose(schedule)
+    counts = torch.bincount(verified(sampler, drafts, schedule), minlength=VOCAB_SIZE**2)
+    p = TARGET.double().softmax(-1)
+    expected = (p[0].unsqueeze(1) * p).flatten() * NUM_REQUESTS
+    value = p_value(counts, expected)
+    assert value > ALPHA, value
+
+
+def test_block_gets_the_likeliest_candidates_where_one_list_serves_two_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = schedule_of([SamplingParams()] * 3, 4)
+    for rule, choices, is_told in (
+        ("block", TWO_CHAINS, True),
+        ("block", BROOM, False),
+        ("probabilistic", TWO_CHAINS, False),
+    ):
+        caplog.clear()
+        drafter = make_drafter("ranked", choices, RejectionSampler(rejection_sample_method=rule))
+        assert ("the likeliest ones are drafted" in caplog.text) == is_told
+        assert (drafter.propose(schedule).probs is None) == is_told
+
+
+def test_a_greedy_requests_tree_does_not_depend_on_its_neighbours() -> None:
+    """The ranks of its children are the choices', also where a neighbour's drawn candidates are taken in order."""
+    choices: Choices = ((0,), (2,), (2, 1))
+    drafter = make_drafter("level_by_level", choices, RejectionSampler(rejection_sample_method="probabilistic"))
+    greedy, drawn = SamplingParams(temperature=0.0), SamplingParams()
+    alone = drafter.propose(schedule_of([greedy], 3)).token_ids
+    assert torch.equal(drafter.propose(schedule_of([greedy, drawn], 3)).token_ids[:3], alone)
